@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -11,45 +12,47 @@ from typing import Any
 
 import pytest
 from test_compare import make
-from test_pipeline_command import finished
+from test_pipeline_command import finished, observed
 
 from magicdec.cli import compare, table
 from magicdec.cli.commands import console
 from magicdec.cli.parsing.record_files import TABLES, read_commands
 from magicdec.names import RECORDS, load_named
-from magicdec.pipelined_run.measured.bars import labels_of
-from magicdec.pipelined_run.measured.metrics import speculation_metrics
+from magicdec.pipelined_run.metrics import speculation_metrics
+from magicdec.pipelined_speculation.options import Counts
 from magicdec.records.reading import load_records
 from magicdec.records.record import SCHEMA_VERSION
-from magicdec.serving.metrics import Moves
+from magicdec.serving.bars import labels_of
+from magicdec.serving.metrics import Moves, StepCounts, serving_metrics
 from magicdec.serving.showing import verdict
 from magicdec.tables import print_tables
 
-OF_KIND: dict[str, dict[str, Any]] = {
-    "serving": {"arrival": "burst", "gen_len": 4, "max_concurrency": None, "batching": "static"},
-    "pipeline": {"n_samples": 2},
-    "speculation": {"lanes": 1, "draft": "ngram", "layer_split": "3,3"},
-}
+OPTIONS: dict[str, Any] = {
+    "num_requests": 2, "arrival": "burst", "gen_len": 4, "batch_size": 1, "goodput": {},
+    "draft": "ngram", "layer_split": "3,3", "lanes": 1,
+}  # fmt: skip
 
 
-def record(kind: str, name: str, start: str = "first", **workload: object) -> dict[str, Any]:
+def record(name: str, start: str = "first", **workload: object) -> dict[str, Any]:
     """A pass whose tokens are wrong, and which has no metrics therefore."""
     base = make()
-    config = base["config"] | {"workload": {"num_requests": 2} | OF_KIND[kind] | workload}
+    config = base["config"] | {"workload": OPTIONS | {"mode": name} | workload}
     return {
-        "kind": kind, "schema_version": SCHEMA_VERSION, "threads": [2], "status": "diverged",
+        "kind": "serving", "schema_version": SCHEMA_VERSION, "threads": [2], "status": "diverged",
         "name": name, "config": config,
         "environment": base["environment"] | {"time_utc": start}, "workload": base["workload"],
         "reference": "sequential", "num_differing": 1, "metrics": None, "ring": None,
-        "requests": [],
+        "speculation": None, "requests": [],
     }  # fmt: skip
 
 
 def measured(name: str, start: str = "first", **workload: object) -> dict[str, Any]:
+    counts = StepCounts(num_steps=3, moves={0: Moves([0.0])})
+    metrics = serving_metrics([finished([1.0, 2.0, 3.0])], counts)
+    speculation = speculation_metrics(observed(), Counts(runs=3), has_drafts=True)
     right = {"status": "ok", "num_differing": 0}
-    moves = {0: Moves([0.0])}
-    metrics = asdict(speculation_metrics([finished([1.0, 2.0, 3.0])], moves, None, None))
-    return record("speculation", name, start, **workload) | right | {"metrics": metrics}
+    parts = {"metrics": asdict(metrics), "speculation": asdict(speculation)}
+    return record(name, start, **workload) | right | parts
 
 
 def write(path: Path, *records: dict[str, Any]) -> Path:
@@ -76,16 +79,12 @@ def test_the_verdict_says_what_may_excuse_a_difference(status: str, said: str) -
     assert verdict(passed) == said
 
 
-@pytest.mark.parametrize("kind", OF_KIND)
 def test_the_table_is_that_of_the_command(
-    kind: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = write(tmp_path / "passes.jsonl", record(kind, "one"), record(kind, "two"))
-    (records,) = read_commands(kind, [path], is_strict=True)
-    print_tables(load_named(TABLES, kind)(records))
+    path = write(tmp_path / "passes.jsonl", record("one"), record("two"))
+    (records,) = read_commands("serving", [path], is_strict=True)
+    print_tables(load_named(TABLES, "serving")(records))
     shown = capsys.readouterr().out
     assert "DIVERGED, 1 of 0 requests differ from sequential" in shown
     run(monkeypatch, path)
@@ -128,16 +127,16 @@ def test_the_table_of_what_was_predicted_is_that_of_the_command(
 def test_each_command_has_a_table_and_a_series(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    passes = [measured("sync"), measured("async"), record("speculation", "async", "third")]
+    passes = [measured("sync"), measured("async"), record("async", "third")]
     passes[2:2] = [measured(name, "second", layer_split="2,4") for name in ("sync", "async")]
     path = write(tmp_path / "passes.jsonl", *passes)
-    commands = list(read_commands("speculation", [path], is_strict=True))
+    commands = list(read_commands("serving", [path], is_strict=True))
     assert [[r.name for r in records] for records in commands] == [["sync", "async"]] * 2 + [
         ["async"]
     ]
     assert labels_of(commands[:2]) == ["demo, 3,3", "demo, 2,4"]
     run(monkeypatch, path, "--plot", tmp_path / "bars.svg")
-    assert capsys.readouterr().out.count("tokens/s of a request") == 2
+    assert len(re.findall(r"[^,] tokens/s of a request", capsys.readouterr().out)) == 2
     picture = (tmp_path / "bars.svg").read_text()
     assert "<!-- demo, 2,4 -->" in picture and picture.count("<!-- async -->") == 3
 
@@ -146,7 +145,7 @@ def test_each_command_has_a_table_and_a_series(
     ("words", "said"),
     [
         (["--sort", "speedup"], "--sort does nothing here: it is for records of runs"),
-        (["--check"], "passes.jsonl: it has other records only, 1 of kind speculation; see"),
+        (["--check"], "passes.jsonl: it has other records only, 1 of kind serving; see"),
         (["--plot", "bars.txt"], "--plot bars.txt: the name must end in .png or .svg or .pdf"),
         (["--plot", "none.svg"], "--plot none.svg: no pass has metrics to draw"),
     ],
@@ -159,7 +158,7 @@ def test_refuses_in_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    write(Path("passes.jsonl"), record("speculation", "async"))
+    write(Path("passes.jsonl"), record("async"))
     with pytest.raises(SystemExit) as ended:
         run(monkeypatch, "passes.jsonl", *words)
     assert ended.value.code == 2
@@ -168,8 +167,8 @@ def test_refuses_in_one_line(
 
 
 def test_commands_that_read_runs_name_the_kind(tmp_path: Path) -> None:
-    path = write(tmp_path / "passes.jsonl", record("pipeline", "ring"))
-    with pytest.raises(ValueError, match="it has other records only, 1 of kind pipeline; see"):
+    path = write(tmp_path / "passes.jsonl", record("ring"))
+    with pytest.raises(ValueError, match="it has other records only, 1 of kind serving; see"):
         load_records(path)
 
 
@@ -178,10 +177,16 @@ def test_a_file_may_have_records_of_several_kinds(
 ) -> None:
     """All commands append to one file. The table shows the runs, and then the commands of each
     kind; commands that read runs leave the others out and say so."""
-    passes = record("serving", "static"), record("speculation", "async")
-    path = write(tmp_path / "runs.jsonl", passes[0], make(), passes[1], make())
+    path = write(tmp_path / "runs.jsonl", record("static"), make())
+    simulate = f"magicdec simulate --gen_len 8 --modes async --out {path}"
+    monkeypatch.setattr(sys, "argv", simulate.split())
+    with pytest.raises(SystemExit):
+        console()
+    write(path, *map(json.loads, path.read_text().splitlines()), make())
+    capsys.readouterr()
     assert len(load_records(path)) == 2
-    assert "left out, 1 of kind serving and 1 of kind speculation" in capsys.readouterr().err
+    others = "left out, 1 of kind serving and 1 of kind simulation"
+    assert others in capsys.readouterr().err
     run(monkeypatch, path)
     shown = capsys.readouterr().out
     places = [shown.index(text) for text in ("streaming_llm", "static", "async")]
@@ -189,7 +194,7 @@ def test_a_file_may_have_records_of_several_kinds(
     run(monkeypatch, path, "--format", "csv")
     printed = capsys.readouterr()
     assert len(printed.out.splitlines()) == 3
-    assert "left out, 1 of kind serving and 1 of kind speculation; see --kind" in printed.err
+    assert f"{others}; see --kind" in printed.err
     run(monkeypatch, path, "--format", "csv", "--kind", "serving")
     assert capsys.readouterr().out.splitlines()[0] == "metric,static"
 
@@ -228,11 +233,11 @@ def cells_of(line: str) -> list[str]:
 
 
 def test_a_damaged_line_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole, cut = record("speculation", "async"), record("speculation", "sync")
+    whole, cut = record("async"), record("sync")
     del cut["requests"]
     path = write(tmp_path / "passes.jsonl", cut, whole)
-    (records,) = read_commands("speculation", [path], is_strict=False)
+    (records,) = read_commands("serving", [path], is_strict=False)
     assert [each.name for each in records] == ["async"]
     assert ":1: not a record; it has no requests; this line is skipped" in capsys.readouterr().err
     with pytest.raises(ValueError, match="it has no requests"):
-        list(read_commands("speculation", [path], is_strict=True))
+        list(read_commands("serving", [path], is_strict=True))
