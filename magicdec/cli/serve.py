@@ -25,6 +25,7 @@ from magicdec.cli.parsing.rank_checks import check_nproc
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     NONE,
+    SELF,
     DecodingSection,
     DraftChoice,
     DraftSection,
@@ -152,6 +153,9 @@ class Command:
         config.check(world_size)
         refuse_unused(values, passes)
         used = ["decoding.num_draft_tokens"] if drafting else []
+        if draft == SELF and any(each.system == SPECULATIVE for each in needs_draft):
+            used.append("draft.draft_dtype")
+            options = replace(options, own_draft_dtype=values[DraftSection].draft_dtype)
         refuse_ignored(config, values, used)
         options = self.settle(options, values, passes, config, world_size)
         options = replace(options, draft=draft, has_trace=bool(files.plot or files.trace))
@@ -204,6 +208,8 @@ class Command:
 # What only some modes use, by the beginnings of names of settings.
 USED_BY = {
     "speculation.": lambda each: each.system == SPECULATIVE,
+    "draft.rank_group": lambda each: each.system == BATCHING and each.is_drafting,
+    "decoding.cuda_graphs": lambda each: each.system == BATCHING,
     "serving.window_ms": lambda each: each.mode == WINDOWED,
     "serving.block_tokens": lambda each: each.system == BATCHING,
     "serving.cache_tokens": lambda each: each.system == BATCHING,

@@ -15,13 +15,14 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
     SELF,
+    DraftSection,
     StagesSection,
     WorkloadSection,
 )
 from magicdec.config.setting import same, setting
-from magicdec.distributed.layer_split import FLAG, count_stages, is_auto
+from magicdec.distributed.layer_split import FLAG, is_auto
 from magicdec.distributed.stages import StageGrid, make_grid
-from magicdec.pipelined_run.layout import count_draft_ranks, read_split
+from magicdec.pipelined_run.layout import read_split
 from magicdec.pipelined_speculation.options import Options
 from magicdec.serving.metrics import GOODPUT_OF
 from magicdec.serving.modes import (
@@ -76,8 +77,9 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
 @dataclass(frozen=True)
 class ServeOptions(StagesSection):
     """The settings, and what follows from them: `shapes` are all requests in the order of arrival,
-    `passes` the modes in which they are served, and `speculation` how pipelined speculation
-    drafts. `gen_len` is None if a trace has the lengths."""
+    `passes` the modes in which they are served, and `speculation` how pipelined speculation drafts.
+    `own_draft_dtype` is that of a draft that is the target itself. `gen_len` is None if a trace has
+    the lengths."""
 
     num_requests: int | None = setting(
         None, "Requests to serve. Default: 8, or all of a trace.", least=1
@@ -182,6 +184,7 @@ class ServeOptions(StagesSection):
     passes: tuple[Pass, ...] = ()
     speculation: Options = Options()
     draft: str = "none"
+    own_draft_dtype: str = DraftSection.draft_dtype
     has_rows_of_ring: bool = False  # batches have as many rows as circulate in a ring
     has_trace: bool = False  # every rank notes what it does when
 
@@ -309,7 +312,7 @@ class ServeOptions(StagesSection):
         return replace(self, arrival=f"poisson:{1e3 / rate:.6g}", shapes=shapes)
 
     def num_stages(self, world_size: int) -> int:
-        return count_stages(read_split(self.layer_split).stages, world_size)
+        return read_split(self.layer_split).num_stages(world_size)
 
     def grid(self, world_size: int) -> StageGrid:
         """The stages of a ring on so many ranks, without those that draft in other modes. Raises
@@ -320,10 +323,10 @@ class ServeOptions(StagesSection):
                 f"{flag_text}: a ring has no head without layers; leave the first share of 0 out, "
                 "or ring out of --modes"
             )
-        num_ranks = world_size - count_draft_ranks(self.layer_split)
+        num_ranks = world_size - split.num_apart
         if num_ranks < 1:
             raise ValueError(f"{flag_text} leaves no rank for a stage of the {world_size} ranks")
-        return make_grid(flag_text, count_stages(split.stages, num_ranks), num_ranks)
+        return make_grid(flag_text, split.num_stages(world_size), num_ranks)
 
     @property
     def rows(self) -> int:
@@ -357,7 +360,7 @@ class ServeOptions(StagesSection):
         values = asdict(self) | asdict(self.speculation)
         for name in (
             *("shapes", "passes", "speculation", "mode", "sweep_rate", "has_rows_of_ring"),
-            "has_trace",
+            *("has_trace", "own_draft_dtype"),
         ):
             del values[name]
         if self.gen_len is None:  # a trace has the lengths

@@ -6,7 +6,7 @@ times.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
 from typing import Any
@@ -57,13 +57,21 @@ def prepare(run_config: RunConfig, options: ServeOptions, launch: Launch) -> Pre
     systems: list[System] = []
     for (name, _), passes in by_system.items():
         kind: type[System] = load_object(name)
-        systems.append(kind.prepare(run_config, options, passes, launch, known))
+        has_stages = passes[0].ranks is Ranks.STAGES
+        config = without_draft_ranks(run_config) if has_stages else run_config
+        systems.append(kind.prepare(config, options, passes, launch, known))
     machine = known.get(("machine",), lambda: probe_machine(launch))
     room = find_room(systems[0].run.config, launch, machine.num_gpus)
     memory = check_together(launch, partial(check_here, systems, room))
     prepared = PreparedServing(launch, options, systems, memory)
     check_agreement(run_config, prepared)
     return prepared
+
+
+def without_draft_ranks(run_config: RunConfig) -> RunConfig:
+    """`run_config` for stages, which say themselves where drafts are made."""
+    draft = run_config.draft
+    return replace(run_config, draft=draft and replace(draft, rank_group=None))
 
 
 def check_here(systems: Sequence[System], room: Room) -> str:

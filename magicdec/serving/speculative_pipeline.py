@@ -108,7 +108,7 @@ class SpeculativePipeline(System):
         is_drafting = any(each.is_drafting for each in passes)
         has_script = options.emulate_acceptance is not None
         run_config = run_config.with_draft(NONE) if has_script or not is_drafting else run_config
-        run_config = with_own_model(run_config)
+        run_config = with_own_model(run_config, options.own_draft_dtype)
         models = find(with_lanes(run_config, options), launch, known, is_part=True)
         model = models.source.config
         options.check_lengths(model.max_length, f"--model {run_config.model.model}")
@@ -292,12 +292,14 @@ class SpeculativePipeline(System):
         )
 
 
-def with_own_model(run_config: RunConfig) -> RunConfig:
+def with_own_model(run_config: RunConfig, dtype: str) -> RunConfig:
     """`run_config` with the draft model that runs. To the ranks, self-speculation is a whole model
-    on the draft's ranks with a KV cache of its own: the target, with its dtype."""
+    on the draft's ranks with a KV cache of its own: the target, with its dtype if `dtype` is
+    auto."""
     if run_config.decoding.drafter != SELF:
         return run_config
-    own = DraftSection(model=run_config.model.model, draft_dtype=run_config.model.target_dtype)
+    dtype = run_config.model.target_dtype if dtype == "auto" else dtype
+    own = DraftSection(model=run_config.model.model, draft_dtype=dtype)
     decoding = replace(run_config.decoding, drafter="model")
     return replace(run_config, draft=own, decoding=decoding)
 

@@ -4,6 +4,7 @@ times."""
 
 from __future__ import annotations
 
+import datetime
 import json
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -11,117 +12,116 @@ from typing import Any
 
 import pytest
 import torch
-from magicdec.cli.serving.pipeline import parse
-from magicdec.pipelined_run.prepare import (
-    PreparedPipeline,
-    RunTiming,
-    check_auto,
-    find_split,
-    prepare,
-    with_counts,
-)
-from test_pipeline_options import save_machine
+from serving_command import prepare_as
 
+from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.distributed.groups import Launch
+from magicdec.hardware.ceiling_file import MachineFile
+from magicdec.hardware.environment import describe_environment
+from magicdec.memory.check import Room
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.checkpoint.split import split_checkpoint
+from magicdec.pipeline import auto_split
 from magicdec.pipeline.auto_split import STEPS, DecodeStep, RankTimes
 from magicdec.pipelined_run.layout import Layout, make_layout
 from magicdec.pipelined_run.stage import ModelPart, Predictions
+from magicdec.serving.modes import Pass
+from magicdec.serving.speculative_pipeline import RunTiming, SpeculativePipeline
 
-FLAGS = (
-    *("--prefix_len", "100", "--gen_len", "8", "--num_requests", "2", "--device", "cpu"),
-    *("--threads", "1"),
-)
+WORDS = ("--num_requests", "2", "--threads", "1")
+NGRAM = ("--gamma", "3", "--draft", "ngram")
 
 
-def prepared(tmp_path: Path, *words: str) -> PreparedPipeline:
-    """On one rank, where `auto` needs no times."""
-    launch = Launch(0, 1, 0, 1)
-    asked = parse([*FLAGS, "--out", str(tmp_path / "r.jsonl"), *words], launch)
-    return prepare(asked.config, asked.options, launch)
+def prepared(tmp_path: Path, *words: str, **place: Any) -> SpeculativePipeline:
+    system = prepare_as("pipeline", tmp_path, *WORDS, *words, **place).system_of(
+        Pass.named("iterative")
+    )
+    assert isinstance(system, SpeculativePipeline)
+    return system
 
 
 @pytest.fixture
-def found(tmp_path: Path) -> PreparedPipeline:
-    return prepared(tmp_path, "--layer_split", "auto", "--gamma", "3", "--draft", "ngram")
+def alone(tmp_path: Path) -> SpeculativePipeline:
+    """On one rank, where `auto` needs no times."""
+    return prepared(tmp_path, "--layer_split", "auto", *NGRAM)
 
 
-def test_one_stage_needs_no_times(found: PreparedPipeline, tmp_path: Path) -> None:
-    assert found.split == "" and found.options.layer_split == "6"
-    described = found.options.describe()
-    assert described["layer_split"] == "6" and described["machine"] is None
-    other = prepared(tmp_path, "--layer_split", "1.0/head", "--draft", "ngram")
-    assert other.options.layer_split == "1.0/head", "as the user wrote it"
+def test_one_stage_needs_no_times(alone: SpeculativePipeline, tmp_path: Path) -> None:
+    assert (alone.split, alone.layer_split) == ("", "6")
+    other = prepared(tmp_path, "--layer_split", "1.0/head", *NGRAM)
+    assert other.layer_split == "1.0/head", "as the user wrote it"
 
 
-def choose(
-    found: PreparedPipeline, split: str, times: list[RankTimes | None], patch: pytest.MonkeyPatch
-) -> tuple[str | None, str, DecodeStep]:
+class Choice:
     """What rank 0 chooses, where rank i finds `times[i]` on a host of its own: the split and the
     reason. And what was timed."""
-    others = [
-        json.dumps({"asked": "auto", "host": rank, "times": None if each is None else asdict(each)})
-        for rank, each in enumerate(times)
-    ]
-    steps = list[DecodeStep]()
 
-    def find(timing: RunTiming, machine: Path | None) -> RankTimes | None:
-        steps.append(timing.step)
-        return times[0]
+    def __init__(
+        self, tmp_path: Path, split: str, times: list[RankTimes | None], *words: str
+    ) -> None:
+        steps = list[DecodeStep]()
 
-    patch.setattr(RunTiming, "find_times", find)
-    name = "magicdec.pipeline.auto_split.exchange_texts"
-    patch.setattr(name, lambda launch, text, topic: [text, *others[1:]])
-    options, launch = replace(found.options, layer_split=split), Launch(0, len(times), 0, 1)
-    layout = make_layout(split, len(times), 6)
-    chosen = find_split(replace(found.run, launch=launch), options, layout)
-    kept = layout.with_layers(chosen.layers)
-    assert kept.stages == layout.stages and kept.draft_ranks == layout.draft_ranks
-    (step,) = steps
-    return with_counts(options, chosen).layer_split, chosen.reason, step
+        def find(timing: RunTiming, machine: Path | None) -> RankTimes | None:
+            steps.append(timing.step)
+            return times[0]
+
+        def exchange(launch: Launch, text: str, topic: str = "") -> list[str]:
+            if topic != "layer split":
+                return [text] * launch.world_size
+            facts = json.loads(text)
+            others = (
+                facts | {"host": rank, "times": None if each is None else asdict(each)}
+                for rank, each in enumerate(times)
+            )
+            return [text, *map(json.dumps, [*others][1:])]
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(RunTiming, "find_times", find)
+            place: dict[str, Any] = {"world_size": len(times), "exchange": exchange}
+            system = prepared(tmp_path, "--layer_split", split, *words, **place)
+        layout = make_layout(split, len(times), 6)
+        assert system.layout.stages == layout.stages
+        assert system.layout.draft_ranks == layout.draft_ranks
+        (self.step,) = steps
+        self.split, self.reason = system.layer_split, system.split
 
 
 EMBEDS, PASSES, HEAD = (RankTimes(1e-3, 0.0, own) for own in (1e-4, None, 2.5e-3))
 
 
-def test_a_slower_rank_and_one_with_the_head_get_fewer_layers(
-    found: PreparedPipeline, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    split, reason, step = choose(found, "auto/head", [EMBEDS, HEAD], monkeypatch)
-    assert split == "4,2/head" and step == DecodeStep(1, 104, 3)
-    assert reason == (
-        "the stages are predicted to take 4.1, 4.5 ms, from 1 ms a layer and 0.1, 2.5 ms beside "
-        "layers (measured for runs of 4 rows after 104 tokens)"
+def test_a_slower_rank_and_one_with_the_head_get_fewer_layers(tmp_path: Path) -> None:
+    chosen = Choice(tmp_path, "auto/head", [EMBEDS, HEAD], *NGRAM)
+    assert chosen.split == "4,2/head" and chosen.step == DecodeStep(1, 104, 3)
+    assert chosen.reason == (
+        "--layer_split 4,2/head: the stages are predicted to take 4.1, 4.5 ms, from 1 ms a layer "
+        "and 0.1, 2.5 ms beside layers (measured for runs of 4 rows after 104 tokens)"
     )
     slow = replace(EMBEDS, layer_s=5e-3)
-    assert choose(found, "auto/1.0", [slow, HEAD, None], monkeypatch)[0] == "1,5/1.0"
+    assert Choice(tmp_path, "auto/1.0", [slow, HEAD, None], *NGRAM).split == "1,5/1.0"
     two = [EMBEDS, HEAD, None, None]
-    assert choose(found, "auto/0.5,0.5", two, monkeypatch)[0] == "4,2/0.5,0.5"
-    assert choose(found, "0,auto", [None, PASSES, HEAD], monkeypatch)[0] == "0,4,2"
-    assert choose(found, "auto", [EMBEDS, PASSES, HEAD], monkeypatch)[0] == "2,3,1"
+    assert Choice(tmp_path, "auto/0.5,0.5", two).split == "4,2/0.5,0.5"
+    assert Choice(tmp_path, "0,auto", [None, PASSES, HEAD], *NGRAM).split == "0,4,2"
+    assert Choice(tmp_path, "auto", [EMBEDS, PASSES, HEAD], *NGRAM).split == "2,3,1"
 
 
+@pytest.mark.parametrize(
+    ("words", "num_drafts"),
+    [(["--modes", "iterative"], 0), (["--gamma", "99", "--draft", "ngram"], 7)],
+)
 def test_runs_have_one_row_without_drafts_and_never_more_than_an_output(
-    tmp_path: Path, found: PreparedPipeline, monkeypatch: pytest.MonkeyPatch
+    words: list[str], num_drafts: int, tmp_path: Path
 ) -> None:
-    plain = prepared(tmp_path, "--modes", "iterative")
-    deep = replace(found.options.speculation, gamma=99)
-    for options, num_drafts in (
-        (plain.options, 0),
-        (replace(found.options, speculation=deep), 7),
-    ):
-        step = choose(replace(found, options=options), "auto", [EMBEDS, HEAD], monkeypatch)[2]
-        assert step == DecodeStep(1, 104, num_drafts)
+    step = Choice(tmp_path, "auto", [EMBEDS, HEAD], *words).step
+    assert step == DecodeStep(1, 104, num_drafts)
 
 
-def timing_of(found: PreparedPipeline, layout: Layout) -> RunTiming:
+def timing_of(alone: SpeculativePipeline, layout: Layout) -> RunTiming:
     """Runs of three rows after 50 tokens, on the first rank."""
-    return RunTiming(found.run, [(rank,) for rank in layout.stages], DecodeStep(1, 50, 2))
+    return RunTiming(alone.run, [(rank,) for rank in layout.stages], DecodeStep(1, 50, 2))
 
 
 def test_each_rank_times_a_layer_and_its_own_end_of_the_model(
-    found: PreparedPipeline, monkeypatch: pytest.MonkeyPatch
+    alone: SpeculativePipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("magicdec.pipeline.auto_split.ENOUGH_S", 0.0)
     monkeypatch.setattr("magicdec.pipeline.auto_split.FEWEST_ROUNDS", 1)
@@ -141,12 +141,12 @@ def test_each_rank_times_a_layer_and_its_own_end_of_the_model(
     monkeypatch.setattr(ModelPart, "compute", noted)
     layout, threads = make_layout("0,auto/1.0", 5, 6), torch.get_num_threads()
     torch.set_num_threads(2)
-    timing = timing_of(found, layout)
+    timing = timing_of(alone, layout)
     passing = {(1, False, False, 3, 50), (4, False, False, 3, 50)}
     own = {1: {(1, True, False, 3, 50)}, 2: set[Any](), 3: {(1, False, True, 3, 50)}}
     for rank, each in own.items():
         computed.clear()
-        here = replace(found.run, launch=Launch(rank, 5, rank, 5))
+        here = replace(alone.run, launch=Launch(rank, 5, rank, 5))
         times = replace(timing, run=here).measure()
         assert set(computed) == passing | each
         assert len(computed) % (STEPS + 1) == 0 and times.layer_s > 0
@@ -157,25 +157,44 @@ def test_each_rank_times_a_layer_and_its_own_end_of_the_model(
     computed.clear()
     assert timing.find_times(None) is None, "the head has no layers"
     assert computed == []
+    plans = [plan for rank in range(5) for plan in timing.plans(rank)]
+    first, middle, last = (plan.weights for plan in plans)
+    assert first == last > middle > 0
+    layer_kv = plans[0].kv / 6
+    assert [plan.kv / layer_kv for plan in plans] == [6, 5, 6], "of 1, 4 and mostly 1 more"
+    assert layer_kv > 0
 
 
-def test_times_come_from_a_machine_file(found: PreparedPipeline, tmp_path: Path) -> None:
-    config, source, path = found.run.config, found.run.source, tmp_path / "machine.json"
-    head_s = save_machine(config, source, path)
+def test_times_come_from_a_machine_file(alone: SpeculativePipeline, tmp_path: Path) -> None:
+    config, source, launch = alone.run.config, alone.run.source, Launch(0, 1, 0, 1)
+    here = describe_environment(launch, "cpu", datetime.datetime.now(datetime.timezone.utc))
+    machine = {"cpu": here.cpu, "gpu": None, "world_size": 1, "threads": config.parallel.threads}
+    dtype, path = config.model.dtype, tmp_path / "machine.json"
+    rates = {dtype: 1e12}, {dtype: 1e-3}, {dtype: 1e9}, None, None, {dtype: 1e9}, {dtype: 0.0}
+    MachineFile(machine, 1e9, *rates).save(path)
+    head_s = source.config.vocab_size * source.config.hidden_size * DTYPE_BYTES[dtype] / 1e9
     for split, own in (("auto", 0.0), ("1.0/head", head_s)):  # rank 0 of two stages, and alone
         layout = make_layout(split, 2 if split == "auto" else 1, 6)
-        known = timing_of(found, layout).find_times(path)
+        known = timing_of(alone, layout).find_times(path)
         assert known is not None and known.layer_s > 1e-3 and known.fixed_s == 0
         assert known.own_fixed_s == (pytest.approx(own, rel=0.01) if own else None)
-    save_machine(config, source, path, world_size=2)
+    MachineFile(machine | {"world_size": 2}, 1e9, *rates).save(path)
     with pytest.raises(ValueError, match="was measured with world_size 2, this run has 1"):
-        timing_of(found, layout).find_times(path)
+        timing_of(alone, layout).find_times(path)
 
 
-def test_files_with_a_split_are_refused(
-    found: PreparedPipeline, tiny_checkpoint: Path, tmp_path: Path
+def test_what_does_not_fit_and_files_with_a_split_are_refused(
+    alone: SpeculativePipeline,
+    tiny_checkpoint: Path,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(auto_split, "find_room", lambda *place: Room((0,), "on this host", 9))
+    layout = make_layout("auto", 2, 6)
+    with pytest.raises(ValueError, match=r"--layer_split auto: timing a few layers needs .* free"):
+        timing_of(alone, layout).find_times(None)
     split_checkpoint(find_model("--model", str(tiny_checkpoint)), tmp_path, [range(1), range(1, 2)])
-    layout, options = make_layout("auto", 2, 6), replace(found.options, layer_split="auto/head")
     with pytest.raises(ValueError, match=r"--layer_split auto/head: .* made with --layer_split"):
-        check_auto(options, layout, find_model("--model", str(tmp_path)))
+        words = "--model", str(tmp_path), "--dataset", str(text_file)
+        prepared(tmp_path, *words, "--layer_split", "auto/head", *NGRAM, world_size=2)

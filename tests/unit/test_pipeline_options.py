@@ -1,5 +1,5 @@
-"""`magicdec recurrent`: what is refused before any rank starts, in one line; the predicted round;
-and what a stage needs of the memory."""
+"""A ring of `magicdec serve`: what is refused before any rank starts, in one line; the predicted
+round; and what a stage needs of the memory."""
 
 from __future__ import annotations
 
@@ -7,36 +7,31 @@ import datetime
 import json
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import pytest
 import torch
-from magicdec.cli.serving.recurrent import parse
-from magicdec.pipeline.prepare import check_agreement, check_files, plan_pass, prepare
+from serving_command import parse_as, prepare_as
 
-from magicdec.config.resolved import ResolvedConfig
-from magicdec.config.sections import ParallelSection
 from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.distributed.groups import Launch
-from magicdec.distributed.stages import StageGrid
 from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.hardware.environment import describe_environment
-from magicdec.memory.check import add_up
-from magicdec.memory.plan import Models, max_tokens
-from magicdec.model.checkpoint.source import ModelSource, find_model, fingerprint
+from magicdec.memory.plan import max_tokens
+from magicdec.model.checkpoint.source import find_model, fingerprint
 from magicdec.model.checkpoint.split import split_checkpoint
 from magicdec.pipeline.auto_split import DecodeStep, RingTiming, check_source
 from magicdec.pipeline.metrics import DraftCounts, StageUse, predict_round, ring_metrics
 from magicdec.pipeline.stage import Stage
+from magicdec.serving.modes import Pass
+from magicdec.serving.prepare import PreparedServing
+from magicdec.serving.ring import Ring
 
-FLAGS = ("--prefix_len", "100", "--gen_len", "8", "--num_requests", "4", "--device", "cpu")
+FOUR = ("--num_requests", "4")
 
 
-def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
-    launch = Launch(0, world_size, 0, world_size)
-    experiment = parse([*FLAGS, "--out", str(tmp_path / "r.jsonl"), *words], launch)
-    return prepare(experiment.config, experiment.options, launch)
+def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> PreparedServing:
+    return prepare_as("recurrent", tmp_path, *FOUR, *words, world_size=world_size)
 
 
 @pytest.mark.parametrize(
@@ -58,21 +53,27 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
         (["--num_requests", "7"], 7, "7 stages cannot share 6 layers"),
         (["--n_samples", "3", "--B", "2"], 2, "--n_samples 3 is not a multiple of --B 2"),
         (["--n_samples", "6"], 2, "--num_requests 4 is less than the samples in flight"),
-        (["--B", "5"], 2, "--num_requests 4 is less than the samples in flight, --n_samples 5"),
+        (["--B", "5"], 2, "--num_requests 4 is less than the samples in flight of a ring, --B"),
         (["--modes", "tensor_parallel", "ring"], 1, "tensor_parallel needs several ranks"),
         (["--native_steps", "on", "--collectives", "gloo"], 2, "--native_steps on"),
         (["--prefix_len", "1000000"], 2, "exceeds"),
         (["--model", "random:llama-3.1-8b", "--layer_split", "16,15"], 2, "adds up to 31 layers"),
         (["--gen_len", "0"], 2, "--gen_len 0"),
-        (["--draft", "self"], 2, "--draft self: the first stage lacks layers to draft with"),
-        (["--draft", "ngram", "--gamma", "auto"], 2, "--gamma auto: a ring drafts a fixed number"),
+        (["--draft", "self"], 2, "--draft self: --modes ring+draft lacks layers to draft with"),
+        (["--draft", "ngram", "--gamma", "auto"], 2, "ring+draft drafts a fixed number of tokens"),
+        (["--draft", "ngram", "--modes", "ring"], 2, "--draft ngram does nothing: no mode of"),
+        (["--modes", "ring+draft"], 2, "--modes ring+draft drafts; say by --draft what drafts"),
+        (["--draft", "model:demo-draft", "--draft_ranks", "0"], 2, "--draft_ranks does nothing"),
+        (["--modes", "ring", "--cuda_graphs", "off"], 2, "no mode of --modes ring uses it"),
+        (["--modes", "ring", "--window_ms", "5"], 2, "--window_ms does nothing here"),
+        (["--modes", "inflight", "--layer_split", "3,3"], 2, "no mode of --modes has stages"),
+        (["--layer_split", "3,3/head"], 2, "3,3/head: a ring has no draft rank and no head"),
+        (["--emulate_link_ms", "1"], 1, "--emulate_link_ms and --emulate_link_mbps: one rank"),
         (["--gamma", "3"], 2, "--gamma does nothing here"),
         (["--draft", "ngram", "--budget", "99"], 2, "--budget does nothing here"),
         (["--pad_stage_ms", "9", "--emulate_stage_ms", "9"], 2, "--pad_stage_ms 9.0 is for stages"),
         (["--plot_ms", "5"], 2, "--plot_ms does nothing without --plot"),
         (["--plot", "g.bmp"], 2, "--plot g.bmp: the name must end in .png or .svg or .pdf"),
-        (["--curves", "/dev/null"], 2, "--curves /dev/null is not a directory"),
-        (["--time_run", "/dev/full/x"], 2, "--time_run /dev/full/x"),
     ],
 )
 def test_bad_input_is_refused_in_one_line(
@@ -83,36 +84,44 @@ def test_bad_input_is_refused_in_one_line(
     assert expected in str(refusal.value) and "\n" not in str(refusal.value)
 
 
-def test_a_host_needs_the_files_of_its_stage_alone(tiny_checkpoint: Path, tmp_path: Path) -> None:
-    """Unless a baseline reads the whole model there."""
+def test_a_host_needs_the_files_of_its_stage_alone(
+    tiny_checkpoint: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """Unless a mode reads the whole model there."""
     whole, layers = find_model("--model", str(tiny_checkpoint)), [range(1), range(1, 2)]
     _, second = split_checkpoint(whole, tmp_path / "chunks", layers)
     second.unlink()
     source = find_model("--model", str(tmp_path / "chunks"), is_part=True)
-    check_files(source, ["ring"], layers, 0, 0)
     assert fingerprint(source) == fingerprint(whole)
-    for passes, stage, rank, expected in (
-        (["ring"], 1, 1, second.name),
-        (["batched", "ring"], 0, 0, "--modes batched, which read the whole model"),
-        (["tensor_parallel", "ring"], 0, 1, "--modes tensor_parallel"),
+    words = *FOUR, "--model", str(tmp_path / "chunks"), "--dataset", str(text_file)
+
+    def prepared_in(rank: int, *modes: str) -> PreparedServing:
+        place = {"rank": rank, "world_size": 2}
+        return prepare_as("recurrent", tmp_path, *words, "--modes", *modes, **place)
+
+    prepared_in(0, "ring")
+    for modes, rank, expected in (
+        (["ring"], 1, second.name),
+        (["inflight", "ring"], 0, "--modes inflight, which read the whole model"),
+        (["inflight", "ring"], 1, second.name),
+        (["tensor_parallel", "ring"], 0, "--modes tensor_parallel"),
     ):
         with pytest.raises(ValueError, match=expected):
-            check_files(source, passes, layers, stage, rank)
-    check_files(source, ["batched", "ring"], layers, 0, 1)
+            prepared_in(rank, *modes)
 
 
-@pytest.mark.parametrize("name", ["magicdec", "model's norm_eps", "model's weights", "n_samples"])
-def test_ranks_that_disagree_are_refused(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    def exchange(launch: Launch, text: str, topic: str) -> list[str]:
-        (known,) = (fact for fact in json.loads(text) if fact.startswith(name))
-        return [text, text, json.dumps({**json.loads(text), known: "other"})]
+@pytest.mark.parametrize(
+    "name", ["magicdec", "model's norm_eps", "model's weights", "n_samples", "--threads", "layers"]
+)
+def test_ranks_that_disagree_are_refused(name: str, tmp_path: Path) -> None:
+    def exchange(launch: Launch, text: str, topic: str = "") -> list[str]:
+        facts = json.loads(text) if text.startswith("{") else {}
+        others = dict.fromkeys((fact for fact in facts if fact.startswith(name)), "other")
+        return [text, text, json.dumps(facts | others) if facts else text]
 
-    monkeypatch.setattr("magicdec.distributed.groups.exchange_texts", exchange)
-    asked = cast(Any, SimpleNamespace(parallel=ParallelSection()))
-    launch, source = Launch(0, 3, 0, 3), find_model("--model", "demo")
-    run = cast(Any, SimpleNamespace(launch=launch, source=source))
     with pytest.raises(ValueError, match=f"{name}.*: rank 0 has .*, rank 2 has other"):
-        check_agreement(asked, run, [range(6)], {"n_samples": 4, "machine": None}, None)
+        words = *FOUR, "--modes", "ring"
+        prepare_as("recurrent", tmp_path, *words, world_size=3, exchange=exchange)
 
 
 def test_a_round_is_bound_by_the_slowest_stage_or_by_all() -> None:
@@ -142,25 +151,25 @@ def test_metrics_of_drafts() -> None:
 
 
 def test_a_draft_model_is_on_the_first_rank_in_one_more_pass(tmp_path: Path) -> None:
-    one = prepared(tmp_path, "--draft", "model:demo-draft", "--gamma", "2", world_size=1)
-    assert one.options.flags.passes[-2:] == ("ring", "ring_speculative")
-    plain, drafting = one.run.config, one.drafting.config
-    assert plain.draft is None and plain.decoding.drafter is None
-    assert drafting.draft.rank_group == (0,) and max_tokens(drafting) == max_tokens(plain) + 2
-    models = Models(one.run.source.config, one.drafting.draft_source.config)
-    place = drafting, models, StageGrid(2), (range(3), range(3, 6))
-    first, second = (
-        add_up([*plan_pass("ring_speculative", *place, range(r, r + 1))]) for r in (0, 1)
-    )
+    words = "--draft", "model:demo-draft", "--gamma", "2"
+    system = prepared(tmp_path, *words).system_of(Pass.named("ring"))
+    assert [each.name for each in system.passes] == ["ring", "ring+draft"]
+    plain, drafting = (system.config_of(each) for each in system.passes)
+    assert plain["draft"] is None and plain["decoding"]["drafter"] is None
+    assert drafting["draft"]["rank_group"] == (0,)
+    alone = prepared(tmp_path, world_size=1).system_of(Pass.named("ring"))
+    assert max_tokens(system.run.config) == max_tokens(alone.run.config) + 2
+    (first,), (second,) = ([*system.plans(Pass.named("ring+draft"), [rank])] for rank in (0, 1))
     assert first.draft_weights > 0 and first.draft_kv > 0
     assert second.draft_weights == second.draft_kv == 0
-    assert prepared(tmp_path, world_size=1).drafting is None
+    (undrafted,) = system.plans(Pass.named("ring"), [0])
+    assert undrafted.draft_weights == undrafted.draft_kv == 0
 
 
 def test_one_rank_has_no_tensor_parallelism_to_compare_with(tmp_path: Path) -> None:
     for world_size, count in ((1, 3), (2, 4)):
-        asked = parse(["--out", str(tmp_path / "r.jsonl")], Launch(0, world_size, 0, world_size))
-        assert len(asked.options.passes) == count and asked.options.passes[-1] == "ring"
+        options = parse_as("recurrent", tmp_path, world_size=world_size).options
+        assert len(options.passes) == count and options.passes[-1].name == "ring"
 
 
 def test_times_of_layers_are_measured_or_come_from_a_machine_file(
@@ -169,11 +178,10 @@ def test_times_of_layers_are_measured_or_come_from_a_machine_file(
     """What is measured has no bounds, so only its order is known: the first stage does more."""
     monkeypatch.setattr("magicdec.pipeline.auto_split.ENOUGH_S", 0.0)
     launch = Launch(0, 1, 0, 1)
-    words = *FLAGS, "--out", str(tmp_path / "r.jsonl"), "--layer_split", "auto"
-    options = parse(words, launch)
-    found = prepare(options.config, options.options, launch)
-    assert found.options.describe()["layer_split"] == "6" and found.split == ""
-    config, source, threads = found.run.config, found.run.source, torch.get_num_threads()
+    ring = prepared(tmp_path, "--layer_split", "auto", world_size=1).system_of(Pass.named("ring"))
+    assert isinstance(ring, Ring)
+    assert ring.layer_split == ring.options.describe()["layer_split"] == "6" and ring.split == ""
+    config, source, threads = ring.run.config, ring.run.source, torch.get_num_threads()
     step, computed = DecodeStep(rows=2, context=50), list[tuple[int, int]]()
     compute = Stage.compute
 
@@ -184,37 +192,29 @@ def test_times_of_layers_are_measured_or_come_from_a_machine_file(
     monkeypatch.setattr(Stage, "compute", noted)
     for drafting, each in ((None, step), ("ngram", replace(step, num_drafts=3))):
         decoding = replace(config.decoding, drafter=drafting, num_draft_tokens=3)
-        run = replace(found.run, config=replace(config, decoding=decoding))
+        run = replace(ring.run, config=replace(config, decoding=decoding))
         computed.clear()
         times = RingTiming(run, [(0,)], each).measure()
         assert set(computed) == {(2, each.num_tokens)}, "rows and tokens of every timed message"
         assert times.layer_s > 0 and times.own_fixed_s is not None
         assert times.own_fixed_s >= times.fixed_s >= 0
-    second = replace(found.run, launch=Launch(1, 2, 1, 2))
+    second = replace(ring.run, launch=Launch(1, 2, 1, 2))
     other = RingTiming(second, [(0,), (1,)], step).measure()
     assert other.layer_s > 0 and other.own_fixed_s is None
     assert torch.get_num_threads() == threads
-    timing, path = RingTiming(found.run, [(0,)], step), tmp_path / "machine.json"
-    head_s = save_machine(config, source, path)
+    here = describe_environment(launch, "cpu", datetime.datetime.now(datetime.timezone.utc))
+    machine = {"cpu": here.cpu, "gpu": None, "world_size": 1, "threads": config.parallel.threads}
+    dtype, path = config.model.dtype, tmp_path / "machine.json"
+    rates = {dtype: 1e12}, {dtype: 1e-3}, {dtype: 1e9}, None, None, {dtype: 1e9}, {dtype: 0.0}
+    MachineFile(machine, 1e9, *rates).save(path)
+    timing = RingTiming(ring.run, [(0,)], step)
     known = timing.find_times(path)
     assert known is not None and known.layer_s > 1e-3 and known.fixed_s == 0
-    assert known.own_fixed_s == pytest.approx(head_s, rel=0.01)
-    save_machine(config, source, path, world_size=2)
+    head_bytes = source.config.vocab_size * source.config.hidden_size * DTYPE_BYTES[dtype]
+    assert known.own_fixed_s == pytest.approx(head_bytes / 1e9, rel=0.01)
+    MachineFile(machine | {"world_size": 2}, 1e9, *rates).save(path)
     with pytest.raises(ValueError, match="was measured with world_size 2, this run has 1"):
         timing.find_times(path)
-
-
-def save_machine(
-    config: ResolvedConfig, source: ModelSource, path: Path, world_size: int = 1
-) -> float:
-    """A file of this machine, which reads 1 GB/s; the seconds of the head."""
-    now = datetime.datetime.now(datetime.timezone.utc)
-    cpu, dtype = describe_environment(Launch(0, 1, 0, 1), "cpu", now).cpu, config.model.dtype
-    description = {"cpu": cpu, "gpu": None, "world_size": world_size}
-    description["threads"] = config.parallel.threads
-    rates = {dtype: 1e12}, {dtype: 1e-3}, {dtype: 1e9}, None, None, {dtype: 1e9}, {dtype: 0.0}
-    MachineFile(description, 1e9, *rates).save(path)
-    return source.config.vocab_size * source.config.hidden_size * DTYPE_BYTES[dtype] / 1e9
 
 
 def test_auto_is_refused_for_files_that_have_a_split(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -20,33 +20,33 @@ from test_report import links, rows, variant
 
 from magicdec.cli import export, report_page
 from magicdec.pipeline.metrics import StageUse, ring_metrics
-from magicdec.serving.metrics import StepCounts, serving_metrics
+from magicdec.serving.metrics import Moves, StepCounts, serving_metrics
 
 
-def served(kind: str, name: str, seconds: float, **workload: object) -> dict[str, Any]:
+def served(name: str, seconds: float, **workload: object) -> dict[str, Any]:
     """A pass that served one request of three tokens, each of which took `seconds`."""
     request = finished([seconds * number for number in (1, 2, 3)])
-    metrics = serving_metrics([request], StepCounts(num_steps=3, num_in_flight=3), {"ttft": 1500})
+    counts = StepCounts(num_steps=3, num_in_flight=3, moves={0: Moves([0.0])})
+    metrics = serving_metrics([request], counts, {"ttft": 1500})
     times = {"arrival_ms": 0.0, "joined_ms": [0.0], "preempted_ms": [],
              "prefilled_ms": [1e3 * seconds], "first_token_ms": 1e3 * seconds,
              "finished_ms": 3e3 * seconds, "prompt_len": 1, "output_len": 3}  # fmt: skip
     uses = [StageUse(4.0, waiting, 0.1, 8, 2, 0.0) for waiting in (1.0, 3.0)]
     ring = asdict(ring_metrics([1, 1], 1, (1, 1), uses, 8, 1e-3, 2.0))
     right = {"status": "ok", "num_differing": 0, "metrics": asdict(metrics), "requests": [times]}
-    right["ring"] = ring if kind == "pipeline" and name == "ring" else None
-    return record(kind, name, **workload) | right
+    right["ring"] = ring if name == "ring" else None
+    return record(name, **workload) | right
 
 
 EVERY = [
-    served("serving", "static", 2.0, goodput={"ttft": 1500.0}),
-    served("serving", "inflight", 1.0, goodput={"ttft": 1500.0}),
-    *(served("serving", "inflight", s, start=f"rate {s}", goodput={}, arrival="poisson:5")
-      for s in (3.0,)),
-    served("pipeline", "sequential", 2.0),
-    served("pipeline", "ring", 1.0),
-    measured("sequential", start="third"),
+    served("static", 2.0, goodput={"ttft": 1500.0}),
+    served("inflight", 1.0, goodput={"ttft": 1500.0}),
+    served("inflight", 3.0, start="rate 3", goodput={}, arrival="poisson:5"),
+    served("sequential", 2.0, start="second", draft="none"),
+    served("ring", 1.0, start="second", draft="none"),
+    measured("iterative", start="third"),
     measured("async", start="third"),
-]  # fmt: skip
+]
 
 
 @pytest.fixture(scope="module")
@@ -63,11 +63,11 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_each_kind_of_record_has_a_section(out: Path) -> None:
     page = (out / "index.html").read_text(encoding="utf-8")
-    titles = ["Runs", "Requests in flight", "Rings", "Pipelined speculation"]
+    titles = ["Runs", "Requests that were served"]
     assert [t for t in re.findall("<h2>(.*)</h2>", page) if t in titles] == titles
     figures = re.findall('<figure id="([^"]*)"', page)
-    for name in ("serving_throughput", "serving_goodput", "serving_timeline", "pipeline_modes",
-                 "pipeline_stages", "speculation_modes"):  # fmt: skip
+    for name in ("serving_throughput", "serving_goodput", "serving_timeline", "serving_modes",
+                 "ring_stages", "speculation_stages"):  # fmt: skip
         assert name in figures and rows(out / f"{name}.csv"), name
     assert "rate of requests served" in page.lower(), "what is left out is named"
     ids = re.findall(r'\bid="([^"]*)"', page)
@@ -90,16 +90,14 @@ def test_a_batching_is_at_its_own_throughput_and_p90_ttft(out: Path) -> None:
 
 
 def test_a_stage_is_busy_when_it_does_not_wait(out: Path) -> None:
-    stages = [
-        (r["pass"], r["stage"], r["busy"], r["idle"]) for r in rows(out / "pipeline_stages.csv")
-    ]
+    stages = [(r["pass"], r["stage"], r["busy"], r["idle"]) for r in rows(out / "ring_stages.csv")]
     assert stages == [("ring", "0", "0.75", "0.25"), ("ring", "1", "0.25", "0.75")]
 
 
-def test_the_front_is_over_runs_and_requests_in_flight(out: Path) -> None:
+def test_the_front_is_over_runs_and_requests_in_every_mode(out: Path) -> None:
     found = rows(out / "pareto_front.csv")
-    assert {r["series"] for r in found} >= {"autoregressive", "serving: inflight"}
-    assert not any(r["series"].startswith("pipeline") for r in found)
+    modes = {f"serving: {each['name']}" for each in EVERY}
+    assert {r["series"] for r in found} >= {"autoregressive"} | modes
     found = [r for r in found if r["device"] == "cpu"]
     places = [(float(r["request_tokens_per_s"]), float(r["decode_tokens_per_s"])) for r in found]
     front = {p for row, p in zip(found, places, strict=True) if row["on_front"] == "True"}
@@ -120,10 +118,10 @@ def test_the_mean_of_the_lengths_is_the_acceptance_length(tmp_path: Path, comman
 
 
 def test_a_report_of_passes_alone_has_no_section_of_runs(tmp_path: Path, command: Command) -> None:
-    write(tmp_path / "passes.jsonl", [record("serving", "static")])
+    write(tmp_path / "passes.jsonl", [record("static")])
     command(report_page, tmp_path / "passes.jsonl", "--out", tmp_path / "out")
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
-    assert "<h2>Runs</h2>" not in page and "<h2>Requests in flight</h2>" in page
+    assert "<h2>Runs</h2>" not in page and "<h2>Requests that were served</h2>" in page
     assert "<figure" not in page, "the tokens of its only pass are wrong"
 
 
@@ -138,13 +136,12 @@ def test_an_export_has_a_row_for_each_pass_of_every_kind(
     kinds = frame.groupby("kind", sort=False)["pass"].agg(list).to_dict()
     assert kinds == {
         "run": ["autoregressive", "speculative"],
-        "serving": ["static", "inflight", "inflight"],
-        "pipeline": ["sequential", "ring"],
-        "speculation": ["sequential", "async"],
+        "serving": [each["name"] for each in EVERY],
     }
     of = {(row["kind"], row["pass"]): row for row in frame.to_dict("records")}
     assert of["serving", "static"]["output_throughput"] == pytest.approx(0.5)
     assert of["serving", "static"]["workload.goodput"] == "ttft:1500.0"
-    assert of["pipeline", "ring"]["ring.busy"] == "0.75 0.25"
-    assert of["speculation", "async"]["workload.draft"] == "ngram"
+    assert of["serving", "ring"]["ring.busy"] == "0.75 0.25"
+    assert of["serving", "async"]["speculation.most_in_flight"] == 2
+    assert of["serving", "async"]["workload.draft"] == "ngram"
     assert frame["model.model"].notna().all() and frame["environment.torch"].notna().all()

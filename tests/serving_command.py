@@ -1,0 +1,44 @@
+"""`magicdec serve` and its short names as one rank reads and prepares them, for tests of one
+process: what the ranks tell each other is the same on all of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from magicdec.cli.serve import COMMANDS, Experiment
+from magicdec.distributed.groups import Launch
+from magicdec.serving.prepare import PreparedServing, prepare
+
+SMALL = ("--prefix_len", "100", "--gen_len", "8", "--device", "cpu")
+EXCHANGES = ("magicdec.distributed.groups", "magicdec.pipeline.auto_split")
+Exchange = Callable[..., list[str]]
+
+
+def parse_as(
+    command: str, tmp_path: Path, *words: str, rank: int = 0, world_size: int = 1
+) -> Experiment:
+    launch = Launch(rank, world_size, rank, world_size)
+    return COMMANDS[command].parse([*SMALL, "--out", str(tmp_path / "r.jsonl"), *words], launch)
+
+
+def all_alike(launch: Launch, text: str, topic: str = "") -> list[str]:
+    return [text] * launch.world_size
+
+
+def prepare_as(
+    command: str,
+    tmp_path: Path,
+    *words: str,
+    rank: int = 0,
+    world_size: int = 1,
+    exchange: Exchange = all_alike,
+) -> PreparedServing:
+    experiment = parse_as(command, tmp_path, *words, rank=rank, world_size=world_size)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in EXCHANGES:
+            patch.setattr(f"{module}.exchange_texts", exchange)
+        launch = Launch(rank, world_size, rank, world_size)
+        return prepare(experiment.config, experiment.options, launch)
