@@ -18,8 +18,6 @@ from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
 
-import numpy as np
-
 from magicdec.names import BASELINE
 from magicdec.records.acceptance import acceptance_metrics
 from magicdec.records.consistency import check_run
@@ -222,7 +220,11 @@ def tpots(samples: SamplesRecord) -> list[float]:
 def percentile(values: Sequence[float], percent: float) -> float | None:
     """A percentile with linear interpolation between the two nearest values. None if there are no
     values."""
-    return float(np.percentile(values, percent)) if values else None
+    if not values:
+        return None
+    import numpy as np
+
+    return float(np.percentile(values, percent))
 
 
 def mean(values: Sequence[float] | None) -> float | None:

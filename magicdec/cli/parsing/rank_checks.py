@@ -14,10 +14,10 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import flag_of
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.serving.modes import RING, SPECULATIVE
-from magicdec.serving.options import ServeOptions
 
 if TYPE_CHECKING:
     from magicdec.model.checkpoint.source import ModelSource
+    from magicdec.serving.options import ServeOptions
 
 
 def check_heads(config: RunConfig, nproc: int) -> None:
@@ -33,18 +33,17 @@ def check_nproc(config: RunConfig, options: ServeOptions, nproc: int) -> None:
     from magicdec.serving.configs import check_split
 
     split = options.layer_split
+    if options.of_system(RING) or options.of_system(SPECULATIVE):
+        with _checked_source(config, nproc) as source:
+            model = source.config
+            if options.of_system(RING):
+                grid = options.grid(nproc)
+                check_split(read_split(split).stages, grid, source)
+                Shard(0, grid.tensor_parallel).heads(model.num_heads, model.num_kv_heads)
+            if options.of_system(SPECULATIVE):
+                make_layout(split, nproc, model.num_layers)
     if any(options.is_on_all(each, nproc) for each in options.passes):
         check_heads(config, nproc)
-    if not options.of_system(RING) and not options.of_system(SPECULATIVE):
-        return
-    with _checked_source(config, nproc) as source:
-        model = source.config
-        if options.of_system(RING):
-            grid = options.grid(nproc)
-            check_split(read_split(split).stages, grid, source)
-            Shard(0, grid.tensor_parallel).heads(model.num_heads, model.num_kv_heads)
-        if options.of_system(SPECULATIVE):
-            make_layout(split, nproc, model.num_layers)
 
 
 @contextmanager
