@@ -173,7 +173,6 @@ class Serving:
     def _submit(self, request: Request) -> None:
         """The scheduler has something to do again, if it had come to its end."""
         params, self._is_over = request.sampling, False
-        assert not params.has_penalties, "they were refused"
         number, actions = self.scheduler.submit(
             request.prompt_ids, params.max_new_tokens, params.eos_token_ids
         )

@@ -100,6 +100,41 @@ class ContextCells:
         return self.num_visible(committed)
 
 
+class LaneText:
+    """The tokens in the cells of a lane, from which the last stage knows the text before each row.
+    It must be told of every run, also of those that are skipped."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, int] = {}  # by cell
+        self.prompt: set[int] = set()  # the tokens in the first `num_prompt` cells
+        self.num_prompt = 0
+        self._is_prompt = True  # whether the next run is of the prompt
+
+    def take(self, launch: Launch) -> None:
+        """Write the tokens of a run. A request begins with its prompt, up to the run that predicts
+        its first token."""
+        if launch.positions[0] == 0:
+            self.prompt, self._is_prompt = set(), True
+        moved = [(target, self.tokens[source]) for source, target in launch.moves]
+        self.tokens.update(moved)
+        self.tokens.update(zip(launch.cells, launch.tokens, strict=True))
+        if self._is_prompt:
+            self.prompt.update(launch.tokens)
+            self.num_prompt = launch.positions[-1] + 1
+            self._is_prompt = launch.num_outputs == 0
+
+    def outputs(self, launch: Launch) -> list[list[int]]:
+        """The output tokens up to each row of a run, the row's own included."""
+        first, read = self.num_prompt, self.tokens
+        before = [read[c] for begin, end in launch.context for c in range(max(begin, first), end)]
+        texts: list[list[int]] = []
+        rows = zip(launch.tokens, launch.positions, launch.parents, strict=True)
+        for token, position, parent in rows:
+            text = texts[parent] if parent >= 0 else before
+            texts.append([*text, token] if position >= first else text)
+        return texts
+
+
 class ModelPart:
     """`runner` has the stage's layers and a row of its cache for each lane, with cell c of the lane
     in place c. A run that continues the cells from 0 on is appended to its row, which is cut at the
@@ -110,6 +145,9 @@ class ModelPart:
         self, runner: ModelRunner, sampling: CoupledSampling = CoupledSampling(SamplingSection())
     ) -> None:
         self.runner, self.sampling = runner, sampling
+        self.texts: list[LaneText] | None = None  # if the tokens depend on them
+        if runner.model.has_head and sampling.has_penalties:
+            self.texts = [LaneText() for _ in range(runner.num_rows)]
         for row in range(runner.num_rows):
             runner.allocate(row)
 
@@ -118,6 +156,8 @@ class ModelPart:
         return len(self.runner.model.layers)
 
     def prepare(self, launch: Launch) -> None:
+        if self.texts is not None:
+            self.texts[launch.lane].take(launch)
         if launch.moves:
             cache, device = self.runner.cache, self.runner.device
             row, moves = upload([launch.lane], device), upload(launch.moves, device)
@@ -144,8 +184,12 @@ class ModelPart:
         if not model.has_head:
             return out
         first = -launch.num_outputs or num_rows  # the first row that asked for a prediction
-        following = [position + 1 for position in launch.positions[first:]]
-        return predict(self.sampling.perturbed(out[0, first:], launch.request, following))
+        following, logits = [place + 1 for place in launch.positions[first:]], out[0, first:]
+        if self.texts is not None and following:
+            text = self.texts[launch.lane]
+            outputs = text.outputs(launch)[first:]
+            logits = self.sampling.penalised(logits, [*text.prompt], outputs)
+        return predict(self.sampling.perturbed(logits, launch.request, following))
 
     def _cut(self, lane: int, length: int) -> None:
         """Let the row hold `length` tokens. If it held fewer, a run before this one was skipped;

@@ -72,11 +72,11 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
         ),
         (["--modes", "iterative", "--budget", "9"], "--modes iterative drafts nothing; leave it"),
         ([*EMULATED, "--draft_dtype", "int8"], "--emulate_acceptance drafts; leave it out"),
-        (["--repetition_penalty", "1.1"], "--repetition_penalty"),
         (["--logit_bias", "1"], "--logit_bias"),
         (["--top_k", "5"], "--top_k 5 does nothing at --temperature 0"),
         (["--sampling_seed", "5"], "--sampling_seed does nothing here: --temperature 0 is greedy"),
         ([*EMULATED, "--temperature", "1"], "--temperature 1 does nothing with --emulate_stage_ms"),
+        ([*EMULATED, "--repetition_penalty", "1.1"], "--repetition_penalty 1.1 does nothing with"),
         (["--emulate_stage_ms", "20"], "give --emulate_acceptance"),
         (
             [*EMULATED[:-2], "--modes", "sequential", "sync"],

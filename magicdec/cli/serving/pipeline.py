@@ -58,7 +58,6 @@ ONLY = {
     "parallel": ("device", "collectives", "threads", "nproc"),
     "decoding": ("ignore_eos",),
     "draft": ("draft_dtype",),
-    "sampling": ("temperature", "top_k", "top_p", "min_p", "seed"),
     "workload": ("dataset", "seed"),
     "files": ("plot", "trace"),
     "output": ("results",),
@@ -156,11 +155,13 @@ def parse(words: Sequence[str], launch: Launch) -> Pipeline:
         config = without_model(config, values, "--modes iterative drafts nothing")
     config.check(find_world_size(config.parallel.nproc, launch))
     refuse_ignored(config, values)
-    if options.emulate_stage_ms is not None and config.sampling.temperature > 0:
-        raise ValueError(
-            f"--temperature {config.sampling.temperature:g} does nothing with --emulate_stage_ms, "
-            "whose stages choose no tokens; leave it out"
-        )
+    for name in ("temperature", "repetition_penalty", "presence_penalty"):
+        value = getattr(config.sampling, name)
+        if options.emulate_stage_ms is not None and value != getattr(BASE.sampling, name):
+            raise ValueError(
+                f"--{name} {value:g} does nothing with --emulate_stage_ms, whose stages choose no "
+                "tokens; leave it out"
+            )
     if options.emulate_stage_ms is not None:  # emulated tokens are numbers of positions
         config = replace(config, decoding=replace(config.decoding, ignore_eos=True))
     lengths = options.num_requests, options.prefix_len, options.gen_len
