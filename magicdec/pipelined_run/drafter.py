@@ -20,7 +20,7 @@ from typing import Protocol
 from torch import Tensor
 
 from magicdec.config.sections import KVSection, SamplingSection
-from magicdec.distributed.channels.message import Kind, Message, Receiver, Sender
+from magicdec.distributed.channels.message import Kind, Receiver, Sender
 from magicdec.drafting.draft_kv import AcceptedPath
 from magicdec.drafting.drafter import DraftModel
 from magicdec.drafting.ngram import MAX_NGRAM, Lookup
@@ -47,23 +47,13 @@ class DraftLoop:
     """Ranks that share a draft model have a loop each. All of them do the same steps in the same
     order, and so meet in the collectives of each forward."""
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        inbound: Receiver,
-        outbound: Sender | None,
-        spans: Spans,
-        others: Sequence[Sender] = (),
-    ) -> None:
-        """`others` lead from the first of the draft's ranks to the others, which get every message
-        that it gets. Theirs is no `outbound`: the first one answers."""
+    def __init__(self, drafter: Drafter, inbound: Receiver, outbound: Sender, spans: Spans) -> None:
         self.drafter, self.inbound, self.outbound, self.spans = drafter, inbound, outbound, spans
-        self.others = others
         self.texts: dict[int, list[int]] = {}  # the committed text of each lane
 
     def serve(self) -> None:
         """Serve draft steps until the head has no more."""
-        while (message := self._receive()).kind is not Kind.END:
+        while (message := self.inbound.receive()).kind is not Kind.END:
             step = DraftRequest.from_message(message)
             text = self.texts.setdefault(step.lane, [])
             text[step.kept :] = step.new
@@ -72,19 +62,9 @@ class DraftLoop:
                 continue
             with self.spans.during(What.DRAFT, message.run):
                 candidates = self.drafter.propose(step, text)
-            if self.outbound is not None:
-                self.outbound.send(pack_candidates(message.run, candidates))
-        if self.outbound is not None:
-            self.outbound.send(message)
-            self.outbound.close()
-        for other in self.others:
-            other.close()
-
-    def _receive(self) -> Message:
-        message = self.inbound.receive()
-        for other in self.others:
-            other.send(message)
-        return message
+            self.outbound.send(pack_candidates(message.run, candidates))
+        self.outbound.send(message)
+        self.outbound.close()
 
 
 class LookupDrafter:

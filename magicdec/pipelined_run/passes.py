@@ -59,10 +59,10 @@ class Passes:
         self.prepared, self.device, self.progress = prepared, device, progress
         launch, run, transport = prepared.run.launch, prepared.run, prepared.transport
         self.rank, layout = launch.rank, prepared.layout
-        self.draft_group = make_stage_groups(
+        self.groups = make_stage_groups(
             launch, StageGrid(launch.world_size), device, prepared.whole.parallel.collectives,
-            None if prepared.drafting is None else layout.draft_ranks,
-        ).draft  # fmt: skip
+            None if prepared.drafting is None else layout.draft_ranks, layout.groups,
+        )  # fmt: skip
         width, dtype = run.source.config.hidden_size, getattr(torch, run.config.model.dtype)
         self.connections = Connections(
             layout, launch, None if transport is None else transport.headers,
@@ -141,7 +141,7 @@ class Passes:
     def _join(self) -> PipelineRank:
         """Load what this rank computes, and connect it with the others."""
         options, layout = self.prepared.options, self.prepared.layout
-        part = self._load_part() if self.rank in layout.stages else None
+        part = self._load_part() if len(layout.layers[self.rank]) else None
         drafter = None
         if options.needs_drafts and self.rank in layout.draft_ranks:
             drafter = self._make_drafter()
@@ -152,10 +152,10 @@ class Passes:
         prepared, run = self.prepared, self.prepared.run
         layers, options = prepared.layout.layers[self.rank], prepared.options
         if options.emulate_stage_ms is not None:
-            is_last = self.rank == prepared.layout.stages[-1]
+            is_last = prepared.layout.group_of(self.rank)[0] == prepared.layout.stages[-1]
             return EmulatedPart(len(layers), options.emulate_stage_ms / 1e3, is_last)
         runner = load_part(
-            run.config, run.source, Group((0,), 0), self.models, StagePart(layers, None),
+            run.config, run.source, self.groups.target, self.models, StagePart(layers, None),
             options.speculation.lanes, max_tokens(run.config),
         )  # fmt: skip
         return ModelPart(runner, self.sampling)
@@ -167,7 +167,7 @@ class Passes:
         drafting = prepared.drafting
         if drafting is None:
             return LookupDrafter()
-        config, group = drafting.config, self.draft_group
+        config, group = drafting.config, self.groups.draft
         assert group is not None, "this rank drafts"
         groups = ParallelGroups(self.rank, prepared.layout.world_size, group, draft=group)
         draft = make_draft(drafting, groups, max_tokens(config), self.models)

@@ -30,6 +30,7 @@ from magicdec.pipelined_run.channels import CancelBoard, RunCancellation
 from magicdec.pipelined_speculation.messages import Launch, Ranges, to_ranges
 from magicdec.runner import ModelRunner
 from magicdec.sampling.coupled import CoupledSampling
+from magicdec.sampling.model_tokens import gather_vocab
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,7 @@ class RunPart(Protocol):
         """What a run does to the cache beside its rows, even if it is skipped."""
 
     def compute(
-        self, launch: Launch, message: Message, cancellation: Cancellation
+        self, launch: Launch, message: Message, cancellation: Cancellation | None
     ) -> Tensor | Predictions | None:
         """Hidden states [1, rows, hidden], None if they are emulated; of the last stage the
         predictions. Raises Cancelled if the cancellation is set before a layer."""
@@ -59,12 +60,13 @@ class RunPart(Protocol):
 
 @dataclass(frozen=True)
 class CancellableStage:
-    """The part of a stage, which skips the runs that `board` names. The answer to a run is its
-    words with hidden states, or without any (VOID) if it was skipped. The last stage answers with
-    the predicted tokens, and as many margins (`floats_of`)."""
+    """The part of a stage, which skips the runs that `board` names. Ranks that share the layers of
+    a stage have no board: they skip what arrives as VOID, which the first of them decides before a
+    run. The answer to a run is its words with hidden states, or without any (VOID) if it was
+    skipped. The last stage answers with the predicted tokens, and as many margins (`floats_of`)."""
 
     part: RunPart
-    board: CancelBoard
+    board: CancelBoard | None
 
     def answer(self, message: Message) -> tuple[Message, int]:
         run, launch = message.run, Launch.from_words(message.words)
@@ -72,7 +74,8 @@ class CancellableStage:
         try:
             if message.kind is Kind.VOID:
                 raise Cancelled(0)
-            out = self.part.compute(launch, message, RunCancellation(self.board, run))
+            cancellation = None if self.board is None else RunCancellation(self.board, run)
+            out = self.part.compute(launch, message, cancellation)
             if isinstance(out, Tensor):
                 wait_for_stream(out.device)
         except Cancelled as cancelled:
@@ -165,7 +168,7 @@ class ModelPart:
             cache.copy_within(cache.slots(row, sources), cache.slots(row, targets))
 
     def compute(
-        self, launch: Launch, message: Message, cancellation: Cancellation
+        self, launch: Launch, message: Message, cancellation: Cancellation | None
     ) -> Tensor | Predictions:
         model, num_rows = self.runner.model, launch.num_rows
         self._cut(launch.lane, launch.positions[0])
@@ -184,7 +187,8 @@ class ModelPart:
         if not model.has_head:
             return out
         first = -launch.num_outputs or num_rows  # the first row that asked for a prediction
-        following, logits = [place + 1 for place in launch.positions[first:]], out[0, first:]
+        following = [place + 1 for place in launch.positions[first:]]
+        logits = gather_vocab(out[:, first:], self.runner.vocab_places, self.runner.group)[0]
         if self.texts is not None and following:
             text = self.texts[launch.lane]
             outputs = text.outputs(launch)[first:]
@@ -234,11 +238,12 @@ class EmulatedPart:
         """There is no cache."""
 
     def compute(
-        self, launch: Launch, message: Message, cancellation: Cancellation
+        self, launch: Launch, message: Message, cancellation: Cancellation | None
     ) -> Predictions | None:
         begin_s = time.perf_counter()
         for layer in range(1, self.num_layers + 1):
-            check(cancellation, layer - 1)
+            if cancellation is not None:
+                check(cancellation, layer - 1)
             sleep_until(begin_s + self.seconds * layer / self.num_layers)
         if not self.is_last:
             return None

@@ -71,6 +71,7 @@ CASES = {
         Case("0.5,0.5/head", "self streaming_llm", np=2),
         Case("0.5,0.5/head", "lookup"),
         Case("1.0/1.0", "model full", np=2, temperature=0.9),
+        Case("1.0/head", "model full", np=2, temperature=0.9, penalty=1.2),
         Case("0.5,0.5/head", "lookup", temperature=0.9, mean_ms=20.0),
     ],
     3: [
@@ -79,10 +80,15 @@ CASES = {
         Case("1.0/0.5,0.5", "model full", np=3, penalty=1.2),
         Case("1.0/0.5,0.5", "self snapkv", "gloo", temperature=0.9),
         Case("0.2,0.4,0.4/head", "self snapkv", "gloo", goes_apart=True),
+        Case("0,1.0/head", "self full", "gloo"),
+        Case("1.0/1.0", "model full", np=2, goes_apart=True),
     ],
     4: [
         Case("0,0.5,0.5/1.0", "self snapkv", "gloo", np=2),
         Case("0.2,0.2,0.6/1.0", "lookup", goes_apart=True),
+        Case("0.4,0.6/head", "model full", np=3, temperature=0.9, mean_ms=20.0),
+        Case("0.4,0.6/head", "lookup", "gloo", goes_apart=True, penalty=1.2),
+        Case("1.0/0.5,0.5", "model full"),
         Case("0.4,0.6/0.5,0.5", "self streaming_llm", temperature=0.9, penalty=1.2),
         Case("0,1.0/0.5,0.5", "model full", np=2, temperature=0.9, mean_ms=20.0),
         Case("1.0/0.33,0.33,0.33", "model snapkv", "gloo", np=2),
@@ -123,14 +129,15 @@ def serve(case: Case, target: str, draft: str) -> dict[str, Any]:
         case.split, launch.world_size, find_model("--model", target).config.num_layers
     )
     place = StageGrid(launch.world_size), torch.device("cpu"), case.collectives
-    group = make_stage_groups(launch, *place, layout.draft_ranks).draft
+    groups = make_stage_groups(launch, *place, layout.draft_ranks, layout.groups)
     part, drafter = None, None
-    if launch.rank in layout.stages:
-        layers = load(target, layout.layers[launch.rank])
-        runner = ModelRunner(layers, GroupedBackend(), Group((0,), 0), LANES, MAX_TOKENS)
+    if len(layout.layers[launch.rank]):
+        shard = Shard(groups.target.index, groups.target.size)
+        layers = load(target, layout.layers[launch.rank], shard)
+        runner = ModelRunner(layers, GroupedBackend(), groups.target, LANES, MAX_TOKENS)
         part = ModelPart(runner, CoupledSampling(case.sampling))
-    if group is not None:
-        drafter = make_drafter(case, target, draft, group)
+    if groups.draft is not None:
+        drafter = make_drafter(case, target, draft, groups.draft)
     form = MessageForm(find_model("--model", target).config.hidden_size, torch.float32, 0)
     apart = "gloo" if case.goes_apart else None
     connections = Connections(
