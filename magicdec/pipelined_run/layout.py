@@ -133,7 +133,7 @@ def make_layout(text: str | None, world_size: int, num_layers: int) -> Layout:
     num_stages = max(1, count_stages(split.stages, world_size - num_others))
     count, num_left = num_stages + num_others, world_size - num_others
     if num_left < num_stages or num_left % num_stages:
-        more = "" if num_left < num_stages else ", or a multiple of the stages' ranks"
+        more = "" if num_left < num_stages else ", or equally many ranks for each stage"
         raise ValueError(
             f"{FLAG} {text} names {count} ranks, but {world_size} were started; start {count}{more}"
         )

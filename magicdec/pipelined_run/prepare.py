@@ -84,6 +84,7 @@ def prepare(run_config: RunConfig, options: SpeculationOptions, launch: Launch) 
     whole, model = without_drafts(models.config), models.source.config
     layout = make_layout(options.layer_split, launch.world_size, model.num_layers)
     check_draft_ranks(models, options, layout)
+    check_stage_ranks(models, options, layout)
     check_auto(options, layout, models.source)
     if options.speculation.spare_cells:
         check_cells(whole, model)
@@ -91,6 +92,8 @@ def prepare(run_config: RunConfig, options: SpeculationOptions, launch: Launch) 
         raise ValueError("--emulate_link_ms: one rank has no link; see --nproc")
     machine = known.get(("machine",), lambda: probe_machine(launch))
     drafting = of_one_process(alone_of(models, machine), options.speculation.lanes)
+    if layout.tensor_parallel > 1:
+        drafting = of_stage_ranks(replace(models.config, draft=drafting.draft), layout, launch.rank)
     drafting = with_draft_ranks(drafting, models.config.draft, layout.draft_ranks)
     alone = without_drafts(drafting)
     transport = choose_transport(whole.parallel, machine, options.on_host)
@@ -151,6 +154,29 @@ def check_draft_ranks(models: Found, options: SpeculationOptions, layout: Layout
         Shard(0, count).heads(draft.config.num_heads, draft.config.num_kv_heads)
     except ValueError as error:
         raise ValueError(f"{split}, draft {draft.name}: {error}") from error
+
+
+def of_stage_ranks(config: ResolvedConfig, layout: Layout, rank: int) -> ResolvedConfig:
+    """The config of a rank that shares the layers of its stage with others."""
+    parallel = replace(config.parallel, rank_group=layout.group_of(rank))
+    return replace(config, parallel=parallel)
+
+
+def check_stage_ranks(models: Found, options: SpeculationOptions, layout: Layout) -> None:
+    """Raises ValueError if several ranks are to share the layers of a stage that cannot."""
+    count, split, model = layout.tensor_parallel, options.layer_split, models.source.config
+    if count == 1:
+        return
+    check_stage_group(f"{FLAG} {split}", models.config.parallel)
+    try:
+        Shard(0, count).heads(model.num_heads, model.num_kv_heads)
+    except ValueError as error:
+        raise ValueError(f"{FLAG} {split}, stages of {count} ranks: {error}") from error
+    if options.is_measured and not all(map(len, layout.layers)):
+        raise ValueError(
+            f"{FLAG} {split}: stages of {count} ranks are timed together, but other ranks have no "
+            "stage; give layer counts or shares"
+        )
 
 
 def of_drafts(config: ResolvedConfig) -> ResolvedConfig:
@@ -215,7 +241,8 @@ def stage_plans(
         layers = layout.layers[rank]
         if options.emulate_stage_ms is None and len(layers):
             is_end = layers.start == 0 or layers.stop == model.num_layers
-            yield plan_stage(config, model, len(layers), is_end, 0)
+            of_rank = of_stage_ranks(config, layout, rank)
+            yield plan_stage(of_rank, model, len(layers), is_end, rank)
         if models.draft is not None and rank in layout.draft_ranks:
             of_rank = replace(drafting, parallel=replace(drafting.parallel, rank_group=(rank,)))
             plan = plan_rank(of_rank, models, rank)
@@ -271,7 +298,7 @@ def find_split(run: Prepared, options: SpeculationOptions, layout: Layout) -> Ch
     longest = run.source.config.max_length - 1 - num_drafts
     step = DecodeStep(1, min(options.mean_context, longest), num_drafts)
     rows = "1 row" if num_drafts == 0 else f"{step.num_tokens} rows"
-    timing = RunTiming(run, [(rank,) for rank in layout.stages], step)
+    timing = RunTiming(run, [layout.group_of(rank) for rank in layout.stages], step)
     return choose_split(
         read_split(options.layer_split).stages, timing.stages,
         run.source.config.num_layers, run.launch,

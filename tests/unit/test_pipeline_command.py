@@ -40,7 +40,6 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> Any:
     ("words", "message"),
     [
         (["--layer_split", "0.5,0.5/1.0"], "--layer_split 0.5,0.5/1.0 names 3 ranks, but 2 were"),
-        (["--layer_split", "1.0"], "--layer_split 1.0 names 1 ranks, but 2 were started; start 1"),
         (["--layer_split", "1.0/0.6,0.4"], "ranks compute every layer together; give 0.5,0.5"),
         (["--layer_split", "1.0/3,3"], "behind the slash is head, or equal shares of the draft"),
         (["--layer_split", "mdi_llm"], "mdi_llm: mdi_llm divides the layers of a ring"),
@@ -108,6 +107,9 @@ def test_refuses_in_one_line(words: list[str], message: str, tmp_path: Path) -> 
         ("auto/1.0", [3, 3, 0], (2,), [(0, 1), (1, 0)]),
         ("auto/0.5,0.5", [3, 3, 0, 0], (2, 3), [(0, 1), (1, 0)]),
         ("0,auto:2/head", [0, 3, 3], (0,), [(0, 1), (1, 2), (2, 0)]),
+        ("1.0", [6, 6], (0,), []),
+        ("2,4/head", [2, 2, 4, 4], (0,), [(0, 2), (2, 0)]),
+        ("0,auto:2/0.5,0.5", [0, 3, 3, 3, 3, 0, 0], (5, 6), [(0, 1), (1, 3), (3, 0)]),
     ],
 )
 def test_every_rank_has_its_part(
@@ -116,8 +118,29 @@ def test_every_rank_has_its_part(
     layout = make_layout(split, len(sizes), 6)
     assert [len(layers) for layers in layout.layers] == sizes
     assert layout.draft_ranks == draft_ranks and layout.hops == hops
-    held = [layer for layers in layout.layers for layer in layers]
+    held = [layer for stage in layout.stages for layer in layout.layers[stage]]
     assert held == list(range(6))
+    assert layout.with_layers([layout.layers[stage] for stage in layout.stages]) == layout
+
+
+def test_ranks_of_a_stage_follow_each_other() -> None:
+    layout = make_layout("0,2,4/1.0", 6, 6)
+    assert (layout.stages, layout.tensor_parallel) == ([1, 3], 2)
+    assert layout.groups == [(0,), (1, 2), (3, 4), (5,)]
+    names = [layout.describe(rank) for rank in range(6)]
+    assert names == [
+        *("head", "stage 0 shard 0", "stage 0 shard 1", "stage 1 shard 0", "stage 1 shard 1"),
+        "draft",
+    ]
+    with pytest.raises(ValueError, match="names 3 ranks, but 4 were started; start 3, or equally"):
+        make_layout("3,3/1.0", 4, 6)
+
+
+def test_stages_of_several_ranks_are_refused_where_they_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"5,1, stages of 5 ranks: .*heads"):
+        prepared(tmp_path, "--layer_split", "5,1", world_size=10)
+    with pytest.raises(ValueError, match=r"auto:1/1.0: stages of 2 ranks are timed together, but"):
+        prepared(tmp_path, "--layer_split", "auto:1/1.0", world_size=3)
 
 
 def finished(times_s: list[float]) -> Request:

@@ -45,7 +45,8 @@ def check_roles(config: RunConfig, layer_split: str | None, nproc: int) -> None:
 
     source = find_model(flag_of(config.model, "model"), config.model.model, is_part=True)
     with _named(nproc):
-        make_layout(layer_split, nproc, source.config.num_layers)
+        layout = make_layout(layer_split, nproc, source.config.num_layers)
+        Shard(0, layout.tensor_parallel).heads(source.config.num_heads, source.config.num_kv_heads)
 
 
 @contextmanager
