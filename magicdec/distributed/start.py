@@ -98,14 +98,15 @@ def make_stage_groups(
     device: torch.device,
     collectives: str | None,
     draft_ranks: tuple[int, ...] | None = None,
+    stages: Sequence[tuple[int, ...]] | None = None,
 ) -> ParallelGroups:
-    """Make the groups of the ranks of a pipeline: each stage has a group of its own. A rank that is
-    in no stage, because there are more ranks than `grid` has, is alone in its group. The default
+    """Make the groups of the ranks of a pipeline: each stage has a group of its own. `stages` names
+    those that are no grid. A rank that is in no stage is alone in its group. The default
     group is for tensors on the host, because ranks may share a GPU, which NCCL does not allow."""
     assert launch.world_size >= grid.world_size, "the grid was made for the launched ranks"
     _start(launch, device, "gloo")
-    ranks_of_stages = [grid.ranks_of(stage) for stage in range(grid.num_stages)]
-    return _make_parallel_groups(launch, grid, ranks_of_stages, device, collectives, draft_ranks)
+    stages = stages or [grid.ranks_of(stage) for stage in range(grid.num_stages)]
+    return _make_parallel_groups(launch, grid, stages, device, collectives, draft_ranks)
 
 
 def _make_parallel_groups(

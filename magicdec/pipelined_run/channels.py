@@ -14,8 +14,8 @@ from __future__ import annotations
 import ctypes
 import mmap
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice, pairwise
 from threading import Thread
 
@@ -29,6 +29,7 @@ from magicdec.distributed.channels.message import (
     MessageForm,
     Receiver,
     Sender,
+    SharedReceiver,
     floats_of,
     words_of,
 )
@@ -130,6 +131,12 @@ class CancelBoard:
             return False
         return time.perf_counter_ns() >= self._numbers[slot + 1]
 
+    def void_if_cancelled(self, message: Message) -> Message:
+        """The message that goes to all ranks of a stage, which must skip the same runs."""
+        if message.kind is Kind.HIDDEN and self.is_cancelled(message.run):
+            return replace(message, kind=Kind.VOID, payload=None)
+        return message
+
 
 class Canceller:
     """Tells all stages what is cancelled: those that look at `board`, for which it takes `delay_s`,
@@ -182,9 +189,8 @@ class Wires:
     asks: Sender | None = None  # of the head, to the drafter
     draft_steps: Receiver | None = None  # of the drafter, on each of its ranks
     answers: Sender | None = None  # of the first of these
-    others: list[Sender] = field(default_factory=list)  # of the same, to the other ones
     answered: Receiver | None = None  # of the head
-    board: CancelBoard = field(default_factory=CancelBoard)
+    board: CancelBoard | None = None  # of a stage of one rank
     canceller: Canceller | None = None  # of the head
     listener: Thread | None = None
 
@@ -219,15 +225,36 @@ class Connections:
         sender, wires.results = self._edge(stages[-1], 0)
         wires.outbound = sender or wires.outbound
         if has_drafter:
-            first, *others = self.layout.draft_ranks
+            first = self.layout.draft_rank
             wires.asks, wires.draft_steps = self._edge(0, first)
             wires.answers, wires.answered = self._edge(first, 0)
-            for other in others:
-                sender, receiver = self._edge(first, other)
-                wires.others += [] if sender is None else [sender]
-                wires.draft_steps = receiver or wires.draft_steps
-        self._connect_cancellations(wires)
+            wires.draft_steps = self._share(self.layout.draft_ranks, wires.draft_steps)
+        board = self._connect_cancellations(wires)
+        for rank in stages:
+            ranks, change = self.layout.group_of(rank), board.void_if_cancelled
+            wires.inbound = self._share(ranks, wires.inbound, self.runs, self.apart, change)
+        wires.board = board if self.layout.tensor_parallel == 1 else None
         return wires
+
+    def _share(
+        self,
+        ranks: Sequence[int],
+        inbound: Receiver | None,
+        form: MessageForm | None = None,
+        apart: str | None = None,
+        change: Callable[[Message], Message] = lambda message: message,
+    ) -> Receiver | None:
+        """The inbound end of this rank, if `ranks` do the same work, and all get what the first of
+        them receives."""
+        first, *others = ranks
+        senders = list[Sender]()
+        for other in others:
+            sender, receiver = self._edge(first, other, form, apart)
+            inbound = receiver or inbound
+            senders += [] if sender is None else [sender]
+        if not senders or inbound is None:
+            return inbound
+        return SharedReceiver(inbound, senders, change)
 
     def _edge(
         self, sender: int, receiver: int, form: MessageForm | None = None, apart: str | None = None
@@ -245,19 +272,21 @@ class Connections:
             sends = DelayedSender(sends, self.link, form)
         return sends, receives
 
-    def _connect_cancellations(self, wires: Wires) -> None:
-        others = [rank for rank in self.layout.stages if rank != 0]
+    def _connect_cancellations(self, wires: Wires) -> CancelBoard:
+        """The board of this rank, if it is the first of a stage."""
+        others, board = [rank for rank in self.layout.stages if rank != 0], CancelBoard()
         if not others or self.headers == "shared_memory":
             if others:
-                wires.board = CancelBoard(map_segment(BOARD_BYTES, 0, None, self.rank == 0))
+                board = CancelBoard(map_segment(BOARD_BYTES, 0, None, self.rank == 0))
             delay_s = 0.0 if self.link is None else self.link.delay_s
-            wires.canceller = Canceller(wires.board, delay_s=delay_s)
-            return
+            wires.canceller = Canceller(board, delay_s=delay_s)
+            return board
         senders = []
         for rank in others:
             sends, receives = self._edge(0, rank)
             if sends is not None:
                 senders.append(sends)
             if receives is not None:
-                wires.listener = listen(receives, wires.board)
-        wires.canceller = Canceller(wires.board, senders)
+                wires.listener = listen(receives, board)
+        wires.canceller = Canceller(board, senders)
+        return board

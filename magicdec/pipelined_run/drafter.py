@@ -20,7 +20,7 @@ from typing import Protocol
 from torch import Tensor
 
 from magicdec.config.sections import KVSection, SamplingSection
-from magicdec.distributed.channels.message import Kind, Message, Receiver, Sender
+from magicdec.distributed.channels.message import Kind, Receiver, Sender
 from magicdec.drafting.draft_kv import AcceptedPath
 from magicdec.drafting.drafter import DraftModel
 from magicdec.drafting.ngram import MAX_NGRAM, Lookup
@@ -47,23 +47,13 @@ class DraftLoop:
     """Ranks that share a draft model have a loop each. All of them do the same steps in the same
     order, and so meet in the collectives of each forward."""
 
-    def __init__(
-        self,
-        drafter: Drafter,
-        inbound: Receiver,
-        outbound: Sender | None,
-        spans: Spans,
-        others: Sequence[Sender] = (),
-    ) -> None:
-        """`others` lead from the first of the draft's ranks to the others, which get every message
-        that it gets. Theirs is no `outbound`: the first one answers."""
+    def __init__(self, drafter: Drafter, inbound: Receiver, outbound: Sender, spans: Spans) -> None:
         self.drafter, self.inbound, self.outbound, self.spans = drafter, inbound, outbound, spans
-        self.others = others
         self.texts: dict[int, list[int]] = {}  # the committed text of each lane
 
     def serve(self) -> None:
         """Serve draft steps until the head has no more."""
-        while (message := self._receive()).kind is not Kind.END:
+        while (message := self.inbound.receive()).kind is not Kind.END:
             step = DraftRequest.from_message(message)
             text = self.texts.setdefault(step.lane, [])
             text[step.kept :] = step.new
@@ -72,19 +62,9 @@ class DraftLoop:
                 continue
             with self.spans.during(What.DRAFT, message.run):
                 candidates = self.drafter.propose(step, text)
-            if self.outbound is not None:
-                self.outbound.send(pack_candidates(message.run, candidates))
-        if self.outbound is not None:
-            self.outbound.send(message)
-            self.outbound.close()
-        for other in self.others:
-            other.close()
-
-    def _receive(self) -> Message:
-        message = self.inbound.receive()
-        for other in self.others:
-            other.send(message)
-        return message
+            self.outbound.send(pack_candidates(message.run, candidates))
+        self.outbound.send(message)
+        self.outbound.close()
 
 
 class LookupDrafter:
@@ -153,12 +133,23 @@ class Node:
 class HeldText:
     """What a row of the cache holds: the first `committed` tokens of the text of `request`, and
     after them a tree. Node i of it lies in the i-th place. `candidates` follow the committed
-    tokens."""
+    tokens, of which `output` are those behind the prompt."""
 
     request: int = 0
+    prompt: tuple[int, ...] = ()
     committed: int = 0
     candidates: Candidates = ()
     nodes: list[Node] = field(default_factory=list)
+    output: list[int] = field(default_factory=list)
+
+    @property
+    def texts(self) -> list[list[int]]:
+        """The output tokens up to each node."""
+        texts: list[list[int]] = []
+        for node in self.nodes:
+            before = texts[node.parent] if node.parent >= 0 else self.output
+            texts.append([*before, node.token])
+        return texts
 
     @property
     def following(self) -> list[int]:
@@ -198,6 +189,7 @@ class HeldText:
         """The first `count` nodes, on which all others hang, are committed."""
         if count:
             self.committed += count
+            self.output += [node.token for node in self.nodes[:count]]
             self.candidates = self.nodes[count - 1].candidates
             rest = self.nodes[count:]
             self.nodes = [replace(node, parent=max(-1, node.parent - count)) for node in rest]
@@ -249,8 +241,9 @@ class ModelDrafter:
         (part,) = Part.whole([request])
         logits = take(self.runner, part, self.prefill_chunk)
         self.kv.admit([request])
-        (candidates,) = self._candidates(logits, number, [len(text)])
-        self.held[lane] = HeldText(number, len(text), candidates)
+        held = HeldText(number, tuple(text), len(text))
+        (held.candidates,) = self._candidates(logits, held, [len(text)], [[]])
+        self.held[lane] = held
 
     def _forget_others(self, lane: int, paths: Sequence[Sequence[int]]) -> None:
         """Forget the nodes that are not on `paths`."""
@@ -278,7 +271,8 @@ class ModelDrafter:
             ids = upload([tokens[begin:end]], device)
             tree = None if is_chain else upload([parents[:end]], device)
             logits = self.kv.forward(self._known(ids), [lane], committed, tree)
-            of_nodes = self._candidates(logits, held.request, held.following[begin:end])
+            positions, texts = held.following[begin:end], held.texts[begin:end]
+            of_nodes = self._candidates(logits, held, positions, texts)
             for place, candidates in enumerate(of_nodes, begin):
                 held.nodes[place] = replace(held.nodes[place], candidates=candidates)
 
@@ -287,13 +281,19 @@ class ModelDrafter:
         return token_ids.clamp(max=self.runner.model.config.vocab_size - 1)
 
     def _candidates(
-        self, logits: Tensor, request: int, positions: Sequence[int]
+        self,
+        logits: Tensor,
+        held: HeldText,
+        positions: Sequence[int],
+        outputs: Sequence[Sequence[int]],
     ) -> list[Candidates]:
-        """The candidates for these positions of the text, from this rank's logits [1, T, V]. They
-        are the same on every rank."""
+        """The candidates for these positions of the text, from this rank's logits [1, T, V].
+        `outputs` are the output tokens before each. They are the same on every rank."""
         whole = gather_vocab(logits, self.runner.vocab_places, self.runner.group)
         known = whole[0, :, : self.vocab_size]
-        probs = self.sampling.perturbed(known, request, positions).float().softmax(dim=-1)
+        if self.sampling.has_penalties:
+            known = self.sampling.penalised(known, held.prompt, outputs)
+        probs = self.sampling.perturbed(known, held.request, positions).float().softmax(dim=-1)
         best = probs.topk(min(NUM_CANDIDATES, probs.shape[1]))
         rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         return [tuple(zip(*row, strict=True)) for row in rows]

@@ -24,6 +24,7 @@ from magicdec.distributed.channels.message import (
     Ends,
     Kind,
     Message,
+    Nowhere,
     Receiver,
     Sender,
     floats_of,
@@ -172,7 +173,6 @@ class Serving:
     def _submit(self, request: Request) -> None:
         """The scheduler has something to do again, if it had come to its end."""
         params, self._is_over = request.sampling, False
-        assert not params.has_penalties, "they were refused"
         number, actions = self.scheduler.submit(
             request.prompt_ids, params.max_new_tokens, params.eos_token_ids
         )
@@ -312,13 +312,12 @@ class PipelineRank:
         spans, wires = Spans(), self.wires
         loops: list[Callable[[], None]] = []
         if self.part is not None:
-            ends = Ends(there(wires.inbound), there(wires.outbound))
+            ends = Ends(there(wires.inbound), wires.outbound or Nowhere())
             stage = CancellableStage(self.part, wires.board)
             loops.append(StageLoop(stage, ends, spans).serve)
         if self.drafter is not None:
-            inbound = there(wires.draft_steps)
-            drafts = DraftLoop(self.drafter, inbound, wires.answers, spans, wires.others)
-            loops.append(drafts.serve)
+            inbound, outbound = there(wires.draft_steps), wires.answers or Nowhere()
+            loops.append(DraftLoop(self.drafter, inbound, outbound, spans).serve)
         loops = [count.during()(loop) for loop in loops]
         if self.rank == 0:
             self._lead(lead, loops, spans)

@@ -7,7 +7,8 @@ torch.
     0,1.0/head         the head has no layers: it schedules and drafts; one stage
     auto/1.0           all ranks but the last are stages, whose layers follow from times
 
-Rank 0 is the head and, unless its share is 0, the first stage.
+Rank 0 is the head and, unless its share is 0, of the first stage. If more ranks are started than
+the split names, each stage has several, which share its layers.
 """
 
 from __future__ import annotations
@@ -33,10 +34,11 @@ ON_HEAD = "head"
 class Layout:
     """`layers` are those of each rank; a rank without layers is a head that only schedules, or the
     draft's. `draft_ranks` is where drafts are made, if any are: several ranks share every layer of
-    the draft."""
+    the draft. `tensor_parallel` ranks share the layers of a stage; they follow each other."""
 
     layers: tuple[range, ...]
     draft_ranks: tuple[int, ...]
+    tensor_parallel: int = 1
 
     @property
     def world_size(self) -> int:
@@ -49,8 +51,22 @@ class Layout:
 
     @property
     def stages(self) -> list[int]:
-        """The ranks of the stages in order."""
-        return [rank for rank, layers in enumerate(self.layers) if len(layers)]
+        """The first rank of each stage in order, to which messages go."""
+        return [rank for rank, layers in enumerate(self.layers) if len(layers)][
+            :: self.tensor_parallel
+        ]
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks that share the layers of this rank's stage. A rank without layers is alone."""
+        for first in self.stages:
+            if rank in (ranks := range(first, first + self.tensor_parallel)):
+                return tuple(ranks)
+        return (rank,)
+
+    @property
+    def groups(self) -> list[tuple[int, ...]]:
+        """The groups of all ranks."""
+        return list(dict.fromkeys(self.group_of(rank) for rank in range(self.world_size)))
 
     @property
     def hops(self) -> list[tuple[int, int]]:
@@ -62,13 +78,15 @@ class Layout:
     def with_layers(self, layers: Sequence[range]) -> Layout:
         """The same with other layers of the stages, in their order."""
         of_stages = dict(zip(self.stages, layers, strict=True))
-        of_ranks = (of_stages.get(rank, range(0)) for rank in range(self.world_size))
-        return replace(self, layers=tuple(of_ranks))
+        firsts = (self.group_of(rank)[0] for rank in range(self.world_size))
+        return replace(self, layers=tuple(of_stages.get(first, range(0)) for first in firsts))
 
     def describe(self, rank: int) -> str:
         parts = ["head"] if rank == 0 else []
-        if rank in self.stages:
-            parts.append(f"stage {self.stages.index(rank)}")
+        if len(self.layers[rank]):
+            group = self.group_of(rank)
+            shard = "" if len(group) == 1 else f" shard {group.index(rank)}"
+            parts.append(f"stage {self.stages.index(group[0])}{shard}")
         if rank in self.draft_ranks:
             place = self.draft_ranks.index(rank)
             parts.append("draft" if len(self.draft_ranks) == 1 else f"draft shard {place}")
@@ -122,16 +140,22 @@ def make_layout(text: str | None, world_size: int, num_layers: int) -> Layout:
             "from counts, shares and auto"
         )
     num_apart, is_headless = split.num_apart, split.head != ""
+    num_others = num_apart + is_headless
     num_stages = max(1, split.num_stages(world_size))
-    if (count := num_stages + num_apart + is_headless) != world_size:
+    count, num_left = num_stages + num_others, world_size - num_others
+    if num_left < num_stages or num_left % num_stages:
+        more = "" if num_left < num_stages else ", or equally many ranks for each stage"
         raise ValueError(
-            f"{FLAG} {text} names {count} ranks, but {world_size} were started; start {count}"
+            f"{FLAG} {text} names {count} ranks, but {world_size} were started; start {count}{more}"
         )
+    tensor_parallel = num_left // num_stages
     any_times = [StageTimes(0.0, 1.0)] * num_stages
     layers = split_layers(split.stages, num_stages, num_layers, any_times)
     empty = (range(0),)
-    layers = (*(empty if is_headless else ()), *layers, *(empty * num_apart))
-    return Layout(layers, tuple(range(world_size - num_apart, world_size)) or (0,))
+    computing = (each for each in layers for _ in range(tensor_parallel))
+    layers = (*(empty if is_headless else ()), *computing, *(empty * num_apart))
+    draft_ranks = tuple(range(world_size - num_apart, world_size)) or (0,)
+    return Layout(layers, draft_ranks, tensor_parallel)
 
 
 def count_shares(text: str, draft: str) -> int:

@@ -47,7 +47,7 @@ def speculation_metrics(observed: Observed, counts: Counts, has_drafts: bool) ->
     drafts = observed.of(layout.draft_rank, What.DRAFT)
     work = [[*observed.of(r, What.STAGE), *observed.of(r, What.DRAFT)] for r in ranks]
     computed, before, inside = _layers(observed)
-    total = sum(len(observed.of(r, What.STAGE)) * len(layout.layers[r]) for r in ranks)
+    total = sum(len(observed.of(r, What.STAGE)) * len(layout.layers[r]) for r in layout.stages)
     mean_in_flight, most = _in_flight(observed)
     seconds = observed.end_s - observed.begin_s
     busy_s = [observed.within(spans) for spans in work]

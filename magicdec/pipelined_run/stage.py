@@ -27,6 +27,7 @@ from magicdec.pipelined_run.channels import CancelBoard, RunCancellation
 from magicdec.pipelined_speculation.messages import Launch, Ranges, to_ranges
 from magicdec.runner import ModelRunner
 from magicdec.sampling.coupled import CoupledSampling
+from magicdec.sampling.model_tokens import gather_vocab
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class RunPart(Protocol):
         """What a run does to the cache beside its rows, even if it is skipped."""
 
     def compute(
-        self, launch: Launch, message: Message, cancellation: Cancellation
+        self, launch: Launch, message: Message, cancellation: Cancellation | None
     ) -> Tensor | Predictions | None:
         """Hidden states [1, rows, hidden], None if they are emulated; of the last stage the
         predictions. Raises Cancelled if the cancellation is set before a layer."""
@@ -56,12 +57,13 @@ class RunPart(Protocol):
 
 @dataclass(frozen=True)
 class CancellableStage:
-    """The part of a stage, which skips the runs that `board` names. The answer to a run is its
-    words with hidden states, or without any (VOID) if it was skipped. The last stage answers with
-    the predicted tokens, and as many margins (`floats_of`)."""
+    """The part of a stage, which skips the runs that `board` names. Ranks that share the layers of
+    a stage have no board: they skip what arrives as VOID, which the first of them decides before a
+    run. The answer to a run is its words with hidden states, or without any (VOID) if it was
+    skipped. The last stage answers with the predicted tokens, and as many margins (`floats_of`)."""
 
     part: RunPart
-    board: CancelBoard
+    board: CancelBoard | None
 
     def answer(self, message: Message) -> tuple[Message, int]:
         run, launch = message.run, Launch.from_words(message.words)
@@ -69,7 +71,8 @@ class CancellableStage:
         try:
             if message.kind is Kind.VOID:
                 raise Cancelled(0)
-            out = self.part.compute(launch, message, RunCancellation(self.board, run))
+            cancellation = None if self.board is None else RunCancellation(self.board, run)
+            out = self.part.compute(launch, message, cancellation)
             if isinstance(out, Tensor):
                 wait_for_stream(out.device)
         except Cancelled as cancelled:
@@ -97,6 +100,41 @@ class ContextCells:
         return self.num_visible(committed)
 
 
+class LaneText:
+    """The tokens in the cells of a lane, from which the last stage knows the text before each row.
+    It must be told of every run, also of those that are skipped."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, int] = {}  # by cell
+        self.prompt: set[int] = set()  # the tokens in the first `num_prompt` cells
+        self.num_prompt = 0
+        self._is_prompt = True  # whether the next run is of the prompt
+
+    def take(self, launch: Launch) -> None:
+        """Write the tokens of a run. A request begins with its prompt, up to the run that predicts
+        its first token."""
+        if launch.positions[0] == 0:
+            self.prompt, self._is_prompt = set(), True
+        moved = [(target, self.tokens[source]) for source, target in launch.moves]
+        self.tokens.update(moved)
+        self.tokens.update(zip(launch.cells, launch.tokens, strict=True))
+        if self._is_prompt:
+            self.prompt.update(launch.tokens)
+            self.num_prompt = launch.positions[-1] + 1
+            self._is_prompt = launch.num_outputs == 0
+
+    def outputs(self, launch: Launch) -> list[list[int]]:
+        """The output tokens up to each row of a run, the row's own included."""
+        first, read = self.num_prompt, self.tokens
+        before = [read[c] for begin, end in launch.context for c in range(max(begin, first), end)]
+        texts: list[list[int]] = []
+        rows = zip(launch.tokens, launch.positions, launch.parents, strict=True)
+        for token, position, parent in rows:
+            text = texts[parent] if parent >= 0 else before
+            texts.append([*text, token] if position >= first else text)
+        return texts
+
+
 class ModelPart:
     """`runner` has the stage's layers and a row of its cache for each lane, with cell c of the lane
     in place c. A run that continues the cells from 0 on is appended to its row, which is cut at the
@@ -107,6 +145,9 @@ class ModelPart:
         self, runner: ModelRunner, sampling: CoupledSampling = CoupledSampling(SamplingSection())
     ) -> None:
         self.runner, self.sampling = runner, sampling
+        self.texts: list[LaneText] | None = None  # if the tokens depend on them
+        if runner.model.has_head and sampling.has_penalties:
+            self.texts = [LaneText() for _ in range(runner.num_rows)]
         for row in range(runner.num_rows):
             runner.allocate(row)
 
@@ -115,6 +156,8 @@ class ModelPart:
         return len(self.runner.model.layers)
 
     def prepare(self, launch: Launch) -> None:
+        if self.texts is not None:
+            self.texts[launch.lane].take(launch)
         if launch.moves:
             cache, device = self.runner.cache, self.runner.device
             row, moves = upload([launch.lane], device), upload(launch.moves, device)
@@ -122,7 +165,7 @@ class ModelPart:
             cache.copy_within(cache.slots(row, sources), cache.slots(row, targets))
 
     def compute(
-        self, launch: Launch, message: Message, cancellation: Cancellation
+        self, launch: Launch, message: Message, cancellation: Cancellation | None
     ) -> Tensor | Predictions:
         model, num_rows = self.runner.model, launch.num_rows
         self._cut(launch.lane, launch.positions[0])
@@ -141,8 +184,13 @@ class ModelPart:
         if not model.has_head:
             return out
         first = -launch.num_outputs or num_rows  # the first row that asked for a prediction
-        following = [position + 1 for position in launch.positions[first:]]
-        return predict(self.sampling.perturbed(out[0, first:], launch.request, following))
+        following = [place + 1 for place in launch.positions[first:]]
+        logits = gather_vocab(out[:, first:], self.runner.vocab_places, self.runner.group)[0]
+        if self.texts is not None and following:
+            text = self.texts[launch.lane]
+            outputs = text.outputs(launch)[first:]
+            logits = self.sampling.penalised(logits, [*text.prompt], outputs)
+        return predict(self.sampling.perturbed(logits, launch.request, following))
 
     def _cut(self, lane: int, length: int) -> None:
         """Let the row hold `length` tokens. If it held fewer, a run before this one was skipped;

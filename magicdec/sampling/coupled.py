@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from magicdec.config.sections import SamplingSection
-from magicdec.sampling.metadata import Filters
+from magicdec.sampling.metadata import Filters, Penalties
 from magicdec.sampling.randomness import exponentials, exponentials_of
-from magicdec.sampling.sampling import make_params, probabilities
+from magicdec.sampling.sampling import make_params, probabilities, process
 
 FEW = 8  # a share of the vocabulary below which the tokens that filters keep are looked at alone
 
@@ -51,6 +51,19 @@ class CoupledSampling:
     """How tokens are chosen by ranks that know the number of a request, but not the request."""
 
     section: SamplingSection
+
+    @property
+    def has_penalties(self) -> bool:
+        return make_params(self.section, 1, (), 0).has_penalties
+
+    def penalised(
+        self, logits: Tensor, prompt: Sequence[int], outputs: Sequence[Sequence[int]]
+    ) -> Tensor:
+        """Logits [N, V] after the penalties, float32, of rows that follow the same prompt. `prompt`
+        has each of its tokens once or more, and `outputs` the output tokens before each row."""
+        params, (_, vocab_size) = make_params(self.section, 1, (), 0), logits.shape
+        penalties = Penalties.of_texts(params, prompt, outputs, vocab_size, logits.device)
+        return process(logits.unsqueeze(1), penalties)[:, 0]
 
     def perturbed(self, logits: Tensor, request: int, positions: Sequence[int]) -> Tensor:
         """Logits [N, V] with noise, for the tokens at `positions` of the text of the request with

@@ -111,6 +111,27 @@ class Penalties:
             _seen(outputs, vocab_size, device),
         )
 
+    @classmethod
+    def of_texts(
+        cls,
+        params: SamplingParams,
+        prompt: Sequence[int],
+        outputs: Sequence[Sequence[int]],
+        vocab_size: int,
+        device: torch.device,
+    ) -> Penalties:
+        """Of rows with the same parameters and prompt, each with output tokens of its own."""
+        count = len(outputs)
+        index = torch.arange(count, device=device)
+        return cls(
+            tuple(range(count)),
+            index,
+            _per_row([params.repetition_penalty] * count, device, torch.float32),
+            _per_row([params.presence_penalty] * count, device, torch.float32),
+            _seen([prompt], vocab_size, device).expand(count, -1),
+            _seen(outputs, vocab_size, device),
+        )
+
     def take(self, ids: Tensor, is_emitted: Tensor) -> None:
         """Mark the tokens ids [B, T] as part of the outputs, where `is_emitted` [B, T] is true."""
         ids, is_emitted = ids[self.index], is_emitted[self.index]

@@ -394,7 +394,7 @@ def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> N
         raise ValueError(
             f"--gamma auto: --modes {fixed[0]} drafts a fixed number of tokens; name one"
         )
-    rings, speculative = options.of_system(RING), options.of_system(SPECULATIVE)
+    rings = options.of_system(RING)
     if any(each.is_drafting for each in rings) and options.draft == SELF:
         raise ValueError(
             f"--draft {SELF}: --modes ring{WITH_DRAFT} lacks layers to draft with on its first "
@@ -402,14 +402,6 @@ def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> N
         )
     if rings:
         options.samples(options.grid(world_size))
-    penalties = ("repetition_penalty", "presence_penalty")
-    for name in penalties if speculative else ():
-        value, default = getattr(config.sampling, name), getattr(type(config.sampling), name)
-        if value != default:
-            raise ValueError(
-                f"--{name} {value:g}: --modes {speculative[0].name} has no penalties; leave one of "
-                "them out"
-            )
     _check_stages(options, world_size)
     _check_emulation(options, config)
 
@@ -475,8 +467,10 @@ def _check_emulation(options: ServeOptions, config: RunConfig) -> None:
             f"--pad_stage_ms {options.pad_stage_ms} is for stages that compute; leave out "
             "--emulate_stage_ms"
         )
-    if config.sampling.temperature > 0:
-        raise ValueError(
-            f"--temperature {config.sampling.temperature:g} does nothing with {flag}, whose stages "
-            "choose no tokens; leave it out"
-        )
+    for name in ("temperature", "repetition_penalty", "presence_penalty"):
+        value = getattr(config.sampling, name)
+        if value != getattr(type(config.sampling), name):
+            raise ValueError(
+                f"--{name} {value:g} does nothing with {flag}, whose stages choose no tokens; "
+                "leave it out"
+            )

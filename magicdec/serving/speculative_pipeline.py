@@ -115,12 +115,16 @@ class SpeculativePipeline(System):
         layout = make_layout(options.layer_split, launch.world_size, model.num_layers)
         if is_drafting:
             check_draft_ranks(models, options, layout)
+        check_stage_ranks(models, options, layout)
         if options.is_measured:
             check_source(str(options.layer_split), models.source)
         if options.speculation.spare_cells:
             check_cells(models.config, model)
         machine = known.get(("machine",), lambda: probe_machine(launch))
         drafting = of_lanes(alone_of(models, machine), options.speculation.lanes)
+        if layout.tensor_parallel > 1:
+            shared = replace(models.config, draft=drafting.draft)
+            drafting = of_stage_ranks(shared, layout, launch.rank)
         drafting = with_draft_ranks(drafting, models.config.draft, layout.draft_ranks)
         transport = choose_transport(models.config.parallel, machine, options.on_host)
         run = complete_run(replace(models, config=drafting), known, options)
@@ -131,7 +135,7 @@ class SpeculativePipeline(System):
         context = min(options.mean_context, model.max_length - 1 - num_drafts)
         step = DecodeStep(1, context, num_drafts)
         rows = "1 row" if num_drafts == 0 else f"{step.num_tokens} rows"
-        timing = RunTiming(run, [(rank,) for rank in layout.stages], step)
+        timing = RunTiming(run, [layout.group_of(rank) for rank in layout.stages], step)
         split = read_split(options.layer_split)
         chosen = choose_split(
             split.stages, timing.stages, model.num_layers, launch,
@@ -165,7 +169,8 @@ class SpeculativePipeline(System):
             layers = self.layout.layers[rank]
             if len(layers):
                 has_end = self._has_end(layers)
-                plan = plan_stage(self.run.config, model, len(layers), has_end, 0)
+                of_rank = of_stage_ranks(self.run.config, self.layout, rank)
+                plan = plan_stage(of_rank, model, len(layers), has_end, rank)
                 yield self.options.without_weights(plan)
             if (drafting := self.drafting) is not None and rank in draft_ranks:
                 config, draft = drafting.config, drafting.draft_source
@@ -200,9 +205,9 @@ class SpeculativePipeline(System):
         models = LoadedModels(device, progress, self.options.emulated_stage_s)
         groups = make_stage_groups(
             launch, StageGrid(launch.world_size), device, run.config.parallel.collectives,
-            None if self.drafting is None else layout.draft_ranks,
+            None if self.drafting is None else layout.draft_ranks, layout.groups,
         )  # fmt: skip
-        part = self._load_part(models) if self.rank in layout.stages else None
+        part = self._load_part(models, groups.target) if len(layout.layers[self.rank]) else None
         drafter = None
         if self.needs_drafts and self.rank in layout.draft_ranks:
             drafter = self._make_drafter(groups.draft, models)
@@ -253,10 +258,10 @@ class SpeculativePipeline(System):
             self.member.close()
         self.member = None
 
-    def _load_part(self, models: LoadedModels) -> RunPart:
+    def _load_part(self, models: LoadedModels, group: Group) -> RunPart:
         run, options, layers = self.run, self.options, self.layout.layers[self.rank]
         runner = load_part(
-            run.config, run.source, Group((0,), 0), models, StagePart(layers, None),
+            run.config, run.source, group, models, StagePart(layers, None),
             options.speculation.lanes, max_tokens(run.config),
         )  # fmt: skip
         return ModelPart(runner, self.sampling)
@@ -319,6 +324,29 @@ def of_lanes(config: ResolvedConfig, num_lanes: int) -> ResolvedConfig:
     parallel = replace(config.parallel, rank_group=(0,))
     workload = replace(config.workload, batch_size=num_lanes)
     return replace(config, parallel=parallel, workload=workload)
+
+
+def of_stage_ranks(config: ResolvedConfig, layout: Layout, rank: int) -> ResolvedConfig:
+    """The config of a rank that shares the layers of its stage with others."""
+    parallel = replace(config.parallel, rank_group=layout.group_of(rank))
+    return replace(config, parallel=parallel)
+
+
+def check_stage_ranks(models: Found, options: ServeOptions, layout: Layout) -> None:
+    """Raises ValueError if several ranks are to share the layers of a stage that cannot."""
+    count, split, model = layout.tensor_parallel, options.layer_split, models.source.config
+    if count == 1:
+        return
+    check_stage_group(f"{FLAG} {split}", models.config.parallel)
+    try:
+        Shard(0, count).heads(model.num_heads, model.num_kv_heads)
+    except ValueError as error:
+        raise ValueError(f"{FLAG} {split}, stages of {count} ranks: {error}") from error
+    if options.is_measured and not all(map(len, layout.layers)):
+        raise ValueError(
+            f"{FLAG} {split}: stages of {count} ranks are timed together, but other ranks have no "
+            "stage; give layer counts or shares"
+        )
 
 
 def with_draft_ranks(

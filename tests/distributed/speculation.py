@@ -53,7 +53,12 @@ class Case:
     np: int = 1
     goes_apart: bool = False  # hidden states, by process groups of their own (gloo, not NCCL)
     temperature: float = 0.0
+    penalty: float = 1.0
     mean_ms: float = 0.0
+
+    @property
+    def sampling(self) -> SamplingSection:
+        return SamplingSection(temperature=self.temperature, repetition_penalty=self.penalty)
 
 
 CASES = {
@@ -62,28 +67,33 @@ CASES = {
         Case("0.5,0.5/head", "self streaming_llm", np=2),
         Case("0.5,0.5/head", "lookup"),
         Case("1.0/1.0", "model full", np=2, temperature=0.9),
+        Case("1.0/head", "model full", np=2, temperature=0.9, penalty=1.2),
         Case("0.5,0.5/head", "lookup", temperature=0.9, mean_ms=20.0),
     ],
     3: [
         Case("0.4,0.6/1.0", "model full", np=3),
         Case("0.4,0.6/1.0", "self streaming_llm"),
-        Case("1.0/0.5,0.5", "model full", np=3),
+        Case("1.0/0.5,0.5", "model full", np=3, penalty=1.2),
         Case("1.0/0.5,0.5", "self snapkv", "gloo", temperature=0.9),
         Case("0.2,0.4,0.4/head", "self snapkv", "gloo", goes_apart=True),
+        Case("0,1.0/head", "self full", "gloo"),
+        Case("1.0/1.0", "model full", np=2, goes_apart=True),
     ],
     4: [
         Case("0,0.5,0.5/1.0", "self snapkv", "gloo", np=2),
         Case("0.2,0.2,0.6/1.0", "lookup", goes_apart=True),
-        Case("0.4,0.6/0.5,0.5", "self streaming_llm"),
+        Case("0.4,0.6/head", "model full", np=3, temperature=0.9, mean_ms=20.0),
+        Case("0.4,0.6/head", "lookup", "gloo", goes_apart=True, penalty=1.2),
+        Case("1.0/0.5,0.5", "model full"),
+        Case("0.4,0.6/0.5,0.5", "self streaming_llm", temperature=0.9, penalty=1.2),
         Case("0,1.0/0.5,0.5", "model full", np=2, temperature=0.9, mean_ms=20.0),
         Case("1.0/0.33,0.33,0.33", "model snapkv", "gloo", np=2),
     ],
 }
 
 
-def served_requests(temperature: float) -> list[Request]:
+def served_requests(sampling: SamplingSection) -> list[Request]:
     """Two end tokens end some of them early."""
-    sampling = SamplingSection(temperature=temperature)
     return make_requests(random_prompts(LENGTHS, 97), NEW, (11, 40), sampling, is_coupled=True)
 
 
@@ -98,8 +108,8 @@ def make_drafter(case: Case, target: str, draft: str, group: Group = Group((0,),
     model = load(target if kind == "self" else draft, shard=Shard(group.index, group.size))
     rows = LANES, MAX_TOKENS
     made = make_draft(model, KV[policy], *rows, chunk=CHUNK, max_drafts=MAX_TOKENS, group=group)
-    sampling = CoupledSampling(SamplingSection(temperature=case.temperature))
-    return ModelDrafter(made, KV[policy], model.config.vocab_size, sampling)
+    vocab_size = model.config.vocab_size
+    return ModelDrafter(made, KV[policy], vocab_size, CoupledSampling(case.sampling))
 
 
 def serve(case: Case, target: str, draft: str) -> dict[str, Any]:
@@ -109,15 +119,15 @@ def serve(case: Case, target: str, draft: str) -> dict[str, Any]:
         case.split, launch.world_size, find_model("--model", target).config.num_layers
     )
     place = StageGrid(launch.world_size), torch.device("cpu"), case.collectives
-    group = make_stage_groups(launch, *place, layout.draft_ranks).draft
-    sampling = CoupledSampling(SamplingSection(temperature=case.temperature))
+    groups = make_stage_groups(launch, *place, layout.draft_ranks, layout.groups)
     part, drafter = None, None
-    if launch.rank in layout.stages:
-        layers = load(target, layers=layout.layers[launch.rank])
-        runner = ModelRunner(layers, GroupedBackend(), Group((0,), 0), LANES, MAX_TOKENS)
-        part = ModelPart(runner, sampling)
-    if group is not None:
-        drafter = make_drafter(case, target, draft, group)
+    if len(layout.layers[launch.rank]):
+        shard = Shard(groups.target.index, groups.target.size)
+        layers = load(target, layers=layout.layers[launch.rank], shard=shard)
+        runner = ModelRunner(layers, GroupedBackend(), groups.target, LANES, MAX_TOKENS)
+        part = ModelPart(runner, CoupledSampling(case.sampling))
+    if groups.draft is not None:
+        drafter = make_drafter(case, target, draft, groups.draft)
     form = MessageForm(find_model("--model", target).config.hidden_size, torch.float32, 0)
     apart = "gloo" if case.goes_apart else None
     connections = Connections(
@@ -128,7 +138,7 @@ def serve(case: Case, target: str, draft: str) -> dict[str, Any]:
     for mode in MODES:
 
         def lead(head: Head, mode: str = mode) -> None:
-            requests = served_requests(case.temperature)
+            requests = served_requests(case.sampling)
             if case.mean_ms:
                 arrive_over_time(requests, head.clock.now(), case.mean_ms)
             head.serve(PipelinedScheduler(options_of(case, mode), CHUNK), requests)

@@ -52,8 +52,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 
 @cache
-def one_process(path: Path, temperature: float) -> list[list[int]]:
-    return generate_alone(load(path), served_requests(temperature), MAX_TOKENS)
+def one_process(path: Path, sampling: SamplingSection) -> list[list[int]]:
+    return generate_alone(load(path), served_requests(sampling), MAX_TOKENS)
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.wide), 4])
@@ -63,7 +63,7 @@ def test_the_tokens_are_those_of_one_process(
     outputs = answer_of(launch, "distributed/speculation.py", *models, num_ranks=num_ranks)
     for case, found in zip(CASES[num_ranks], outputs, strict=True):
         for mode, tokens in zip(MODES, found["tokens"], strict=True):
-            assert tokens == one_process(models[0], case.temperature), (case, mode)
+            assert tokens == one_process(models[0], case.sampling), (case, mode)
         if "," in case.split.partition("/")[2]:
             check_drafted(found["drafted"], drafted_by_one_rank(case, models), case)
 
@@ -71,10 +71,10 @@ def test_the_tokens_are_those_of_one_process(
 def drafted_by_one_rank(case: Case, models: list[Path]) -> list[Drafted]:
     """In mode sync, in which the scheduler does the same for a request whatever takes how long."""
     target, draft = map(str, models)
-    sampling = CoupledSampling(SamplingSection(temperature=case.temperature))
+    sampling = CoupledSampling(case.sampling)
     options = options_of(case, "sync")
     part = ModelPart(make_runner(load(models[0]), LANES, MAX_TOKENS), sampling)
-    requests = served_requests(case.temperature)
+    requests = served_requests(case.sampling)
     return serve([part], make_drafter(case, target, draft), options, requests, CHUNK).drafted
 
 
@@ -97,6 +97,7 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
         "--draft", "self", "--kv_policy", "snapkv", "--budget", 90,
         "--layer_split", "auto/1.0", "--modes", "sequential", *MODES,
         "--pa", 0, "--lanes", 2, "--temperature", 0.8, "--top_p", 0.95,
+        "--repetition_penalty", 1.2,
         "--trace", "t.json", "--plot", "p.svg", *FLAGS, num_ranks=3,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

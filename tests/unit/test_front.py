@@ -260,7 +260,8 @@ HEADS, STAGES = "ranks cannot share 4 attention heads", "stages cannot share 6 l
         ("run --nproc 4", None),
         ("recurrent --layer_split 3,2", "--layer_split 3,2 adds up to 5 layers"),
         ("pipeline", f"--nproc 100: 100 {STAGES}; use fewer"),
-        ("pipeline --layer_split 3,3", "--layer_split 3,3 names 2 ranks, but 100 were started"),
+        ("pipeline --layer_split 3,3", f"--nproc 100: 50 {HEADS}"),
+        ("pipeline --layer_split 2,2,2", "2,2,2 names 3 ranks, but 100 were started; start 3, or"),
     ],
 )
 def test_ranks_that_a_model_cannot_have_are_not_started(

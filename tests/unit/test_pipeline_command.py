@@ -26,7 +26,6 @@ NEEDS_TOKENS = "--emulate_acceptance 0.5 needs the tokens of a mode that comes b
     ("words", "message"),
     [
         (["--layer_split", "0.5,0.5/1.0"], "--layer_split 0.5,0.5/1.0 names 3 ranks, but 2 were"),
-        (["--layer_split", "1.0"], "--layer_split 1.0 names 1 ranks, but 2 were started; start 1"),
         (["--layer_split", "1.0/0.6,0.4"], "ranks compute every layer together; give 0.5,0.5"),
         (["--layer_split", "1.0/3,3"], "behind the slash is head, or equal shares of the draft"),
         (["--layer_split", "mdi_llm"], "mdi_llm: mdi_llm divides the layers of a ring"),
@@ -56,11 +55,11 @@ NEEDS_TOKENS = "--emulate_acceptance 0.5 needs the tokens of a mode that comes b
         ([*EMULATED, "--draft_dtype", "int8"], "autoregressive decoding drafts nothing"),
         (["--draft_ranks", "0"], "--draft_ranks does nothing here: no mode of --modes sequential"),
         (["--gamma", "auto"], "--gamma auto: --modes sync drafts a fixed number of tokens"),
-        (["--repetition_penalty", "1.1"], "--repetition_penalty"),
         (["--logit_bias", "1"], "--logit_bias"),
         (["--top_k", "5"], "--top_k 5 does nothing at --temperature 0"),
         (["--sampling_seed", "5"], "--sampling_seed does nothing here: --temperature 0 is greedy"),
         ([*EMULATED, "--temperature", "1"], "--temperature 1 does nothing with --emulate_stage_ms"),
+        ([*EMULATED, "--repetition_penalty", "1.1"], "--repetition_penalty 1.1 does nothing with"),
         (["--emulate_stage_ms", "20"], "give --emulate_acceptance"),
         ([*EMULATED[:-2], "--modes", "sequential", "sync"], NO_STAGES),
         ([*EMULATED[2:]], NEEDS_TOKENS),
@@ -89,6 +88,9 @@ def test_refuses_in_one_line(words: list[str], message: str, tmp_path: Path) -> 
         ("auto/1.0", [3, 3, 0], (2,), [(0, 1), (1, 0)]),
         ("auto/0.5,0.5", [3, 3, 0, 0], (2, 3), [(0, 1), (1, 0)]),
         ("0,auto:2/head", [0, 3, 3], (0,), [(0, 1), (1, 2), (2, 0)]),
+        ("1.0", [6, 6], (0,), []),
+        ("2,4/head", [2, 2, 4, 4], (0,), [(0, 2), (2, 0)]),
+        ("0,auto:2/0.5,0.5", [0, 3, 3, 3, 3, 0, 0], (5, 6), [(0, 1), (1, 3), (3, 0)]),
     ],
 )
 def test_every_rank_has_its_part(
@@ -97,8 +99,29 @@ def test_every_rank_has_its_part(
     layout = make_layout(split, len(sizes), 6)
     assert [len(layers) for layers in layout.layers] == sizes
     assert layout.draft_ranks == draft_ranks and layout.hops == hops
-    held = [layer for layers in layout.layers for layer in layers]
+    held = [layer for stage in layout.stages for layer in layout.layers[stage]]
     assert held == list(range(6))
+    assert layout.with_layers([layout.layers[stage] for stage in layout.stages]) == layout
+
+
+def test_ranks_of_a_stage_follow_each_other() -> None:
+    layout = make_layout("0,2,4/1.0", 6, 6)
+    assert (layout.stages, layout.tensor_parallel) == ([1, 3], 2)
+    assert layout.groups == [(0,), (1, 2), (3, 4), (5,)]
+    names = [layout.describe(rank) for rank in range(6)]
+    assert names == [
+        *("head", "stage 0 shard 0", "stage 0 shard 1", "stage 1 shard 0", "stage 1 shard 1"),
+        "draft",
+    ]
+    with pytest.raises(ValueError, match="names 3 ranks, but 4 were started; start 3, or equally"):
+        make_layout("3,3/1.0", 4, 6)
+
+
+def test_stages_of_several_ranks_are_refused_where_they_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"5,1, stages of 5 ranks: .*heads"):
+        prepare_as("pipeline", tmp_path, "--layer_split", "5,1", world_size=10)
+    with pytest.raises(ValueError, match=r"auto:1/1.0: stages of 2 ranks are timed together, but"):
+        prepare_as("pipeline", tmp_path, "--layer_split", "auto:1/1.0", world_size=3)
 
 
 def finished(times_s: list[float]) -> Request:

@@ -11,7 +11,14 @@ import pytest
 from conftest import make_requests
 from threaded_pipeline import FakePart, serve
 
-from magicdec.distributed.channels.message import Kind, Loopback, Message, Traffic
+from magicdec.distributed.channels.message import (
+    Kind,
+    Loopback,
+    Message,
+    Nowhere,
+    SharedReceiver,
+    Traffic,
+)
 from magicdec.pipeline.tracing import Spans, What
 from magicdec.pipelined_run.channels import (
     CancelBoard,
@@ -204,7 +211,7 @@ class Kept:
 def test_all_ranks_of_a_draft_do_the_same_steps_and_the_first_answers() -> None:
     asks, answers, passed = Loopback(), Loopback(), [Kept() for _ in range(2)]
     drafters, spans = [LookupDrafter() for _ in range(3)], [Spans() for _ in range(3)]
-    first = DraftLoop(drafters[0], asks, answers, spans[0], passed)
+    first = DraftLoop(drafters[0], SharedReceiver(asks, passed), answers, spans[0])
     asks.send(DraftRequest(0, 1, 0, (1, 2, 3, 1, 2)).to_message(0))
     asks.send(DraftRequest(0, 1, 5, (3,), ((), (1,))).to_message(4))
     asks.send(Message(Kind.END))
@@ -216,7 +223,7 @@ def test_all_ranks_of_a_draft_do_the_same_steps_and_the_first_answers() -> None:
         inbound = Loopback()
         for message in kept.messages:
             inbound.send(message)
-        DraftLoop(drafter, inbound, None, found).serve()
+        DraftLoop(drafter, inbound, Nowhere(), found).serve()
         assert drafter.lookups[1].tokens == drafters[0].lookups[1].tokens == [1, 2, 3, 1, 2, 3]
         assert [span.run for span in found] == [span.run for span in spans[0]] == [4]
 

@@ -35,7 +35,7 @@ from magicdec.pipelined_run.channels import (
     pack_candidates,
 )
 from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter, ScriptedDrafter
-from magicdec.pipelined_run.stage import EmulatedPart, ModelPart, is_appended
+from magicdec.pipelined_run.stage import ModelPart, is_appended
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Options
 from magicdec.request import Request
@@ -45,6 +45,8 @@ from magicdec.setup.loading import make_backend
 LENGTHS, NEW, MAX_TOKENS, CHUNK = [5, 40, 1, 33], [20, 9, 20, 14], 90, 16
 PATIENCE_S = 60.0
 GREEDY, SAMPLED = SamplingSection(), SamplingSection(temperature=0.9, top_p=0.95, seed=4)
+PENALISED = SamplingSection(repetition_penalty=1.3, presence_penalty=0.5)
+SAMPLED_PENALISED = replace(SAMPLED, repetition_penalty=1.3, presence_penalty=0.5)
 
 
 @cache
@@ -171,19 +173,23 @@ def test_self_speculation_is_right_as_far_as_it_reads_what_the_target_reads(poli
         ("async", 1, "target"),
     ],
 )
-def test_sampled_tokens_are_those_of_one_process(mode: str, np: int, drafter: str) -> None:
-    """The same noise chooses them, whatever is drafted. If the target drafts for itself, every
-    first candidate is right."""
-    served, sampling = requests(SAMPLED), CoupledSampling(SAMPLED)
+@pytest.mark.parametrize("section", [SAMPLED, PENALISED, SAMPLED_PENALISED])
+def test_sampled_tokens_are_those_of_one_process(
+    section: SamplingSection, mode: str, np: int, drafter: str
+) -> None:
+    """The same noise chooses them, whatever is drafted, and the last stage and the drafter know the
+    text that penalties depend on. If the target drafts for itself, every first candidate is
+    right."""
+    served, sampling = requests(section), CoupledSampling(section)
     options = Options(mode=mode, gamma=3, pa=0.05, ps=0.02, np=np, lanes=2)
     num_cells = MAX_TOKENS + options.spare_cells
     parts = [ModelPart(make_runner(part, 2, num_cells), sampling) for part in divide(target(), 2)]
     drafts: Drafter = LookupDrafter()
     if drafter != "lookup":
         model = target() if drafter == "target" else similar()
-        drafts = model_drafter(model, "full", 2, SAMPLED)
+        drafts = model_drafter(model, "full", 2, section)
     found = serve(parts, drafts, options, served, CHUNK)
-    assert [request.output_ids for request in served] == one_process(SAMPLED) != one_process()
+    assert [request.output_ids for request in served] == one_process(section) != one_process()
     counts = found.scheduler.counts
     if drafter != "lookup" and mode == "sync":
         assert counts.accepted > 10
@@ -333,7 +339,7 @@ def signs(found: Served) -> list[bool]:
 def test_it_is_asynchronous(mode: str, expected: bool) -> None:
     """The stages and the drafter sleep, so that this needs no cores."""
     drafter = ScriptedDrafter([list(range(1, 30))], [1], [[0] * 29], [0.9], 0.002)
-    parts = [EmulatedPart(2, 0.01, i == 2) for i in range(3)]
+    parts = [FakePart(2, i == 2, wait=lambda run, layer: time.sleep(0.005)) for i in range(3)]
     found = serve(parts, drafter, Options(mode=mode, gamma=2), make_requests([(9,)], 29))
     assert signs(found) == [expected] * 3
 

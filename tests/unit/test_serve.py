@@ -65,7 +65,7 @@ REFUSALS = [  # (ranks, flags, message)
     (1, "--emulate_stage_ms 3 --modes sync ring --draft ngram", "give --emulate_acceptance"),
     (1, "--emulate_stage_ms 3 --temperature 1", "--temperature 1 does nothing with --emulate_st"),
     (1, "--emulate_stage_ms 3 --modes ring static", "--emulate_stage_ms 3.0: static has no stages"),
-    (1, "--modes iterative --presence_penalty 1 --temperature 1", "--modes iterative has no pen"),
+    (1, "--emulate_stage_ms 3 --presence_penalty 1", "--presence_penalty 1 does nothing with --em"),
     (3, "--modes ring --n_samples 3 --B 2", "--n_samples 3 is not a multiple of --B 2"),
     (3, "--modes ring --num_requests 2 --n_samples 4", "--num_requests 2 is less than the samples"),
     (1, "--sweep_rate 3 --modes inflight ring", "--sweep_rate serves in one mode; --modes names 2"),

@@ -26,6 +26,7 @@ from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.threads import Threads, agreed_threads
 from magicdec.config.toml_file import to_toml
+from magicdec.distributed.channels.message import MessageForm
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.ceiling_file import load_machine
 from magicdec.hardware.threads import ThreadCount
@@ -114,8 +115,11 @@ def test_a_stage_on_the_head_computes_with_those_of_its_rank() -> None:
     share_openmp()
     openmp, before, seen = ctypes.CDLL(None), torch.get_num_threads(), list[int]()
     part = FakePart(2, True, computed=lambda run: seen.append(openmp.omp_get_max_threads()))
-    place = Layout((range(2),), (0,)), Launch(0, 1, 0, 1), None, None
-    wires = Connections(*place).connect(has_drafter=False)
+    place, form = Launch(0, 1, 0, 1), MessageForm(1, torch.float32, 0)
+    connections = Connections(
+        Layout((range(2),), (0,)), place, None, None, form, torch.device("cpu")
+    )
+    wires = connections.connect(has_drafter=False)
     member, requests = PipelineRank(0, wires, part, None), make_requests([(9,)], 3)
     torch.set_num_threads(3)
     options = Options(mode="iterative")

@@ -41,7 +41,8 @@ def check_nproc(config: RunConfig, options: ServeOptions, nproc: int) -> None:
                 check_split(read_split(split).stages, grid, source)
                 Shard(0, grid.tensor_parallel).heads(model.num_heads, model.num_kv_heads)
             if options.of_system(SPECULATIVE):
-                make_layout(split, nproc, model.num_layers)
+                layout = make_layout(split, nproc, model.num_layers)
+                Shard(0, layout.tensor_parallel).heads(model.num_heads, model.num_kv_heads)
     if any(options.is_on_all(each, nproc) for each in options.passes):
         check_heads(config, nproc)
 

@@ -201,6 +201,36 @@ class ChannelReceiver:
         return to_device(payload, self.device)
 
 
+@dataclass(frozen=True)
+class SharedReceiver:
+    """Of the first of several ranks that compute together. What it receives, the `others` get too,
+    after `change`."""
+
+    receiver: Receiver
+    others: Sequence[Sender]
+    change: Callable[[Message], Message] = lambda message: message
+
+    def receive(self) -> Message:
+        message = self.change(self.receiver.receive())
+        for other in self.others:
+            other.send(message)
+            if message.kind is Kind.END:
+                other.close()
+        return message
+
+
+class Nowhere:
+    """The outbound end of a rank whose answers its first rank sends."""
+
+    traffic = Traffic()
+
+    def send(self, message: Message) -> None:
+        """It is not sent."""
+
+    def close(self) -> None:
+        """There is nothing to wait for."""
+
+
 class Loopback:
     """Both ends of a channel from a rank to itself: of a ring of one stage, or between two of its
     threads. Nothing is copied."""
