@@ -394,20 +394,6 @@ def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> N
 
 
 def _check_stages(options: ServeOptions, world_size: int) -> None:
-    staged = [each.name for each in options.passes if each.ranks is Ranks.STAGES]
-    if not staged:
-        given = {
-            FLAG: options.layer_split,
-            "--machine": options.machine,
-            "--emulate_stage_ms": options.emulate_stage_ms,
-            "--emulate_link_ms": options.emulate_link_ms,
-            "--emulate_link_mbps": options.emulate_link_mbps,
-            "--pad_stage_ms": options.pad_stage_ms,
-        }
-        for flag, value in given.items():
-            if value is not None:
-                raise ValueError(f"{flag} {value} does nothing here: no mode of --modes has stages")
-        return
     if options.machine is not None and not (
         options.is_measured and options.num_stages(world_size) > 1
     ):
@@ -422,14 +408,9 @@ def _check_stages(options: ServeOptions, world_size: int) -> None:
 def _check_emulation(options: ServeOptions, config: RunConfig) -> None:
     """Stages that sleep take the same time with any layers, and write tokens that mean nothing."""
     flag = f"--emulate_stage_ms {options.emulate_stage_ms}"
-    speculative = options.of_system(SPECULATIVE)
     acceptance = options.emulate_acceptance
     if options.emulate_draft_ms is not None and acceptance is None:
         raise ValueError("--emulate_draft_ms is for --emulate_acceptance")
-    if acceptance is not None and not any(each.is_drafting for each in speculative):
-        raise ValueError(
-            f"--emulate_acceptance {acceptance:g} does nothing here: it is for --modes sync async"
-        )
     if options.emulate_stage_ms is None:
         if acceptance is not None and options.passes[0].system == SPECULATIVE:
             raise ValueError(
