@@ -426,7 +426,8 @@ def _check_emulation(options: ServeOptions, config: RunConfig) -> None:
     whole = [each.name for each in options.passes if each.ranks is not Ranks.STAGES]
     if whole:
         raise ValueError(f"{flag}: {' '.join(whole)} has no stages; leave it out of --modes")
-    if any(each.is_drafting for each in options.passes) and acceptance is None:
+    speculative = options.of_system(SPECULATIVE)
+    if any(each.is_drafting for each in speculative) and acceptance is None:
         raise ValueError(
             f"{flag}: stages that sleep emit no tokens that a draft could guess; give "
             "--emulate_acceptance"

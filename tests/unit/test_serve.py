@@ -20,9 +20,11 @@ from magicdec.cli.serve import COMMANDS
 from magicdec.config.run_config import RunConfig
 from magicdec.console import Progress
 from magicdec.distributed.groups import Launch as Ranks
+from magicdec.hardware.threads import RankThreads
 from magicdec.memory.plan import MemoryPlan
 from magicdec.request import Batch, Request
 from magicdec.scheduling.plan import Plan
+from magicdec.serving import measure
 from magicdec.serving.batching import Batching
 from magicdec.serving.configs import complete_run
 from magicdec.serving.modes import MODES, NAMES, Drafts, Pass
@@ -462,3 +464,16 @@ def test_rounding_may_be_why_tokens_differ(
 def test_a_single_pass_has_no_reference(toy: Toy) -> None:
     _, (record,) = toy("ring")
     assert (record["status"], record["reference"]) == ("unchecked", None) and record["metrics"]
+
+
+def test_a_rank_with_other_threads_ends_every_rank(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each learns what all have measured."""
+
+    def all_gather(ours: object, world_size: int) -> list[object]:
+        return [ours, (RankThreads(1, 3, 1, 3), 0)]
+
+    monkeypatch.setattr(measure, "all_gather", all_gather)
+    with pytest.raises(AssertionError, match="^ring: rank 1 computed with 1 to 3 threads"):
+        toy("ring")
