@@ -60,7 +60,7 @@ REFUSALS = [  # (ranks, flags, message)
     (1, "--modes inflight --pad_stage_ms 3", f"--pad_stage_ms {UNUSED} inflight uses it"),
     (1, "--modes inflight --emulate_stage_ms 3", f"--emulate_stage_ms {UNUSED}"),
     (1, "--emulate_link_ms 3", "--emulate_link_ms and --emulate_link_mbps: one rank has no link"),
-    (1, "--emulate_draft_ms 3 --modes sync --draft ngram", "--emulate_draft_ms is for --emulate_acceptance"),
+    (1, "--emulate_draft_ms 3 --modes sync --draft ngram", "is for --emulate_acceptance"),
     (1, "--emulate_acceptance 0.5 --modes inflight", f"--emulate_acceptance {UNUSED}"),
     (1, "--emulate_acceptance 0.5 --modes sync", "name sequential first in --modes"),
     (1, "--emulate_acceptance 0.5 --draft ngram --modes sequential sync", "--draft does nothing"),
@@ -475,5 +475,5 @@ def test_a_rank_with_other_threads_ends_every_rank(
         return [ours, (RankThreads(1, 3, 1, 3), 0)]
 
     monkeypatch.setattr(measure, "all_gather", all_gather)
-    with pytest.raises(AssertionError, match="^ring: rank 1 computed with 1 to 3 threads"):
+    with pytest.raises(AssertionError, match=r"^ring: rank 1 computed with 1 to 3 threads"):
         toy("ring")
