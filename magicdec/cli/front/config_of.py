@@ -1,5 +1,5 @@
-"""`magicdec config RECORDS`: a record as a file for `--config` of `run` or `serve`, so that it can be
-measured again.
+"""`magicdec config RECORDS`: a record as a file for `--config` of `run` or `serve`, so that it can
+be measured again.
 
 Owns which flags make the run or the pass of a record. It takes what was resolved, so that no `auto`
 is chosen anew.
@@ -44,8 +44,8 @@ SAID_OTHERWISE = (
     "serving.machine",
 )
 DESCRIPTION = (
-    "Print the flags of a recorded run, or of a recorded mode of serve, as TOML, for `magicdec run` "
-    "or `magicdec serve` with `--config FILE`. What `auto` chose is written by name."
+    "Print the flags of a recorded run, or of a recorded mode of serve, as TOML, for `magicdec "
+    "run` or `magicdec serve` with `--config FILE`. What `auto` chose is written by name."
 )
 
 
