@@ -19,6 +19,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.toml_file import to_toml
 from magicdec.distributed.groups import Launch
 from magicdec.serving.modes import SPECULATIVE
+from magicdec.serving.record import ServingRecord
 
 MACHINE = Machine(
     8, 2, 2,
@@ -188,3 +189,20 @@ def test_the_file_of_a_record_makes_its_pass_again(
     assert again.run(words, alone) == 0
     newest = config_of.find_record(config_of.RecordSection(records=out, kind="serving"))
     assert config_of.flags_of(newest) == config_of.flags_of(record)
+
+
+def test_a_mode_of_one_rank_of_several_takes_its_threads_anew(
+    tiny_checkpoint: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """The rank that served alone had the threads of both, and a group of its own."""
+    out, alone = tmp_path / "r.jsonl", Launch(0, 1, 0, 1)
+    sizes = "--num_requests 1 --prefix_len 9 --gen_len 2 --threads 1 --modes sequential"
+    place = ["--model", str(tiny_checkpoint), "--dataset", str(text_file), "--out", str(out)]
+    words = [*place, *sizes.split()]
+    assert COMMANDS["serve"].parse(words, alone).run(words, alone) == 0
+    record = config_of.find_record(config_of.RecordSection(records=out, kind="serving"))
+    assert isinstance(record, ServingRecord) and config_of.flags_of(record)["threads"] == 1
+    environment = dataclasses.replace(record.environment, world_size=2)
+    of_two = dataclasses.replace(record, environment=environment, threads=[2, 0])
+    flags = config_of.flags_of(of_two)
+    assert flags["nproc"] == 2 and not {"threads", "rank_group"} & set(flags)

@@ -102,6 +102,7 @@ def flags_of(record: MeasuredRecord) -> dict[str, Any]:
         draft = workload["draft"] if each_pass.is_drafting else NONE
         workload = workload | {"modes": modes_of(each_pass, workload)}
         idle = {name for name in settings if is_unused(name, [each_pass])}
+        idle.add("parallel.rank_group")  # of all ranks, though one alone or a stage may compute
         if 0 in record.threads:  # one rank has had the threads of those that waited
             idle.add("parallel.threads")
     run_config = with_recorded(RunConfig().with_draft(draft), config)
