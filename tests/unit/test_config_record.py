@@ -141,14 +141,15 @@ def test_one_rank_has_no_collectives() -> None:
 
 # Each serves in the last of its modes again.
 EXPERIMENTS = {
-    "inflight": "inflight --modes sequential inflight --arrival constant:5 --B 3 --goodput ttft:500 "
-    "--cache_tokens 200 --temperature 0.5 --top_k 9",
+    "inflight": "inflight --modes sequential inflight --arrival constant:5 --B 3 "
+    "--goodput ttft:500 --cache_tokens 200 --temperature 0.5 --top_k 9",
     "inflight with drafts": "inflight --modes inflight+draft --draft self --gamma 2 --budget 33",
     "static beside a ring": "serve --draft ngram --modes ring+draft static --layer_split 2 --B 2",
     "ring": "recurrent --draft ngram --gamma 3 --modes sequential ring+draft --n_samples 2",
     "sync": "pipeline --draft self --budget 33 --pa 0.3 --np 2 --layer_split 1.0/head --gamma 3 "
     "--modes sequential sync",
-    "async that follows a script": "pipeline --emulate_acceptance 0.5 --gamma 3 --modes static async",
+    "async that follows a script": "pipeline --emulate_acceptance 0.5 --gamma 3 "
+    "--modes static async",
     "emulated stages": "pipeline --emulate_stage_ms 0.1 --emulate_acceptance 0.5 --gamma 2",
 }
 # Resolved in the record, or of other modes of the command.
