@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -142,10 +142,11 @@ class Command:
         config.with_draft(draft)
         passes = self.passes(options, draft, world_size, is_named)
         drafting = [each for each in passes if each.is_drafting]
-        needs_draft = [each for each in drafting if not has_script(each, options)]
+        has_script = options.emulate_acceptance is not None
+        needs_draft = [each for each in drafting if not (has_script and can_have_script(each))]
         if not is_named and not needs_draft:
             draft = NONE
-        elif drafting and not needs_draft:
+        elif drafting and not needs_draft and draft != NONE:
             values.refuse_given(["drafts.draft"], "--emulate_acceptance drafts")
         if options.emulate_stage_ms is not None:  # emulated tokens are numbers of positions
             config = replace(config, decoding=replace(config.decoding, ignore_eos=True))
@@ -205,8 +206,18 @@ class Command:
         return options.settle(passes, config.workload.seed, world_size)
 
 
+def has_stages(each: Pass) -> bool:
+    return each.ranks is Ranks.STAGES
+
+
+def can_have_script(each: Pass) -> bool:
+    """Whether an emulated drafter can draft in a pass."""
+    return each.system == SPECULATIVE and each.is_drafting
+
+
 # What only some modes use, by the beginnings of names of settings.
-USED_BY = {
+USED_BY: dict[str, Callable[[Pass], bool]] = {
+    "parallel.rank_group": lambda each: each.system == BATCHING,
     "speculation.": lambda each: each.system == SPECULATIVE,
     "draft.rank_group": lambda each: each.system == BATCHING and each.is_drafting,
     "decoding.cuda_graphs": lambda each: each.system == BATCHING,
@@ -217,22 +228,33 @@ USED_BY = {
     "serving.prefill_tokens": lambda each: each.system != SPECULATIVE,
     "serving.batch_size": lambda each: each.system != SPECULATIVE,
     "serving.n_samples": lambda each: each.system != SPECULATIVE,
+    "serving.layer_split": has_stages,
+    "serving.machine": has_stages,
     "serving.pad_stage_ms": lambda each: each.system == RING,
+    "serving.emulate_link_": has_stages,
+    "serving.emulate_acceptance": can_have_script,
+    "serving.emulate_draft_ms": can_have_script,
 }
+
+
+OF_EMULATED_STAGES = ("serving.layer_split", "serving.emulate_link_ms")
+
+
+def is_unused(setting_name: str, passes: Sequence[Pass]) -> bool:
+    """Whether no pass uses a setting, such as `serving.window_ms`."""
+    return any(
+        setting_name.startswith(beginning) and not any(map(uses, passes))
+        for beginning, uses in USED_BY.items()
+    )
 
 
 def refuse_unused(values: Values, passes: Sequence[Pass]) -> None:
     """Raises ValueError for a flag that was given and that no mode uses."""
     modes = " ".join(each.name for each in passes)
-    for beginning, uses in USED_BY.items():
-        if not any(map(uses, passes)):
-            names = [name for name in sorted(values.given) if name.startswith(beginning)]
-            values.refuse_given(names, f"no mode of --modes {modes} uses it")
-
-
-def has_script(each: Pass, options: ServeOptions) -> bool:
-    """Whether an emulated drafter drafts in a pass."""
-    return each.system == SPECULATIVE and options.emulate_acceptance is not None
+    names = [name for name in sorted(values.given) if is_unused(name, passes)]
+    if "serving.emulate_stage_ms" in values.given:  # every mode then takes the time of the stages
+        names = [name for name in names if name not in OF_EMULATED_STAGES]
+    values.refuse_given(names, f"no mode of --modes {modes} uses it")
 
 
 BURST_OPTIONS = ServeOptions(arrival=BURST)

@@ -23,12 +23,10 @@ from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from magicdec.distributed.channels.message import Traffic
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.stages import StageGrid
-from magicdec.hardware.threads import ThreadCount, check_threads
 from magicdec.pipeline.metrics import StageUse
 
 Interval = tuple[float, float]  # begin and end in seconds
@@ -204,24 +202,6 @@ def gather_spans(spans: Spans, clocks: Sequence[Ahead]) -> list[Spans]:
         )
         for of_rank, clock in zip(all_gather(spans, len(clocks)), clocks, strict=True)
     ]
-
-
-def gather_memory(samples: Sequence[float], clocks: Sequence[Ahead]) -> list[Tensor]:
-    """The samples of every rank's `MemorySampler`, [N, 2]: seconds by the clock of the first rank,
-    and bytes. All ranks must call it; the times are right on rank 0 alone."""
-    by_rank = all_gather(torch.tensor(samples, dtype=torch.float64).view(-1, 2), len(clocks))
-    return [
-        each - torch.tensor([clock.ahead_s, 0.0], dtype=torch.float64)
-        for each, clock in zip(by_rank, clocks, strict=True)
-    ]
-
-
-def gather_threads(name: str, count: ThreadCount, expected: int, launch: Launch) -> list[int]:
-    """The measured threads of every rank in the pass of that name; `expected` and `count` are those
-    of this rank. Raises AssertionError, on every rank, if a rank had others. All ranks must call
-    it."""
-    ours = count.of_rank(launch.rank, expected)
-    return check_threads(name, all_gather(ours, launch.world_size))
 
 
 @dataclass(frozen=True)

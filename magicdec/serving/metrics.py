@@ -8,11 +8,11 @@ Owns the definition of every metric. Imports no torch.
 from __future__ import annotations
 
 import statistics
+import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from time import perf_counter
 from typing import Any
 
 from magicdec.records.fields import Part, recorded
@@ -25,7 +25,7 @@ from magicdec.scheduling.plan import Plan
 class StepCounts:
     """What is counted while requests are served. `now` is the clock of their arrivals."""
 
-    now: Callable[[], float] = field(default=perf_counter, compare=False)
+    now: Callable[[], float] = field(default=lambda: time.perf_counter(), compare=False)
     num_steps: int = 0
     num_preemptions: int = 0
     num_in_flight: int = 0  # summed over the steps

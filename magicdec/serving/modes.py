@@ -92,9 +92,7 @@ class Pass:
         return self.name
 
 
-def default_names(
-    modes: Sequence[str], world_size: int, has_draft: bool, most: Sequence[str] = tuple(MODES)
-) -> list[str]:
+def default_names(modes: Sequence[str], world_size: int, has_draft: bool) -> list[str]:
     """What these `modes` can be on so many ranks, with a draft or without one."""
     names = []
     for name in modes:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
+    NGRAM,
     SELF,
     DraftSection,
     StagesSection,
@@ -407,16 +408,6 @@ def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> N
 
 
 def _check_stages(options: ServeOptions, world_size: int) -> None:
-    staged = [each.name for each in options.passes if each.ranks is Ranks.STAGES]
-    if not staged:
-        given: dict[str, object] = {"--machine": options.machine}
-        given["--emulate_link_mbps"] = options.emulate_link_mbps
-        if options.emulate_stage_ms is None:  # with which every mode takes the time of all stages
-            given |= {FLAG: options.layer_split, "--emulate_link_ms": options.emulate_link_ms}
-        for flag, value in given.items():
-            if value is not None:
-                raise ValueError(f"{flag} {value} does nothing here: no mode of --modes has stages")
-        return
     if options.machine is not None and not (
         options.is_measured and options.num_stages(world_size) > 1
     ):
@@ -431,14 +422,9 @@ def _check_stages(options: ServeOptions, world_size: int) -> None:
 def _check_emulation(options: ServeOptions, config: RunConfig) -> None:
     """Stages that sleep take the same time with any layers, and write tokens that mean nothing."""
     flag = f"--emulate_stage_ms {options.emulate_stage_ms}"
-    speculative = options.of_system(SPECULATIVE)
     acceptance = options.emulate_acceptance
     if options.emulate_draft_ms is not None and acceptance is None:
         raise ValueError("--emulate_draft_ms is for --emulate_acceptance")
-    if acceptance is not None and not any(each.is_drafting for each in speculative):
-        raise ValueError(
-            f"--emulate_acceptance {acceptance:g} does nothing here: it is for --modes sync async"
-        )
     if options.emulate_stage_ms is None:
         if acceptance is not None and options.passes[0].system == SPECULATIVE:
             raise ValueError(
@@ -451,13 +437,18 @@ def _check_emulation(options: ServeOptions, config: RunConfig) -> None:
             f"{FLAG} {options.layer_split}: with {flag} a stage takes the same time with any "
             "layers; give layer counts or shares"
         )
-    real = [each.name for each in options.passes if each.is_drafting and each.system != SPECULATIVE]
-    if real:
+    guessing = [
+        each.name
+        for each in options.passes
+        if each.is_drafting and each.system != SPECULATIVE and options.draft != NGRAM
+    ]
+    if guessing:
         raise ValueError(
-            f"{flag}: --modes {real[0]} drafts by the model, and stages that sleep emit no tokens "
-            "that it could guess; choose from sync, async"
+            f"{flag}: stages that sleep emit no tokens that --draft {options.draft} could guess in "
+            f"--modes {guessing[0]}; choose from sync, async"
         )
-    if any(each.is_drafting for each in options.passes) and acceptance is None:
+    speculative = options.of_system(SPECULATIVE)
+    if any(each.is_drafting for each in speculative) and acceptance is None:
         raise ValueError(
             f"{flag}: stages that sleep emit no tokens that a draft could guess; give "
             "--emulate_acceptance"

@@ -185,6 +185,7 @@ class SpeculativePipeline(System):
     def config_of(self, each: Pass) -> Mapping[str, Any]:
         config, transport = self.run.config.to_dict(), self.transport
         config["parallel"]["transport"] = None if transport is None else transport.to_dict()
+        config["decoding"]["num_draft_tokens"] = self.options.speculation.gamma
         if each.is_drafting and self.drafting is not None:
             of_draft = self.drafting.config.to_dict()
             config |= {name: of_draft[name] for name in ("draft", "kv")}

@@ -74,9 +74,9 @@ PROPERTIES = (
         "One process computes with the threads of all ranks of its host.",
         f"{THREADS}test_each_rank_has_its_own_and_one_process_those_of_its_host",
         (
-            Fault("one process expected to have a rank's threads", "pipeline/prepare.py",
-                  "return parallel.threads_on(launch.local_ranks) if launch.rank == 0 else 0",
-                  "return parallel.threads_of(launch.rank) if launch.rank == 0 else 0"),
+            Fault("one process expected to have a rank's threads", "serving/batching.py",
+                  "threads = config.parallel.threads_on(launch.local_ranks)",
+                  "threads = config.parallel.threads_of(0)"),
         ),
     ),
     Property(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from faults.fault import Fault, Property
 
 METRICS, VIEW = "test_serving_metrics.py::", "test_serving_view.py::"
-INFLIGHT = "test_inflight.py::"
+BATCHING = "test_batching.py::"
 
 PROPERTIES = (
     Property(
@@ -96,7 +96,7 @@ PROPERTIES = (
     ),
     Property(
         "A batch begins when its batching says so.",
-        f"{INFLIGHT}test_each_batching_gives_the_engine_its_batches",
+        f"{BATCHING}test_each_batching_gives_the_engine_its_batches",
         (
             Fault("a static batch begins with its first request", "serving/batching.py",
                   "clock.wait_until(batch[-1].arrived_s)", "clock.wait_until(batch[0].arrived_s)"),
@@ -104,7 +104,7 @@ PROPERTIES = (
     ),
     Property(
         "A dynamic batch waits for its window or until it is full.",
-        f"{INFLIGHT}test_a_dynamic_batch_begins_when_it_is_full_or_its_window_ends",
+        f"{BATCHING}test_a_dynamic_batch_begins_when_it_is_full_or_its_window_ends",
         (
             Fault("the window counted from the end of the batch before", "serving/batching.py",
                   "max(clock.now(), min(full_s, coming[0].arrived_s + window_s))",
@@ -128,10 +128,39 @@ PROPERTIES = (
         "The time of one request alone is the shortest of several, from its arrival.",
         f"{METRICS}test_the_time_of_a_lone_request_is_the_shortest",
         (
-            Fault("a lone request as slow as its slowest time", "serving/server.py",
-                  "return min(times_s)", "return max(times_s)"),
-            Fault("a lone request from the begin of the clock", "serving/server.py",
-                  "times_s.append(finished_s - alone.begin_s)", "times_s.append(finished_s)"),
+            Fault("a lone request as slow as its slowest time", "serving/measure.py",
+                  "self._of_first_rank(min(times_s))", "self._of_first_rank(max(times_s))"),
+            Fault("a lone request from the begin of the clock", "serving/measure.py",
+                  "(request.finished_s or 0.0) - request.arrived_s)", "request.finished_s or 0.0)"),
+        ),
+    ),
+    Property(
+        "The warm-up of a mode is in no number of its record.",
+        "test_serve.py::test_warm_up_counts_in_nothing",
+        (
+            Fault("no warm-up", "serving/measure.py",
+                  "self._warm_up(each, rows)", "pass"),
+            Fault("the first mode alone is warmed up", "serving/measure.py",
+                  "if each != self.warm:", "if self.warm is None:"),
+            Fault("whole requests as a warm-up", "serving/measure.py",
+                  "self.serve(each, shortened(shapes, chunk), Watch())",
+                  "self.serve(each, shapes, Watch())"),
+        ),
+    ),
+    Property(
+        "A mode whose tokens are wrong has no metrics.",
+        "test_serve.py::test_a_diverged_pass_gets_no_metrics",
+        (
+            Fault("only the numbers of tokens are compared", "serving/record.py",
+                  "if a.output_ids != b.output_ids", "if len(a.output_ids) != len(b.output_ids)"),
+        ),
+    ),
+    Property(
+        "What was measured is kept when a later mode is interrupted.",
+        "test_serve.py::test_records_of_finished_passes_are_kept",
+        (
+            Fault("no record before all modes are done", "serving/measure.py",
+                  "            self.keep(record)\n", "            self.keep\n"),
         ),
     ),
 )  # fmt: skip

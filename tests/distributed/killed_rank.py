@@ -14,7 +14,7 @@ COMMANDS = {"run": "magicdec.cli.drivers", "latency": "magicdec.cli.latency"}
 PHASES = {
     "preparing": ("magicdec.memory.check", "first_refusal", 1),
     "timing": ("magicdec.pipeline.auto_split", "time_passing", 3),
-    "timing runs": ("magicdec.pipelined_run.prepare", "time_part", 1),
+    "timing runs": ("magicdec.serving.speculative_pipeline", "time_part", 1),
     "starting": ("torch.distributed", "init_process_group", 1),
     "grouping": ("torch.distributed", "new_group", 1),
     "loading": ("magicdec.setup.loading", "LoadedModels.get", 1),
@@ -48,4 +48,7 @@ def count(*args: Any, **kwargs: Any) -> Any:
 
 
 setattr(owner, name, count)
-import_module(COMMANDS.get(command, f"magicdec.cli.serving.{command}")).main()
+if command in COMMANDS:
+    import_module(COMMANDS[command]).main()
+else:
+    import_module("magicdec.cli.serve").run(command)

@@ -19,13 +19,10 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
-from magicdec.cli.serving import inflight, pipeline
-from magicdec.cli.serving.steps import RecordFile
-from magicdec.pipelined_run.prepare import prepare as prepare_pipeline
-from magicdec.pipelined_run.prepare import stage_plans
 from several_ranks import generate_alone
 from threaded_pipeline import divide, serve
 
+from magicdec.cli.serve import COMMANDS, RecordFile
 from magicdec.config.sections import KVSection
 from magicdec.console import Silent
 from magicdec.distributed.groups import Group, Launch, ParallelGroups
@@ -34,12 +31,14 @@ from magicdec.drafting.policies.policy import make_draft_kv, make_policy
 from magicdec.engine import Engine
 from magicdec.kv.cache import KVCache
 from magicdec.memory.check import add_up
-from magicdec.memory.plan import MemoryPlan, Models, max_tokens
+from magicdec.memory.plan import MemoryPlan, max_tokens
 from magicdec.pipelined_run.channels import DraftRequest
 from magicdec.pipelined_run.drafter import ModelDrafter
 from magicdec.pipelined_run.stage import ModelPart
 from magicdec.pipelined_speculation.options import Options
-from magicdec.serving.prepare import plan_of, prepare
+from magicdec.serving.modes import Pass
+from magicdec.serving.prepare import prepare
+from magicdec.serving.speculative_pipeline import SpeculativePipeline
 from magicdec.setup.loading import LoadedModels
 from magicdec.setup.loading import make_draft as load_draft
 from magicdec.setup.prepare import Prepared
@@ -92,28 +91,24 @@ def test_what_is_copied_in_flight_is_what_was_planned(
     ]
     trace.write_text("".join(json.dumps(line) + "\n" for line in lines))
     draft = "self" if drafter == "self" else f"model:{tiny_checkpoint}"
-    asked = inflight.parse([
+    experiment = COMMANDS["inflight"].parse([
         *("--model", str(tiny_checkpoint), *FLAGS, "--arrival", f"trace:{trace}"),
-        *("--B", str(random.randint(1, 3)), "--modes", "inflight"),
+        *("--B", str(random.randint(1, 3)), "--modes", "inflight", "inflight+draft"),
         *("--draft", draft, *COPIED, "--gamma", str(random.randint(1, 4))),
         *("--out", str(tmp_path / "out.jsonl")),
     ], ALONE)  # fmt: skip
-    prepared = prepare(asked.config, asked.options, ALONE)
-    plan = plan_of(asked.options, prepared.config, models_of(prepared), ALONE)
+    prepared = prepare(experiment.config, experiment.options, ALONE)
+    (batching,) = prepared.systems
+    (plan,) = batching.plans(Pass.named("inflight+draft"), (0,))
     assert made == []
-    records = asked.measure(prepared, RecordFile(tmp_path / "out.jsonl"))
+    records = experiment.measure(prepared, RecordFile(tmp_path / "out.jsonl")).records
     assert [record.num_differing for record in records] == [0, 0]
     target, *drafts = made
     whole = drafts[:1] if drafter == "model" else []  # the context, of which entries are copied
     copies = drafts[len(whole) :]
     assert len(copies) == 2, "one to warm up, and one for all requests"
     assert plan.kv == target
-    assert {sum(whole) + copy for copy in copies} == {plan.draft_kv - query_bytes(prepared)}
-
-
-def models_of(prepared: Prepared) -> Models:
-    draft = prepared.draft_source
-    return Models(prepared.source.config, None if draft is None else draft.config)
+    assert {sum(whole) + copy for copy in copies} == {plan.draft_kv - query_bytes(batching.run)}
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -121,14 +116,15 @@ def test_what_a_pipelines_drafter_copies_is_what_was_planned(
     seed: int, tiny_checkpoint: Path, tmp_path: Path, made: list[int]
 ) -> None:
     """Its requests do not say how far their rows grow."""
-    asked = pipeline.parse([
+    experiment = COMMANDS["pipeline"].parse([
         *("--model", str(tiny_checkpoint), *FLAGS, "--device", "cpu", "--modes", "async"),
         *("--prefix_len", "uniform:1:120", "--gen_len", "uniform:2:60", "--num_requests", "4"),
         *("--seed", str(seed), "--draft", "self", *COPIED, "--np", str(1 + seed % 2)),
         *("--out", str(tmp_path / "r.jsonl")),
     ], ALONE)  # fmt: skip
-    found = prepare_pipeline(asked.config, asked.options, ALONE)
-    drafting = found.drafting
+    (pipeline,) = prepare(experiment.config, experiment.options, ALONE).systems
+    assert isinstance(pipeline, SpeculativePipeline)
+    drafting = pipeline.drafting
     assert drafting is not None and drafting.draft_source is not None
     alone, models = Group((0,), 0), LoadedModels(torch.device("cpu"), Silent())
     groups = ParallelGroups(0, 1, alone, draft=alone)
@@ -136,13 +132,11 @@ def test_what_a_pipelines_drafter_copies_is_what_was_planned(
     assert draft is not None
     drafter = ModelDrafter(draft, drafting.config.kv, TINY.vocab_size)
     for number, (shape, prompt) in enumerate(
-        zip(asked.options.shapes, drafting.workload.prompts, strict=True)
+        zip(experiment.options.shapes, drafting.workload.prompts, strict=True)
     ):
         text = list(prompt[: shape.prompt_len])
         drafter.propose(DraftRequest(number, 0, 0, tuple(text), ((5,),)), text)
-    configs = found.run.config, drafting.config
-    plans = stage_plans(configs, models_of(drafting), asked.options, found.layout, (0,))
-    plan = add_up([MemoryPlan(0, 0), *plans])
+    plan = add_up([MemoryPlan(0, 0), *pipeline.plans(Pass.named("async"), (0,))])
     assert len(made) == 2, "the whole context, and the copy"
     assert sum(made) == plan.draft_kv - query_bytes(drafting)
 

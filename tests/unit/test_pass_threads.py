@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from pathlib import Path
 from threading import Thread
@@ -15,14 +14,12 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
-from magicdec.cli.serving import inflight, pipeline, recurrent, steps
-from magicdec.pipeline.passes import RingPass
-from magicdec.pipeline.prepare import expected_threads
-from magicdec.serving.server import Server
 from synthetic_records import parse_record
 from test_record import PASSED, run_record
 from test_session import PARALLEL
 
+from magicdec.cli.serve import COMMANDS
+from magicdec.config.machine import Machine
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DecodingSection,
@@ -41,14 +38,16 @@ from magicdec.hardware.threads import (
     num_threads,
     use_threads,
 )
-from magicdec.pipeline import tracing
-from magicdec.pipeline.stage import StageLoop
-from magicdec.pipeline.tracing import gather_threads
 from magicdec.pipelined_run.drafter import DraftLoop
+from magicdec.pipelined_run.stage import StageLoop
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 from magicdec.run.run import Run, execute
-from magicdec.setup.prepare import prepare
+from magicdec.serving.batching import Batching, of_first_rank_alone
+from magicdec.serving.modes import Pass
+from magicdec.serving.options import ServeOptions
+from magicdec.serving.ring import OpenRing, Ring
+from magicdec.setup.prepare import Found, Known, prepare
 
 ALONE = Launch(0, 1, 0, 1)
 COMMITTED = (
@@ -109,35 +108,6 @@ def test_a_rank_with_other_threads_than_its_config_is_named(
     assert check_threads("ring", [RankThreads(1, 0, 0, 0), right]) == [4, 0], "in their order"
     with pytest.raises(AssertionError, match=said):
         check_threads("ring", [right, of_rank])
-
-
-def test_each_rank_has_its_own_and_one_process_those_of_its_host() -> None:
-    """Ranks 2 and 3 are on another host."""
-    parallel = replace(PARALLEL, threads=(4, 1, 2, 3))
-    launches = [Launch(rank, 4, rank % 2, 2) for rank in range(4)]
-    for is_one_process, threads in ((False, [4, 1, 2, 3]), (True, [5, 0, 0, 0])):
-        found = [expected_threads(parallel, launch, is_one_process) for launch in launches]
-        assert found == threads
-
-
-@pytest.mark.parametrize("rank", [0, 1])
-def test_every_rank_learns_of_a_rank_with_other_threads(
-    rank: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    of_both = [RankThreads(0, 2, 2, 2), RankThreads(1, 3, 3, 3)]
-
-    def all_gather(ours: RankThreads, world_size: int) -> list[RankThreads]:
-        assert ours == of_both[rank] and world_size == 2
-        return of_both
-
-    monkeypatch.setattr(tracing, "all_gather", all_gather)
-    count = ThreadCount()
-    count.measured = [of_both[rank].most] * 4
-    place = count, of_both[rank].expected, Launch(rank, 2, rank, 2)
-    assert gather_threads("ring", *place) == [2, 3]
-    of_both[1 - rank] = of_both[1 - rank]._replace(fewest=1)
-    with pytest.raises(AssertionError, match=f"ring: rank {1 - rank} computed with 1 to "):
-        gather_threads("ring", *place)
 
 
 def with_threads(**passes: Any) -> RunRecord:
@@ -206,10 +176,6 @@ def after(function: Callable[..., Any]) -> Callable[..., Any]:
     return changed
 
 
-def one_more(number: int) -> AbstractContextManager[None]:
-    return use_threads(number + 1)
-
-
 @pytest.fixture
 def config(tiny_checkpoint: Path, text_file: Path) -> RunConfig:
     return RunConfig(
@@ -260,6 +226,23 @@ def test_a_run_whose_decoding_changes_the_threads_ends(
         execute(prepare(config, ALONE), is_leader=False)
 
 
+def test_each_rank_has_its_own_and_one_process_those_of_its_host(config: RunConfig) -> None:
+    """Ranks 2 and 3 are on another host."""
+    whole, known, each = prepare(config, ALONE), Known(), Pass.named("inflight")
+    known.get(("machine",), lambda: Machine(8))
+    parallel = replace(PARALLEL, threads=(4, 1, 2, 3))
+    for is_on_all, threads in ((True, [4, 1, 2, 3]), (False, [5, 0, 0, 0])):
+        expected = []
+        for launch in (Launch(rank, 4, rank % 2, 2) for rank in range(4)):
+            models = Found(replace(whole.config, parallel=parallel), launch, whole.source)
+            if not is_on_all:
+                models = of_first_rank_alone(models, launch, known)
+            run = replace(whole, config=models.config)
+            batching = Batching(run, ServeOptions(), [each], launch, is_on_all)
+            expected.append(batching.expected_threads(each))
+        assert expected == threads
+
+
 Serve = Callable[[str], dict[str, list[int]]]
 
 
@@ -272,29 +255,22 @@ def serve(tiny_checkpoint: Path, text_file: Path, tmp_path: Path) -> Serve:
         words = [
             *("--model", tiny_checkpoint, "--dataset", text_file, "--dtype", "float32"),
             *("--device", "cpu", "--threads", 1, "--num_requests", 2, "--prefix_len", 12),
-            *("--gen_len", 4, "--out", out, *COMMANDS[command][1]),
+            *("--gen_len", 4, "--out", out, *FLAGS[command][0]),
         ]
         argv = list(map(str, words))
-        assert steps.serve(COMMANDS[command][0].parse(argv, ALONE), argv, ALONE) == 0
+        assert COMMANDS[command].parse(argv, ALONE).run(argv, ALONE) == 0
         records = map(json.loads, out.read_text().splitlines())
-        return {name_of(record): record["threads"] for record in records}
+        return {record["name"]: record["threads"] for record in records}
 
     return run
 
 
-def name_of(record: dict[str, Any]) -> str:
-    name: str = record.get("name") or record["config"]["workload"]["batching"]
-    return name
-
-
-COMMANDS: dict[str, tuple[Any, tuple[object, ...], list[str]]] = {
-    "inflight": (inflight, ("--modes", "sequential", "inflight"), ["sequential", "inflight"]),
+FLAGS: dict[str, tuple[tuple[object, ...], list[str]]] = {  # and the modes
+    "inflight": (("--modes", "sequential", "inflight"), ["sequential", "inflight"]),
     "recurrent": (
-        recurrent, ("--draft", "ngram", "--gamma", 2),
-        ["sequential", "batched", "ring", "ring_speculative"],
+        ("--draft", "ngram", "--gamma", 2), ["sequential", "inflight", "ring", "ring+draft"],
     ),
     "pipeline": (
-        pipeline,
         ("--draft", "ngram", "--layer_split", "1.0/head",
          "--modes", "sequential", "iterative", "sync"),
         ["sequential", "iterative", "sync"],
@@ -302,24 +278,20 @@ COMMANDS: dict[str, tuple[Any, tuple[object, ...], list[str]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("command", FLAGS)
 def test_the_record_of_each_pass_has_the_threads_of_its_ranks(command: str, serve: Serve) -> None:
-    assert serve(command) == {name: [1] for name in COMMANDS[command][2]}
+    assert serve(command) == {name: [1] for name in FLAGS[command][1]}
 
 
 SERVED = {
-    "in one process": ("recurrent", "magicdec.pipeline.passes.use_threads", "sequential", "2"),
-    "in one process of a pipeline": (
-        "pipeline", "magicdec.pipelined_run.passes.use_threads", "sequential", "2"
-    ),
-    "while a baseline serves": ("recurrent", "Engine.serve", "sequential", "1 to 3"),
-    "while a ring serves": ("recurrent", "RingPass.serve", "ring", "1 to 2"),
-    "while one process serves": ("pipeline", "Engine.serve", "sequential", "1 to 3"),
+    "before a batching serves": ("inflight", "Batching.open", "sequential", "2"),
+    "while a batching serves": ("inflight", "Engine.serve", "sequential", "1 to 3"),
+    "before a ring serves": ("recurrent", "Ring.open", "ring", "2"),
+    "while a ring serves": ("recurrent", "OpenRing.serve", "ring", "1 to 2"),
     "while a stage serves": ("pipeline", "StageLoop.serve", "iterative", "1 to 2"),
     "while a drafter serves": ("pipeline", "DraftLoop.serve", "iterative", "1 to 2"),
-    "while a batching is served": ("inflight", "Server.serve", "sequential", "1 to 2"),
-}  # fmt: skip
-CLASSES = {kind.__name__: kind for kind in (Engine, RingPass, StageLoop, DraftLoop, Server)}
+}
+CLASSES = {each.__name__: each for each in (Engine, Batching, Ring, OpenRing, StageLoop, DraftLoop)}
 
 
 @pytest.mark.parametrize("fault", SERVED)
@@ -327,12 +299,8 @@ def test_a_pass_that_is_served_with_other_threads_ends_the_command(
     fault: str, serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     command, place, name, measured = SERVED[fault]
-    owner, _, method = place.rpartition(".")
-    if owner in CLASSES:
-        original = getattr(CLASSES[owner], method)
-        monkeypatch.setattr(CLASSES[owner], method, after(original))
-    else:
-        monkeypatch.setattr(place, one_more)
+    owner, _, method = place.partition(".")
+    monkeypatch.setattr(CLASSES[owner], method, after(getattr(CLASSES[owner], method)))
     said = f"^{name}: rank 0 computed with {measured} threads, but its config says 1$"
     with pytest.raises(AssertionError, match=said):
         serve(command)

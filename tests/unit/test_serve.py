@@ -20,9 +20,11 @@ from magicdec.cli.serve import COMMANDS
 from magicdec.config.run_config import RunConfig
 from magicdec.console import Progress
 from magicdec.distributed.groups import Launch as Ranks
+from magicdec.hardware.threads import RankThreads
 from magicdec.memory.plan import MemoryPlan
 from magicdec.request import Batch, Request
 from magicdec.scheduling.plan import Plan
+from magicdec.serving import measure
 from magicdec.serving.batching import Batching
 from magicdec.serving.configs import complete_run
 from magicdec.serving.modes import MODES, NAMES, Drafts, Pass
@@ -40,7 +42,7 @@ REFUSALS = [  # (ranks, flags, message)
     (1, "--modes ring+draft", "--modes ring+draft drafts; say by --draft what drafts"),
     (1, "--draft ngram --modes static ring", "static ring drafts; add one, such as static+draft"),
     (1, "--modes tensor_parallel", "--modes tensor_parallel needs several ranks; see --nproc"),
-    (1, "--layer_split 2 --modes inflight", "--layer_split 2 does nothing here: no mode"),
+    (1, "--layer_split 2 --modes inflight", f"--layer_split {UNUSED} inflight uses it"),
     (3, "--layer_split 0,1 --modes ring", "--layer_split 0,1: a ring has no draft rank and no "),
     (1, "--machine a.json", "--machine a.json does nothing here: it is for --layer_split auto"),
     (2, "--modes async --draft ngram --gamma auto", "--gamma auto: --modes async drafts a fixed"),
@@ -56,10 +58,10 @@ REFUSALS = [  # (ranks, flags, message)
     (1, "--modes iterative --prefill_tokens 9", f"--prefill_tokens {UNUSED} iterative uses it"),
     (1, "--modes iterative --B 2", f"--B {UNUSED} iterative uses it"),
     (1, "--modes inflight --pad_stage_ms 3", f"--pad_stage_ms {UNUSED} inflight uses it"),
-    (1, "--modes inflight --emulate_stage_ms 3", "--emulate_stage_ms 3.0 does nothing here"),
+    (1, "--modes inflight --emulate_stage_ms 3", f"--emulate_stage_ms {UNUSED}"),
     (1, "--emulate_link_ms 3", "--emulate_link_ms and --emulate_link_mbps: one rank has no link"),
-    (1, "--emulate_draft_ms 3", "--emulate_draft_ms is for --emulate_acceptance"),
-    (1, "--emulate_acceptance 0.5 --modes inflight", "it is for --modes sync async"),
+    (1, "--emulate_draft_ms 3 --modes sync --draft ngram", "is for --emulate_acceptance"),
+    (1, "--emulate_acceptance 0.5 --modes inflight", f"--emulate_acceptance {UNUSED}"),
     (1, "--emulate_acceptance 0.5 --modes sync", "name sequential first in --modes"),
     (1, "--emulate_acceptance 0.5 --draft ngram --modes sequential sync", "--draft does nothing"),
     (1, "--emulate_stage_ms 3 --modes sync ring --draft ngram", "give --emulate_acceptance"),
@@ -462,3 +464,16 @@ def test_rounding_may_be_why_tokens_differ(
 def test_a_single_pass_has_no_reference(toy: Toy) -> None:
     _, (record,) = toy("ring")
     assert (record["status"], record["reference"]) == ("unchecked", None) and record["metrics"]
+
+
+def test_a_rank_with_other_threads_ends_every_rank(
+    toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each learns what all have measured."""
+
+    def all_gather(ours: object, world_size: int) -> list[object]:
+        return [ours, (RankThreads(1, 3, 1, 3), 0)]
+
+    monkeypatch.setattr(measure, "all_gather", all_gather)
+    with pytest.raises(AssertionError, match=r"^ring: rank 1 computed with 1 to 3 threads"):
+        toy("ring")

@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import fields
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from magicdec.serving.server import Served, Server
 
-from magicdec.request import Batch, Request, SamplingParams
+from magicdec.request import Batch, Moves, Request, SamplingParams
 from magicdec.scheduling.plan import Part, Plan
+from magicdec.serving.live_view import Display
+from magicdec.serving.measure import Experiment
 from magicdec.serving.metrics import (
     GOODPUT_OF,
-    Moves,
     ServingMetrics,
     StepCounts,
     gaps_ms,
     serving_metrics,
 )
-from magicdec.serving.options import Pass, parse_goodput
+from magicdec.serving.modes import Pass
+from magicdec.serving.options import parse_goodput
 from magicdec.serving.record import RequestRecord, describe_requests
 from magicdec.serving.saturation import is_sustained, share_sustained
+from magicdec.serving.system import Watch
 from magicdec.workload.request_shapes import RequestShape
 
 
@@ -37,7 +40,9 @@ REQUESTS = [
     finished(1, 11.0, [13.0, 13.0, 13.5, 14.0, 14.0]),  # 2000, 250 and 3000 ms
     finished(2, 12.0, [13.0]),  # 1000 and 1000 ms; no TPOT
 ]
-COUNTS = StepCounts(num_steps=8, num_preemptions=2, num_in_flight=20)
+MOVES = {n: Moves([0.0]) for n in range(10)}
+MOVES |= {0: Moves([10.25]), 1: Moves([11.5, 13.25], [13.125]), 2: Moves([12.5])}
+COUNTS = StepCounts(num_steps=8, num_preemptions=2, num_in_flight=20, moves=MOVES)
 
 
 def test_metrics_are_those_of_the_time_stamps() -> None:
@@ -51,6 +56,9 @@ def test_metrics_are_those_of_the_time_stamps() -> None:
     ttft = found.mean_ttft_ms, found.p50_ttft_ms, found.p90_ttft_ms, found.p99_ttft_ms
     assert ttft == pytest.approx((3500 / 3, 1000, 1800, 1980))
     assert (found.mean_tpot_ms, found.p99_tpot_ms) == (250, 250)
+    assert found.request_tokens_per_s == 4  # of the two requests that have a TPOT
+    speeds = 3 / 0.25, 3 / 1.5, 3 / 0.5  # prompts of 3 tokens, from when they got a row
+    assert found.prefill_tokens_per_s == pytest.approx(sum(speeds) / 3)
     e2el = found.mean_e2el_ms, found.p50_e2el_ms, found.p90_e2el_ms
     assert e2el == pytest.approx((5000 / 3, 1000, 2600))
     assert found.request_goodput is None, "no bound was given"
@@ -106,8 +114,7 @@ def test_a_rate_is_sustained_at_nine_tenths() -> None:
 
 def test_the_time_stamps_of_a_record_count_from_the_first_arrival() -> None:
     """The second request gives its row back after its first two tokens, and gets another."""
-    moves = {0: Moves([10.25]), 1: Moves([11.5, 13.25], [13.125]), 2: Moves([12.5])}
-    first, second, third = describe_requests(REQUESTS, moves, 10.0)
+    first, second, third = describe_requests(REQUESTS, MOVES, 10.0)
     assert second == RequestRecord(
         arrival_ms=1000, joined_ms=[1500, 3250], preempted_ms=[3125], prefilled_ms=[3000, 3500],
         first_token_ms=3000, finished_ms=4000, prompt_len=3, output_len=5,
@@ -117,24 +124,28 @@ def test_the_time_stamps_of_a_record_count_from_the_first_arrival() -> None:
 
 def test_the_time_of_a_lone_request_is_the_shortest(monkeypatch: pytest.MonkeyPatch) -> None:
     """From its arrival on. It is the first request, whenever that arrives."""
-    seen, ends_s = list[object](), iter([13.0, 11.0, 12.0])
+    served, ends_s = list[object](), iter([13.0, 11.0, 12.0])
 
-    def serve(server: Server, each: Pass) -> Served:
-        seen.append((server.shapes, server.prompts))
-        return Served([finished(0, 10.0, [10.5, next(ends_s)])], COUNTS, 10.0)
+    def serve(experiment: Experiment, each: Pass, shapes: object, watch: Watch) -> Any:
+        served.append(shapes)
+        return SimpleNamespace(requests=[finished(0, 10.0, [10.5, next(ends_s)])])
 
-    monkeypatch.setattr(Server, "serve", serve)
-    nothing, shapes = cast(Any, None), [RequestShape(7.0, 3, 2), RequestShape(9.0, 3, 4)]
-    server = Server(nothing, nothing, 16, nothing, [(1, 2, 3)] * 2, shapes)
-    assert server.lone_s(Pass("inflight")) == 1.0
-    assert seen == [([RequestShape(0.0, 3, 2)], [(1, 2, 3)])] * 3
+    monkeypatch.setattr(Experiment, "serve", serve)
+    shapes = RequestShape(7.0, 3, 2), RequestShape(9.0, 3, 4)
+    launch, options = SimpleNamespace(rank=1, world_size=1), SimpleNamespace(shapes=shapes)
+    prepared = SimpleNamespace(launch=launch, options=options)
+    experiment = Experiment(
+        cast(Any, prepared), cast(Any, None), Display(is_shown=False), lambda record: None
+    )
+    assert experiment._time_lone(Pass.named("inflight")) == 1.0
+    assert served == [[RequestShape(0.0, 3, 2)]] * 3
 
 
 def test_a_single_token_has_no_time_per_token() -> None:
     found = serving_metrics([REQUESTS[2]], COUNTS)
     missing = {f.name for f in fields(ServingMetrics) if getattr(found, f.name) is None}
     names = {f"{s}_{of}_ms" for s in ("mean", "p50", "p90", "p99") for of in ("tpot", "itl")}
-    rates = {"arrival_rate", "served_rate"}
+    rates = {"arrival_rate", "served_rate", "request_tokens_per_s"}
     assert missing == {*names, *rates, "request_goodput", "peak_memory_bytes"}
 
 

@@ -1,5 +1,5 @@
-"""`magicdec config RECORDS`: a record as a file for `--config` of the command that made it, so that
-it can be run again.
+"""`magicdec config RECORDS`: a record as a file for `--config` of `run` or `serve`, so that it can
+be measured again.
 
 Owns which flags make the run or the pass of a record. It takes what was resolved, so that no `auto`
 is chosen anew.
@@ -18,6 +18,7 @@ from magicdec.cli.commands import parser_of
 from magicdec.cli.flags import refuse
 from magicdec.cli.parsing.ignored import why_ignored
 from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.serve import can_have_script, is_unused
 from magicdec.cli.table import TableSection
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import MODEL_PREFIX, NONE, WrittenSection
@@ -25,24 +26,26 @@ from magicdec.config.setting import Declared, same, setting
 from magicdec.config.threads import describe_threads
 from magicdec.config.toml_file import to_toml
 from magicdec.distributed.groups import Launch
-from magicdec.names import RECORDS, load_named
+from magicdec.names import RECORDS, SEQUENTIAL, load_named
 from magicdec.records.reading import read_records
 from magicdec.records.record import MeasuredRecord
 from magicdec.records.writing import write_text
+from magicdec.serving.modes import Pass
+from magicdec.serving.record import ServingRecord
 
 ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
-# The command of each kind of record that has the flags of one run or pass.
-COMMANDS = {"run": "run", "serving": "inflight", "pipeline": "recurrent", "speculation": "pipeline"}
+# The command of each kind of record that has the flags of one run or mode.
+COMMANDS = {"run": "run", "serving": "serve"}
 # Sections that name files, which belong to one run.
 OF_FILES = ("file", "files", "output", "picture")
 # What other flags of the file say: `--draft`, `--gen_len`, and layers that were resolved.
 SAID_OTHERWISE = (
     *("draft.model", "decoding.drafter", "workload.max_len", "drafts.draft"),
-    *("ring.machine", "pipeline.machine"),
+    "serving.machine",
 )
 DESCRIPTION = (
-    "Print the flags of a recorded run, or of a pass of inflight, recurrent or pipeline, as TOML, "
-    "for `magicdec COMMAND --config FILE`. What `auto` chose is written by name."
+    "Print the flags of a recorded run, or of a recorded mode of serve, as TOML, for `magicdec "
+    "run` or `magicdec serve` with `--config FILE`. What `auto` chose is written by name."
 )
 
 
@@ -89,25 +92,44 @@ def find_record(args: RecordSection) -> MeasuredRecord:
 
 
 def flags_of(record: MeasuredRecord) -> dict[str, Any]:
-    """The flags of the command that make the record's run or pass, without those that it would
+    """The flags of the command that make the record's run or mode, without those that it would
     ignore and those that name files to write."""
     config, workload = record.config, record.config["workload"]
-    # To the stages of a pipeline every draft is a model, so that its name is not in `config`.
-    draft = workload["draft"] if record.kind == "speculation" else draft_of(config)
+    draft, idle = draft_of(config), set[str]()
+    settings = parser_of(COMMANDS[record.kind]).settings
+    if isinstance(record, ServingRecord):
+        each_pass = Pass.named(record.name)
+        draft = workload["draft"] if each_pass.is_drafting else NONE
+        workload = workload | {"modes": modes_of(each_pass, workload)}
+        idle = {name for name in settings if is_unused(name, [each_pass])}
+        idle.add("parallel.rank_group")  # of all ranks, though one alone or a stage may compute
+        if 0 in record.threads:  # one rank has had the threads of those that waited
+            idle.add("parallel.threads")
     run_config = with_recorded(RunConfig().with_draft(draft), config)
+    ignored = {name for name in settings if why_ignored(run_config, name) is not None}
+    if workload.get("emulate_acceptance") is not None:
+        ignored.discard("decoding.num_draft_tokens")
     flags: dict[str, Any] = {"draft": draft}
     if record.environment.world_size > 1:
         flags["nproc"] = record.environment.world_size
-    modes = {"modes": [workload["batching"]]} if "batching" in workload else {}
-    for setting_name, each in parser_of(COMMANDS[record.kind]).settings.items():
+    for setting_name, each in settings.items():
         section, _, name = setting_name.partition(".")
-        values = (config.get(section) or {}) if section in PARTS else workload | modes
-        is_idle = section in PARTS and why_ignored(run_config, setting_name) is not None
+        values = (config.get(section) or {}) if section in PARTS else workload
+        is_idle = setting_name in idle or (section in PARTS and setting_name in ignored)
         if section not in OF_FILES and not is_idle and setting_name not in SAID_OTHERWISE:
             value = value_of(each, values.get(name))
             if value is not None:
                 flags[each.flag.removeprefix("--")] = value
     return flags
+
+
+def modes_of(each: Pass, workload: dict[str, Any]) -> list[str]:
+    """The modes that serve in this one again. An emulated drafter must know the tokens of an
+    earlier mode, unless stages are emulated too."""
+    has_script = workload["emulate_acceptance"] is not None and can_have_script(each)
+    if has_script and workload["emulate_stage_ms"] is None:
+        return [SEQUENTIAL, each.name]
+    return [each.name]
 
 
 PARTS = tuple(f.name for f in dataclasses.fields(RunConfig) if f.name != "workload")
