@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -29,7 +28,7 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.block_kv import BlockSelection, ChosenBlocks
 from magicdec.drafting.policies.policy import load_policy, make_policy
 from magicdec.hardware.environment import missing_backends
-from magicdec.hardware.timing import synchronize
+from magicdec.hardware.timing import seconds_of, synchronize
 from magicdec.kv.cache import BatchRows, KVCache
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import FULL, WEIGHTS_BLOCK, KVView, Visible, make_view
@@ -86,31 +85,29 @@ def target_step(config: ResolvedConfig, model: ModelConfig) -> Step:
     name = f"a verification of {num_new} tokens"
     if not is_self:
         return _make_step(name, (verification,), config, model, ranks)
-    reads = (_drafts(config, model), verification)
-    return _make_step(f"{_name_drafts(config)} and {name}", reads, config, model, ranks)
+    drafts_name, drafts = _drafts(config, model)
+    reads = (drafts, verification)
+    return _make_step(f"{drafts_name} and {name}", reads, config, model, ranks)
 
 
 def draft_step(config: ResolvedConfig, model: ModelConfig) -> Step:
     """The step of a standalone draft, which has heads and ranks of its own."""
     assert config.draft is not None
-    reads = (_drafts(config, model),)
-    return _make_step(_name_drafts(config), reads, config, model, len(config.draft.rank_group))
+    name, drafts = _drafts(config, model)
+    return _make_step(name, (drafts,), config, model, len(config.draft.rank_group))
 
 
-def _drafts(config: ResolvedConfig, model: ModelConfig) -> Read:
-    """The draft forwards of a step. Each is counted as the first; the few tokens that later ones
-    see more are left out."""
-    policy, times = make_policy(config.kv), config.decoding.num_draft_steps
+def _drafts(config: ResolvedConfig, model: ModelConfig) -> tuple[str, Read]:
+    """The draft forwards of a step, and their name. Each is counted as the first; the few tokens
+    that later ones see more are left out."""
+    kv, times = config.kv, config.decoding.num_draft_steps
+    policy = make_policy(kv)
+    of = "" if kv.policy == FULL_KV_POLICY else f", budget {kv.budget}"
     context, visible = policy.draft_reads(config.workload.prefix_len)
     # The cache of a draft that rolls is no longer than its window.
     rolls = config.draft is not None and policy.can_roll
-    return Read(times, 1, context, visible, None if rolls else _window(config, model, context))
-
-
-def _name_drafts(config: ResolvedConfig) -> str:
-    kv = config.kv
-    of = "" if kv.policy == FULL_KV_POLICY else f", budget {kv.budget}"
-    return f"{config.decoding.num_draft_steps} drafts ({kv.policy}{of})"
+    window = None if rolls else _window(config, model, context)
+    return f"{times} drafts ({kv.policy}{of})", Read(times, 1, context, visible, window)
 
 
 def _window(config: ResolvedConfig, model: ModelConfig, num_cached: int) -> int | None:
@@ -210,14 +207,13 @@ def _time(
     for _ in range(WARMUPS):
         output = work()
     synchronize(device)
-    work = recorder.record(work)
-    seconds = []
-    for _ in range(REPEATS):
-        synchronize(device)
-        started = time.perf_counter()
-        output = work()
-        synchronize(device)
-        seconds.append(time.perf_counter() - started)
+    repeat = recorder.record(work)
+
+    def keep_output() -> None:
+        nonlocal output
+        output = repeat()
+
+    seconds = [seconds_of(keep_output, device) for _ in range(REPEATS)]
     return statistics.median(seconds), output.clone()
 
 
@@ -368,12 +364,11 @@ def choose_fastest(
             out[name] = wrong
             continue
         seconds[name] = measurement.seconds
-    fastest = min(seconds, key=lambda name: seconds[name])
     ranked = sorted(seconds, key=lambda name: seconds[name])
     times = ", ".join(f"{name} {1e3 * seconds[name]:.3f} ms" for name in ranked)
     reasons = "".join(f"; {name}: {why}" for name, why in out.items())
     why = f"auto: {times} a layer, for {step_name}{reasons}"
-    return Choice(fastest, why, How.MEASURED)
+    return Choice(ranked[0], why, How.MEASURED)
 
 
 def _difference(outputs: Sequence[Tensor], reference: Sequence[Tensor]) -> str | None:

@@ -35,20 +35,6 @@ def complete_file(flag: str, path: Path) -> Iterator[Path]:
                 partial.unlink(missing_ok=True)
 
 
-@contextmanager
-def removed(*partials: Path, out: Path) -> Iterator[None]:
-    """Delete these partial files of `out` on leaving the block. An OSError names `out`."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None and Path(error.filename or partials[0]) in partials:
-            error.filename, error.filename2 = str(out), None
-        raise
-    finally:
-        for path in partials:
-            path.unlink(missing_ok=True)
-
-
 def hash_file(path: Path, digest: hashlib._Hash | None = None) -> str:
     """The checksum of a file in hexadecimal digits: its sha256, or what `digest` makes of it."""
     digest = digest or hashlib.sha256()

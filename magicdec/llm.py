@@ -100,7 +100,7 @@ class LLM:
                 extra_new_tokens=self.max_new_tokens - 1,
             ),
         )
-        run, cache = find(run_config, Launch(0, 1, 0, 1), Known()), Known()
+        run, cache = find(run_config, Launch(), Known()), Known()
         check_fits(run.config, run.source, world_size=1)
         self.model = run.source.config
         _, self.tokenizer = find_tokenizer(run.source, cache)

@@ -49,10 +49,10 @@ ADMISSION_ORDERS = {
 }
 # When the requests of a serving workload arrive.
 ARRIVALS = {
-    "burst": "magicdec.workload.arrivals:burst",
-    "constant": "magicdec.workload.arrivals:constant",
-    "uniform": "magicdec.workload.arrivals:uniform",
-    "poisson": "magicdec.workload.arrivals:poisson",
+    "burst": "magicdec.workload.request_shapes:burst",
+    "constant": "magicdec.workload.request_shapes:constant",
+    "uniform": "magicdec.workload.request_shapes:uniform",
+    "poisson": "magicdec.workload.request_shapes:poisson",
 }
 SEQUENTIAL = "sequential"  # one process, one request after the other
 # The kinds of records, which all commands append to one file, by their key `kind`.

@@ -108,16 +108,21 @@ def measure_forwards(
     num_rows = 32 if device.type == "cuda" else 4  # their KV exceeds the last-level cache
     runner = load_runner(group, device, kinds, backend, num_rows)
     config, size = runner.model.config, runner.cache.k.element_size()
-    rows = range(num_rows)
-    shorts, longs = (forward_stretches(runner, rows, n, 1, group) for n in (CACHED, CONTEXT))
-    spreads.note(f"kv_bytes_per_s {kinds.dtype}", longs)
-    short, long = min(shorts), min(longs)
+
+    def fastest(name: str, num_rows: int, cached: int, num_new: int) -> float:
+        """The fastest stretch of these forwards; its spread is noted under a name that is given."""
+        stretches = forward_stretches(runner, range(num_rows), cached, num_new, group)
+        if name:
+            spreads.note(f"{name} {kinds.dtype}", stretches)
+        return min(stretches)
+
+    short = fastest("", num_rows, CACHED, 1)
+    long = fastest("kv_bytes_per_s", num_rows, CONTEXT, 1)
     kv_bytes = num_rows * (CONTEXT - CACHED) * kv_bytes_per_token(config, Shard(), size)
     # Noise must not make attention look faster than memory.
     rate = min(hardware.read_bytes_per_s, kv_bytes / max(long - short, 1e-9))
-    shorts, longs = (forward_stretches(runner, rows, n, MANY, group) for n in (CACHED, CONTEXT))
-    spreads.note(f"attention_flops_per_s {kinds.dtype}", longs)
-    short, long = min(shorts), min(longs)
+    short = fastest("", num_rows, CACHED, MANY)
+    long = fastest("attention_flops_per_s", num_rows, CONTEXT, MANY)
     flops = [num_rows * attention_flops(config, Shard(), MANY, n) for n in (CACHED, CONTEXT)]
     attention_rate = (flops[1] - flops[0]) / max(long - short, 1e-9)
     hardware = replace(
@@ -125,12 +130,11 @@ def measure_forwards(
         layer_overhead_s=0.0, token_overhead_s=0.0,
     )  # fmt: skip
     bare = Deployment(config, hardware, size)
-    alone = forward_stretches(runner, [0], CACHED, 1, group)
-    spreads.note(f"layer_overhead_s {kinds.dtype}", alone)
-    fixed = min(alone) - bare.seconds(1, 1, CACHED)
-    fixed, more = max(0.0, fixed), short - bare.seconds(num_rows, MANY, CACHED)
-    per_token = max(0.0, more - fixed) / (num_rows * MANY - 1)
     layers = config.num_layers
+    alone = fastest("layer_overhead_s", 1, CACHED, 1)
+    fixed = max(0.0, alone - bare.seconds(1, 1, CACHED))
+    more = short - bare.seconds(num_rows, MANY, CACHED)
+    per_token = max(0.0, more - fixed) / (num_rows * MANY - 1)
     return replace(hardware, layer_overhead_s=fixed / layers, token_overhead_s=per_token / layers)
 
 

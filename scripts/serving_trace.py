@@ -8,8 +8,7 @@ from random import Random
 
 from peers.serving_peer import TimedRequest
 
-from magicdec.workload.arrivals import TRACE, parse_arrival
-from magicdec.workload.request_shapes import RequestShape, read_trace
+from magicdec.workload.request_shapes import TRACE, RequestShape, parse_arrival, read_trace
 
 VOCAB = 4096  # of the random model
 PROMPT_LEN, OUTPUT_LEN = (256, 4096), (16, 128)  # shortest and longest

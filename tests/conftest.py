@@ -14,9 +14,10 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ from tiers import choose
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
+from magicdec.cli.commands import console
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, DraftSection, KVSection, SamplingSection
 from magicdec.decoding.recorder import Eager, Recorder
@@ -45,6 +47,7 @@ from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.engine import Engine, Observer
 from magicdec.hardware import timing
+from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.checkpoint.weight_map import expected_shapes, weight_map
 from magicdec.model.config import ModelConfig
 from magicdec.model.elementwise.native import NativeElementwise
@@ -95,6 +98,21 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 
+@pytest.fixture
+def command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> Callable[..., tuple[int, str, str]]:
+    """Runs `magicdec` with these words in this process: (exit code, stdout, stderr)."""
+
+    def run(*words: object) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["magicdec", *map(str, words)])
+        with pytest.raises(SystemExit) as ended:
+            console()
+        return int(ended.value.code or 0), *capsys.readouterr()
+
+    return run
+
+
 def tiny_transformer(
     config: ModelConfig = TINY,
     seed: int = 0,
@@ -116,6 +134,19 @@ def tiny_transformer(
     return model.to(dtype).eval()
 
 
+def load(
+    path: Path | str,
+    shard: Shard = Shard(),
+    layers: range | None = None,
+    has_ends: bool | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Transformer:
+    """A part of the checkpoint in a directory, on the CPU."""
+    source, cpu = find_model("--model", str(path)), torch.device("cpu")
+    place = source.config, source.weights, shard, layers, dtype, cpu
+    return load_transformer(*place, has_ends=has_ends)
+
+
 def pack(model: Transformer) -> Transformer:
     """As `--linear packed` loads it."""
     model.pack()
@@ -130,8 +161,8 @@ def make_runner(
     backend: AttentionBackend | None = None,
     max_following: int | None = None,
 ) -> ModelRunner:
-    place = model, backend or GroupedBackend(), Group((0,), 0), num_rows, max_tokens
-    return ModelRunner(*place, max_following=max_following)
+    place = backend or GroupedBackend(), Group((0,), 0), num_rows, max_tokens
+    return ModelRunner(model, *place, max_following=max_following)
 
 
 def make_draft(
@@ -315,6 +346,41 @@ def launch(tmp_path: Path, rank_server: RankServer) -> Launch:
             return subprocess.CompletedProcess(
                 [script, *words], returncode, out.read_text(), err.read_text()
             )
+
+    return run
+
+
+@dataclass(frozen=True)
+class Driven:
+    """What a driver said, and the records and samples that it left."""
+
+    stdout: str
+    stderr: str
+    records: list[dict[str, Any]]
+    saved: list[dict[str, Any]]
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return [sample["output_ids"] for sample in self.saved]
+
+
+Drive = Callable[..., Driven]
+
+
+@pytest.fixture
+def drive(launch: Launch, tmp_path: Path) -> Drive:
+    """Run a driver in a folder of its own, which must end well."""
+
+    def run(driver: str, *args: object, num_ranks: int = 1, torchrun: bool = False) -> Driven:
+        files = [tmp_path / name for name in ("r.jsonl", "t.jsonl")]
+        for file in files:
+            file.unlink(missing_ok=True)
+        words = *args, "--out", files[0], "--save_tokens", files[1], "--threads", 1
+        name = f"{driver}_benchmark.py"
+        done = launch(name, *words, num_ranks=num_ranks, torchrun=torchrun)
+        assert done.returncode == 0, done.stderr
+        read = [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+        return Driven(done.stdout, done.stderr, *read)
 
     return run
 

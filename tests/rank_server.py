@@ -175,7 +175,7 @@ def main() -> None:
         job = serve(answers.makefile("r"), answers)
     if job is not None:
         sys.argv = [str(TESTS / job.script), *job.args]
-        sys.path[0] = str((TESTS / job.script).parent)
+        sys.path.insert(0, str((TESTS / job.script).parent))
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 

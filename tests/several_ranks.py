@@ -8,21 +8,23 @@ import re
 import subprocess
 import time
 from collections.abc import Sequence
+from copy import deepcopy
 from pathlib import Path
 from random import Random
 from typing import Any
 
-import torch
-from conftest import Launch, decode, make_runner
+from conftest import Launch, decode, make_runner, tiny_transformer
+from identities import check_record
 
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.strategy import Setup
-from magicdec.distributed.tensor_parallel import Shard
 from magicdec.engine import Engine
-from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.transformer import Transformer
+from magicdec.records.metrics import check_metrics
+from magicdec.records.reading import parse_line
+from magicdec.records.record import RunRecord
 from magicdec.request import Request
-from magicdec.workload.arrivals import poisson
+from magicdec.workload.request_shapes import poisson
 
 PROMISED_S = 30  # until all ranks have ended after one was killed
 
@@ -38,9 +40,18 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def load_whole(path: Path) -> Transformer:
-    source, cpu = find_model("--model", str(path)), torch.device("cpu")
-    return load_transformer(source.config, source.weights, Shard(), None, torch.float32, cpu)
+def disturbed(model: Transformer) -> Transformer:
+    """A draft of which some is accepted: the same weights with a little noise."""
+    noise, draft = tiny_transformer(model.config, seed=1).state_dict(), deepcopy(model)
+    draft.load_state_dict({n: w + 0.04 * noise[n] for n, w in model.state_dict().items()})
+    return draft
+
+
+def check_numbers(raw: dict[str, Any]) -> None:
+    """The metrics of a record are those of its samples."""
+    record = parse_line(json.dumps(raw), RunRecord)
+    assert check_metrics(record) == []
+    check_record(record)
 
 
 def generate_alone(

@@ -7,19 +7,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
-import torch
 from torch import Tensor
 
-from magicdec.distributed.channels.connect import Loopback
-from magicdec.distributed.channels.message import Message
+from magicdec.distributed.channels.message import Ends, Loopback, Message
 from magicdec.executor.executor import Cancellation, check
 from magicdec.hardware.timing import Clock
 from magicdec.model.transformer import Transformer
-from magicdec.pipeline.tracing import Span, Spans
+from magicdec.pipeline.stage import StageLoop
+from magicdec.pipeline.tracing import Spans
 from magicdec.pipelined_run.channels import CancelBoard, Canceller
 from magicdec.pipelined_run.drafter import Drafter, DraftLoop
 from magicdec.pipelined_run.head import Drafted, Events, Head, forward, in_thread
-from magicdec.pipelined_run.stage import Part, Predictions, StageLoop
+from magicdec.pipelined_run.stage import CancellableStage, Predictions, RunPart
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Options
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
@@ -33,16 +32,16 @@ class Served:
     and when each request got its lane. `first_run` is the number of the scheduler's first run."""
 
     scheduler: PipelinedScheduler
-    stages: list[list[Span]]
-    head: list[Span]
-    drafts: list[Span]
+    stages: list[Spans]
+    head: Spans
+    drafts: Spans
     drafted: list[Drafted]
     moves: dict[int, Moves]
     first_run: int
 
 
 def serve(
-    parts: Sequence[Part],
+    parts: Sequence[RunPart],
     drafter: Drafter,
     options: Options,
     requests: Sequence[Request],
@@ -58,7 +57,8 @@ def serve(
     spans, of_head, of_drafts = [Spans() for _ in parts], Spans(), Spans()
     loops: list[Callable[[], None]] = [DraftLoop(drafter, asks, answers, of_drafts).serve]
     for part, (inbound, outbound), of_stage in zip(parts, pairwise(channels), spans, strict=True):
-        loops.append(StageLoop(part, inbound, outbound, board, of_stage).serve)
+        stage = CancellableStage(part, board)
+        loops.append(StageLoop(stage, Ends(inbound, outbound), of_stage).serve)
     threads = [in_thread(loop, events) for loop in loops]
     threads += [forward(channels[-1], True, events), forward(answers, False, events)]
     head = Head(channels[0], Canceller(board), asks, events, of_head, clock)
@@ -69,9 +69,8 @@ def serve(
     head.close()
     for thread in threads:
         thread.join()
-    of_stages = [list[Span](each) for each in spans]
     return Served(
-        scheduler, of_stages, of_head, of_drafts, head.drafted, head.moves, first_run
+        scheduler, spans, of_head, of_drafts, head.drafted, head.moves, first_run
     )  # fmt: skip
 
 
@@ -90,15 +89,15 @@ class FakePart:
 
     def compute(
         self, launch: Launch, message: Message, cancellation: Cancellation
-    ) -> Tensor | Predictions:
+    ) -> Tensor | Predictions | None:
         for layer in range(self.num_layers):
             self.wait(message.run, layer)
             check(cancellation, layer)
         self.computed(message.run)
         if not self.is_last:
-            return torch.zeros(0)
+            return None
         shown = launch.positions[launch.num_rows - launch.num_outputs :]
-        return Predictions([p + 1 for p in shown], torch.zeros(len(shown), dtype=torch.float64))
+        return Predictions([p + 1 for p in shown], [0.0] * len(shown))
 
 
 def divide(model: Transformer, num_stages: int) -> list[Transformer]:

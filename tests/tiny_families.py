@@ -9,14 +9,21 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import transformers
+from conftest import load
 from safetensors.torch import save_file
 from torch import Tensor
+
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.checkpoint.source import ModelSource, find_model
+from magicdec.model.transformer import Transformer
 
 ROWS, LENGTH, VOCAB = 2, 100, 131  # an odd vocabulary cuts into uneven shards
 HEADS, SIZE = 8, 8
@@ -112,6 +119,34 @@ class TransformersReference(Reference):
         )
         tokens: list[int] = out[0, len(prompt) :].tolist()
         return tokens
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A checkpoint, and what computes the same by other code."""
+
+    directory: Path
+    reference: Reference
+
+    @property
+    def source(self) -> ModelSource:
+        return find_model("--model", str(self.directory))
+
+    def load(
+        self, shard: Shard = Shard(), layers: range | None = None, has_ends: bool | None = None
+    ) -> Transformer:
+        return load(self.directory, shard, layers, has_ends)
+
+
+DIRECTORY = TemporaryDirectory()  # removed when the process ends
+
+
+@cache
+def stored(name: str) -> Stored:
+    """The checkpoint of that row, made once in a process."""
+    directory = Path(DIRECTORY.name, name)
+    with torch.random.fork_rng():
+        return Stored(directory, make_checkpoint(directory, name))
 
 
 def make_checkpoint(directory: Path, name: str, max_shard_size: str = "1GB") -> Reference:

@@ -8,8 +8,7 @@ from collections.abc import Sequence
 from conftest import make_runner
 
 from magicdec.config.sections import DecodingSection, KVSection
-from magicdec.distributed.channels.connect import Loopback, RingEnds
-from magicdec.distributed.channels.message import Kind, Message
+from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message, Traffic
 from magicdec.drafting.drafter import DraftModel, DraftSetup, make_drafter
 from magicdec.model.transformer import Transformer
 from magicdec.pipeline.metrics import DraftCounts
@@ -27,11 +26,12 @@ class SecondStage:
 
     def __init__(self, stage: Stage) -> None:
         self.stage, self.home, self.sent = stage, Loopback(), deque[Message]()
-        self.num_bytes = 0
+        self.traffic = Traffic()
 
     def send(self, message: Message) -> None:
         self.sent.append(message)
-        self.stage._answer(message, RingEnds(self.home, self.home))
+        if (answer := self.stage.answer(message)[0]) is not None:
+            self.home.send(answer)
 
     def receive(self) -> Message:
         return self.home.receive()
@@ -68,7 +68,7 @@ def serve_with_drafts(
     made = make_drafter(drafter, DraftSetup(runner, decoding, KVSection("full", -1), draft))
     speculation = Speculation(runner, made, num_drafts)
     limits = Limits(max_tokens, step_tokens=1 + num_drafts, prefill_tokens=num_rows * CHUNK)
-    place = RingEnds(second, second), *lanes, limits, CHUNK
+    place = Ends(second, second), *lanes, limits, CHUNK
     RecurrentPipeline(stages[0], *place, speculation=speculation).serve(requests)
     assert not any(row for stage in stages for row in stage.runner.cache.blocks)
     assert {m.kind for m in second.sent} == {Kind.HIDDEN, Kind.FREE}

@@ -23,7 +23,7 @@ PIPE_CLOSED = 141  # 128 + SIGPIPE, as a shell reports it
 COMMANDS = {
     "run": (
         "decode prompts with a draft, checked against decoding without one",
-        "magicdec.cli.front.run:main",
+        "magicdec.cli.drivers:main",
     ),
     "sweep": (
         "many runs, from a study file or from flags with several values",

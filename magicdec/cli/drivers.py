@@ -1,7 +1,11 @@
-"""The drivers of the original suite: commands that decode in one way each, with the spellings that
-the suite has for their flags. Imports no torch.
+"""The commands that make one run. `--draft` of `magicdec run` says what drafts; the drivers of the
+original suite decode in one way each, with the spellings that the suite has for their flags.
+Imports no torch.
 
-A new way to run is a line in `DRIVERS`; the commands and `magicdec sweep` take their names from it.
+    magicdec run --model checkpoints/Llama-3.2-1B --prefix_len 8192
+    magicdec run --model meta-llama/Llama-3.1-8B --draft model:meta-llama/Llama-3.2-1B --nproc 2
+
+A new way to run is a line in `DRIVERS`; `magicdec sweep` takes their names from it.
 """
 
 from __future__ import annotations
@@ -9,13 +13,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NoReturn
 
 from magicdec.cli.flags import EVERYDAY, config_of, sections_of, start
 from magicdec.cli.parsing.ignored import drafts_only, refuse_ignored
-from magicdec.cli.parsing.parser import ConfigFile, Parser
+from magicdec.cli.parsing.parser import ConfigFile, Parser, Values
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, DraftSection, ModelSection
-from magicdec.config.setting import same
+from magicdec.config.sections import DecodingSection, DraftChoice, DraftSection, ModelSection
+from magicdec.config.setting import declared, same
 from magicdec.names import BASELINE
 
 
@@ -46,28 +51,50 @@ class StandaloneDraft(DraftSection):
 
 @dataclass(frozen=True)
 class Driver:
-    """A command of the suite, and the config that its flags start from."""
+    """A command, and the config that its flags start from. With `chooses_draft`, `--draft` says
+    what drafts."""
 
     description: str
     config: RunConfig
+    chooses_draft: bool = False
 
     def build_parser(self) -> Parser:
         """The help leaves out flags that the command could only refuse."""
-        sections = {"file": ConfigFile(), **sections_of(self.config)}
+        sections: dict[str, Any] = {"file": ConfigFile()}
+        if self.chooses_draft:
+            only = {
+                "decoding": [name for name in declared(DecodingSection) if name != "drafter"],
+                "draft": [name for name in declared(DraftSection) if name != "model"],
+            }
+            sections |= {"drafts": DraftChoice(), **sections_of(self.config)}
+            return Parser(self.description, sections, only, everyday=EVERYDAY)
+        sections |= sections_of(self.config)
         parser = Parser(self.description, sections, aliases=ALIASES, everyday=EVERYDAY)
         parser.hide(partial(drafts_only, self.config))
         return parser
+
+    def config_of(self, values: Values) -> RunConfig:
+        """The config with the values that were read."""
+        config = config_of(values, self.config)
+        return config.with_draft(values[DraftChoice].draft) if self.chooses_draft else config
 
     def read(self, words: Sequence[str]) -> RunConfig:
         """The config that the command line asks for. Raises ValueError, one line naming the flag,
         for what cannot be."""
         values = self.build_parser().read(words)
-        config = config_of(values, self.config)
+        config = self.config_of(values)
         refuse_ignored(config, values)
         return config
 
 
+RUN = Driver(
+    "Decode long prompts, and compare every token with autoregressive decoding in the same run. "
+    "--draft says what drafts.",
+    RunConfig(draft=DraftSection()),
+    chooses_draft=True,
+)
 DRIVERS = {
+    "run": RUN,
     "baseline": Driver(
         "Autoregressive decoding of long prompts: the baseline of every comparison.",
         RunConfig(decoding=DecodingSection(strategy=BASELINE)),
@@ -93,13 +120,23 @@ ALIASES = {
 }
 
 
-def baseline() -> None:
+def build_parser() -> Parser:
+    """The parser of `magicdec run`."""
+    return RUN.build_parser()
+
+
+def main() -> NoReturn:
+    """`magicdec run`"""
+    start(RUN.read)
+
+
+def baseline() -> NoReturn:
     start(DRIVERS["baseline"].read)
 
 
-def selfspec() -> None:
+def selfspec() -> NoReturn:
     start(DRIVERS["selfspec"].read)
 
 
-def longspec() -> None:
+def longspec() -> NoReturn:
     start(DRIVERS["longspec"].read)

@@ -24,7 +24,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import OutputSection
 from magicdec.console import spinner
 from magicdec.distributed.groups import Launch, read_launch
-from magicdec.distributed.ranks import find_world_size, is_other_start, start_ranks
+from magicdec.distributed.ranks import INTERRUPTED, find_world_size, is_other_start, start_ranks
 from magicdec.distributed.watching.processes import report_error
 from magicdec.distributed.watching.watch import naming_lost, stop_watching, watch_ranks
 from magicdec.model.checkpoint.hub import with_local_models
@@ -72,7 +72,7 @@ def start(
         except ValueError as error:
             refuse(error, launch)
         except KeyboardInterrupt:
-            sys.exit(130)
+            sys.exit(INTERRUPTED)
         announce_backend(prepared.config, launch)
         from magicdec.cli.report import conclude
 
@@ -121,6 +121,18 @@ def announce_backend(config: ResolvedConfig, launch: Launch) -> None:
             print(f"{flag} {choice.why}", file=sys.stderr, flush=True)
         if choice.is_interpreted:
             print(f"{flag} {choice.name}: {choice.why}", file=sys.stderr, flush=True)
+
+
+def exit_with(run: Callable[[], int]) -> NoReturn:
+    """Exit with the code that `run` returns on this rank alone: with 2 and one line for a
+    ValueError, and with 130 on Ctrl-C."""
+    try:
+        code = run()
+    except ValueError as error:
+        refuse(error, Launch())
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    sys.exit(code)
 
 
 def refuse(error: ValueError, launch: Launch) -> NoReturn:

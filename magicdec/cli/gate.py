@@ -11,9 +11,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import Any, NoReturn
 
 from magicdec.cli.compare import EXIT_CODES, RuleSection, conclude
+from magicdec.cli.flags import exit_with
 from magicdec.cli.parsing.parser import Parser, Values
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
@@ -26,8 +27,8 @@ from magicdec.config.sections import (
 )
 from magicdec.config.setting import same, setting
 from magicdec.gate.cases import Subject, config_of, margin_of, name_of, quick, standard_cases
-from magicdec.gate.coverage import failures, not_run, results_of
-from magicdec.gate.measuring import Arrival, Result, measure, with_threads
+from magicdec.gate.coverage import failures, not_run
+from magicdec.gate.measuring import Result, measure, with_threads
 from magicdec.names import DTYPES
 from magicdec.records.comparison.compare import compare
 from magicdec.records.comparison.conditions import describe
@@ -74,19 +75,17 @@ class SaveSection(BaselineSection):
     margin: float | None = same(RuleSection, "margin")
 
 
-def main() -> None:
+def main() -> NoReturn:
     """`magicdec gate` and `magicdec gate save`"""
+    exit_with(run_command)
+
+
+def run_command() -> int:
     words = sys.argv[1:]
-    try:
-        if words[:1] == ["save"]:
-            sys.exit(save(build_save_parser().read(words[1:])))
-        values = build_parser().read(words)
-        sys.exit(gate(values[GateSection], values[RuleSection]))
-    except ValueError as error:
-        print(f"magicdec gate: {error}", file=sys.stderr)
-        sys.exit(2)
-    except KeyboardInterrupt:
-        sys.exit(130)
+    if words[:1] == ["save"]:
+        return save(build_save_parser().read(words[1:]))
+    values = build_parser().read(words)
+    return gate(values[GateSection], values[RuleSection])
 
 
 def build_parser() -> Parser:
@@ -115,10 +114,10 @@ def gate(args: GateSection, rule: RuleSection) -> int:
     check_files({"--out": args.out, "--junit": rule.junit, "--summary": rule.summary})
     cases = quick(baselines) if args.quick else baselines
     configs = [config_of(baseline) for baseline in cases]
-    results = results_of(len(cases), run(args.processes, configs))
+    results = run(args.processes, configs)
     records = [result for result in results if isinstance(result, RunRecord)]
-    for record in records:
-        if args.out is not None:
+    if args.out is not None:
+        for record in records:
             append_record(args.out, record)
     failed = not_run(baselines, cases, args.quick) + failures(cases, results)
     return conclude(rule, failed + compare(records, cases, rule.rule))
@@ -131,17 +130,17 @@ def save(values: Values) -> int:
     path = args.baseline
     check_writable("--baseline", path)
     old, cases = _cases_to_save(values)
-    results = results_of(len(cases), run(args.processes, [config for config, _ in cases]))
-    records = [result for result in results if _passed(result)]
+    results = run(args.processes, [config for config, _ in cases])
+    records: list[RunRecord] = []
+    for (config, margin), result in zip(cases, results, strict=True):
+        if isinstance(result, RunRecord) and result.passed and result.metrics is not None:
+            records.append(dataclasses.replace(result, margin=margin))
+        else:
+            why = f"{name_of(config)}: {_describe(result)}"
+            print(f"magicdec gate save: {why}", file=sys.stderr)
     if len(records) < len(cases):
-        for (config, _), result in zip(cases, results, strict=True):
-            if not _passed(result):
-                why = f"{name_of(config)}: {_describe(result)}"
-                print(f"magicdec gate save: {why}", file=sys.stderr)
         print(f"{path} is as it was", file=sys.stderr)
         return 1
-    pairs = zip(records, (margin for _, margin in cases), strict=True)
-    records = [dataclasses.replace(record, margin=margin) for record, margin in pairs]
     write_text("--baseline", path, "".join(record.to_json() + "\n" for record in records))
     for comparison in compare(records, old) if old else ():
         print(comparison)
@@ -178,12 +177,12 @@ def _subject(given: dict[str, Any]) -> Subject:
     return Subject(**given)
 
 
-def run(processes: int, configs: Sequence[RunConfig]) -> list[Arrival]:
-    """What came back from running the cases. Prints a line for each that has ended."""
+def run(processes: int, configs: Sequence[RunConfig]) -> list[Result]:
+    """The result of each case. Prints a line for each that has ended."""
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     started, done = time.monotonic(), 0
 
-    def finished(number: int, result: Result) -> None:
+    def finished(result: Result) -> None:
         nonlocal done
         done += 1
         spent = time.monotonic() - started
@@ -199,10 +198,6 @@ def _describe(result: Result) -> str:
         return f"{describe(result)}: failed: {result.error}"
     rate = None if result.metrics is None else result.metrics.acceptance_rate
     return f"{describe(result)}: {result.status if rate is None else f'{rate:.4f}'}"
-
-
-def _passed(result: Result) -> TypeGuard[RunRecord]:
-    return isinstance(result, RunRecord) and result.passed and result.metrics is not None
 
 
 def _read(path: Path) -> list[RunRecord]:

@@ -4,8 +4,8 @@ a grid of batch sizes, contexts, new tokens and KV budgets.
     magicdec latency --B 1 4 --prefix_len 4096 16384 --T 1 2 4 8 --budget 65 257
     magicdec latency --nproc 2 --csv latency.csv
 
-Owns the flags, the grid and its checks; `latency/forwards.py` measures, and `latency/record.py` has
-the record and its table. Heavy imports happen after the flags are read.
+`latency/forwards.py` measures, and `latency/record.py` has the record and its table. Heavy imports
+happen after the flags are read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ from magicdec.cli.parsing.parser import ConfigFile, Parser
 from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.config.checks import MOST_WATCHED, check_budget, policy_called
 from magicdec.config.choices.backend import check_returns_weights
-from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection, OutputSection, WorkloadSection
@@ -54,12 +53,9 @@ EVERYDAY = (
     *("--model", "--nproc", "--B", "--prefix_len", "--T", "--kv_policy", "--budget", "--repeats"),
     *("--out", "--csv"),
 )
+SECTIONS = ("model", "parallel", "attention", "decoding", "kv")
 # Sections of which only some settings have a flag here.
-ONLY = {
-    "attention": ("backend",),
-    "decoding": ("cuda_graphs",),
-    "kv": KV_FIELDS,
-}
+ONLY = {"attention": ("backend",), "decoding": ("cuda_graphs",), "kv": KV_FIELDS}
 
 
 @dataclass(frozen=True)
@@ -95,6 +91,15 @@ class Experiment:
     out: Path
     csv_path: Path | None
 
+    def write(self, record: LatencyRecord) -> None:
+        """Append the record, and write the CSV file. Raises ValueError, naming the flag, if a file
+        cannot be written."""
+        append_records("--out", self.out, [record])
+        print(f"record appended to {self.out}", file=sys.stderr)
+        if self.csv_path is not None:
+            write_text("--csv", self.csv_path, raw_table(record.rows).csv())
+            print(f"written to {self.csv_path}", file=sys.stderr)
+
 
 def main() -> NoReturn:
     """Measure on all ranks; the first prints the table and writes the files."""
@@ -120,7 +125,7 @@ def main() -> NoReturn:
     if launch.rank == 0:
         record = make_record(config, experiment.grid, source, environment, rows)
         try:
-            write_files(record, experiment)
+            experiment.write(record)
         except ValueError as error:
             refuse(error, launch)
         finally:
@@ -128,31 +133,12 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-def write_files(record: LatencyRecord, experiment: Experiment) -> None:
-    """Append the record, and write the CSV file. Raises ValueError, naming the flag, if a file
-    cannot be written."""
-    append_records("--out", experiment.out, [record])
-    print(f"record appended to {experiment.out}", file=sys.stderr)
-    if experiment.csv_path is not None:
-        write_text("--csv", experiment.csv_path, raw_table(record.rows).csv())
-        print(f"written to {experiment.csv_path}", file=sys.stderr)
-
-
 def build_parser() -> Parser:
-    config = RunConfig()
-    sections = {
-        "file": ConfigFile(),
-        "model": config.model,
-        "parallel": config.parallel,
-        "attention": config.attention,
-        "decoding": config.decoding,
-        "kv": config.kv,
-        "grid": GridSection(),
-    }
+    sections = {name: getattr(RunConfig(), name) for name in SECTIONS}
     return Parser(
         "Time single forwards at fixed cache lengths. With --nproc or under torchrun the model is "
         "spread over all ranks.",
-        sections,
+        {"file": ConfigFile(), **sections, "grid": GridSection()},
         ONLY,
         everyday=EVERYDAY,
     )
@@ -210,33 +196,24 @@ def find_drafts(
 def prepare(experiment: Experiment, launch: Launch) -> tuple[ResolvedConfig, ModelSource, str]:
     """Resolve the config, check the grid against the model and the memory; the last is the memory
     plan in a line. Raises ValueError as `parse` does."""
-    from magicdec.executor.descriptions import layer_obstacle
-    from magicdec.hardware.environment import probe_machine
-    from magicdec.latency.memory import check_grid_memory
+    from magicdec.latency.forwards import check_grid_memory
     from magicdec.memory.check import check_together, free_device_memory
-    from magicdec.memory.plan import Models
-    from magicdec.model.checkpoint.source import find_model
     from magicdec.setup.model_checks import (
         check_interpreter,
         check_length,
         check_scores,
         check_window,
     )
-    from magicdec.setup.prepare import as_stored, check_threads_equal
+    from magicdec.setup.prepare import Known, check_threads_equal, find
 
     check_threads_equal(launch, experiment.config)
-    source = find_model("--model", experiment.config.model.model)
-    model = source.config
-    config = resolve(
-        as_stored(experiment.config, source),
-        probe_machine(launch),
-        model.cached_head_dim,
-        layer_obstacles=(layer_obstacle(model), None),
-    )
+    run = find(experiment.config, launch, Known())
+    grid = experiment.grid
+    config, source, model = run.config, run.source, run.source.config
     check_interpreter(config)
-    for kv in experiment.grid.drafts:
+    for kv in grid.drafts:
         check_returns_weights(config.attention.backend, kv.resolve().policy)
-    context, T = max(experiment.grid.contexts), max(experiment.grid.new_tokens)
+    context, T = max(grid.contexts), max(grid.new_tokens)
     length = f"--prefix_len {context} + --T {T} = {context + T}"
     check_length(length, context + T, "--model", source)
     backend = config.attention.backend_choice.settled
@@ -245,6 +222,6 @@ def prepare(experiment: Experiment, launch: Launch) -> tuple[ResolvedConfig, Mod
     Shard(0, launch.world_size).heads(model.num_heads, model.num_kv_heads)
     free = free_device_memory(config.parallel.device, launch.local_rank)
     memory = check_together(
-        launch, lambda: check_grid_memory(config, experiment.grid, Models(model), launch, free)
+        launch, lambda: check_grid_memory(config, grid, run.models, launch, free)
     )
     return config, source, memory

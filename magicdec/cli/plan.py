@@ -1,26 +1,23 @@
 """`magicdec plan`: predicts when speculation is faster, from the shape of the model, the bandwidth
 and speed of the machine and an acceptance rate. It runs no model, reads no weights and imports no
-torch.
-
-Owns the settings and the choice of the predicted cells, for speculation and for stages.
-`cost_model/` does the arithmetic and makes the record and its tables.
+torch. `cost_model/` does the arithmetic and makes the record and its tables.
 """
 
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
 from magicdec.cli.flags import refuse
 from magicdec.cli.parsing.parser import Parser, Values
 from magicdec.config.choices.layers import choose_weights
-from magicdec.config.prediction_sections import AcceptanceSection, ClusterSection
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
     MODEL_PREFIX,
     SELF,
+    ClusterSection,
     DecodingSection,
     DraftChoice,
     DraftSection,
@@ -34,7 +31,13 @@ from magicdec.config.setting import same, setting
 from magicdec.cost_model import plan as plans
 from magicdec.cost_model import stage_plan as stage_plans
 from magicdec.cost_model.costs import Deployment
-from magicdec.cost_model.curves import find_conditional, find_curves, is_rate, longest
+from magicdec.cost_model.curves import (
+    AcceptanceSection,
+    find_conditional,
+    find_curves,
+    is_rate,
+    longest,
+)
 from magicdec.cost_model.plan import DTYPE_BYTES, Plan
 from magicdec.cost_model.speculation import Choice
 from magicdec.cost_model.stage_plan import StagePlan
@@ -48,16 +51,12 @@ from magicdec.records.record import Record, append_records
 from magicdec.tables import Table, print_tables
 
 MAX_GAMMA = 8
-# The rates of a machine by hand: the unit of each in SI units.
-RATES = {
-    "bandwidth": 1e9,
-    "flops": 1e12,
-    "link": 1e9,
-    "link_latency_us": 1e-6,
-    "node_link": 1e9,
-    "node_link_latency_us": 1e-6,
-    "overhead_us": 1e-6,
-}
+LONG_CONTEXT = 1 << 20  # tokens; a policy runs again no more than of this many
+LINKS = ("link", "node_link")
+SPECULATION = (  # settings that --stages does not read
+    *("acceptance", "conditional_acceptance", "acceptance_gamma", "draft", "draft_tp"),
+    *("draft_dtype", "budget", "kv_policy", "gen_len", "max_gamma"),
+)
 
 
 @dataclass(frozen=True)
@@ -122,6 +121,15 @@ class PlanSection(AcceptanceSection):
     layer_split: str | None = same(StagesSection, "layer_split")
     out: Path | None = same(OutputSection, "results", None, is_default=True)
 
+    @property
+    def ranks_per_node(self) -> int:
+        return self.tp * (self.stages or 1) // self.nodes
+
+    @property
+    def machine_source(self) -> str:
+        """Where the rates come from."""
+        return "flags" if self.machine is None else str(self.machine)
+
 
 def build_parser() -> Parser:
     return Parser(
@@ -132,75 +140,100 @@ def build_parser() -> Parser:
     )
 
 
+def main() -> NoReturn:
+    try:
+        values = build_parser().read(sys.argv[1:])
+        args = values[PlanSection]
+        check_mode(args, values)
+        predict = predict_speculation if args.stages is None else predict_stages
+        record, tables = predict(args)
+        check_given(args, values)
+        if args.out is not None:
+            append_records("--out", args.out, [record])
+    except ValueError as error:
+        refuse(error, read_launch())
+    print_tables(tables)
+    sys.exit(0)
+
+
+def check_mode(args: PlanSection, values: Values) -> None:
+    """Raises ValueError for a flag of the other prediction."""
+    if args.stages is None:
+        values.refuse_given(["plan.layer_split"], "it is for --stages")
+    else:
+        names = [f"plan.{name}" for name in SPECULATION]
+        values.refuse_given(names, f"--stages {args.stages} predicts no speculation")
+
+
 def check_given(args: PlanSection, values: Values) -> None:
     """Raises ValueError for a flag that was given and would do nothing."""
     if not any(is_rate(value) for value in args.acceptance or ()):
         values.refuse_given(["plan.acceptance_gamma"], "it is for an --acceptance that is one rate")
-    ranks = args.tp * (args.stages or 1)
-    for flag, ends in (("link", ranks // args.nodes), ("node_link", args.nodes)):
-        if ends == 1:
-            reason = "--nodes is 1" if flag == "node_link" else "a node has one rank"
-            values.refuse_given([f"plan.{flag}", f"plan.{flag}_latency_us"], reason)
+    if args.ranks_per_node == 1:
+        values.refuse_given(["plan.link", "plan.link_latency_us"], "a node has one rank")
+    if args.nodes == 1:
+        values.refuse_given(["plan.node_link", "plan.node_link_latency_us"], "--nodes is 1")
 
 
-def find_target(args: PlanSection, config: ModelConfig, tp: int, nodes: int) -> Deployment:
-    """The model on `tp` ranks on `nodes` hosts."""
+def predict_speculation(args: PlanSection) -> tuple[Record, list[Table]]:
+    """The record and its tables."""
+    record = plans.make_record(make_plan(args))
+    return record, plans.tables([record])
+
+
+def predict_stages(args: PlanSection) -> tuple[Record, list[Table]]:
+    """The record and its tables."""
+    record = stage_plans.make_record(make_stage_plan(args))
+    return record, stage_plans.tables([record])
+
+
+def find_target(args: PlanSection, config: ModelConfig, nodes: int) -> Deployment:
+    """The model on `--tp` ranks on `nodes` hosts."""
     hardware = find_hardware(args, config.num_layers)
     is_int8 = choose_weights("--target_dtype", args.target_dtype, args.dtype) == "int8"
-    return Deployment(config, hardware, DTYPE_BYTES[args.dtype], tp, nodes, is_int8)
+    return Deployment(config, hardware, DTYPE_BYTES[args.dtype], args.tp, nodes, is_int8)
 
 
 def find_hardware(args: PlanSection, num_layers: int) -> Hardware:
     """The speeds of the machine, from the file or from flags. If a flag gives a link or the
     overhead, it replaces the value in the file."""
-    given = {flag: getattr(args, flag) for flag in RATES}
-    rates = {flag: None if value is None else value * RATES[flag] for flag, value in given.items()}
-    by_hand = rates["bandwidth"] is not None, rates["flops"] is not None
-    if (args.machine is None) != all(by_hand) or any(by_hand) != all(by_hand):
-        raise ValueError("give either --machine FILE, or both --bandwidth and --flops")
-    if args.machine is not None:
-        base = load_machine(args.machine).hardware(args.dtype)
+    if args.machine is not None and args.bandwidth is None and args.flops is None:
+        hardware = load_machine(args.machine).hardware(args.dtype)
+    elif args.machine is None and args.bandwidth is not None and args.flops is not None:
+        hardware = Hardware(1e9 * args.bandwidth, 1e12 * args.flops)
     else:
-        base = Hardware(rates["bandwidth"] or 0.0, rates["flops"] or 0.0)
-    overhead, ranks = rates["overhead_us"], args.tp * (args.stages or 1)
-    return Hardware(
-        base.read_bytes_per_s,
-        base.flops_per_s,
-        base.layer_overhead_s if overhead is None else overhead / num_layers,
-        base.kv_bytes_per_s,
-        _find_link(rates, "link", base.link, ranks // args.nodes > 1, args.stages),
-        _find_link(rates, "node_link", base.node_link, args.nodes > 1, args.stages),
-        base.attention_flops_per_s,
-        base.token_overhead_s,
-    )
+        raise ValueError("give either --machine FILE, or both --bandwidth and --flops")
+    if args.overhead_us is not None:
+        hardware = replace(hardware, layer_overhead_s=1e-6 * args.overhead_us / num_layers)
+    link, node_link = (find_link(args, flag, getattr(hardware, flag)) for flag in LINKS)
+    return replace(hardware, link=link, node_link=node_link)
 
 
-def _find_link(
-    rates: dict[str, float | None],
-    flag: str,
-    measured: Link | None,
-    is_needed: bool,
-    stages: int | None,
-) -> Link | None:
-    bandwidth, latency = rates[flag], rates[f"{flag}_latency_us"]
+def find_link(args: PlanSection, flag: str, measured: Link | None) -> Link | None:
+    """The link of that flag, which is `measured` unless flags give it. Raises ValueError if the
+    ranks need one and there is none."""
+    bandwidth, latency = getattr(args, flag), getattr(args, f"{flag}_latency_us")
     if (bandwidth is None) != (latency is None):
         raise ValueError(f"--{flag} and --{flag}_latency_us go together; give both or neither")
-    if bandwidth is not None and latency is not None:
-        return Link(latency, bandwidth)
+    if bandwidth is not None:
+        return Link(1e-6 * latency, 1e9 * bandwidth)
+    is_needed = args.ranks_per_node > 1
+    reason = "--tp above 1 needs the cost of an all-reduce"
+    if flag == "node_link":
+        is_needed = args.nodes > 1
+        reason = "--nodes above 1 needs the cost of an all-reduce"
+    elif args.stages is not None:
+        reason = f"--stages {args.stages} needs the cost of a link"
     if measured is None and is_needed:
-        needed = "--tp above 1 needs the cost of an all-reduce"
-        if flag == "node_link":
-            needed = "--nodes above 1 needs the cost of an all-reduce"
-        elif stages is not None:
-            needed = f"--stages {stages} needs the cost of a link"
         raise ValueError(
-            f"{needed}; give --{flag} and --{flag}_latency_us, or a --machine probed with several "
+            f"{reason}; give --{flag} and --{flag}_latency_us, or a --machine probed with several "
             "ranks"
         )
     return measured
 
 
 def check_tp(flag: str, tp: int, model_flag: str, config: ModelConfig) -> None:
+    """Raises ValueError unless the heads can be divided among so many ranks."""
     heads = config.num_heads
     if heads % tp:
         fitting = " ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
@@ -210,84 +243,33 @@ def check_tp(flag: str, tp: int, model_flag: str, config: ModelConfig) -> None:
         )
 
 
-def predict_stages(args: PlanSection, values: Values) -> tuple[Record, list[Table]]:
-    """The record and its tables."""
-    plan = make_stage_plan(args)
-    check_given(args, values)
-    record = stage_plans.make_record(plan)
-    return record, stage_plans.tables([record])
-
-
 def make_stage_plan(args: PlanSection) -> StagePlan:
     """Raises ValueError, one line naming the flag, for errors that a user can correct."""
-    config, stages = find_config("--model", args.model), f"--stages {args.stages}"
+    config = find_config("--model", args.model)
+    stages, tp, machine = f"--stages {args.stages}", args.tp, args.machine
     assert args.stages is not None, "it chose this prediction"
-    check_tp("--tp", args.tp, "--model", config)
-    if (named := count_stages(args.layer_split, args.stages)) != args.stages:
-        raise ValueError(f"{stages}: --layer_split {args.layer_split} has {named} stages")
-    num_ranks = args.stages * args.tp
-    per_node = num_ranks // args.nodes
-    if num_ranks % args.nodes or (per_node % args.tp and args.tp % per_node):
+    check_tp("--tp", tp, "--model", config)
+    if (num_stages := count_stages(args.layer_split, args.stages)) != args.stages:
+        raise ValueError(f"{stages}: --layer_split {args.layer_split} has {num_stages} stages")
+    per_node = args.ranks_per_node
+    if args.stages * tp % args.nodes or (per_node % tp and tp % per_node):
         raise ValueError(
-            f"--nodes {args.nodes}: {stages} of --tp {args.tp} ranks cannot be divided evenly "
+            f"--nodes {args.nodes}: {stages} of --tp {tp} ranks cannot be divided evenly "
             "among so many hosts"
         )
-    target = find_target(args, config, args.tp, max(1, args.tp // per_node))
-    shares_host = False
-    if args.machine is not None:
-        shares_host = load_machine(args.machine).description.get("gpu") is None
     plan = StagePlan(
-        stage=target,
+        stage=find_target(args, config, max(1, tp // per_node)),
         num_stages=args.stages,
         nodes=args.nodes,
         layer_split=args.layer_split,
-        shares_host=shares_host,
+        shares_host=machine is not None and load_machine(machine).description.get("gpu") is None,
         dtype=args.dtype,
-        machine_source="flags" if args.machine is None else str(args.machine),
+        machine_source=args.machine_source,
         lane_sizes=args.B,
         prefix_lens=args.prefix_len,
     )
     plan.layers(plan.lane_sizes[0], plan.prefix_lens[0])
     return plan
-
-
-SPECULATION = (  # flags that --stages does not read
-    *("acceptance", "conditional_acceptance", "acceptance_gamma", "draft", "draft_tp"),
-    *("draft_dtype", "budget", "kv_policy", "gen_len", "max_gamma"),
-)
-LONG_CONTEXT = 1 << 20  # tokens; a policy runs again no more than of this many
-
-
-def main() -> NoReturn:
-    try:
-        values = build_parser().read(sys.argv[1:])
-        args = values[PlanSection]
-        check_mode(args, values)
-        predict = predict_speculation if args.stages is None else predict_stages
-        record, report = predict(args, values)
-        if args.out is not None:
-            append_records("--out", args.out, [record])
-    except ValueError as error:
-        refuse(error, read_launch())
-    print_tables(report)
-    sys.exit(0)
-
-
-def predict_speculation(args: PlanSection, values: Values) -> tuple[Record, list[Table]]:
-    """The record and its tables."""
-    plan = make_plan(args)
-    check_given(args, values)
-    record = plans.make_record(plan)
-    return record, plans.tables([record])
-
-
-def check_mode(args: PlanSection, values: Values) -> None:
-    """Raises ValueError for a flag of the other prediction."""
-    if args.stages is None:
-        values.refuse_given(["plan.layer_split"], "it is for --stages")
-        return
-    names = [f"plan.{name}" for name in SPECULATION]
-    values.refuse_given(names, f"--stages {args.stages} predicts no speculation")
 
 
 def make_plan(args: PlanSection) -> Plan:
@@ -300,11 +282,11 @@ def make_plan(args: PlanSection) -> Plan:
     check_tp("--tp", args.tp, "--model", config)
     if args.tp % args.nodes:
         raise ValueError(f"--nodes {args.nodes} does not divide --tp {args.tp}")
-    target = find_target(args, config, args.tp, args.nodes)
-    drafter = SELF if args.draft == SELF else "model"
+    target = find_target(args, config, args.nodes)
     if args.conditional_acceptance is not None:
         curves, source = find_conditional(args.conditional_acceptance, args.budget)
     else:
+        drafter = SELF if args.draft == SELF else "model"
         curves, source = find_curves(
             args.acceptance or (), args.budget, drafter, args.kv_policy, args.acceptance_gamma
         )
@@ -317,7 +299,7 @@ def make_plan(args: PlanSection) -> Plan:
         dtype=args.dtype,
         curves=curves,
         acceptance_source=source,
-        machine_source="flags" if args.machine is None else str(args.machine),
+        machine_source=args.machine_source,
         batch_sizes=args.B,
         prefix_lens=args.prefix_len,
         max_gamma=args.max_gamma or min(MAX_GAMMA, reach or MAX_GAMMA),

@@ -4,8 +4,7 @@ that `magicdec plan` reads.
     magicdec probe --out machine.json
     magicdec probe --nproc 2 --out machine.json
 
-Owns the command line and the table; `probe.py` measures. Heavy imports happen after the flags
-are read.
+`probe.py` measures. Heavy imports happen after the flags are read.
 """
 
 from __future__ import annotations
@@ -119,20 +118,21 @@ def print_machine(machine: MachineFile, out: Path) -> None:
         ("overhead of a layer for each further token, {}, us", "token_overhead_s", 1, 1e6),
     )
     d = machine.description
-    spreads = machine.spreads
-    rows = [("read bandwidth, GB/s", fixed(machine.read_bytes_per_s, 1, scale=1e-9),
-             fixed(spreads.get("read_bytes_per_s"), 0, " %", 100))]  # fmt: skip
+    rows: list[tuple[object, ...]] = []
+
+    def add(label: str, value: float, digits: int, scale: float, spread: str) -> None:
+        spread_cell = fixed(machine.spreads.get(spread), 0, " %", 100)
+        rows.append((label, fixed(value, digits, scale=scale), spread_cell))
+
+    add("read bandwidth, GB/s", machine.read_bytes_per_s, 1, 1e-9, "read_bytes_per_s")
     for label, name, digits, scale in by_dtype:
         for dtype, rate in getattr(machine, name).items():
-            spread = fixed(spreads.get(f"{name} {dtype}"), 0, " %", 100)
-            rows.append((label.format(dtype), fixed(rate, digits, scale=scale), spread))
+            add(label.format(dtype), rate, digits, scale, f"{name} {dtype}")
     for between, link in (("ranks", machine.link), ("nodes", machine.node_link)):
         if link is not None:
             label = f"all-reduce between {between} ({d['collectives']})"
-            latency = fixed(link.latency_s, 1, scale=1e6)
-            spread = fixed(spreads.get("link"), 0, " %", 100)
-            rows.append((f"{label}, latency, us", latency, spread))
-            rows.append((f"{label}, GB/s", fixed(link.bytes_per_s, 2, scale=1e-9), None))
+            add(f"{label}, latency, us", link.latency_s, 1, 1e6, "link")
+            add(f"{label}, GB/s", link.bytes_per_s, 2, 1e-9, "")
     Table(
         [Column("", is_text=True), "measured", "spread"],
         rows,

@@ -51,7 +51,7 @@ from magicdec.serving.modes import (
 )
 from magicdec.serving.options import SWEPT, WINDOWED, ServeOptions, check_passes
 from magicdec.tables import print_tables
-from magicdec.workload.arrivals import BURST, TRACE
+from magicdec.workload.request_shapes import BURST, TRACE
 
 if TYPE_CHECKING:
     from magicdec.serving.measure import Measured

@@ -1,7 +1,5 @@
 """`magicdec simulate`: what decoding on a pipeline of stages would yield, in virtual time.
-
-Owns the settings, what they must fulfil, and the choice of what is simulated. `simulator/`
-simulates, and makes the records and their tables.
+`simulator/` simulates, and makes the records and their tables.
 """
 
 from __future__ import annotations
@@ -14,16 +12,22 @@ from typing import NoReturn
 
 from magicdec.cli.flags import refuse
 from magicdec.cli.parsing.parser import Parser
-from magicdec.config.prediction_sections import AcceptanceSection, ClusterSection
-from magicdec.config.sections import DEFAULT_GEN_LEN, OutputSection, PictureSection, WorkloadSection
+from magicdec.config.sections import (
+    DEFAULT_GEN_LEN,
+    ClusterSection,
+    OutputSection,
+    PictureSection,
+    WorkloadSection,
+)
 from magicdec.config.setting import same, setting
-from magicdec.cost_model.curves import conditional_rate
+from magicdec.cost_model.curves import AcceptanceSection, conditional_rate
 from magicdec.distributed.groups import read_launch
 from magicdec.figures import check_picture
 from magicdec.pipelined_speculation.options import NUM_CANDIDATES, Options
 from magicdec.records.reading import load_records
 from magicdec.records.record import append_records
 from magicdec.records.writing import check_files
+from magicdec.serving.options import ServeOptions
 from magicdec.simulator.machine import Cluster, Machine, divisions
 from magicdec.simulator.run import (
     MODES,
@@ -38,7 +42,6 @@ from magicdec.simulator.showing import draw_chart, tables
 from magicdec.simulator.simulation import Trace
 from magicdec.simulator.text import draw_ranks, replay_ranks
 from magicdec.tables import print_tables
-from magicdec.workload.request_shapes import ShapedOptions
 
 EVERYDAY = (
     *("--stages", "--nodes", "--stage_ms", "--model_ms", "--link_ms", "--draft_ms", "--gamma"),
@@ -106,7 +109,7 @@ class SimulationSection(PictureSection, AcceptanceSection, ClusterSection):
         None, "Requests at the same time in the ring. Default: one for each stage.", least=1
     )
     seed: int = same(WorkloadSection, "seed")
-    modes: tuple[str, ...] | None = same(ShapedOptions, "modes", choices=MODES)
+    modes: tuple[str, ...] | None = same(ServeOptions, "modes", choices=MODES)
     out: Path | None = same(OutputSection, "results", None, is_default=True)
 
     def check(self, given: Collection[str]) -> None:
@@ -194,11 +197,11 @@ def simulate_all(
     few tokens of each request tell the speed of modes without drafts."""
     short = replace(work, gen_len=min(work.gen_len, STEADY_TOKENS))
     traces: dict[str, Trace] = {}
+    modes = [mode for mode in MODES if args.modes is None or mode in args.modes]
     for nodes, machine in machines:
-        for mode in modes_of(args):
+        for mode in modes:
             is_short = len(machines) > 1 and mode in WITHOUT_DRAFTS
-            trace, metrics = run_mode(mode, machine, options, short if is_short else work)
-            traces[mode] = trace
+            traces[mode], metrics = run_mode(mode, machine, options, short if is_short else work)
             yield nodes, machine, mode, metrics
     if args.plot is not None:
         until_ms = args.plot_ms or 1e3 * CHART_STAGES * max(machines[0][1].stage_s)
@@ -243,35 +246,24 @@ def make_machines(args: SimulationSection) -> list[tuple[int | None, Machine]]:
                 f"--stages: none of these divides --nodes and is at most --layers {args.layers}"
             )
     else:
-        machines = [(None, _given_stages(base, count, args)) for count in _stage_counts(args)]
+        times = args.stage_ms or (DEFAULT_STAGE_MS,)
+        counts = args.stages or [len(times) if len(times) > 1 else DEFAULT_STAGES]
+        machines = [(None, _equal_stages(base, count, times, args.layers)) for count in counts]
     if args.plot is not None and len(machines) > 1:
         raise ValueError(f"--plot is for one cluster, and these are {len(machines)}; leave it out")
     return machines
 
 
-def _stage_counts(args: SimulationSection) -> Sequence[int]:
-    if args.stages is not None:
-        return args.stages
-    times = args.stage_ms or ()
-    return [len(times)] if len(times) > 1 else [DEFAULT_STAGES]
-
-
-def _given_stages(base: Machine, count: int, args: SimulationSection) -> Machine:
-    times = args.stage_ms or (DEFAULT_STAGE_MS,)
-    if len(times) not in (1, count):
+def _equal_stages(base: Machine, count: int, times_ms: Sequence[float], layers: int) -> Machine:
+    """Stages with the same number of layers; one time stands for all of them."""
+    if len(times_ms) not in (1, count):
         raise ValueError(
-            f"--stage_ms has {len(times)} values for {count} --stages; give one, or one for each"
+            f"--stage_ms has {len(times_ms)} values for {count} --stages; give one, or one for each"
         )
-    if count > args.layers:
-        raise ValueError(f"--stages {count} is more than --layers {args.layers}")
-    each = times * (count // len(times))
-    stage_s = tuple(time / 1e3 for time in each)
-    return replace(base, stage_s=stage_s, layers=max(1, args.layers // count))
-
-
-def modes_of(args: SimulationSection) -> list[str]:
-    """The modes that are simulated, in their order."""
-    return [mode for mode in MODES if args.modes is None or mode in args.modes]
+    if count > layers:
+        raise ValueError(f"--stages {count} is more than --layers {layers}")
+    stage_s = tuple(time / 1e3 for time in times_ms) * (count // len(times_ms))
+    return replace(base, stage_s=stage_s, layers=max(1, layers // count))
 
 
 def make_work(args: SimulationSection) -> Work:
@@ -288,26 +280,26 @@ def _ranks(args: SimulationSection, length: int) -> list[int]:
     try:
         rate = float(text)
     except ValueError:
-        return replay_ranks(*_recorded(Path(text)), length, args.seed)
+        return replay_ranks(_recorded_steps(Path(text)), length, args.seed)
     if not 0 <= rate <= 1:
         raise ValueError(f"--acceptance {text} is not between 0 and 1")
     return draw_ranks([conditional_rate(rate, args.acceptance_gamma)], length, args.seed)
 
 
-def _recorded(path: Path) -> tuple[list[int], list[int]]:
-    """Drafted and accepted tokens of the steps of a file's records, row by row. Raises ValueError,
+def _recorded_steps(path: Path) -> list[tuple[int, int]]:
+    """Drafted and accepted tokens of each step of a file's records, row by row. Raises ValueError,
     naming the flag, if no record has any."""
-    drafted: list[int] = []
-    accepted: list[int] = []
-    for record in load_records(path):
-        for samples in (record.samples or {}).values():
-            batches = zip(samples.num_drafted or (), samples.num_accepted or (), strict=False)
-            for counts, steps in batches:
-                for row in range(max(map(len, steps), default=0)):
-                    for count, rows in zip(counts, steps, strict=True):
-                        if count and row < len(rows):
-                            drafted.append(count)
-                            accepted.append(rows[row])
-    if not drafted:
+    steps = [
+        (count, accepted[row])
+        for record in load_records(path)
+        for samples in (record.samples or {}).values()
+        for counts, batch in zip(
+            samples.num_drafted or (), samples.num_accepted or (), strict=False
+        )
+        for row in range(max(map(len, batch), default=0))
+        for count, accepted in zip(counts, batch, strict=True)
+        if count and row < len(accepted)
+    ]
+    if not steps:
         raise ValueError(f"--acceptance {path}: no record has accepted counts")
-    return drafted, accepted
+    return steps

@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from magicdec.cli.drivers import DRIVERS
-from magicdec.cli.flags import config_of, refuse, run_on_ranks
-from magicdec.cli.front import run
+from magicdec.cli.flags import refuse, run_on_ranks
 from magicdec.cli.parsing.ignored import why_ignored
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import ParallelSection
 from magicdec.config.setting import Declared, declared, same, setting
 from magicdec.distributed.groups import read_launch
-from magicdec.distributed.ranks import find_world_size
+from magicdec.distributed.ranks import INTERRUPTED, find_world_size
 from magicdec.distributed.watching.watch import naming_lost
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.records.writing import check_writable
@@ -41,8 +40,7 @@ from magicdec.study.study import (
     unknown,
 )
 
-RUN = "run"  # in which the flag --draft says what drafts
-NAMES = (RUN, *DRIVERS)
+NAMES = tuple(DRIVERS)
 # Flags that are for one run, or for all ranks of the command.
 OF_ONE_RUN = ("save_tokens", "printoutput", "profile", "out", "nproc", "config")
 
@@ -51,8 +49,8 @@ class Flags:
     """The flags of the driver of that name."""
 
     def __init__(self, driver: str) -> None:
-        self.driver = driver
-        self.parser = run.build_parser() if driver == RUN else DRIVERS[driver].build_parser()
+        self.driver = DRIVERS[driver]
+        self.parser = self.driver.build_parser()
         self.settings = {
             flag.lstrip("-"): (name, each)
             for name, each in self.parser.settings.items()
@@ -96,7 +94,7 @@ class Flags:
         """The config with these values, and the settings among them that it ignores, with the
         reasons. Raises ValueError as the driver does."""
         used = dict(values)
-        config = self._config(used)
+        config = self.driver.config_of(self.parser.read([], used))
         ignored = {}
         for key in values:
             name, _ = self.settings[key]
@@ -104,13 +102,9 @@ class Flags:
             if reason is not None:
                 ignored[name] = reason
                 del used[key]
-        return with_local_models(self._config(used) if ignored else config), ignored
-
-    def _config(self, values: dict[str, Any]) -> RunConfig:
-        read = self.parser.read([], values)
-        if self.driver == RUN:
-            return run.drafted_config(read)
-        return config_of(read, DRIVERS[self.driver].config)
+        if ignored:
+            config = self.driver.config_of(self.parser.read([], used))
+        return with_local_models(config), ignored
 
 
 def main() -> NoReturn:
@@ -128,7 +122,7 @@ def main() -> NoReturn:
     except ValueError as error:
         refuse(error, launch)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     from magicdec.study.progress import print_order
     from magicdec.study.sweep import conclude
 

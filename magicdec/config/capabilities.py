@@ -1,8 +1,6 @@
 """Capabilities and Requirements: where an attention backend, or an implementation of the
-elementwise operations, can run, what it needs and what it supports. Imports no torch.
-
-Owns the form of these declarations. Each implementation declares its own, in its own file. Must not
-know any backend by name.
+elementwise operations, can run, what it needs and what it supports. Imports no torch. Each
+implementation declares its own, in its own file.
 """
 
 from __future__ import annotations

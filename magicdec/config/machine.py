@@ -1,7 +1,5 @@
 """Machine: the facts about a host that decide what `auto` means there. Imports nothing of this
 package and no torch.
-
-Must not know how a machine is probed (`hardware.environment`) or what depends on these facts.
 """
 
 from __future__ import annotations

@@ -1,19 +1,16 @@
 """Resolves a config: every `auto`, and every None that means a default, becomes a value. Imports no
 torch itself, but reading the capabilities of an attention backend does.
-
-Owns the order of the choices, which depend on each other. Must not know how any choice is
-implemented.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from magicdec.config.choices.backend import (
     check_returns_weights,
     choose_backend,
     choose_draft_kv,
-    unmeasured,
 )
 from magicdec.config.choices.choice import Choice, How
 from magicdec.config.choices.collectives import choose_collectives
@@ -36,7 +33,6 @@ from magicdec.config.resolved import (
     ResolvedWorkload,
 )
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, DraftSection, ParallelSection, WorkloadSection
 from magicdec.config.threads import choose_threads
 
 
@@ -57,11 +53,16 @@ def resolve(
     device = choose_device(config.parallel.device, machine)
     fast_bfloat16 = device == "cuda" or machine.has_fast_bfloat16
     dtype = choose_dtype(config.model.dtype, config.model.target_dtype, fast_bfloat16)
-    parallel = resolve_parallel(config.parallel, device, machine, is_staged)
+    parallel = ResolvedParallel(
+        config.parallel.rank_group or tuple(range(machine.world_size)),
+        device,
+        choose_collectives(config.parallel.collectives, device, machine, is_staged),
+        choose_threads(config.parallel.threads, machine),
+    )
     backend_flag, kv = config.attention.backend, config.kv.resolve()
     drafts_trees = config.decoding.tree is not None
-    backend = choose_backend(backend_flag, device, machine, head_dim, dtype, drafts_trees)
-    backend = unmeasured(backend) if is_staged else backend
+    needs = drafts_trees, is_staged
+    backend = choose_backend(backend_flag, device, machine, head_dim, dtype, *needs)
     weights = choose_weights("--target_dtype", config.model.target_dtype, dtype)
     of_draft = [] if config.draft is None else [config.draft.draft_dtype]
     linear = choose_linear(config.model.linear, device, dtype, machine, [weights, *of_draft])
@@ -76,34 +77,32 @@ def resolve(
     draft, drafting, size = None, backend, head_dim
     if config.draft is not None:
         size = draft_head_dim
-        drafting = choose_backend(backend_flag, device, machine, size, dtype, drafts_trees)
-        drafting = unmeasured(drafting) if is_staged else drafting
+        drafting = choose_backend(backend_flag, device, machine, size, dtype, *needs)
         parts = dataclasses.replace(parts, backend=drafting)
         drafts_native = choose_native_steps(config.model.native_steps, parts, layer_obstacles[1])
-        draft = resolve_draft(config.draft, drafting, drafts_native, parallel.rank_group, dtype)
+        draft = ResolvedDraft(
+            config.draft.model,
+            config.draft.rank_group or parallel.rank_group[:1],
+            drafting,
+            drafts_native,
+            choose_weights("--draft_dtype", config.draft.draft_dtype, dtype),
+        )
+    graphs = config.decoding.cuda_graphs  # `resolve_graphs` chooses
+    unresolved = Choice(graphs, "", How.AUTO if graphs == "auto" else How.ASKED)
+    workload = _fields(config.workload) | {"gen_len": config.workload.num_new_tokens}
     draft_kv = choose_draft_kv(kv.draft_kv_dtype, dtype, drafting.name, machine, size)
-    resolved = ResolvedConfig(
+    return ResolvedConfig(
         run_config=config,
         model=model,
         draft=draft,
         parallel=parallel,
         kv=dataclasses.replace(kv, draft_kv_dtype=draft_kv),
         attention=ResolvedAttention(backend, config.attention.prefill_chunk),
-        decoding=unresolved_graphs(config.decoding),
+        decoding=ResolvedDecoding(**_fields(config.decoding), graphs_choice=unresolved),
         sampling=config.sampling,
-        workload=resolve_workload(config.workload),
+        workload=ResolvedWorkload(**workload | {"max_len": None}),
         output=config.output,
-    ).resolve_graphs()
-    return uncaptured(resolved) if is_staged else resolved
-
-
-def uncaptured(config: ResolvedConfig) -> ResolvedConfig:
-    """The config of stages of a pipeline, whose steps are not captured."""
-    if config.decoding.cuda_graphs == "off":
-        return config
-    choice = Choice("off", "auto: off, the steps of a pipeline are not captured", How.SECOND_BEST)
-    decoding = dataclasses.replace(config.decoding, cuda_graphs="off", graphs_choice=choice)
-    return dataclasses.replace(config, decoding=decoding)
+    ).resolve_graphs(is_staged)
 
 
 def without_collectives(
@@ -138,45 +137,5 @@ def choose_device(value: str, machine: Machine) -> str:
     return value
 
 
-def resolve_parallel(
-    section: ParallelSection, device: str, machine: Machine, is_staged: bool = False
-) -> ResolvedParallel:
-    """The default group is all ranks in order."""
-    threads = choose_threads(section.threads, machine)
-    ranks = section.rank_group or tuple(range(machine.world_size))
-    collectives = choose_collectives(section.collectives, device, machine, is_staged)
-    return ResolvedParallel(ranks, device, collectives, threads)
-
-
-def resolve_draft(
-    section: DraftSection,
-    backend: Choice,
-    native_steps: Choice,
-    target_ranks: tuple[int, ...],
-    dtype: str,
-) -> ResolvedDraft:
-    """By default, the draft is on the first of the target's ranks."""
-    weights = choose_weights("--draft_dtype", section.draft_dtype, dtype)
-    ranks = section.rank_group or target_ranks[:1]
-    return ResolvedDraft(section.model, ranks, backend, native_steps, weights)
-
-
-def unresolved_graphs(section: DecodingSection) -> ResolvedDecoding:
-    """`cuda_graphs` is still what the user wrote; `ResolvedConfig.resolve_graphs` resolves it."""
-    how = How.AUTO if section.cuda_graphs == "auto" else How.ASKED
-    values = {each.name: getattr(section, each.name) for each in dataclasses.fields(section)}
-    return ResolvedDecoding(**values, graphs_choice=Choice(section.cuda_graphs, "", how))
-
-
-def resolve_workload(section: WorkloadSection) -> ResolvedWorkload:
-    """`gen_len` is the generated length, whichever of its two flags the user gave."""
-    return ResolvedWorkload(
-        dataset=section.dataset,
-        batch_size=section.batch_size,
-        prefix_len=section.prefix_len,
-        gen_len=section.num_new_tokens,
-        num_batches=section.num_batches,
-        warmup_batches=section.warmup_batches,
-        seed=section.seed,
-        extra_new_tokens=section.extra_new_tokens,
-    )
+def _fields(section: Any) -> dict[str, Any]:
+    return {each.name: getattr(section, each.name) for each in dataclasses.fields(section)}

@@ -1,9 +1,9 @@
 """ResolvedConfig: the config that runs. No `auto` is left, and no None that means a default.
 Imports no torch.
 
-Owns the resolved sections and their form in a record. `config.resolve` makes them from what the
-user wrote (`RunConfig`). A field that ends in `_choice` holds what was chosen and why; the property
-without that ending is the name of what was chosen.
+`config.resolve` makes the resolved sections from what the user wrote (`RunConfig`). A field that
+ends in `_choice` holds what was chosen and why; the property without that ending is the name of
+what was chosen.
 """
 
 from __future__ import annotations
@@ -16,7 +16,14 @@ from typing import Any
 from magicdec.config.choices.backend import choose_graphs
 from magicdec.config.choices.choice import Choice
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, KVSection, OutputSection, SamplingSection
+from magicdec.config.sections import (
+    DEFAULT_GEN_LEN,
+    DecodingSection,
+    KVSection,
+    OutputSection,
+    SamplingSection,
+    WorkloadSection,
+)
 from magicdec.config.threads import Threads, threads_of
 
 
@@ -112,29 +119,11 @@ class ResolvedDecoding(DecodingSection):
 
 
 @dataclass(frozen=True)
-class ResolvedWorkload:
-    dataset: str
-    batch_size: int
-    prefix_len: int
-    gen_len: int
-    num_batches: int
-    warmup_batches: int
-    seed: int
-    extra_new_tokens: int
+class ResolvedWorkload(WorkloadSection):
+    """`gen_len` is the generated length, whichever of its two flags the user gave."""
 
-    @property
-    def num_new_tokens(self) -> int:
-        """Tokens to generate in each sequence."""
-        return self.gen_len
-
-    @property
-    def max_len(self) -> int:
-        """Tokens of a finished sequence, its prompt included."""
-        return self.prefix_len + self.gen_len
-
-    @property
-    def num_prompts(self) -> int:
-        return self.batch_size * self.num_batches
+    gen_len: int = DEFAULT_GEN_LEN
+    max_len: None = None
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -142,7 +131,7 @@ class ResolvedWorkload:
             "batch_size": self.batch_size,
             "prefix_len": self.prefix_len,
             "gen_len": self.gen_len,
-            "max_len": self.max_len,
+            "max_len": self.prefix_len + self.gen_len,
             "num_batches": self.num_batches,
             "warmup_batches": self.warmup_batches,
             "seed": self.seed,
@@ -164,14 +153,15 @@ class ResolvedConfig:
     workload: ResolvedWorkload
     output: OutputSection
 
-    def resolve_graphs(self) -> ResolvedConfig:
+    def resolve_graphs(self, is_staged: bool = False) -> ResolvedConfig:
         """This config with CUDA graphs chosen again, after a measurement has chosen a backend.
+        `is_staged` as in `resolve`.
         Raises ValueError if the user asked for graphs that cannot be captured."""
         drafts = [] if self.draft is None else [self.draft.backend_choice.settled]
         backends = [self.attention.backend_choice.settled, *drafts]
         d = self.decoding
         flag = "auto" if d.graphs_choice.is_auto else d.cuda_graphs
-        graphs = choose_graphs(flag, self.parallel.device, backends, d.tree is not None)
+        graphs = choose_graphs(flag, self.parallel.device, backends, d.tree is not None, is_staged)
         decoding = dataclasses.replace(d, cuda_graphs=graphs.name, graphs_choice=graphs)
         return dataclasses.replace(self, decoding=decoding)
 

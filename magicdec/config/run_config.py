@@ -1,8 +1,4 @@
-"""RunConfig: what the user wrote, and the checks of it that need no model and no machine.
-
-Owns which sections a run has and which of their values exclude each other. Must not know how they
-are resolved (`config.resolve`).
-"""
+"""RunConfig: what the user wrote, and the checks of it that need no model and no machine."""
 
 from __future__ import annotations
 
@@ -12,11 +8,9 @@ from dataclasses import dataclass, replace
 
 from magicdec.config.checks import (
     check_budget,
-    check_draft_kv,
-    check_filters_act,
-    check_lengths,
-    check_rank_group,
     check_standalone,
+    list_policies,
+    policy_called,
     policy_name,
 )
 from magicdec.config.sections import (
@@ -133,3 +127,71 @@ class RunConfig:
                 f"--reselect_every {self.kv.reselect_every}: a standalone draft keeps no whole "
                 "context to choose from anew; leave it at 0"
             )
+
+
+def check_filters_act(values: SamplingSection) -> None:
+    """Filters are refused with greedy decoding, which would ignore them."""
+    for flag, value, off in (
+        ("--top_k", values.top_k, 0),
+        ("--top_p", values.top_p, 1),
+        ("--min_p", values.min_p, 0),
+    ):
+        if values.temperature == 0 and value != off:
+            raise ValueError(
+                f"{flag} {value} does nothing at --temperature 0 (greedy); "
+                "give a --temperature larger than 0"
+            )
+
+
+def check_lengths(prefix_len: int, gen_len: int | None, max_len: int | None) -> None:
+    """The two flags for the generated length must agree, and it must be at least 1."""
+    if gen_len is not None and max_len is not None and prefix_len + gen_len != max_len:
+        raise ValueError(
+            f"--max_len {max_len} is not --prefix_len {prefix_len} + "
+            f"--gen_len {gen_len}; give one of the two"
+        )
+    if max_len is not None and max_len - prefix_len < 1:
+        raise ValueError(
+            f"--max_len minus --prefix_len is {max_len - prefix_len}; it must be at least 1"
+        )
+    if gen_len is not None and gen_len < 1:
+        raise ValueError(f"--gen_len is {gen_len}; it must be at least 1")
+
+
+def check_rank_group(
+    flag: str, ranks: tuple[int, ...] | None, world_size: int, is_target: bool
+) -> None:
+    """A group names launched ranks, each once, in any order. The target's group names all of them.
+    None is the default group."""
+    if ranks is None:
+        return
+    shown = " ".join(map(str, ranks))
+    launched = f"the launched ranks: {' '.join(map(str, range(world_size)))}"
+    if not ranks:
+        raise ValueError(f"{flag} names no rank; name some of {launched}")
+    if len(set(ranks)) != len(ranks):
+        which = "each" if is_target else "some"
+        raise ValueError(f"{flag} {shown} names a rank twice; name {which} of {launched}")
+    outside = [r for r in ranks if not 0 <= r < world_size]
+    if outside:
+        raise ValueError(
+            f"{flag} {shown} names rank {outside[0]}, which does not exist; choose from {launched}"
+        )
+    if is_target and len(ranks) != world_size:
+        raise ValueError(
+            f"{flag} {shown} leaves out some of {launched}; the target group must be all of them"
+        )
+
+
+def check_draft_kv(value: str, drafter: str | None, policy: str) -> None:
+    """Only a draft that has a KV cache of its own can store it in int8."""
+    if value != "int8":
+        return
+    if drafter not in ("self", "model"):
+        raise ValueError("--draft_kv_dtype int8: nothing here drafts with a KV cache; choose auto")
+    if drafter == "self" and not policy_called(policy).is_copied:
+        copying = list_policies(lambda p: p.is_copied)
+        raise ValueError(
+            f"--draft_kv_dtype int8: under --kv_policy {policy} self-speculation reads the "
+            f"target's own cache; choose auto, or --kv_policy {copying}, which copies"
+        )

@@ -1,8 +1,5 @@
 """The sections of a run's config: each setting with its default, bounds, flag and meaning. Imports
-no torch itself.
-
-A component gets only its own section. `RunConfig` holds all sections and checks them, and
-`config.resolve` resolves them.
+no torch itself. A component gets only its own section.
 """
 
 from __future__ import annotations
@@ -425,6 +422,25 @@ class StagesSection:
         "the link is.",
         metavar="MS",
         above=0,
+    )
+
+
+@dataclass(frozen=True)
+class ClusterSection:
+    """The hosts and stages of what is predicted."""
+
+    nodes: tuple[int, ...] | None = setting(
+        None,
+        "Number of hosts: over which a plan spreads the ranks, by default 1; or which share the "
+        "work of a simulated pipeline, the hosts of a stage by tensor parallelism.",
+        least=1,
+    )
+    stages: tuple[int, ...] | None = setting(
+        None,
+        "Number of stages of a pipeline. A plan predicts a ring of samples on them, as `magicdec "
+        "recurrent` runs it, in place of speculation. Default of simulate: 4; with --nodes, every "
+        "number that divides them.",
+        least=1,
     )
 
 

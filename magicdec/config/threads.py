@@ -1,7 +1,5 @@
 """How many CPU threads each rank computes with, as `--threads` says it: one number for all ranks,
 or one for each. Imports no torch.
-
-Owns the form of the flag and the checks of it. Must not know who sets a rank's threads.
 """
 
 from __future__ import annotations
@@ -43,25 +41,21 @@ def check_threads(threads: Threads | None, world_size: int) -> None:
     if isinstance(threads, int):
         if threads < 1:
             raise ValueError(f"{flag} is too small; it must be at least 1")
-        return
-    if len(threads) != world_size:
+    elif len(threads) != world_size:
         raise ValueError(
             f"{flag} has {len(threads)} numbers, but {world_size} ranks were started; give one "
             f"number for all of them, or {world_size}"
         )
-    if min(threads) < 1:
-        rank = threads.index(min(threads))
+    elif (least := min(threads)) < 1:
         raise ValueError(
-            f"{flag}: rank {rank} has {threads[rank]} threads; each must have at least 1"
+            f"{flag}: rank {threads.index(least)} has {least} threads; each must have at least 1"
         )
 
 
 def agreed_threads(value: Threads | None) -> str:
     """What all ranks must have been told alike: which rank has how many. One number, like the
     default, may differ between hosts."""
-    if value is None or isinstance(value, int):
-        return "no number for each rank"
-    return describe_threads(value)
+    return describe_threads(value) if isinstance(value, tuple) else "no number for each rank"
 
 
 def choose_threads(value: Threads | None, machine: Machine) -> Threads:
@@ -72,8 +66,8 @@ def choose_threads(value: Threads | None, machine: Machine) -> Threads:
     most = max(1, cores // len(ranks))
     if value is None:
         return most
-    total = sum(threads_of(value, rank) for rank in ranks)
-    if total > max(cores, len(ranks)):
+    total, limit = sum(threads_of(value, rank) for rank in ranks), max(cores, len(ranks))
+    if total > limit:
         flag = f"--threads {describe_threads(value)}"
         if isinstance(value, int):
             shared = "" if len(ranks) == 1 else f" for {len(ranks)} ranks"
@@ -84,6 +78,6 @@ def choose_threads(value: Threads | None, machine: Machine) -> Threads:
         names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
         raise ValueError(
             f"{flag} has {total} threads for {names} of this host, whose cores are {cores}; give "
-            f"at most {max(cores, len(ranks))} in all"
+            f"at most {limit} in all"
         )
     return value if isinstance(value, int) or len(set(value)) > 1 else value[0]

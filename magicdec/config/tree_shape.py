@@ -1,6 +1,4 @@
 """TreeShape: the shape of a tree of draft tokens, the same for all rows. Imports no torch.
-
-Owns the numbering of its nodes and what follows from it. Must not know which tokens are in a tree.
 Source: SpecInfer (Miao et al. 2024), section 3, token tree and expansion configuration.
 """
 

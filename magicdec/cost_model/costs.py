@@ -87,14 +87,9 @@ def slowest_shard(config: ModelConfig, size: int) -> Shard:
 def _widths(config: ModelConfig, shard: Shard) -> tuple[int, int, int, int]:
     """This rank's sizes: query heads x head size, KV heads x head size, MLP units, vocabulary."""
     queries, keys = shard.heads(config.num_heads, config.num_kv_heads)
-    ffn, head = shard.split(config.intermediate_size), shard.split(config.vocab_size)
-    size = config.head_dim
-    return (
-        (queries[1] - queries[0]) * size,
-        (keys[1] - keys[0]) * size,
-        ffn[1] - ffn[0],
-        head[1] - head[0],
-    )
+    parts = queries, keys, shard.split(config.intermediate_size), shard.split(config.vocab_size)
+    num_queries, num_keys, ffn, head = (last - first for first, last in parts)
+    return num_queries * config.head_dim, num_keys * config.head_dim, ffn, head
 
 
 def linear_parameters(config: ModelConfig, shard: Shard) -> int:

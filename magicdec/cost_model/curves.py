@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
+from magicdec.config.setting import setting
 from magicdec.names import DEFAULT_KV_POLICY
 from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord
 
 Acceptance = float | tuple[float, ...]
 """Either one conditional rate, or the shares of verifications that accept at least 1, 2, ... draft
@@ -50,8 +51,38 @@ def expected_tokens(acceptance: Acceptance, gamma: int) -> float:
     return 1.0 + sum(survival(acceptance, k) for k in range(1, gamma + 1))
 
 
-DEFAULT_BUDGET, DEFAULT_POLICY, DEFAULT_GAMMA = 257, DEFAULT_KV_POLICY, 4
+DEFAULT_BUDGET, DEFAULT_GAMMA = 257, 4
 CHOICES = "a rate such as 0.8, a share for each position such as 0.8,0.7,0.6, or a file of records"
+
+
+@dataclass(frozen=True)
+class AcceptanceSection:
+    """How many draft tokens are accepted. One of the first two is given; a plan needs one of them,
+    and a simulation takes a rate of 0.8 by default."""
+
+    acceptance: tuple[str, ...] | None = setting(
+        None,
+        "An acceptance rate as in a record (accepted / drafted tokens) such as 0.8, or a file of "
+        "records. A plan also takes the probabilities that at least 1, 2, 3 drafts are accepted, "
+        "such as 0.8,0.7,0.6, and several values, one for each --budget. Default: 0.8 in simulate.",
+        metavar="A",
+    )
+    conditional_acceptance: tuple[float, ...] | None = setting(
+        None,
+        "In place of --acceptance: the probability that a draft token is accepted if all before it "
+        "in the step were. A plan takes one value, or one for each --budget; in a simulation "
+        "further values are for the second, third, ... candidate of the draft.",
+        metavar="A",
+        least=0,
+        most=1,
+    )
+    acceptance_gamma: int = setting(
+        4, "Draft tokens in a step with which the rate of --acceptance was measured.", least=1
+    )
+
+    def __post_init__(self) -> None:
+        if self.acceptance is not None and self.conditional_acceptance is not None:
+            raise ValueError("--conditional_acceptance is given in place of --acceptance; give one")
 
 
 def find_curves(
@@ -65,11 +96,11 @@ def find_curves(
 
     `values` of `--acceptance` are one value for all budgets, one value per budget, or one file. Of
     a file, records with this `drafter` (`self` or `model`) and this KV policy (None:
-    `DEFAULT_POLICY`) are used. A rate was measured with `gamma` draft tokens. `budgets` None: all
+    the default) are used. A rate was measured with `gamma` draft tokens. `budgets` None: all
     budgets in the file, or the default budget. Raises ValueError for anything else.
     """
     if len(values) == 1 and _is_file(values[0]):
-        return _from_records(Path(values[0]), budgets, drafter, policy or DEFAULT_POLICY)
+        return _from_records(Path(values[0]), budgets, drafter, policy or DEFAULT_KV_POLICY)
     parsed = [parse_acceptance(value) for value in values]
     rates = [p if isinstance(p, tuple) else conditional_rate(p, gamma) for p in parsed]
     is_rate = any(not isinstance(p, tuple) for p in parsed)
@@ -144,9 +175,11 @@ def _from_records(
     curves: dict[int, tuple[float, ...]] = {}
     models: dict[int, str] = {}
     for record in load_records(path):
-        budget, curve = _curve(record, drafter, policy)
-        if budget is not None and len(curve) >= len(curves.get(budget, ())):
-            curves[budget], models[budget] = curve, record.config["model"]["model"]
+        config, metrics = record.config, record.metrics
+        budget, curve = config["kv"]["budget"], metrics and metrics.acceptance_per_position
+        is_like = config["kv"]["policy"] == policy and config["decoding"]["drafter"] == drafter
+        if is_like and budget > 0 and curve and len(curve) >= len(curves.get(budget, ())):
+            curves[budget], models[budget] = tuple(curve), config["model"]["model"]
     if not curves:
         command = "selfspec" if drafter == "self" else "longspec"
         raise ValueError(
@@ -159,17 +192,5 @@ def _from_records(
             choices = " ".join(map(str, sorted(curves)))
             raise ValueError(f"--budget {budget} is not in {path}; choose from {choices}")
     of = ", ".join(sorted({models[budget] for budget in chosen_budgets}))
-    return {
-        budget: curves[budget] for budget in chosen_budgets
-    }, f"{path} (measured with {of}, {policy})"
-
-
-def _curve(record: RunRecord, drafter: str, policy: str) -> tuple[int | None, tuple[float, ...]]:
-    """Budget and acceptance per position; (None, ()) if the record has another drafter or policy,
-    no budget, or no acceptance."""
-    kv, metrics = record.config["kv"], record.metrics
-    curve = tuple((metrics and metrics.acceptance_per_position) or ())
-    is_bounded = kv["policy"] == policy and kv["budget"] > 0
-    if not is_bounded or not curve or record.config["decoding"]["drafter"] != drafter:
-        return None, ()
-    return kv["budget"], curve
+    chosen: dict[int, Acceptance] = {budget: curves[budget] for budget in chosen_budgets}
+    return chosen, f"{path} (measured with {of}, {policy})"

@@ -26,7 +26,7 @@ from magicdec.cost_model.plan import (
     describe_ranks,
 )
 from magicdec.distributed.layer_split import StageTimes, round_seconds, split_layers
-from magicdec.hardware.ceiling_file import Hardware, Link
+from magicdec.hardware.ceiling_file import Link
 from magicdec.records.fields import Part, recorded
 from magicdec.records.metric_tables import fixed, metric_columns
 from magicdec.records.record import Record
@@ -48,8 +48,7 @@ def stage_times(model: Deployment, B: int, S: int, T: int = 1) -> tuple[StageTim
 
 
 HEADER_BYTES, WORD_BYTES = 48, 8  # of a message: its header, and the number of each of its rows
-
-
+RATES = ("read_bytes_per_s", "flops_per_s", "kv_bytes_per_s", "attention_flops_per_s")
 FEW_HEADS = "if the model has too few heads for that"
 
 
@@ -139,22 +138,12 @@ class StagePlan:
     def num_ranks(self) -> int:
         return self.num_stages * self.stage.tp
 
-    @property
-    def lane_counts(self) -> list[int]:
-        """One sample or lane alone, a lane for each stage, and two."""
-        return sorted({1, self.num_stages, 2 * self.num_stages})
-
     def layers(self, B: int, S: int) -> list[int]:
         """Layers of each stage. Raises ValueError, naming the flag, for a split that cannot be."""
         first, other = stage_times(self.stage, B, S)
         times = [first, *[other] * (self.num_stages - 1)]
         split = split_layers(self.layer_split, self.num_stages, self.stage.config.num_layers, times)
         return [len(layers) for layers in split]
-
-    def hop_bytes(self, B: int) -> int:
-        """Bytes of a message of B rows that decode: its header and hidden states."""
-        hidden = self.stage.config.hidden_size * self.stage.dtype_bytes
-        return HEADER_BYTES + B * (WORD_BYTES + hidden)
 
     @property
     def links(self) -> list[Link]:
@@ -170,14 +159,15 @@ class StagePlan:
             links.append(link)
         return links
 
-    def carries_s(self, B: int) -> list[float]:
-        """How long a message of B rows occupies each link. A hop takes the latency on top."""
-        return [self.hop_bytes(B) / link.bytes_per_s for link in self.links]
-
     def predict(self, B: int, S: int) -> RingCell:
-        """Lanes of B samples, each with S cached tokens."""
-        stages, carries_s = self._stages(B, S), self.carries_s(B)
-        hops_s = [link.latency_s + s for link, s in zip(self.links, carries_s, strict=True)]
+        """Lanes of B samples, each with S cached tokens. A lane circulates alone, or there is a
+        lane for each stage, or two."""
+        stages, links = self._stages(B, S), self.links
+        hidden_bytes = self.stage.config.hidden_size * self.stage.dtype_bytes
+        hop_bytes = HEADER_BYTES + B * (WORD_BYTES + hidden_bytes)
+        # A message occupies a link for its bytes. A hop takes the latency on top.
+        carries_s = [hop_bytes / link.bytes_per_s for link in links]
+        hops_s = [link.latency_s + s for link, s in zip(links, carries_s, strict=True)]
         stages_s = [stage.decode_ms / 1e3 for stage in stages]
         # A link that is slower than every stage bounds the ring as a stage does.
         slowest_link_s = max(carries_s, default=0.0)
@@ -185,11 +175,11 @@ class StagePlan:
             lane_size=B,
             prefix_len=S,
             stages=stages,
-            hop_bytes=self.hop_bytes(B),
+            hop_bytes=hop_bytes,
             link_ms=[1e3 * seconds for seconds in hops_s],
             rounds=[
                 self._round(n, B, S, max(round_seconds(stages_s, hops_s, n), n * slowest_link_s))
-                for n in self.lane_counts
+                for n in sorted({1, self.num_stages, 2 * self.num_stages})
             ],
         )
 
@@ -213,8 +203,11 @@ class StagePlan:
         return cells
 
     def _round(self, num_lanes: int, B: int, S: int, round_s: float) -> RoundCell:
-        samples, together = num_lanes * B, self.tensor_parallel()
-        shared_s = None if together is None else together.seconds(samples, 1, S)
+        samples = num_lanes * B
+        shared_s = None
+        if self.num_ranks <= self.stage.config.num_heads:  # each layer shared by all ranks
+            together = replace(self.stage, tp=self.num_ranks, nodes=self.nodes)
+            shared_s = together.seconds(samples, 1, S)
         alone_s = self.one_process().seconds(samples, 1, S)
         return RoundCell(
             num_lanes=num_lanes,
@@ -227,33 +220,16 @@ class StagePlan:
             one_process_tokens_per_s=samples / alone_s,
         )
 
-    def tensor_parallel(self) -> Deployment | None:
-        """The model with each layer shared by all ranks; None if its heads are fewer."""
-        if self.num_ranks > self.stage.config.num_heads:
-            return None
-        return replace(self.stage, tp=self.num_ranks, nodes=self.nodes)
-
     def one_process(self) -> Deployment:
-        """The model in one process of one host."""
-        h, ranks = self.stage.hardware, self.num_ranks // self.nodes
+        """The model in one process of one host. Where ranks share the host, it has the rates of all
+        of them; the overheads of a forward stay."""
+        hardware = self.stage.hardware
+        ranks = self.num_ranks // self.nodes
         if self.shares_host:
-            h = sum_of(h, ranks)
-        return replace(self.stage, tp=1, nodes=1, hardware=h)
-
-
-def sum_of(one: Hardware, ranks: int) -> Hardware:
-    """The rates of that many ranks of a host together. The overheads of a forward stay."""
-
-    def times(rate: float | None) -> float | None:
-        return None if rate is None else ranks * rate
-
-    return replace(
-        one,
-        read_bytes_per_s=ranks * one.read_bytes_per_s,
-        flops_per_s=ranks * one.flops_per_s,
-        kv_bytes_per_s=times(one.kv_bytes_per_s),
-        attention_flops_per_s=times(one.attention_flops_per_s),
-    )
+            rates = {name: getattr(hardware, name) for name in RATES}
+            together = {name: ranks * rate for name, rate in rates.items() if rate is not None}
+            hardware = replace(hardware, **together)
+        return replace(self.stage, tp=1, nodes=1, hardware=hardware)
 
 
 @dataclass(frozen=True, kw_only=True)

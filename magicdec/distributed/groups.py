@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 class Launch:
     """This process's ranks as set by torchrun. Without torchrun it is rank 0 of 1."""
 
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
 
     @property
     def local_ranks(self) -> range:

@@ -99,9 +99,10 @@ def make_stage_groups(
     collectives: str | None,
     draft_ranks: tuple[int, ...] | None = None,
 ) -> ParallelGroups:
-    """Make the groups of the ranks of a pipeline: each stage has a group of its own. The default
+    """Make the groups of the ranks of a pipeline: each stage has a group of its own. A rank that is
+    in no stage, because there are more ranks than `grid` has, is alone in its group. The default
     group is for tensors on the host, because ranks may share a GPU, which NCCL does not allow."""
-    assert launch.world_size == grid.world_size, "the grid was made for the launched ranks"
+    assert launch.world_size >= grid.world_size, "the grid was made for the launched ranks"
     _start(launch, device, "gloo")
     ranks_of_stages = [grid.ranks_of(stage) for stage in range(grid.num_stages)]
     return _make_parallel_groups(launch, grid, ranks_of_stages, device, collectives, draft_ranks)
@@ -117,8 +118,8 @@ def _make_parallel_groups(
 ) -> ParallelGroups:
     """Every rank makes the groups of all stages, and then that of the draft."""
     groups = [_make_group(launch.rank, ranks, device, collectives) for ranks in ranks_of_stages]
-    target = next((group for group in groups if group is not None), None)
-    assert target is not None, "every rank belongs to a stage"
+    alone = Group((launch.rank,), 0)
+    target = next((group for group in groups if group is not None), alone)
     draft = None
     if draft_ranks is not None:
         draft = _make_group(launch.rank, draft_ranks, device, collectives)

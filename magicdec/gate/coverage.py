@@ -1,5 +1,5 @@
 """Whether the gate has measured what it must: a case for each baseline of its file, or with
-`--quick` for each method in it, and for each case one result, which is its own.
+`--quick` for each method in it, and for each case a record of its own.
 
 Compares what was to be measured with what came back, whatever happened in between. Must not know
 how cases are chosen, nor which process runs which case.
@@ -15,32 +15,12 @@ from magicdec.records.comparison.compare import REGRESSION, Comparison, case_fai
 from magicdec.records.comparison.conditions import describe, method_of
 from magicdec.records.record import RunRecord
 
-NO_RESULT = "no result came back: its process has skipped it, or ended before it"
 NOT_RUN = "the case failed: the baseline file has it, and it was not run"
-
-
-def results_of(num_cases: int, arrivals: Sequence[tuple[int, object]]) -> list[Result]:
-    """One result for each case: its record, or what is wrong with what came back for it."""
-    cases = range(num_cases)
-    for number, _ in arrivals:
-        assert number in cases, f"a result of case {number}, of {num_cases} cases"
-    return [_only_result([r for number, r in arrivals if number == case]) for case in cases]
-
-
-def _only_result(results: Sequence[object]) -> Result:
-    if not results:
-        return NO_RESULT
-    if len(results) > 1:
-        return f"{len(results)} results came back in place of one"
-    (result,) = results
-    if not isinstance(result, RunRecord | str):
-        kind = type(result).__name__
-        return f"its result is of type {kind}, neither a record nor the text of an error"
-    return result
 
 
 def failures(cases: Sequence[RunRecord], results: Sequence[Result]) -> list[Comparison]:
     """The cases of these baselines that have no record of their own."""
+    assert len(results) == len(cases), f"{len(results)} results of {len(cases)} cases"
     failed = []
     for baseline, result in zip(cases, results, strict=True):
         if isinstance(result, str):

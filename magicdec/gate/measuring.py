@@ -24,19 +24,18 @@ if TYPE_CHECKING:
 Case = tuple[int, RunConfig]
 Result = RunRecord | str
 """The record of a case, or why it has none."""
-Arrival = tuple[int, Result]
-"""The number of a case and its result, as a process has sent them."""
-Finished = Callable[[int, Result], None]
-"""Called with the number of a case and its result, when it has ended."""
+NO_RESULT = "no result came back: its process has skipped it, or ended before it"
 
 
-def measure(configs: Sequence[RunConfig], num_processes: int, finished: Finished) -> list[Arrival]:
-    """All results, in the order in which they came. Each process has an equal share of the cases,
-    one after the other, so that it can reuse what it has prefilled. A process that ends early sends
-    no result for the rest of its share."""
+def measure(
+    configs: Sequence[RunConfig], num_processes: int, finished: Callable[[Result], None]
+) -> list[Result]:
+    """The result of each case; `finished` is called with it when the case has ended. Each process
+    has an equal share of the cases, one after the other, so that it can reuse what it has
+    prefilled. A process that ends early leaves the rest of its share without a result."""
     context = multiprocessing.get_context("spawn")
-    cases = list(enumerate(configs))
-    processes, connections = [], []
+    cases, results = list(enumerate(configs)), list[Result]([NO_RESULT] * len(configs))
+    processes, connections = [], list[Connection]()
     for first in range(min(num_processes, len(cases))):
         ours, theirs = context.Pipe(duplex=False)
         share = cases[first::num_processes]
@@ -45,25 +44,21 @@ def measure(configs: Sequence[RunConfig], num_processes: int, finished: Finished
         theirs.close()
         connections.append(ours)
     try:
-        return list(_arrivals(connections, finished))
+        while connections:  # until every process has closed its own
+            for ready in wait(connections):
+                assert isinstance(ready, Connection)
+                try:
+                    number, result = ready.recv()
+                except EOFError:
+                    connections.remove(ready)
+                    continue
+                results[number] = result
+                finished(result)
     finally:
         for process in processes:
             process.terminate()
             process.join()
-
-
-def _arrivals(connections: list[Connection], finished: Finished) -> Iterator[Arrival]:
-    """The results as they come, until every process has closed its connection."""
-    while connections:
-        for ready in wait(connections):
-            assert isinstance(ready, Connection)
-            try:
-                number, result = ready.recv()
-            except EOFError:
-                connections.remove(ready)
-                continue
-            finished(number, result)
-            yield number, result
+    return results
 
 
 def work(cases: Sequence[Case], connection: Any) -> None:
@@ -77,7 +72,7 @@ def work(cases: Sequence[Case], connection: Any) -> None:
         connection.close()
 
 
-def run_cases(cases: Sequence[Case]) -> Iterator[Arrival]:
+def run_cases(cases: Sequence[Case]) -> Iterator[tuple[int, Result]]:
     """Run cases in this process, those with the same prompts one after the other."""
     from magicdec.run.resident import prefill_key
     from magicdec.setup.prepare import prepare
@@ -86,7 +81,7 @@ def run_cases(cases: Sequence[Case]) -> Iterator[Arrival]:
     for number, config in cases:
         try:
             config.check(world_size=1)
-            prepared = prepare(config, Launch(0, 1, 0, 1))
+            prepared = prepare(config, Launch())
         except ValueError as error:
             yield number, str(error)
         except Exception as error:  # such as a value of another type, in a file that was edited
@@ -97,7 +92,7 @@ def run_cases(cases: Sequence[Case]) -> Iterator[Arrival]:
         yield from _run_group(group)
 
 
-def _run_group(group: Sequence[tuple[int, Prepared]]) -> Iterator[Arrival]:
+def _run_group(group: Sequence[tuple[int, Prepared]]) -> Iterator[tuple[int, Result]]:
     """The results of cases that share their prompts."""
     from magicdec.run.resident import Resident, Room
     from magicdec.run.run import execute_in

@@ -1,7 +1,5 @@
 """The CPU threads that ranks compute with: setting their number, and measuring it where a pass
 computes, so that passes that are compared have the same resources.
-
-Owns what is measured, and what it must agree with.
 """
 
 from __future__ import annotations

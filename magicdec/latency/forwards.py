@@ -3,8 +3,8 @@ and drafts, started by the host or captured and replayed.
 
 At each (B, context) all rows hold `context` tokens of random K and V. No prompt is prefilled, and
 the cache is truncated to its old length after each forward. The forwards of one (B, context) are
-timed in turn, in alternating order, so that drift of the machine favours none of them. Must not
-know of command lines or tables.
+timed in turn, in alternating order, so that drift of the machine favours none of them. New caches
+are made for each (B, context); the caches of all drafts exist at the same time.
 
 Shapes: B rows, T new tokens a row.
 """
@@ -30,9 +30,11 @@ from magicdec.distributed.groups import Group, Launch
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.hardware.timing import read_bandwidth, synchronize
-from magicdec.kv.cache import BatchRows, KVCache
+from magicdec.kv.cache import BatchRows
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.latency.record import Cell, Grid, Row, Timing, summarise
+from magicdec.memory.check import describe_place, needed
+from magicdec.memory.plan import MemoryPlan, Models
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.transformer import Transformer
 from magicdec.records.environment import Environment
@@ -144,23 +146,18 @@ def fill(runner: ModelRunner, context: int) -> Batch:
     vocab_size, rows = runner.model.config.vocab_size, range(runner.num_rows)
     generator = torch.Generator().manual_seed(0)  # the same prompts on every rank
     ids = torch.randint(vocab_size, (runner.num_rows, context + 1), generator=generator).tolist()
-    fill_cache(runner.cache)
+    # Normal numbers, the same in every layer. Pages that were never written would all be one page
+    # of zeros, which is read from the processor's cache; equal keys would give a policy no choice.
+    cache = runner.cache
+    cache.k[0].normal_(generator=torch.Generator(cache.k.device).manual_seed(0))
+    cache.k[1:] = cache.k[0]
+    cache.v[:] = cache.k[0]
     requests = []
     for row, tokens in zip(rows, ids, strict=True):
         runner.allocate(row)
         requests.append(Request(row, tuple(tokens[:-1]), GREEDY, tokens[-1:], row=row))
-    runner.cache.advance(rows, context)
+    cache.advance(rows, context)
     return Batch(tuple(requests))
-
-
-def fill_cache(cache: KVCache) -> None:
-    """Fill K and V with normal numbers, the same in every layer. Pages that were never written
-    would all be one page of zeros, which is read from the processor's cache; and equal keys would
-    give a policy nothing to choose by."""
-    generator = torch.Generator(cache.k.device).manual_seed(0)
-    cache.k[0].normal_(generator=generator)
-    cache.k[1:] = cache.k[0]
-    cache.v[:] = cache.k[0]
 
 
 @dataclass
@@ -177,11 +174,7 @@ class Forward:
 
 
 def make_forwards(
-    runner: ModelRunner,
-    batch: Batch,
-    grid: Grid,
-    context: int,
-    recorder: Recorder = Eager(),
+    runner: ModelRunner, batch: Batch, grid: Grid, context: int, recorder: Recorder = Eager()
 ) -> Iterator[Forward]:
     """Decode, verify by T, drafts, in the order of the grid. A policy that needs attention weights
     has forwards of its own: a verify forward that also returns them, and a draft's first forward
@@ -227,24 +220,17 @@ def target_forward(
         logits = runner.forward(ids, rows, watch=watch, watch_queries=watch_queries)
         return greedy_tokens(runner, logits, SamplingMetadata())
 
-    return Forward(
-        cell,
-        repeatable(run, runner, recorder),
-        lambda: runner.truncate(batch.rows, held),
-    )
+    repeatable = record_work(run, runner, recorder)
+    return Forward(cell, repeatable, lambda: runner.truncate(batch.rows, held))
 
 
 def draft_forward(
-    draft_kv: DraftKV,
-    batch: Batch,
-    kv: KVSection,
-    context: int,
-    phase: str,
-    recorder: Recorder,
+    draft_kv: DraftKV, batch: Batch, kv: KVSection, context: int, phase: str, recorder: Recorder
 ) -> Forward:
     """One draft forward over what the policy has chosen. A `first_draft` comes after a verification
     and makes the choice."""
     runner = draft_kv.runner
+    is_first = phase == "first_draft"
     ids, rows = new_ids(runner, 1), rows_of(batch, runner, recorder)
     host_rows = BatchRows.of(batch.rows, runner.device)
     held, committed = draft_kv.lengths(host_rows), draft_kv.lengths(rows)
@@ -253,17 +239,15 @@ def draft_forward(
 
     def run() -> Tensor:
         # The choice belongs to the lengths that it was made for: new ones make a new choice.
-        is_new = phase == "first_draft" and recorder.captures
-        lengths = draft_kv.lengths(rows) if is_new else committed
+        lengths = draft_kv.lengths(rows) if is_first and recorder.captures else committed
         logits = draft_kv.forward(ids, rows, lengths)
         return greedy_tokens(runner, logits, SamplingMetadata())
 
     # What a captured verification showed lies in memory that captures share: it is copied now.
     draft_kv.commit(host_rows, held)
-    forward = Forward(
-        cell, repeatable(run, runner, recorder), lambda: draft_kv.rewind(host_rows, held)
-    )
-    if phase == "first_draft" and not recorder.captures:
+    repeatable = record_work(run, runner, recorder)
+    forward = Forward(cell, repeatable, lambda: draft_kv.rewind(host_rows, held))
+    if is_first and not recorder.captures:
         forward.prepare = lambda: draft_kv.commit(host_rows, held)
     return forward
 
@@ -274,5 +258,55 @@ def rows_of(batch: Batch, runner: ModelRunner, recorder: Recorder) -> BatchRows:
 
 
 @torch.inference_mode()
-def repeatable(run: Callable[[], Tensor], runner: ModelRunner, recorder: Recorder) -> Work:
+def record_work(run: Callable[[], Tensor], runner: ModelRunner, recorder: Recorder) -> Work:
     return record(recorder, run, [runner.cache.seq_lens], [runner.counts])
+
+
+def check_grid_memory(
+    config: ResolvedConfig, grid: Grid, models: Models, launch: Launch, free: int | None
+) -> str:
+    """The line to print. `config` is resolved. Raises ValueError if a cell does not fit; the
+    message names the largest cell that does."""
+    places = {
+        (B, context): plan_place(config, grid, models, launch, B, context)
+        for B, context in itertools.product(grid.batch_sizes, grid.contexts)
+    }
+    ordered = sorted(places, key=lambda place: places[place].total)
+    flags = "--B {} --prefix_len {}".format(*ordered[-1])
+    plan = places[ordered[-1]]
+    need = f"{plan.describe()} {describe_place(config, launch)}"
+    if free is None:
+        return f"{need} at {flags}; how much is free is not known here"
+    if plan.total <= free:
+        return f"{need} at {flags}; {free / 1e9:.2f} GB free"
+    fitting = ["--B {} --prefix_len {}".format(*p) for p in ordered if places[p].total <= free]
+    advice = "no cell of the grid would fit"
+    if fitting:
+        advice = f"of the grid, {fitting[-1]} is the largest that would fit"
+    raise ValueError(f"{flags} needs {need}, {free / 1e9:.2f} GB are free; {advice}")
+
+
+def plan_place(
+    config: ResolvedConfig, grid: Grid, models: Models, launch: Launch, B: int, context: int
+) -> MemoryPlan:
+    """The memory plan of a self-speculative run that verifies the largest number of new tokens at
+    that context. The caches of all drafts exist at the same time. There is no prefill that could
+    keep queries."""
+    run = replace(
+        config,
+        attention=replace(config.attention, prefill_chunk=1),
+        decoding=replace(
+            config.decoding, strategy="speculative", drafter="self",
+            num_draft_tokens=max(grid.new_tokens) - 1,
+        ),
+        workload=replace(config.workload, batch_size=B, prefix_len=context, gen_len=1),
+    )  # fmt: skip
+    plans = [
+        needed(replace(run, kv=kv.resolve()), models, launch, keeps_queries=False)
+        for kv in grid.drafts
+    ]
+    return replace(
+        plans[0],
+        draft_kv=sum(plan.draft_kv for plan in plans),
+        working=max(plan.working for plan in plans),
+    )

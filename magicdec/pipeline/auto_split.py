@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,22 +26,20 @@ from magicdec.console import make_progress
 from magicdec.cost_model import stage_plan
 from magicdec.cost_model.costs import Deployment
 from magicdec.cost_model.plan import DTYPE_BYTES
-from magicdec.distributed.channels.connect import Loopback, RingEnds
-from magicdec.distributed.channels.message import Kind, Message
+from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message
 from magicdec.distributed.groups import Group, Launch, ParallelGroups, exchange_texts
-from magicdec.distributed.layer_split import AUTO, FLAG, StageTimes, is_auto, split_layers
+from magicdec.distributed.layer_split import FLAG, StageTimes, is_auto, split_layers
 from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.start import stage_groups_before_run
 from magicdec.hardware.ceiling_file import load_machine
 from magicdec.hardware.environment import device_of, release_memory
 from magicdec.hardware.threads import use_threads
-from magicdec.memory.check import Room, add_up, check_together, find_room
-from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
 from magicdec.model.checkpoint.chunks import ChunkedWeights
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.pipeline.recurrent import RecurrentPipeline
 from magicdec.pipeline.speculation import Speculation, make_speculation
-from magicdec.pipeline.stage import VERIFY, WANTED, Occupancy, Stage, load_part
+from magicdec.pipeline.stage import VERIFY, WANTED, Stage, StageLoop, load_part
+from magicdec.pipeline.tracing import Spans, What
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
@@ -98,9 +96,7 @@ def choose_split(
             facts |= {"times": None if own is None else asdict(own)}
         except ValueError as error:
             facts |= {"refusal": str(error)}
-    by_rank = [
-        json.loads(line) for line in exchange_texts(launch, json.dumps(facts), "layer split")
-    ]
+    by_rank = list(map(json.loads, exchange_texts(launch, json.dumps(facts), "layer split")))
     for rank, theirs in enumerate(by_rank):
         if theirs["asked"] != by_rank[0]["asked"]:
             here, there = by_rank[0]["asked"], theirs["asked"]
@@ -215,27 +211,19 @@ class Timing(ABC):
     def device(self) -> torch.device:
         return device_of(self.run.config.parallel.device, self.run.launch.local_rank)
 
-    @property
-    def num_layers(self) -> int:
-        """The layers of the larger of the two stages that are timed."""
-        return min(MOST_LAYERS, self.run.source.config.num_layers)
-
     def stage_of(self, rank: int) -> int | None:
         return next((stage for stage, ranks in enumerate(self.stages) if rank in ranks), None)
 
     def find_times(self, machine: Path | None) -> RankTimes | None:
         """The times on this rank, None if it has no stage. All ranks must call it. Raises
-        ValueError, naming the flag, on every rank if one of them cannot measure."""
-        launch = self.run.launch
+        ValueError, naming the flag, for a machine file that does not fit."""
         if machine is not None:
             return self.predict(machine)
-        most = self.run.source.config.max_length - self.growth * self.step.num_tokens
-        timing = replace(self, step=replace(self.step, context=min(self.step.context, most)))
-        room = find_room(self.run.config, launch, torch.cuda.device_count())
-        check_together(launch, lambda: timing.check_room(room), "room to time layers")
-        if self.stage_of(launch.rank) is None:
+        if self.stage_of(self.run.launch.rank) is None:
             return None
-        times = timing.measure()
+        most = self.run.source.config.max_length - self.growth * self.step.num_tokens
+        context = min(self.step.context, most)
+        times = replace(self, step=replace(self.step, context=context)).measure()
         release_memory(self.device)
         return times  # the memory is free before anyone reads how much there is for the run
 
@@ -261,29 +249,6 @@ class Timing(ABC):
         has_head = launch.rank in self.stages[self.head_stage]
         return RankTimes(other.layer_s, other.fixed_s, with_head.fixed_s if has_head else None)
 
-    def check_room(self, room: Room) -> str:
-        """Raises ValueError if what the ranks of this room time does not fit beside each other."""
-        plans = [plan for rank in room.ranks for plan in self.plans(rank)]
-        if refusal := room.refusal(add_up([MemoryPlan(0, 0), *plans])):
-            raise ValueError(
-                f"{FLAG} {AUTO}: timing a few layers needs {refusal}; give layer counts"
-            )
-        return ""
-
-    def plans(self, rank: int) -> Iterator[MemoryPlan]:
-        """What a rank needs to time its stage: both stages without ends, and its own end."""
-        if (stage := self.stage_of(rank)) is None:
-            return
-        parallel = replace(self.config.parallel, rank_group=self.stages[stage])
-        config, model = replace(self.config, parallel=parallel), self.run.source.config
-        has_end = self.end_of(stage) is not None
-        num_layers = 1 + self.num_layers + has_end
-        yield plan_stage(replace(config, draft=None), model, num_layers, has_end, rank)
-        if stage == 0 and config.draft is not None:
-            assert self.run.draft_source is not None, "a model drafts"
-            plan = plan_rank(config, Models(model, self.run.draft_source.config), rank)
-            yield MemoryPlan(0, 0, plan.draft_weights, plan.draft_kv)
-
     def measure(self) -> RankTimes:
         """The times as measured with the threads of the run. All ranks with a stage must call it;
         those of a stage measure together, with their all-reduces."""
@@ -300,8 +265,9 @@ class Timing(ABC):
     def time_layers(self, groups: ParallelGroups) -> RankTimes:
         """All timers run in turn, in several rounds. Each number is the fastest of its rounds,
         because noise only adds to it."""
+        num_layers = min(MOST_LAYERS, self.run.source.config.num_layers)
         one, several = (
-            self.load(StagePart(range(count), False), groups) for count in (1, self.num_layers)
+            self.load(StagePart(range(count), False), groups) for count in (1, num_layers)
         )
         stage = self.stage_of(self.run.launch.rank)
         assert stage is not None, "this rank has a stage"
@@ -314,9 +280,9 @@ class Timing(ABC):
         ):
             rounds.append((one(), several(), 0.0 if with_end is None else with_end()))
         one_s, several_s, with_end_s = map(min, zip(*rounds, strict=True))
-        layer_s = (several_s - one_s) / (self.num_layers - 1)
+        layer_s = (several_s - one_s) / (num_layers - 1)
         if layer_s <= 0:  # only noise makes it so; a stage's time is then that of its layers
-            layer_s = several_s / self.num_layers
+            layer_s = several_s / num_layers
         fixed_s = max(0.0, one_s - layer_s)
         own_s = None if with_end is None else max(fixed_s, with_end_s - layer_s)
         return RankTimes(layer_s, fixed_s, own_s)
@@ -385,12 +351,11 @@ class RingTiming(Timing):
             step_tokens=step.num_tokens,
         )
         pipeline = RecurrentPipeline(
-            stage, RingEnds(loop, loop), 1, step.rows, limits, step.context, speculation=speculation
+            stage, Ends(loop, loop), 1, step.rows, limits, step.context, speculation=speculation
         )
         params = make_params(self.config.sampling, STEPS * step.num_tokens + 1, (), 0)
-        stage.occupancy = Occupancy()
         pipeline.serve([Request(i, (1,) * step.context, params) for i in range(step.rows)])
-        return stage.occupancy.decode_s
+        return median(span.seconds for span in pipeline.spans.of(What.HEAD) if span.value)
 
 
 def time_passing(stage: FilledStage, step: DecodeStep) -> float:
@@ -409,6 +374,6 @@ def time_passing(stage: FilledStage, step: DecodeStep) -> float:
             inbound.send(Message(Kind.HIDDEN, 0, WANTED, rows, payload))
     inbound.send(Message(Kind.FREE, words=rows))
     inbound.send(Message(Kind.END))
-    stage.occupancy = Occupancy()
-    stage.serve(RingEnds(inbound, Loopback()))
-    return stage.occupancy.decode_s
+    spans = Spans()
+    StageLoop(stage, Ends(inbound, Loopback()), spans).serve()
+    return median(span.seconds for span in spans[1:])

@@ -1,7 +1,5 @@
-"""What stands in for machines that are not there: stages that sleep, in place of computing
-(`EmulatedStage`) or after it (`PaddedStage`), and links with a delay and a bandwidth.
-
-Owns what the first kind returns: zeros, from which every next token is the first of the vocabulary.
+"""What stands in for slower machines: stages that sleep after computing (`PaddedStage`), and links
+with a delay and a bandwidth. Models that sleep in place of computing are `model/emulated.py`.
 """
 
 from __future__ import annotations
@@ -14,36 +12,11 @@ from threading import Thread
 
 from torch import Tensor
 
-from magicdec.distributed.channels.message import Form, Message, Sender
+from magicdec.distributed.channels.message import Message, MessageForm, Sender, Traffic
 from magicdec.hardware.environment import wait_for_stream
+from magicdec.model.emulated import sleep_until
 from magicdec.pipeline.stage import Stage
 from magicdec.runner import ModelRunner
-
-
-def sleep_until(due_s: float) -> None:
-    """Return at that time of `time.perf_counter`, or at once if it is over."""
-    time.sleep(max(0.0, due_s - time.perf_counter()))
-
-
-@dataclass
-class EmulatedStage(Stage):
-    """Takes `seconds` for a message of any size. Rows have the lengths and the memory that they
-    have in a stage that computes."""
-
-    seconds: float = 0.0
-
-    def compute(self, x: Tensor, rows: Sequence[int], last_only: bool) -> Tensor:
-        time.sleep(self.seconds)
-        config, cache = self.runner.model.config, self.runner.cache
-        cache.advance(rows, x.shape[1])
-        width = config.vocab_size if self.is_whole else config.hidden_size
-        num_tokens = 1 if self.is_last and last_only else x.shape[1]
-        weight = next(self.runner.model.parameters())
-        return weight.new_zeros(x.shape[0], num_tokens, width)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        first, last = self.runner.model.head_rows
-        return hidden.new_zeros(*hidden.shape[:2], last - first)
 
 
 @dataclass
@@ -60,14 +33,12 @@ class PaddedStage(Stage):
         return out
 
 
-def emulated(runner: ModelRunner, emulate_ms: float | None, pad_ms: float | None) -> Stage:
-    """The stage of `runner`, which sleeps as `--emulate_stage_ms` or `--pad_stage_ms` says."""
+def padded(runner: ModelRunner, pad_ms: float | None) -> Stage:
+    """The stage of `runner`, which sleeps as `--pad_stage_ms` says."""
     is_last = runner.model.is_last
-    if emulate_ms is not None:
-        return EmulatedStage(runner, is_last, seconds=emulate_ms / 1e3)
-    if pad_ms is not None:
-        return PaddedStage(runner, is_last, seconds=pad_ms / 1e3)
-    return Stage(runner, is_last)
+    if pad_ms is None:
+        return Stage(runner, is_last)
+    return PaddedStage(runner, is_last, seconds=pad_ms / 1e3)
 
 
 @dataclass(frozen=True)
@@ -86,22 +57,24 @@ class Link:
 class DelayedSender:
     """Sends through `sender`, which only its thread uses, as if over `link`."""
 
-    def __init__(self, sender: Sender, link: Link, form: Form) -> None:
+    def __init__(self, sender: Sender, link: Link, form: MessageForm) -> None:
         self.sender, self.link, self.form = sender, link, form
         self._free_at, self._error = 0.0, list[RuntimeError]()
         self._queue: Queue[tuple[float, Message]] = Queue()
         Thread(target=self._run, name="emulated link", daemon=True).start()
 
     @property
-    def num_bytes(self) -> int:
-        return self.sender.num_bytes
+    def traffic(self) -> Traffic:
+        return self.sender.traffic
 
     def send(self, message: Message) -> None:
         self._raise()
-        num_bytes = sum(tensor.nbytes for tensor in self.form.tensors(message))
+        payload = message.payload
+        num_tokens = 0 if payload is None else payload.shape[0] * payload.shape[1]
+        num_bytes = self.form.num_bytes(num_tokens, len(message.words))
         begin = max(time.perf_counter(), self._free_at)
         self._free_at = begin + self.link.seconds(num_bytes)
-        self._queue.put((self._free_at + self.link.delay_s, message))
+        self._queue.put((self._free_at + self.link.delay_s, message.on_host()))
 
     def close(self) -> None:
         self._queue.join()

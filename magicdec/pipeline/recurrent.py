@@ -23,12 +23,12 @@ from dataclasses import dataclass, replace
 
 from torch import Tensor
 
-from magicdec.distributed.channels.connect import RingEnds
-from magicdec.distributed.channels.message import Kind, Message
+from magicdec.distributed.channels.message import Ends, Kind, Message
 from magicdec.hardware.timing import Clock, GroupClock, RealClock
 from magicdec.kv.cache import upload
 from magicdec.pipeline.speculation import Draft, Speculation
 from magicdec.pipeline.stage import VERIFY, WANTED, Stage
+from magicdec.pipeline.tracing import Spans, What
 from magicdec.request import Batch, Request, Status, StepOutput
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import next_tokens
@@ -53,9 +53,9 @@ class Lane:
 
 @dataclass(frozen=True)
 class Flight:
-    """A message that is under way: the requests whose tokens it has, and whether their next tokens
+    """A run that is under way: the requests whose tokens it has, and whether their next tokens
     follow from it. `is_decode`: it has their newest tokens, no prompt. `ends_step`: it is the last
-    message of the lane's step."""
+    run of the lane's step."""
 
     lane: Lane
     requests: tuple[Request, ...]
@@ -74,12 +74,13 @@ class Flight:
 
 class RecurrentPipeline:
     """The first stage of the ring. `limits` are those of each lane, of `lane_size` rows. With
-    `speculation`, messages carry drafts."""
+    `speculation`, messages carry drafts. `spans`, `samples` and `are_prompts` say what happened in
+    the last call of `serve`: whose tokens each run had, and whether it was of a prompt."""
 
     def __init__(
         self,
         stage: Stage,
-        ends: RingEnds,
+        ends: Ends,
         num_lanes: int,
         lane_size: int,
         limits: Limits,
@@ -97,8 +98,8 @@ class RecurrentPipeline:
             Lane(i, i * lane_size, Scheduler(lane_size, limits, waiting=waiting))
             for i in range(num_lanes)
         ]
-        self.on_send: Callable[[Flight], None] = lambda flight: None
-        self._under_way: deque[Flight] = deque()
+        self.spans, self.samples, self.are_prompts = Spans(), list[list[int]](), list[bool]()
+        self._under_way: deque[tuple[int, Flight]] = deque()  # with their numbers
         self._idle_lanes = list(self.lanes)
         self._arrivals: deque[Request] = deque()  # those that have not arrived yet
 
@@ -115,27 +116,22 @@ class RecurrentPipeline:
         for request in requests:
             self.lanes[0].scheduler.limits.check(request)
         self._arrivals.extend(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
-        first_s, occupancy = time.perf_counter(), self.stage.occupancy
-        self._take_arrivals(watch)
+        self.spans, self.samples, self.are_prompts = Spans(), [], []
         while self._under_way or self._arrivals:
-            begin_s = time.perf_counter()
             if not self._under_way:
                 self.shared_clock.wait_until(self._arrivals[0].arrived_s)
-                occupancy.waiting_s += time.perf_counter() - begin_s
-                self._take_arrivals(watch)
+                with self.spans.during(What.HEAD, -1):
+                    self._take_arrivals(watch)
                 continue
             message = self.ends.inbound.receive()
-            arrived = time.perf_counter()
-            occupancy.waiting_s += arrived - begin_s
-            flight = self._under_way.popleft()
-            assert message.run == flight.lane.index, "messages come home in their order"
+            arrived_s = time.perf_counter()
+            run, flight = self._under_way.popleft()
+            assert message.run == run, "messages come home in their order"
             observe(self._land(flight, message))
             prefills = self._take_arrivals(watch)
             if flight.ends_step:
                 prefills |= self._begin(flight.lane, watch)
-            if flight.is_decode and not prefills:
-                occupancy.decodes_s.append(time.perf_counter() - arrived)
-        occupancy.total_s += time.perf_counter() - first_s
+            self.spans.add(What.HEAD, run, arrived_s, int(flight.is_decode and not prefills))
 
     def close(self) -> None:
         """End the other stages."""
@@ -195,15 +191,17 @@ class RecurrentPipeline:
         return replace(flight, draft=draft), draft.tokens
 
     def _send(self, flight: Flight, token_ids: Tensor) -> None:
-        """Compute the first stage's layers, and send the result to the next stage. `on_send` is
-        called before."""
-        self.on_send(flight)
+        """Compute the first stage's layers, and send the result to the next stage."""
         rows, status = flight.lane.rows(flight.requests), flight.status
         lengths = [r.num_cached for r in flight.requests] if status == VERIFY else []
-        out = self.stage.forward(token_ids, rows, status)
+        run = len(self.samples)
+        with self.spans.during(What.STAGE, run):
+            out = self.stage.forward(token_ids, rows, status)
         kind = Kind.VOID if out is None else Kind.HIDDEN
-        self.ends.outbound.send(Message(kind, flight.lane.index, status, (*rows, *lengths), out))
-        self._under_way.append(flight)
+        self.ends.outbound.send(Message(kind, run, status, (*rows, *lengths), out))
+        self._under_way.append((run, flight))
+        self.samples.append([request.request_id for request in flight.requests])
+        self.are_prompts.append(not flight.is_decode)
 
     def _land(self, flight: Flight, message: Message) -> int:
         """Commit the tokens that follow from a message, and free the rows of requests that have
@@ -238,7 +236,7 @@ class RecurrentPipeline:
         if self.speculation is not None:
             self.speculation.release(rows)
         if not self.stage.is_whole:
-            self.ends.outbound.send(Message(Kind.FREE, lane.index, words=tuple(rows)))
+            self.ends.outbound.send(Message(Kind.FREE, words=tuple(rows)))
 
     def _follow(
         self, speculation: Speculation, flight: Flight, requests: Sequence[Request]

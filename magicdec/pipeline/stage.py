@@ -1,52 +1,65 @@
-"""Stage: this rank's layers of a model, and the loop in which it serves the messages of a ring.
+"""The loop in which a stage serves messages: each is answered when it arrives, and the answer goes
+on. What a message says is a matter of the part of the model that answers. `Stage` is the part of a
+ring, which computes rows and frees them.
 
-Owns the order of a stage's work: a message is computed when it arrives and passed on, and rows are
-freed when a message says so.
-
-A HIDDEN message holds the hidden states of new tokens of some rows, which its `words` name. Its
-status says what is wanted of the last stage. WANTED: the hidden state of the last of these tokens.
-VERIFY: those of all these tokens, which are a row's newest token and drafts. Otherwise the last
-stage sends VOID home. The words of a VERIFY message also say how many tokens each row keeps of
-those that it holds so far, so that every stage forgets the drafts that were rejected last.
+A HIDDEN message of a ring holds the hidden states of new tokens of some rows, which its `words`
+name. Its status says what is wanted of the last stage. WANTED: the hidden state of the last of
+these tokens. VERIFY: those of all these tokens, which are a row's newest token and drafts.
+Otherwise the last stage sends VOID home. The words of a VERIFY message also say how many tokens
+each row keeps of those that it holds so far, so that every stage forgets the drafts that were
+rejected last.
 """
 
 from __future__ import annotations
 
-import statistics
 import time
-from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from magicdec.config.resolved import ResolvedConfig
-from magicdec.distributed.channels.connect import RingEnds
-from magicdec.distributed.channels.message import Kind, Message
+from magicdec.distributed.channels.message import COMPUTED, Ends, Kind, Message
 from magicdec.distributed.groups import Group
 from magicdec.hardware.environment import wait_for_stream
 from magicdec.model.checkpoint.source import ModelSource
+from magicdec.pipeline.tracing import Spans, What
 from magicdec.runner import ModelRunner
 from magicdec.setup.loading import LoadedModels, StagePart, kinds_of, make_backend, make_executor
 
 WANTED, VERIFY = 1, 2
 
 
-@dataclass
-class Occupancy:
-    """What a rank did with its time. It waits for messages in `waiting_s` of
-    `total_s`."""
+class Part(Protocol):
+    """What answers the messages of a stage."""
 
-    total_s: float = 0.0
-    waiting_s: float = 0.0
-    decodes_s: array[float] = field(default_factory=lambda: array("d"))
-    """The time of each message of rows that decode."""
+    def answer(self, message: Message) -> tuple[Message | None, int]:
+        """What is sent on, if anything, and the number of layers that were computed for it."""
 
-    @property
-    def decode_s(self) -> float:
-        """The median of these times, which a message that was held up does not move."""
-        return statistics.median(self.decodes_s) if self.decodes_s else 0.0
+
+@dataclass(frozen=True)
+class StageLoop:
+    """`spans` get a span for each run, from its arrival until its answer is sent."""
+
+    part: Part
+    ends: Ends
+    spans: Spans
+
+    def serve(self) -> None:
+        """Serve messages until END. Not for the first stage of a ring, which begins the runs."""
+        inbound, outbound = self.ends.inbound, self.ends.outbound
+        while (message := inbound.receive()).kind is not Kind.END:
+            begin_s = time.perf_counter()
+            answer, num_layers = self.part.answer(message)
+            if message.kind in COMPUTED:
+                # Before sending: the receiver may have the answer before this rank goes on.
+                self.spans.add(What.STAGE, message.run, begin_s, num_layers)
+            if answer is not None:
+                outbound.send(answer)
+        outbound.send(message)
+        outbound.close()
 
 
 @dataclass
@@ -56,7 +69,10 @@ class Stage:
 
     runner: ModelRunner
     is_last: bool
-    occupancy: Occupancy = field(default_factory=Occupancy)
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.runner.model.layers)
 
     @property
     def is_whole(self) -> bool:
@@ -92,41 +108,19 @@ class Stage:
         for row in rows:
             self.runner.cache.release(row)
 
-    def serve(self, ends: RingEnds) -> None:
-        """Serve messages until END. Not for the first stage, which begins the messages."""
-        first_s, occupancy = None, self.occupancy
-        while True:
-            begin_s = time.perf_counter()
-            message = ends.inbound.receive()
-            arrived = time.perf_counter()
-            if first_s is None:
-                first_s = arrived
-            else:
-                occupancy.waiting_s += arrived - begin_s
-            if message.kind is Kind.END:
-                occupancy.total_s += arrived - first_s
-                ends.outbound.send(message)
-                ends.outbound.close()
-                return
-            self._answer(message, ends)
-            if is_decode(message):
-                occupancy.decodes_s.append(time.perf_counter() - arrived)
-
-    def _answer(self, message: Message, ends: RingEnds) -> None:
+    def answer(self, message: Message) -> tuple[Message | None, int]:
         if message.kind is Kind.FREE:
             self.free(message.words)
-            if not self.is_last:
-                ends.outbound.send(message)
-            return
-        if message.kind is Kind.HIDDEN and message.payload is not None:
-            rows: Sequence[int] = message.words
-            if message.status == VERIFY:
-                rows, lengths = split_words(message.words)
-                self.keep(rows, lengths)
-            out = self.forward(message.payload, rows, message.status)
-            kind = Kind.VOID if out is None else Kind.HIDDEN
-            message = replace(message, kind=kind, payload=out)
-        ends.outbound.send(message)
+            return None if self.is_last else message, 0
+        if message.kind is not Kind.HIDDEN or message.payload is None:
+            return message, 0
+        rows: Sequence[int] = message.words
+        if message.status == VERIFY:
+            rows, lengths = split_words(message.words)
+            self.keep(rows, lengths)
+        out = self.forward(message.payload, rows, message.status)
+        kind = Kind.VOID if out is None else Kind.HIDDEN
+        return replace(message, kind=kind, payload=out), self.num_layers
 
 
 def load_part(
@@ -149,11 +143,3 @@ def split_words(words: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
     """The rows of a VERIFY message, and the number of tokens that each of them keeps."""
     count = len(words) // 2
     return words[:count], words[count:]
-
-
-def is_decode(message: Message) -> bool:
-    """Whether a message came from which tokens follow: of one token a row, or of drafts."""
-    if message.kind is not Kind.HIDDEN or message.payload is None:
-        return False
-    is_newest = message.status == WANTED and message.payload.shape[1] == 1
-    return is_newest or message.status == VERIFY

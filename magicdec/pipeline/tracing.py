@@ -1,10 +1,7 @@
-"""What every rank did when: spans, from which busy times, skipped layers, Gantt charts and Chrome
-traces are computed; the ends of a ring's links, which count what passes; and how all of it reaches
-the first rank, by the first rank's clock.
+"""What every rank did when: spans, from which busy times, queues, skipped layers, Gantt charts and
+Chrome traces are computed; and how they reach the first rank, by the first rank's clock.
 
-In a ring, the k-th span of every stage is that of the k-th message that the first stage sent,
-because messages keep their order. So only the first stage knows, and notes, whose tokens a message
-has.
+A run has the same number on every stage. Only the head knows, and notes, whose tokens it has.
 
 Clocks of other hosts are compared first: a rank answers the first rank with its time. The answer
 lies between the sending and the arrival, so that the middle of the fastest round trip is wrong by
@@ -14,27 +11,28 @@ its monotonic clock.
 
 from __future__ import annotations
 
+import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections import deque
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from magicdec.distributed.channels.connect import RingEnds
-from magicdec.distributed.channels.message import Kind, Message
+from magicdec.distributed.channels.message import Traffic
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.stages import StageGrid
 from magicdec.hardware.threads import ThreadCount, check_threads
 from magicdec.pipeline.metrics import StageUse
-from magicdec.pipeline.recurrent import Flight
-from magicdec.pipeline.stage import Occupancy
 
 Interval = tuple[float, float]  # begin and end in seconds
+NUM_FIELDS = 5  # of a span
 
 
 class What(IntEnum):
@@ -43,7 +41,9 @@ class What(IntEnum):
     LAUNCH = 3  # the head launched a run; `value` is its number of rows, begin equals end
     PROMPT = 4  # the same for a run of a prompt
     RESULT = 5  # the head took the result of a run; `value` is 1 for a void one
-    HEAD = 6  # logits, sampling and scheduling of a message that came home in a ring
+    # The first stage of a ring between two waits, from the arrival of a run (-1: of requests) on;
+    # its layers are a part of it. `value` is 1 if rows decoded in the run, and no prompt followed.
+    HEAD = 6
 
 
 @dataclass(frozen=True)
@@ -57,21 +57,48 @@ class Span:
     end_s: float
     value: int = 0
 
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
     def counts_from(self, first_run: int, first_draft: int) -> bool:
         """Whether it belongs to one of these runs or drafts, or to a later one."""
         return self.run >= (first_draft if self.what is What.DRAFT else first_run)
 
 
-class Spans(list[Span]):
-    """Those of one rank, in order."""
+class Spans(Sequence[Span]):
+    """Those of one rank, in the order in which they ended. Several threads may add to it."""
+
+    def __init__(self, spans: Iterable[Span] = ()) -> None:
+        self._numbers = array("d")
+        for span in spans:
+            self._append(span)
+
+    def __len__(self) -> int:
+        return len(self._numbers) // NUM_FIELDS
+
+    @overload
+    def __getitem__(self, place: int) -> Span: ...
+    @overload
+    def __getitem__(self, place: slice) -> Sequence[Span]: ...
+    def __getitem__(self, place: int | slice) -> Span | Sequence[Span]:
+        if isinstance(place, slice):
+            return [self[each] for each in range(*place.indices(len(self)))]
+        first = range(0, len(self._numbers), NUM_FIELDS)[place]
+        what, run, begin_s, end_s, value = self._numbers[first : first + NUM_FIELDS]
+        return Span(What(int(what)), int(run), begin_s, end_s, int(value))
 
     def add(self, what: What, run: int, begin_s: float, value: int = 0) -> None:
         """A span that ends now."""
-        self.append(Span(what, run, begin_s, time.perf_counter(), value))
+        self._append(Span(what, run, begin_s, time.perf_counter(), value))
 
     def moment(self, what: What, run: int, value: int = 0) -> None:
         now = time.perf_counter()
-        self.append(Span(what, run, now, now, value))
+        self._append(Span(what, run, now, now, value))
+
+    def _append(self, span: Span) -> None:
+        numbers = (span.what, span.run, span.begin_s, span.end_s, span.value)
+        self._numbers.extend(array("d", numbers))  # at once, whatever other threads add
 
     @contextmanager
     def during(self, what: What, run: int) -> Iterator[None]:
@@ -79,9 +106,8 @@ class Spans(list[Span]):
         yield
         self.add(what, run, begin_s)
 
-    def intervals(self, what: What) -> list[Interval]:
-        """Begin and end of the spans of that kind."""
-        return [(span.begin_s, span.end_s) for span in self if span.what is what]
+    def of(self, what: What) -> list[Span]:
+        return [span for span in self if span.what is what]
 
 
 def trace_events(
@@ -169,7 +195,7 @@ def all_gather(value: T, world_size: int) -> list[T]:
     return values
 
 
-def gather_spans(spans: Sequence[Span], clocks: Sequence[Ahead]) -> list[Spans]:
+def gather_spans(spans: Spans, clocks: Sequence[Ahead]) -> list[Spans]:
     """The spans of every rank. All ranks must call it; the times are right on rank 0 alone."""
     return [
         Spans(
@@ -198,86 +224,11 @@ def gather_threads(name: str, count: ThreadCount, expected: int, launch: Launch)
     return check_threads(name, all_gather(ours, launch.world_size))
 
 
-COMPUTED = (Kind.HIDDEN, Kind.VOID)  # a stage has a span for each of these
-
-
-@dataclass
-class Traffic:
-    """What has passed. Times are only summed: the time that messages spent between two stages is
-    the difference of the sums on both sides. `spans` are None if none are noted; `samples` and
-    `are_prompts` are those of each message that the first stage sent."""
-
-    num_sent: int = 0
-    sent_s: float = 0.0
-    num_taken: int = 0
-    taken_s: float = 0.0
-    bytes_before: int = 0  # that were sent before the counting began
-    spans: Spans | None = None
-    begins_s: dict[What, float] = field(default_factory=dict)  # of spans that have not ended
-    samples: list[Sequence[int]] = field(default_factory=list)
-    are_prompts: list[bool] = field(default_factory=list)
-
-
-class CountingEnds:
-    """Both ends of a rank. `is_first`: it is of the first stage, where a message that is taken has
-    come home, and computing begins without one."""
-
-    def __init__(self, ends: RingEnds, is_first: bool) -> None:
-        self.inbound, self.outbound, self.is_first = ends.inbound, ends.outbound, is_first
-        self.traffic, self.ends = Traffic(), RingEnds(self, self)
-
-    def restart(self, has_spans: bool) -> None:
-        """Count from zero. No message may be under way to or from this rank."""
-        self.traffic = Traffic(bytes_before=self.num_bytes, spans=Spans() if has_spans else None)
-
-    @property
-    def num_bytes(self) -> int:
-        return self.outbound.num_bytes
-
-    def begin(self, flight: Flight) -> None:
-        """The first stage computes its layers for a message from now on."""
-        if self.traffic.spans is not None:
-            now_s = time.perf_counter()
-            self._end(What.HEAD, now_s)
-            self.traffic.begins_s[What.STAGE] = now_s
-            self.traffic.samples.append([request.request_id for request in flight.requests])
-            self.traffic.are_prompts.append(not flight.is_decode)
-
-    def send(self, message: Message) -> None:
-        # The time before sending: the receiver may have the message before this rank goes on.
-        traffic, now_s = self.traffic, time.perf_counter()
-        traffic.num_sent += 1
-        traffic.sent_s += now_s
-        if message.kind in COMPUTED:
-            self._end(What.STAGE, now_s)
-        self.outbound.send(message)
-
-    def receive(self) -> Message:
-        self._end(What.HEAD, time.perf_counter())
-        message = self.inbound.receive()
-        traffic, now_s = self.traffic, time.perf_counter()
-        traffic.num_taken += 1
-        traffic.taken_s += now_s
-        if traffic.spans is not None and message.kind in COMPUTED:
-            traffic.begins_s[What.HEAD if self.is_first else What.STAGE] = now_s
-        return message
-
-    def close(self) -> None:
-        self.outbound.close()
-
-    def _end(self, what: What, now_s: float) -> None:
-        """The span of that kind ends, if one has begun."""
-        traffic = self.traffic
-        if what in traffic.begins_s and (spans := traffic.spans) is not None:
-            begin_s = traffic.begins_s.pop(what)
-            spans.append(Span(what, len(spans), begin_s, now_s))
-
-
 @dataclass(frozen=True)
 class RingTrace:
-    """The spans of all stages by the clock of the first. `samples` and `are_prompts` are those of
-    each message. `clock_error_s` is the largest possible error of the other stages' times; 0 if
-    all ranks share the clock of one host."""
+    """The spans of all stages by the clock of the first, in the order of runs. `samples` and
+    `are_prompts` are those of each run. `clock_error_s` is the largest possible error of the other
+    stages' times; 0 if all ranks share the clock of one host."""
 
     stages: list[list[Interval]]
     head: list[Interval]
@@ -286,37 +237,70 @@ class RingTrace:
     clock_error_s: float
 
 
-def gather(
-    launch: Launch, grid: StageGrid, occupancy: Occupancy, counting: CountingEnds
-) -> tuple[list[StageUse], RingTrace | None]:
-    """What the first rank of each stage counted, and the spans if they were asked for. All ranks
-    must call it; it is right on rank 0 alone."""
-    traffic, leaders = counting.traffic, [grid.ranks_of(n)[0] for n in range(grid.num_stages)]
-    ours = [occupancy.total_s, occupancy.waiting_s, occupancy.decode_s]
-    ours += [counting.num_bytes - traffic.bytes_before, traffic.num_sent, traffic.sent_s]
-    ours += [traffic.num_taken, traffic.taken_s]
-    numbers = all_gather(ours, grid.world_size)
+def gather_ring(
+    launch: Launch,
+    grid: StageGrid,
+    spans: Spans,
+    sent: Traffic,
+    samples: Sequence[Sequence[int]] = (),
+    are_prompts: Sequence[bool] = (),
+) -> tuple[list[StageUse], RingTrace]:
+    """What the first rank of each stage did in a pass: `spans` are those of this rank, and `sent`
+    is what it sent. The first stage says whose the runs are, by their numbers. All ranks must call
+    it; it is right on rank 0 alone."""
+    leaders = [grid.ranks_of(stage)[0] for stage in range(grid.num_stages)]
     clocks = clocks_of(launch)
-    ahead = [clocks[leader] for leader in leaders]
-    uses = uses_of([numbers[leader] for leader in leaders], ahead)
-    if traffic.spans is None:
-        return uses, None
-    spans = gather_spans(traffic.spans, clocks)
-    stages = [spans[leader].intervals(What.STAGE) for leader in leaders]
+    by_rank, sent_by_rank = gather_spans(spans, clocks), all_gather(sent, launch.world_size)
+    stages = [by_rank[leader] for leader in leaders]
+    decodes = {run for run, is_prompt in enumerate(are_prompts) if not is_prompt}
+    uses = uses_of(stages, [sent_by_rank[leader] for leader in leaders], decodes)
+    heads, computed = stages[0].of(What.HEAD), [each.of(What.STAGE) for each in stages]
     if launch.rank == 0:
-        assert {len(each) for each in stages} == {len(traffic.samples)}, "a span for each message"
-    error_s = max(each.error_s for each in ahead)
-    head = spans[0].intervals(What.HEAD)
-    return uses, RingTrace(stages, head, traffic.samples, traffic.are_prompts, error_s)
+        assert {len(each) for each in computed} == {len(samples)}, "a span for each run"
+    intervals = [[(span.begin_s, span.end_s) for span in each] for each in computed]
+    error_s = max(clocks[leader].error_s for leader in leaders)
+    alone = without(heads, computed[0])
+    return uses, RingTrace(intervals, alone, list(samples), list(are_prompts), error_s)
 
 
-def uses_of(numbers: Sequence[Sequence[float]], ahead: Sequence[Ahead]) -> list[StageUse]:
-    """`numbers` and the clocks are those of each stage. What a stage takes, the stage before it has
-    sent; every message that was sent has been taken."""
+def uses_of(
+    stages: Sequence[Spans], sent: Sequence[Traffic], decodes: Collection[int]
+) -> list[StageUse]:
+    """How each stage spent its time, from its first run on until the last is home. What a stage
+    takes, the stage before it has sent. `decodes` are the runs of rows that decode."""
+    heads = stages[0].of(What.HEAD)
+    computed = [spans.of(What.STAGE) for spans in stages]
     uses = []
-    for stage, of_stage in enumerate(numbers):
-        total_s, waiting_s, decode_s, num_bytes, num_sent, _, taken, taken_s = of_stage
-        sent_s, between_s = numbers[stage - 1][5], ahead[stage].ahead_s - ahead[stage - 1].ahead_s
-        queued_s = max(0.0, taken_s - sent_s - taken * between_s)
-        uses.append(StageUse(total_s, waiting_s, decode_s, int(num_bytes), int(num_sent), queued_s))
+    for stage, runs in enumerate(computed):
+        turns = runs if stage else heads
+        taken = runs if stage else [span for span in heads if span.run >= 0]
+        decoded = [span.seconds for span in turns if (span.run in decodes if stage else span.value)]
+        total_s = heads[-1].end_s - turns[0].begin_s if turns else 0.0
+        uses.append(
+            StageUse(
+                total_s=total_s,
+                waiting_s=total_s - sum(span.seconds for span in turns),
+                decode_s=statistics.median(decoded) if decoded else 0.0,
+                num_bytes=sent[stage].num_bytes,
+                num_sent=sent[stage].num_messages,
+                queued_s=sum(
+                    after.begin_s - before.end_s
+                    for before, after in zip(computed[stage - 1], taken, strict=True)
+                ),
+            )
+        )
     return uses
+
+
+def without(outer: Iterable[Span], inner: Iterable[Span]) -> list[Interval]:
+    """What of the outer spans is in none of the inner ones, each of which is in one of them. Both
+    are in order."""
+    intervals, parts = list[Interval](), deque(inner)
+    for span in outer:
+        begin_s = span.begin_s
+        while parts and parts[0].begin_s < span.end_s:
+            part = parts.popleft()
+            intervals.append((begin_s, part.begin_s))
+            begin_s = part.end_s
+        intervals.append((begin_s, span.end_s))
+    return intervals

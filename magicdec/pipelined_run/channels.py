@@ -15,19 +15,23 @@ import ctypes
 import mmap
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import islice, pairwise
 from threading import Thread
 
 import torch
 
-from magicdec.distributed.channels.connect import (
-    DevicePayloads,
-    HostCopySender,
+from magicdec.distributed.channels.connect import connect_edge
+from magicdec.distributed.channels.message import (
+    Kind,
     Loopback,
-    connect_edge,
+    Message,
+    MessageForm,
+    Receiver,
+    Sender,
+    floats_of,
+    words_of,
 )
-from magicdec.distributed.channels.message import Kind, Message, PackedForm, Receiver, Sender
 from magicdec.distributed.channels.shared_ring import map_segment
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.watching.processes import processes_of
@@ -37,17 +41,10 @@ from magicdec.pipelined_speculation.messages import Candidates
 
 DEPTH = 64  # messages that are under way on an edge through gloo
 CAPACITY = 1 << 22  # bytes of an edge in shared memory
-FORM = PackedForm()
+RUN_WORDS = 15  # of the header of a launch: a run of one row has so many words
+NUMBER_WORDS = 3  # of the header of other messages, which have no payload
 SLOTS = 1 << 12  # more runs than are ever in flight; a slot that is taken twice only costs work
 BOARD_BYTES = SLOTS * 2 * 8
-
-
-def floats_of(message: Message) -> list[float]:
-    """The payload of a result, how certain each token is, or of candidates, their probabilities."""
-    if message.payload is None:
-        return []
-    numbers: list[float] = message.payload.flatten().tolist()
-    return numbers
 
 
 @dataclass(frozen=True)
@@ -79,15 +76,18 @@ class DraftRequest:
 def pack_candidates(draft: int, candidates: Sequence[Candidates]) -> Message:
     """The answer to a DraftRequest: the candidates of each path in order."""
     pairs = [pair for each in candidates for pair in each]
-    words = (len(candidates), *map(len, candidates), *(token for token, _ in pairs))
-    probabilities = torch.tensor([p for _, p in pairs], dtype=torch.float64)
-    return Message(Kind.NUMBERS, draft, words=words, payload=probabilities)
+    probabilities = words_of(p for _, p in pairs)
+    counts = (len(candidates), *map(len, candidates))
+    return Message(
+        Kind.NUMBERS, draft, words=(*counts, *(token for token, _ in pairs), *probabilities)
+    )
 
 
 def candidates_of(message: Message) -> list[Candidates]:
     numbers = iter(message.words)
     counts = list(islice(numbers, next(numbers)))
-    pairs = iter(zip(numbers, floats_of(message), strict=True))
+    tokens = list(islice(numbers, sum(counts)))
+    pairs = iter(zip(tokens, floats_of(list(numbers)), strict=True))
     return [tuple(islice(pairs, count)) for count in counts]
 
 
@@ -198,17 +198,23 @@ class Connections:
         launch: Launch,
         headers: str | None,
         link: Link | None,
-        payloads: DevicePayloads | None = None,
+        form: MessageForm,
+        device: torch.device,
+        apart: str | None = None,
     ) -> None:
-        """`headers` is gloo or shared_memory. With `payloads`, hidden states go apart."""
+        """`headers` is gloo or shared_memory. `form` is that of hidden states, on `device`; with
+        `apart` they go by process groups of that backend."""
         self.layout, self.rank, self.headers, self.link = layout, launch.rank, headers, link
-        self.payloads, self.processes = payloads, processes_of(launch)
+        self.runs, self.numbers = (
+            replace(form, num_words=count) for count in (RUN_WORDS, NUMBER_WORDS)
+        )
+        self.device, self.apart, self.processes = device, apart, processes_of(launch)
 
     def connect(self, has_drafter: bool) -> Wires:
         wires, stages = Wires(), self.layout.stages
-        wires.launches, wires.inbound = self._edge(0, stages[0])
+        wires.launches, wires.inbound = self._edge(0, stages[0], self.runs)
         for here, there in pairwise(stages):
-            sender, receiver = self._edge(here, there, self.payloads)
+            sender, receiver = self._edge(here, there, self.runs, self.apart)
             wires.outbound, wires.inbound = sender or wires.outbound, receiver or wires.inbound
         sender, wires.results = self._edge(stages[-1], 0)
         wires.outbound = sender or wires.outbound
@@ -224,20 +230,19 @@ class Connections:
         return wires
 
     def _edge(
-        self, sender: int, receiver: int, payloads: DevicePayloads | None = None
+        self, sender: int, receiver: int, form: MessageForm | None = None, apart: str | None = None
     ) -> tuple[Sender | None, Receiver | None]:
         """This rank's ends of a channel from one rank to another, or to itself."""
         if sender == receiver:
             channel = Loopback()
             return (channel, channel) if self.rank == sender else (None, None)
+        form = form or self.numbers
         sends, receives = connect_edge(
-            (sender, receiver), self.rank, FORM, DEPTH, CAPACITY, self.headers, self.processes,
-            payloads,
+            (sender, receiver), self.rank, form, DEPTH, CAPACITY, self.headers, self.processes,
+            self.device, apart,
         )  # fmt: skip
         if sends is not None and self.link is not None:
-            sends = DelayedSender(sends, self.link, FORM)
-        if sends is not None and payloads is None:
-            sends = HostCopySender(sends)
+            sends = DelayedSender(sends, self.link, form)
         return sends, receives
 
     def _connect_cancellations(self, wires: Wires) -> None:

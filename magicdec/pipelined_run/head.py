@@ -20,14 +20,22 @@ from typing import TypeVar
 
 import torch
 
-from magicdec.distributed.channels.message import Kind, Message, Receiver, Sender
+from magicdec.distributed.channels.message import (
+    Ends,
+    Kind,
+    Message,
+    Receiver,
+    Sender,
+    floats_of,
+)
 from magicdec.hardware.environment import use_device
 from magicdec.hardware.threads import ThreadCount
 from magicdec.hardware.timing import Clock, RealClock
+from magicdec.pipeline.stage import StageLoop
 from magicdec.pipeline.tracing import Spans, What
-from magicdec.pipelined_run.channels import Canceller, DraftRequest, Wires, candidates_of, floats_of
+from magicdec.pipelined_run.channels import Canceller, DraftRequest, Wires, candidates_of
 from magicdec.pipelined_run.drafter import Drafter, DraftLoop
-from magicdec.pipelined_run.stage import Part, StageLoop
+from magicdec.pipelined_run.stage import CancellableStage, RunPart
 from magicdec.pipelined_speculation.messages import (
     Action,
     Cancel,
@@ -213,8 +221,11 @@ class Serving:
     def _result(self, message: Message) -> None:
         is_void = message.kind is Kind.VOID
         self.head.spans.moment(What.RESULT, message.run, int(is_void))
-        tokens = None if is_void else message.words
-        run, margins = message.run - self.head.first_run, floats_of(message)
+        run = message.run - self.head.first_run
+        if is_void:
+            return self._do(self.scheduler.result(run, None))
+        count = len(message.words) // 2
+        tokens, margins = message.words[:count], floats_of(message.words[count:])
         self._do(self.scheduler.result(run, tokens, margins))
 
     def _take_candidates(self, message: Message) -> None:
@@ -284,7 +295,7 @@ class PipelineRank:
         self,
         rank: int,
         wires: Wires,
-        part: Part | None,
+        part: RunPart | None,
         drafter: Drafter | None,
         device: torch.device = CPU,
     ) -> None:
@@ -302,8 +313,9 @@ class PipelineRank:
         spans, wires = Spans(), self.wires
         loops: list[Callable[[], None]] = []
         if self.part is not None:
-            inbound, outbound = there(wires.inbound), there(wires.outbound)
-            loops.append(StageLoop(self.part, inbound, outbound, wires.board, spans).serve)
+            ends = Ends(there(wires.inbound), there(wires.outbound))
+            stage = CancellableStage(self.part, wires.board)
+            loops.append(StageLoop(stage, ends, spans).serve)
         if self.drafter is not None:
             inbound = there(wires.draft_steps)
             drafts = DraftLoop(self.drafter, inbound, wires.answers, spans, wires.others)

@@ -1,5 +1,5 @@
-"""A stage of pipelined speculation: its part of the target, and the loop in which it serves runs in
-the order in which they were launched.
+"""A stage of pipelined speculation: its part of the target, and how it answers the runs that the
+head launches.
 
 Owns when a stage looks for cancellations: before a run and between its layers. A run that is
 cancelled, or that an earlier stage has skipped, goes on as a void header.
@@ -10,7 +10,6 @@ computed; a run that is skipped afterwards costs that time.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,18 +18,12 @@ import torch
 from torch import Tensor
 
 from magicdec.config.sections import SamplingSection
-from magicdec.distributed.channels.connect import to_device
-from magicdec.distributed.channels.message import Kind, Message, Receiver, Sender
-from magicdec.executor.executor import Cancellation, Cancelled, check
+from magicdec.distributed.channels.message import Kind, Message, words_of
+from magicdec.executor.executor import Cancellation, Cancelled
 from magicdec.hardware.environment import wait_for_stream
 from magicdec.kv.cache import upload
 from magicdec.kv.tree import DraftTree
-from magicdec.pipeline.emulation import sleep_until
-from magicdec.pipeline.tracing import Spans, What
-from magicdec.pipelined_run.channels import (
-    CancelBoard,
-    RunCancellation,
-)
+from magicdec.pipelined_run.channels import CancelBoard, RunCancellation
 from magicdec.pipelined_speculation.messages import Launch, Ranges, to_ranges
 from magicdec.runner import ModelRunner
 from magicdec.sampling.coupled import CoupledSampling
@@ -42,10 +35,10 @@ class Predictions:
     second largest. Sampled tokens have logits with noise; see `CoupledSampling`."""
 
     tokens: Sequence[int]
-    margins: Tensor  # float64 [rows]
+    margins: Sequence[float]
 
 
-class Part(Protocol):
+class RunPart(Protocol):
     """Some layers of the target."""
 
     @property
@@ -56,28 +49,22 @@ class Part(Protocol):
 
     def compute(
         self, launch: Launch, message: Message, cancellation: Cancellation
-    ) -> Tensor | Predictions:
-        """Hidden states [1, rows, hidden]; of the last stage the predictions. Raises Cancelled if
-        the cancellation is set before a layer."""
+    ) -> Tensor | Predictions | None:
+        """Hidden states [1, rows, hidden], None if they are emulated; of the last stage the
+        predictions. Raises Cancelled if the cancellation is set before a layer."""
 
 
-class StageLoop:
-    def __init__(
-        self, part: Part, inbound: Receiver, outbound: Sender, board: CancelBoard, spans: Spans
-    ) -> None:
-        self.part, self.inbound, self.outbound = part, inbound, outbound
-        self.board, self.spans = board, spans
+@dataclass(frozen=True)
+class CancellableStage:
+    """The part of a stage, which skips the runs that `board` names. The answer to a run is its
+    words with hidden states, or without any (VOID) if it was skipped. The last stage answers with
+    the predicted tokens, and as many margins (`floats_of`)."""
 
-    def serve(self) -> None:
-        """Serve runs until the head has no more."""
-        while (message := self.inbound.receive()).kind is not Kind.END:
-            self.outbound.send(self._answer(message))
-        self.outbound.send(message)
-        self.outbound.close()
+    part: RunPart
+    board: CancelBoard
 
-    def _answer(self, message: Message) -> Message:
-        begin_s, run = time.perf_counter(), message.run
-        launch = Launch.from_words(message.words)
+    def answer(self, message: Message) -> tuple[Message, int]:
+        run, launch = message.run, Launch.from_words(message.words)
         self.part.prepare(launch)
         try:
             if message.kind is Kind.VOID:
@@ -86,12 +73,12 @@ class StageLoop:
             if isinstance(out, Tensor):
                 wait_for_stream(out.device)
         except Cancelled as cancelled:
-            self.spans.add(What.STAGE, run, begin_s, cancelled.num_layers)
-            return Message(Kind.VOID, run, words=message.words)
-        self.spans.add(What.STAGE, run, begin_s, self.part.num_layers)
+            return Message(Kind.VOID, run, words=message.words), cancelled.num_layers
         if isinstance(out, Predictions):
-            return Message(Kind.NUMBERS, run, words=tuple(out.tokens), payload=out.margins)
-        return Message(Kind.HIDDEN, run, words=message.words, payload=out)
+            words = (*out.tokens, *words_of(out.margins))
+            return Message(Kind.NUMBERS, run, words=words), self.part.num_layers
+        answer = Message(Kind.HIDDEN, run, words=message.words, payload=out)
+        return answer, self.part.num_layers
 
 
 @dataclass(frozen=True)
@@ -143,7 +130,7 @@ class ModelPart:
             x = upload([launch.tokens], self.runner.device)
         else:
             assert message.payload is not None, "the stage before has computed"
-            x = to_device(message.payload, self.runner.device)
+            x = message.payload
         rows, run = [launch.lane], self.runner.forward
         if is_appended(launch):
             last_only = launch.num_outputs < num_rows
@@ -186,28 +173,4 @@ def predict(logits: Tensor) -> Predictions:
     largest = logits.double().topk(2, dim=-1).values
     # A token is exact in float64, so that one copy to the host brings both.
     both = torch.stack([best.double(), largest[:, 0] - largest[:, 1]]).cpu()
-    return Predictions(both[0].long().tolist(), both[1])
-
-
-class EmulatedPart:
-    """Takes `seconds` for a run of any size, in equal shares for each layer. If it is the last
-    stage, it predicts token p + 1 after position p."""
-
-    def __init__(self, num_layers: int, seconds: float, is_last: bool) -> None:
-        self.num_layers, self.seconds, self.is_last = num_layers, seconds, is_last
-
-    def prepare(self, launch: Launch) -> None:
-        """There is no cache."""
-
-    def compute(
-        self, launch: Launch, message: Message, cancellation: Cancellation
-    ) -> Tensor | Predictions:
-        begin_s = time.perf_counter()
-        for layer in range(1, self.num_layers + 1):
-            check(cancellation, layer - 1)
-            sleep_until(begin_s + self.seconds * layer / self.num_layers)
-        if not self.is_last:
-            return torch.zeros(0)
-        positions = launch.positions[launch.num_rows - launch.num_outputs :]
-        margins = torch.full((len(positions),), torch.inf, dtype=torch.float64)
-        return Predictions([p + 1 for p in positions], margins)
+    return Predictions(both[0].long().tolist(), both[1].tolist())

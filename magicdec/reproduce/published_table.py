@@ -1,85 +1,44 @@
 """PublishedTable: a CSV file of published numbers, with the columns `predicted`, `measured`,
-`interval` and `exists` that `magicdec reproduce` fills in; and how its commands are run, one after
-the other, each in a process of its own.
+`interval` and `exists` that `magicdec reproduce` fills in; how its commands are run, one after the
+other, each in a process of its own; and how it is printed.
 
-Owns the file, which of its lines are replaced, and what is kept when a command fails or Ctrl-C ends
-all: the table is saved after each command. Must not know any system.
+The table is saved after each command, so that a command that fails or Ctrl-C loses nothing that was
+measured before.
 """
 
 from __future__ import annotations
 
 import csv
-import shlex
 import sys
 import tempfile
-from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 from magicdec.distributed.ranks import run_command
-from magicdec.names import load_named
 from magicdec.records.writing import append_file, write_text
-from magicdec.reproduce.setting import TABLES, Finding, Setting
-from magicdec.tables import csv_text
+from magicdec.reproduce.systems import TABLES, Missing, Row
+from magicdec.tables import Column, Table, csv_text
 
 FLAG = "--tables"  # names the folder
 DEMO_SIZE = "demo size"  # the source of a line that was not published
-NOT_PUBLISHED = Finding(why_not="the packaged models are not of the paper")
-NO_DEMO_PREDICTION = Finding(why_not="the plan needs a probe of this machine")
-
-
-@dataclass(frozen=True)
-class Line:
-    """One line of a table. A number that does not exist is empty, and `exists` says why.
-    `interval` is the 95 % interval of what was measured, empty if it has none."""
-
-    setting: Setting
-    published: str = ""
-    predicted: str = ""
-    measured: str = ""
-    interval: str = ""
-    exists: str = ""
-    source: str = ""
-
-    @property
-    def is_demo(self) -> bool:
-        return self.source == DEMO_SIZE
-
-    def with_findings(self, folder: Path, measured: Finding | None = None) -> Line:
-        """The line with a new prediction, what was measured, and the reasons for what is missing.
-        Without `measured`, what was measured before stays."""
-        predicted = NO_DEMO_PREDICTION if self.is_demo else self.setting.predict(folder)
-        if measured is None:
-            why_not = "" if self.measured else f"it needs {self.setting.needs}"
-            measured = Finding(self.measured, why_not, self.interval if self.measured else "")
-        published = Finding(self.published) if self.published else NOT_PUBLISHED
-        findings = {"published": published, "predicted": predicted, "measured": measured}
-        there = [name for name, finding in findings.items() if finding.value]
-        missing = [f"not {name}: {f.why_not}" for name, f in findings.items() if not f.value]
-        return replace(
-            self,
-            predicted=predicted.value,
-            measured=measured.value,
-            interval=measured.interval,
-            exists="; ".join([*filter(None, [", ".join(there)]), *missing]),
-        )
-
-
-NUMBERS = tuple(field.name for field in fields(Line) if field.name != "setting")
+NUMBERS = ("published", "predicted", "measured")
+FILLED = (*NUMBERS, "interval", "exists", "source")  # the columns after those of the system
+SHORT = {"prefix_len": "prefix", "batch_size": "B"}
 
 
 class PublishedTable:
-    """The table `name` of the folder. Raises ValueError if its file cannot be read, or has other
-    columns than its system's lines."""
+    """The table `name` of the folder. Its rows have the columns of its system, which say what was
+    measured, and those of `FILLED`: a number that does not exist is empty, `exists` says why, and
+    `interval` is the 95 % interval of what was measured. Raises ValueError if its file cannot be
+    read, or has other columns."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder, self.path = name, folder, folder / f"{name}.csv"
-        self.about, place = TABLES[name]
-        kind: type[Setting] = load_named({name: place}, name)
-        self.columns = (*kind.COLUMNS, *NUMBERS)
+        self.about, self.system = TABLES[name]
+        self.columns = (*self.system.columns, *FILLED)
         try:
             with self.path.open(newline="", encoding="utf-8") as file:
                 reader = csv.DictReader(file)
-                rows = list(reader)
+                self.rows: list[Row] = list(reader)
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             why = getattr(error, "strerror", None) or error
             raise ValueError(
@@ -89,67 +48,117 @@ class PublishedTable:
         if tuple(reader.fieldnames or ()) != self.columns:
             expected = ",".join(self.columns)
             raise ValueError(f"{FLAG} {folder}: {self.path.name} needs the columns {expected}")
-        self.lines = [Line(kind.of(row), **{name: row[name] for name in NUMBERS}) for row in rows]
 
-    def part(self, is_demo: bool) -> list[Line]:
+    def part(self, is_demo: bool) -> list[Row]:
         """The lines at demo size, or those that were published."""
-        return [line for line in self.lines if line.is_demo == is_demo]
+        return [row for row in self.rows if (row["source"] == DEMO_SIZE) == is_demo]
 
     def predict(self) -> None:
         """Predict every published line anew."""
-        self.lines = [
-            line if line.is_demo else line.with_findings(self.folder) for line in self.lines
-        ]
+        for row in self.part(is_demo=False):
+            self.refresh(row)
 
     def make_demo(self) -> None:
         """Make the lines at demo size from the published ones. Lines that become equal are one;
         what was measured before stays until it is measured again."""
-        before = {line.setting: line for line in self.part(is_demo=True)}
-        published = self.part(is_demo=False)
-        settings = dict.fromkeys(line.setting.at_demo_size() for line in published)
-        demo = [before.get(setting, Line(setting, source=DEMO_SIZE)) for setting in settings]
-        self.lines = [*published, *(line.with_findings(self.folder) for line in demo)]
+        published, old_rows = self.part(is_demo=False), self.part(is_demo=True)
+        demo: list[Row] = []
+        for setting in map(self.system.at_demo_size, published):
+            if any(setting.items() <= row.items() for row in demo):
+                continue
+            new_row = setting | dict.fromkeys(FILLED, "") | {"source": DEMO_SIZE}
+            demo.append(next((r for r in old_rows if setting.items() <= r.items()), new_row))
+            self.refresh(demo[-1])
+        self.rows = [*published, *demo]
 
-    def commands(self, is_demo: bool) -> list[list[str]]:
-        """The commands that measure that part. Several lines may come from one run."""
-        commands = dict.fromkeys(tuple(line.setting.command()) for line in self.part(is_demo))
-        return [list(words) for words in commands]
+    def refresh(self, row: Row, unmeasured: str = "") -> None:
+        """Predict a line anew, and write into `exists` which numbers it has and why it lacks
+        others; `unmeasured` says why its command measured nothing."""
+        is_demo = row["source"] == DEMO_SIZE
+        needs = "a run" if is_demo else self.system.needs(row)
+        reasons = {
+            "published": "the packaged models are not of the paper",
+            "predicted": "the plan needs a probe of this machine",
+            "measured": unmeasured or f"it needs {needs}",
+        }
+        if not is_demo:
+            try:
+                row["predicted"] = self.system.predict(row, self.folder)
+            except Missing as reason:
+                row["predicted"], reasons["predicted"] = "", str(reason)
+        existing = ", ".join(name for name in NUMBERS if row[name])
+        missing = [f"not {name}: {why}" for name, why in reasons.items() if not row[name]]
+        row["exists"] = "; ".join(filter(None, [existing, *missing]))
 
-    def enter(self, command: list[str], is_demo: bool, records: Path, why_not: str) -> None:
-        """Fill in what `command` measured: the file that it wrote, or why it failed."""
-        for index, line in enumerate(self.lines):
-            if line.is_demo == is_demo and line.setting.command() == command:
-                measured = Finding(why_not=why_not) if why_not else line.setting.read(records)
-                self.lines[index] = line.with_findings(self.folder, measured)
+    def commands(self, is_demo: bool) -> list[str]:
+        """The words after `magicdec` that measure that part; lines may share a run."""
+        return list(dict.fromkeys(self.system.command(row) for row in self.part(is_demo)))
 
     def measure(self, is_demo: bool, out: Path) -> int:
         """Measure one part of the table and save it. Every record is appended to `out`. Returns how
         many commands failed. Raises ValueError if a file cannot be written."""
         commands, num_failed = self.commands(is_demo), 0
         for number, command in enumerate(commands, start=1):
-            print(f"{number}/{len(commands)}  {shown(command)}", file=sys.stderr, flush=True)
+            print(f"{number}/{len(commands)}  magicdec {command}", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory() as folder:
                 records = Path(folder, "records.jsonl")
-                ended = run_command([*command, "--out", records])
-                why_not = f"its run ended with {ended.code}: {ended.error}" if ended.code else ""
-                self.enter(command, is_demo, records, why_not)
+                ended = run_command([*command.split(), "--out", records])
+                error = f"its run ended with {ended.code}: {ended.error}" if ended.code else ""
+                for row in self.part(is_demo):
+                    if self.system.command(row) == command:
+                        self.enter(row, records, error)
                 append_file("--out", records, out)
             self.save()
-            if why_not:
-                print(f"  {why_not}", file=sys.stderr, flush=True)
+            if error:
+                print(f"  {error}", file=sys.stderr, flush=True)
                 num_failed += 1
         return num_failed
 
+    def enter(self, row: Row, records: Path, error: str) -> None:
+        """Fill in what the command of a line measured: the file that it wrote, or why it failed."""
+        row["measured"] = row["interval"] = ""
+        try:
+            if not error:
+                row["measured"], row["interval"] = self.system.read(row, records)
+        except Missing as reason:
+            error = str(reason)
+        self.refresh(row, error)
+
     def save(self) -> None:
         """Raises ValueError if the file cannot be written."""
-        rows = [list(row_of(line).values()) for line in self.lines]
+        rows = [[row[name] for name in self.columns] for row in self.rows]
         write_text(FLAG, self.path, csv_text([self.columns, *rows]))
 
+    def print(self) -> None:
+        """What was published, and below it what was measured with the packaged models."""
+        print(f"{self.name}: {self.about}")
+        for is_demo in (False, True):
+            if rows := self.part(is_demo):
+                print()
+                self._as_table("the packaged models" if is_demo else "published size", rows).print()
 
-def shown(command: list[str]) -> str:
-    return shlex.join(["magicdec", *command])
+    def _as_table(self, what: str, rows: list[Row]) -> Table:
+        """The settings that differ between the lines, and the numbers; the settings that have one
+        value in all lines stand in the title, such as `: ranks 8`."""
+        values = {name: {row[name] for row in rows} for name in (*self.system.columns, *FILLED)}
+        shared = [name for name in self.system.columns if len(values[name]) == 1]
+        settings_of_all = ", ".join(f"{name} {rows[0][name]}" for name in shared if rows[0][name])
+        numbers = [name for name in (*NUMBERS, "interval") if values[name] != {""}]
+        names = [*(name for name in self.system.columns if name not in shared), *numbers]
+        return Table(
+            [Column(SHORT.get(name, name), name in ("model", "draft"), name) for name in names],
+            [[row[name] for name in names] for row in rows],
+            above=[f"{what}: {settings_of_all}" if settings_of_all else what],
+            is_framed=False,
+        )
 
 
-def row_of(line: Line) -> dict[str, str]:
-    """All columns of a line."""
-    return line.setting.to_dict() | {name: getattr(line, name) for name in NUMBERS}
+def print_tables(folder: Path) -> None:
+    """Two lines for each table: what it shows, and how many of its lines have which numbers.
+    Raises ValueError if one cannot be read."""
+    for name in TABLES:
+        table = PublishedTable(name, folder)
+        published = table.part(is_demo=False)
+        counts = [f"{sum(bool(row[number]) for row in published)} {number}" for number in NUMBERS]
+        num_demo = sum(bool(row["measured"]) for row in table.part(is_demo=True))
+        print(f"{name}: {table.about}\n    {', '.join(counts)}; {num_demo} at demo size")

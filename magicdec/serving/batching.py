@@ -20,7 +20,7 @@ import torch
 
 from magicdec.attention.backend import backend_class
 from magicdec.autotune import settle
-from magicdec.config.choices.transport import check_stage_group
+from magicdec.config.choices.collectives import check_stage_group
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NONE
 from magicdec.console import Progress
@@ -173,7 +173,8 @@ class Batching(System):
         for rank in ranks:
             if rank in config.parallel.rank_group:
                 plan = plan_rank(config, models, rank)
-                yield replace(plan, kv=plan.kv // in_plan * self.stored_tokens)
+                plan = replace(plan, kv=plan.kv // in_plan * self.stored_tokens)
+                yield self.options.without_weights(plan)
 
     @property
     def stored_tokens(self) -> int:
@@ -222,13 +223,31 @@ class Batching(System):
         draft_model = None if run.draft_source is None else run.draft_source.config
         config = settle(run.config, run.source.config, draft_model, groups.target, device)
         self.run = run = replace(run, config=config)
-        tokens, self.models = max_tokens(config), self.models or LoadedModels(device, progress)
+        tokens, self.models = (
+            max_tokens(config),
+            self.models or LoadedModels(device, progress, self._emulated_s),
+        )
         self.runner = runner = make_target(
             config, run.source, groups.target, self.models, tokens, self.options.block_tokens,
             self.options.cache_tokens,
         )  # fmt: skip
         self.draft = make_draft(run, groups, tokens, self.models)
         self.clock = GroupClock(RealClock(), runner.group, runner.device)
+
+    @property
+    def _emulated_s(self) -> float | None:
+        """Seconds of a forward of all stages, one after the other or, with all ranks, divided among
+        them; then two all-reduces a layer take log2 N links each (recursive doubling)."""
+        stage_s, options = self.options.emulated_stage_s, self.options
+        if stage_s is None:
+            return None
+        world_size = self.launch.world_size
+        seconds = options.num_stages(world_size) * stage_s
+        if not self.is_on_all:
+            return seconds
+        num_reduces = 2 * self.run.source.config.num_layers
+        link_s = (options.emulate_link_ms or 0.0) / 1e3
+        return seconds / world_size + num_reduces * math.ceil(math.log2(world_size)) * link_s
 
     def warm_up_rows(self, each: Pass) -> int:
         return self.options.rows

@@ -20,9 +20,9 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.config.setting import same, setting
-from magicdec.distributed.layer_split import FLAG, is_auto
+from magicdec.distributed.layer_split import FLAG, count_stages, is_auto
 from magicdec.distributed.stages import StageGrid, make_grid
-from magicdec.pipelined_run.layout import read_split
+from magicdec.pipelined_run.layout import count_draft_ranks, read_split
 from magicdec.pipelined_speculation.options import Options
 from magicdec.serving.metrics import GOODPUT_OF
 from magicdec.serving.modes import (
@@ -36,10 +36,16 @@ from magicdec.serving.modes import (
     Pass,
     Ranks,
 )
-from magicdec.workload.arrivals import FORMS, TRACE, parse_arrival
-from magicdec.workload.request_shapes import RequestShape, make_shapes
+from magicdec.workload.request_shapes import (
+    FORMS,
+    TRACE,
+    RequestShape,
+    make_shapes,
+    parse_arrival,
+)
 
 if TYPE_CHECKING:
+    from magicdec.memory.plan import MemoryPlan
     from magicdec.pipeline.emulation import Link
 
 WINDOW_MS, PREFILL_TOKENS = 1000.0, 512
@@ -72,7 +78,8 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
 class ServeOptions(StagesSection):
     """The settings, and what follows from them: `shapes` are all requests in the order of arrival,
     `passes` the modes in which they are served, and `speculation` how pipelined speculation
-    drafts. `own_draft_dtype` is that of a draft that is the target itself. `gen_len` is None if a trace has the lengths."""
+    drafts. `own_draft_dtype` is that of a draft that is the target itself. `gen_len` is None if a
+    trace has the lengths."""
 
     num_requests: int | None = setting(
         None, "Requests to serve. Default: 8, or all of a trace.", least=1
@@ -226,6 +233,14 @@ class ServeOptions(StagesSection):
         return Link((self.emulate_link_ms or 0.0) / 1e3, bytes_per_s)
 
     @property
+    def emulated_stage_s(self) -> float | None:
+        return None if self.emulate_stage_ms is None else self.emulate_stage_ms / 1e3
+
+    def without_weights(self, plan: MemoryPlan) -> MemoryPlan:
+        """A plan of a rank, whose stages have no weights if they sleep."""
+        return plan if self.emulate_stage_ms is None else replace(plan, weights=0, working=0)
+
+    @property
     def on_host(self) -> str | None:
         """Why hidden states pass through the memory of the host, also between GPUs."""
         if self.link is not None:
@@ -297,17 +312,24 @@ class ServeOptions(StagesSection):
         return replace(self, arrival=f"poisson:{1e3 / rate:.6g}", shapes=shapes)
 
     def num_stages(self, world_size: int) -> int:
-        return read_split(self.layer_split).num_stages(world_size)
+        """The stages on so many ranks, without a head that has no layers and ranks that only
+        draft. Raises ValueError, naming the flag."""
+        split, num_draft_ranks = read_split(self.layer_split), count_draft_ranks(self.layer_split)
+        return count_stages(split.stages, world_size - num_draft_ranks - bool(split.head))
 
     def grid(self, world_size: int) -> StageGrid:
-        """The stages of a ring on so many ranks. Raises ValueError, naming the flag."""
-        split = read_split(self.layer_split)
-        if split.head or split.draft is not None:
+        """The stages of a ring on so many ranks, without those that draft in other modes. Raises
+        ValueError, naming the flag."""
+        split, flag_text = read_split(self.layer_split), f"{FLAG} {self.layer_split}"
+        if split.head:
             raise ValueError(
-                f"{FLAG} {self.layer_split}: a ring has no draft rank and no head without layers; "
-                "leave the slash and a first share of 0 out, or ring out of --modes"
+                f"{flag_text}: a ring has no head without layers; leave the first share of 0 out, "
+                "or ring out of --modes"
             )
-        return make_grid(f"{FLAG} {self.layer_split}", self.num_stages(world_size), world_size)
+        num_ranks = world_size - count_draft_ranks(self.layer_split)
+        if num_ranks < 1:
+            raise ValueError(f"{flag_text} leaves no rank for a stage of the {world_size} ranks")
+        return make_grid(flag_text, self.num_stages(world_size), num_ranks)
 
     @property
     def rows(self) -> int:
@@ -398,14 +420,10 @@ def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> N
 def _check_stages(options: ServeOptions, world_size: int) -> None:
     staged = [each.name for each in options.passes if each.ranks is Ranks.STAGES]
     if not staged:
-        given = {
-            FLAG: options.layer_split,
-            "--machine": options.machine,
-            "--emulate_stage_ms": options.emulate_stage_ms,
-            "--emulate_link_ms": options.emulate_link_ms,
-            "--emulate_link_mbps": options.emulate_link_mbps,
-            "--pad_stage_ms": options.pad_stage_ms,
-        }
+        given: dict[str, object] = {"--machine": options.machine}
+        given["--emulate_link_mbps"] = options.emulate_link_mbps
+        if options.emulate_stage_ms is None:  # with which every mode takes the time of all stages
+            given |= {FLAG: options.layer_split, "--emulate_link_ms": options.emulate_link_ms}
         for flag, value in given.items():
             if value is not None:
                 raise ValueError(f"{flag} {value} does nothing here: no mode of --modes has stages")
@@ -444,9 +462,12 @@ def _check_emulation(options: ServeOptions, config: RunConfig) -> None:
             f"{FLAG} {options.layer_split}: with {flag} a stage takes the same time with any "
             "layers; give layer counts or shares"
         )
-    whole = [each.name for each in options.passes if each.ranks is not Ranks.STAGES]
-    if whole:
-        raise ValueError(f"{flag}: {' '.join(whole)} has no stages; leave it out of --modes")
+    real = [each.name for each in options.passes if each.is_drafting and each.system != SPECULATIVE]
+    if real:
+        raise ValueError(
+            f"{flag}: --modes {real[0]} drafts by the model, and stages that sleep emit no tokens "
+            "that it could guess; choose from sync, async"
+        )
     if any(each.is_drafting for each in options.passes) and acceptance is None:
         raise ValueError(
             f"{flag}: stages that sleep emit no tokens that a draft could guess; give "

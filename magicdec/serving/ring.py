@@ -9,27 +9,18 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from magicdec.config.choices.transport import (
-    HOST_COPIES,
-    NCCL,
-    check_stage_group,
-    choose_transport,
-)
+from magicdec.config.choices.collectives import NCCL, check_stage_group, choose_transport
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NONE
 from magicdec.console import Progress
-from magicdec.distributed.channels.connect import (
-    DevicePayloads,
-    connect_ring,
-    through_host,
-    time_round,
-)
-from magicdec.distributed.channels.message import MessageForm
+from magicdec.distributed.channels.connect import connect_ring, time_round
+from magicdec.distributed.channels.message import Ends, MessageForm
 from magicdec.distributed.groups import Launch, ParallelGroups
 from magicdec.distributed.layer_split import FLAG
 from magicdec.distributed.start import make_stage_groups
@@ -37,12 +28,13 @@ from magicdec.hardware.environment import probe_machine
 from magicdec.memory.plan import MemoryPlan, Models, max_tokens, plan_rank, plan_stage
 from magicdec.model.checkpoint.source import check_part
 from magicdec.pipeline.auto_split import DecodeStep, RingTiming, choose_split, describe_origin
-from magicdec.pipeline.emulation import DelayedSender, emulated
+from magicdec.pipeline.emulation import DelayedSender, padded
 from magicdec.pipeline.metrics import DraftCounts, RingMetrics, StageUse, ring_metrics
 from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
 from magicdec.pipeline.speculation import Speculation, make_speculation, num_drafts_of
-from magicdec.pipeline.stage import Occupancy, Stage, load_part
-from magicdec.pipeline.tracing import CountingEnds, RingTrace, Span, What, gather
+from magicdec.pipeline.stage import Stage, StageLoop, load_part
+from magicdec.pipeline.tracing import RingTrace, Span, Spans, What, gather_ring
+from magicdec.pipelined_run.layout import read_split
 from magicdec.records.metrics import percentile
 from magicdec.request import Request
 from magicdec.scheduling.plan import Limits
@@ -102,7 +94,14 @@ class Ring(System):
         models = find(replace(run_config, workload=workload), launch, known, is_part=True)
         options.check_lengths(models.source.config.max_length, f"--model {run_config.model.model}")
         machine = known.get(("machine",), lambda: probe_machine(launch))
-        check_split(options.layer_split, grid, models.source)
+        split = read_split(options.layer_split)
+        check_split(split.stages, grid, models.source)
+        has_others = grid.world_size < launch.world_size
+        if options.is_measured and has_others and grid.tensor_parallel > 1:
+            raise ValueError(
+                f"{FLAG} {options.layer_split}: stages of several ranks are not timed beside ranks "
+                "without a stage; give layer counts or shares"
+            )
         if grid.tensor_parallel > 1:
             check_stage_group(f"{FLAG} {options.layer_split}", models.config.parallel)
         transport = choose_transport(models.config.parallel, machine, options.on_host)
@@ -113,19 +112,28 @@ class Ring(System):
         tokens = f" and {step.num_drafts} drafts" if step.num_drafts else ""
         timing = RingTiming(run, [grid.ranks_of(stage) for stage in range(grid.num_stages)], step)
         chosen = choose_split(
-            options.layer_split, timing.stages, run.source.config.num_layers, launch,
+            split.stages, timing.stages, run.source.config.num_layers, launch,
             f"{describe_origin(options.machine)} for messages of {step.rows} with {step.context} "
             f"cached tokens{tokens} each",
             lambda: timing.find_times(options.machine),
         )  # fmt: skip
-        options = replace(options, layer_split=chosen.layer_split)
+        chosen_split = str(replace(split, stages=chosen.layer_split))
         ring = cls(run, options, passes, launch, chosen.layers)
-        ring.transport, ring.layer_split = transport, chosen.layer_split
-        ring.split = chosen.reason and f"{FLAG} {chosen.layer_split}: {chosen.reason}"
+        ring.transport = transport
+        if chosen.layer_split is not None:
+            ring.layer_split = chosen_split
+        ring.split = chosen.reason and f"{FLAG} {chosen_split}: {chosen.reason}"
         return ring
+
+    @property
+    def computes(self) -> bool:
+        """Whether this rank is in a stage."""
+        return self.launch.rank < self.grid.world_size
 
     def check_files(self) -> None:
         number = self.stage_number
+        if not self.computes:
+            return
         check_part(self.run.source, self.layers[number], has_ends=number == 0)
         if number == 0 and self.run.draft_source is not None:
             draft = self.run.draft_source
@@ -135,6 +143,8 @@ class Ring(System):
         target, draft = self.run.source.config, self.run.draft_source
         for rank in ranks:
             stage = self.grid.stage_of(rank)
+            if stage >= self.grid.num_stages:
+                continue
             whole = of_stage(self.run.config, self.grid.ranks_of(stage))
             config = whole if each.is_drafting else without_drafts(whole)
             plan = plan_stage(
@@ -145,7 +155,7 @@ class Ring(System):
                 plan = replace(
                     plan, draft_weights=with_draft.draft_weights, draft_kv=with_draft.draft_kv
                 )
-            yield plan
+            yield self.options.without_weights(plan)
 
     def config_of(self, each: Pass) -> Mapping[str, Any]:
         config = self.run.config
@@ -166,7 +176,7 @@ class Ring(System):
         if self.groups is None:
             collectives = self.run.config.parallel.collectives
             self.groups = make_stage_groups(self.launch, self.grid, device, collectives)
-            self.models = LoadedModels(device, progress)
+            self.models = LoadedModels(device, progress, self.options.emulated_stage_s)
         if self.opened is None or self.opened.is_drafting != each.is_drafting:
             assert self.models is not None, "it is made with the groups"
             self.opened = None  # its memory is free before the next is allocated
@@ -176,11 +186,11 @@ class Ring(System):
         return self.num_samples
 
     def expected_threads(self, each: Pass) -> int:
-        return self.run.config.parallel.threads_of(self.launch.rank)
+        return self.run.config.parallel.threads_of(self.launch.rank) if self.computes else 0
 
     def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
         assert self.opened is not None, "it was opened"
-        with watch.threads.during():
+        with watch.threads.during() if self.computes else nullcontext():
             return self.opened.serve(requests, watch)
 
     def now(self) -> float:
@@ -193,8 +203,8 @@ class Ring(System):
 
 
 class OpenRing:
-    """This rank's stage, loaded and connected, for passes with drafts or for those without. On the
-    ranks of the first stage, `pipeline` leads."""
+    """This rank's stage, loaded and connected, for passes with drafts or for those without; None on
+    a rank that waits. On the ranks of the first stage, `pipeline` leads."""
 
     def __init__(
         self, ring: Ring, is_drafting: bool, groups: ParallelGroups, models: LoadedModels
@@ -204,88 +214,87 @@ class OpenRing:
         self.num_drafts = num_drafts_of(ring.run.config) if is_drafting else 0
         # Tokens of a message of a whole lane that decodes.
         self.lane_tokens = options.batch_size * (1 + self.num_drafts)
-        self.stage, self.rounds_s = self._load_stage(), list[float]()
+        self.max_tokens = max_tokens(without_drafts(ring.run.config)) + self.num_drafts
+        self.stage = self._load_stage() if ring.computes else None
+        self.rounds_s: list[float] = []
         limits = Limits(
-            self.stage.runner.max_tokens,
+            self.max_tokens,
             # By default a chunk for each stage, so that the chunks of one prompt can keep all busy.
             prefill_tokens=options.prefill_tokens or ring.grid.num_stages * chunk,
             step_tokens=1 + self.num_drafts,
         )
         self.num_lanes = ring.num_samples // options.batch_size
         depth = most_under_way(self.num_lanes, options.batch_size, limits, chunk)
-        self.form, self.counting = self._connect(depth, chunk)
+        self.form, self.ends = self._connect(depth, chunk)
         self.pipeline: RecurrentPipeline | None = None
         self.speculation: Speculation | None = None
         self.has_timed_links = ring.grid.num_stages == 1
-        if groups.stage == 0:
+        if self.stage is not None and ring.stage_number == 0:
             if is_drafting:
                 self.speculation = make_speculation(ring.run, self.stage.runner, groups, models)
             self.pipeline = RecurrentPipeline(
-                self.stage, self.counting.ends, self.num_lanes, options.batch_size, limits, chunk,
+                self.stage, self.ends, self.num_lanes, options.batch_size, limits, chunk,
                 speculation=self.speculation,
             )  # fmt: skip
 
     def _load_stage(self) -> Stage:
-        run, options, number = self.ring.run, self.ring.options, self.groups.stage
+        run, options, number = self.ring.run, self.ring.options, self.ring.stage_number
         part = StagePart(self.ring.layers[number], has_ends=number == 0)
         runner = load_part(
             run.config, run.source, self.groups.target, self.models, part, self.ring.num_samples,
-            max_tokens(without_drafts(run.config)) + self.num_drafts,
+            self.max_tokens,
         )  # fmt: skip
-        return emulated(runner, options.emulate_stage_ms, options.pad_stage_ms)
+        return padded(runner, options.pad_stage_ms)
 
-    def _connect(self, depth: int, chunk: int) -> tuple[MessageForm, CountingEnds]:
+    def _connect(self, depth: int, chunk: int) -> tuple[MessageForm, Ends]:
         """The ends of this rank, and the form of messages. At most `depth` of them are under way,
         whose prompts are of `chunk` tokens at most."""
         ring, transport = self.ring, self.ring.transport
         width = ring.run.source.config.hidden_size
-        dtype = next(self.stage.runner.model.parameters()).dtype
+        dtype = getattr(torch, ring.run.config.model.dtype)
         num_words = ring.options.batch_size * (2 if self.is_drafting else 1)
         form = MessageForm(width, dtype, num_words)
-        payloads: DevicePayloads | None = None
-        if transport is not None and transport.payloads == NCCL:
-            payloads = DevicePayloads(self.models.device, NCCL, width, dtype)
-            form = payloads.header_form(form)
         # Whatever is on its way home must fit, since the first stage may be sending meanwhile.
         least = max(LEAST_CAPACITY, depth * form.num_bytes(self.lane_tokens))
         ends = connect_ring(
             ring.grid, ring.launch, form, depth,
             max(least, min(depth * form.num_bytes(chunk), MOST_CAPACITY)),
-            None if transport is None else transport.headers, payloads,
+            None if transport is None else transport.headers, self.models.device,
+            NCCL if transport is not None and transport.payloads == NCCL else None,
         )  # fmt: skip
         if (link := ring.options.link) is not None:
             ends = replace(ends, outbound=DelayedSender(ends.outbound, link, form))
-        if transport is not None and transport.payloads == HOST_COPIES:
-            ends = through_host(ends, self.models.device)
-        return form, CountingEnds(ends, is_first=self.groups.stage == 0)
+        return form, ends
 
     def serve(self, requests: Sequence[Request], watch: Watch) -> Extras:
         """Serve all requests. The first time, the links are timed afterwards."""
-        self.stage.occupancy = Occupancy()
-        self.counting.restart(self.ring.options.has_trace and watch.is_measured)
+        spans, before = Spans(), self.ends.outbound.traffic
+        launch, grid, pipeline = self.ring.launch, self.ring.grid, self.pipeline
+        samples, are_prompts = list[list[int]](), list[bool]()
         if self.speculation is not None:
             self.speculation.counts = DraftCounts()
-        if self.pipeline is not None:
-            self.pipeline.on_send = self.counting.begin
-            self.pipeline.serve(requests, watch.tokens, watch.step)
-            self.pipeline.close()
-        else:
-            self.stage.serve(self.counting.ends)
-        uses, trace = gather(self.ring.launch, self.ring.grid, self.stage.occupancy, self.counting)
+        if pipeline is not None:
+            pipeline.serve(requests, watch.tokens, watch.step)
+            pipeline.close()
+            spans, samples, are_prompts = pipeline.spans, pipeline.samples, pipeline.are_prompts
+        elif self.stage is not None:
+            StageLoop(self.stage, self.ends, spans).serve()
+        sent = self.ends.outbound.traffic.since(before)
+        uses, trace = gather_ring(launch, grid, spans, sent, samples, are_prompts)
         if not self.has_timed_links:
             self.has_timed_links = True
             self._time_links()
-        if self.ring.launch.rank != 0 or not watch.is_measured:
+        if launch.rank != 0 or not watch.is_measured:
             return Extras()
         return Extras(ring=self._metrics(uses, requests), trace=trace_of(trace))
 
     def _time_links(self) -> None:
-        if self.pipeline is None:
-            self.stage.serve(self.counting.ends)
-            return
-        ends, device = self.pipeline.ends, self.models.device
-        self.rounds_s = time_round(ends, self.form, self.lane_tokens, PROBES, device)
-        self.pipeline.close()
+        if self.pipeline is not None:
+            ends, device = self.pipeline.ends, self.models.device
+            self.rounds_s = time_round(ends, self.form, self.lane_tokens, PROBES, device)
+            self.pipeline.close()
+        elif self.stage is not None:
+            StageLoop(self.stage, self.ends, Spans()).serve()
 
     def _metrics(self, uses: list[StageUse], requests: Sequence[Request]) -> RingMetrics:
         ring = self.ring
@@ -304,10 +313,8 @@ class OpenRing:
         )
 
 
-def trace_of(trace: RingTrace | None) -> Trace | None:
+def trace_of(trace: RingTrace) -> Trace:
     """The spans of the stages; the head of the ring is a part of the first."""
-    if trace is None:
-        return None
     rows = [
         [Span(What.STAGE, number, begin, end) for number, (begin, end) in enumerate(intervals)]
         for intervals in trace.stages

@@ -21,13 +21,12 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.backend import check_trees
-from magicdec.config.choices.transport import NCCL, check_stage_group, choose_transport
+from magicdec.config.choices.collectives import NCCL, check_stage_group, choose_transport
 from magicdec.config.resolved import ResolvedConfig, ResolvedDraft
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NONE, SELF, DraftSection
 from magicdec.console import Progress
-from magicdec.distributed.channels.connect import DevicePayloads, Loopback
-from magicdec.distributed.channels.message import Kind, Message
+from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message, MessageForm
 from magicdec.distributed.groups import Group, Launch, ParallelGroups
 from magicdec.distributed.layer_split import FLAG
 from magicdec.distributed.stages import StageGrid
@@ -44,6 +43,7 @@ from magicdec.memory.plan import (
 )
 from magicdec.model.checkpoint.source import check_part
 from magicdec.model.config import ModelConfig
+from magicdec.model.emulated import following_tokens
 from magicdec.pipeline.auto_split import (
     STEPS,
     DecodeStep,
@@ -53,14 +53,14 @@ from magicdec.pipeline.auto_split import (
     choose_split,
     describe_origin,
 )
-from magicdec.pipeline.stage import load_part
+from magicdec.pipeline.stage import StageLoop, load_part
 from magicdec.pipeline.tracing import Spans, What, clocks_of, gather_spans
 from magicdec.pipelined_run.channels import CancelBoard, Connections
 from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter, ScriptedDrafter
 from magicdec.pipelined_run.head import Head, PipelineRank
 from magicdec.pipelined_run.layout import ON_HEAD, Layout, make_layout, read_split
 from magicdec.pipelined_run.metrics import Observed, speculation_metrics
-from magicdec.pipelined_run.stage import EmulatedPart, ModelPart, Part, StageLoop
+from magicdec.pipelined_run.stage import CancellableStage, ModelPart, RunPart
 from magicdec.pipelined_speculation import messages
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Request
@@ -163,8 +163,10 @@ class SpeculativePipeline(System):
         model, draft_ranks = self.run.source.config, self.layout.draft_ranks
         for rank in ranks:
             layers = self.layout.layers[rank]
-            if self.options.emulate_stage_ms is None and len(layers):
-                yield plan_stage(self.run.config, model, len(layers), self._has_end(layers), 0)
+            if len(layers):
+                has_end = self._has_end(layers)
+                plan = plan_stage(self.run.config, model, len(layers), has_end, 0)
+                yield self.options.without_weights(plan)
             if (drafting := self.drafting) is not None and rank in draft_ranks:
                 config, draft = drafting.config, drafting.draft_source
                 assert draft is not None, "a model drafts"
@@ -195,21 +197,22 @@ class SpeculativePipeline(System):
         if self.member is not None:
             return
         run, launch, layout = self.run, self.launch, self.layout
-        models = LoadedModels(device, progress)
+        models = LoadedModels(device, progress, self.options.emulated_stage_s)
         groups = make_stage_groups(
             launch, StageGrid(launch.world_size), device, run.config.parallel.collectives,
             None if self.drafting is None else layout.draft_ranks,
         )  # fmt: skip
-        payloads: DevicePayloads | None = None
-        if self.transport is not None and self.transport.payloads == NCCL:
-            width, dtype = run.source.config.hidden_size, getattr(torch, run.config.model.dtype)
-            payloads = DevicePayloads(device, NCCL, width, dtype)
         part = self._load_part(models) if self.rank in layout.stages else None
         drafter = None
         if self.needs_drafts and self.rank in layout.draft_ranks:
             drafter = self._make_drafter(groups.draft, models)
-        headers = None if self.transport is None else self.transport.headers
-        connections = Connections(layout, launch, headers, self.options.link, payloads)
+        width, dtype = run.source.config.hidden_size, getattr(torch, run.config.model.dtype)
+        transport = self.transport
+        connections = Connections(
+            layout, launch, None if transport is None else transport.headers, self.options.link,
+            MessageForm(width, dtype, 0), device,
+            NCCL if transport is not None and transport.payloads == NCCL else None,
+        )  # fmt: skip
         wires = connections.connect(self.needs_drafts)
         self.member = PipelineRank(self.rank, wires, part, drafter, device)
 
@@ -250,11 +253,8 @@ class SpeculativePipeline(System):
             self.member.close()
         self.member = None
 
-    def _load_part(self, models: LoadedModels) -> Part:
+    def _load_part(self, models: LoadedModels) -> RunPart:
         run, options, layers = self.run, self.options, self.layout.layers[self.rank]
-        if options.emulate_stage_ms is not None:
-            is_last = self.rank == self.layout.stages[-1]
-            return EmulatedPart(len(layers), options.emulate_stage_ms / 1e3, is_last)
         runner = load_part(
             run.config, run.source, Group((0,), 0), models, StagePart(layers, None),
             options.speculation.lanes, max_tokens(run.config),
@@ -277,7 +277,8 @@ class SpeculativePipeline(System):
     def _scripted(self, acceptance: float) -> ScriptedDrafter:
         shapes, outputs = self.options.shapes, self.expected
         if outputs is None:  # of emulated stages
-            outputs = [[s.prompt_len + i for i in range(s.output_len)] for s in shapes]
+            vocab_size = self.run.source.config.vocab_size
+            outputs = [following_tokens(s.prompt_len, s.output_len, vocab_size) for s in shapes]
         ranks = [
             draw_ranks([acceptance], shape.output_len, self.run.workload.seed + index)
             for index, shape in enumerate(shapes)
@@ -404,5 +405,6 @@ def time_part(part: ModelPart, step: DecodeStep) -> float:
     for _ in range(STEPS + 1):
         inbound.send(message)
     inbound.send(Message(Kind.END))
-    StageLoop(part, inbound, Loopback(), CancelBoard(), spans).serve()
+    stage = CancellableStage(part, CancelBoard())
+    StageLoop(stage, Ends(inbound, Loopback()), spans).serve()
     return statistics.median(b.end_s - a.end_s for a, b in pairwise(spans))

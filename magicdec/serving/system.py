@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from magicdec.config.choices.transport import Transport
+from magicdec.config.choices.collectives import Transport
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import SamplingSection
 from magicdec.console import Progress

@@ -20,6 +20,7 @@ from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.executor.executor import Executor
 from magicdec.memory.plan import max_following
 from magicdec.model.checkpoint.source import ModelSource, load_transformer
+from magicdec.model.emulated import EmulatedModel
 from magicdec.model.transformer import Transformer
 from magicdec.names import ELEMENTWISE, load_named
 from magicdec.runner import ModelRunner
@@ -89,10 +90,13 @@ def load_kind(
 
 class LoadedModels:
     """The weights that this rank holds. A model is loaded once for each kind and group that it is
-    asked for with, until it is dropped."""
+    asked for with, until it is dropped. With `emulated_s`, models sleep so many seconds in each
+    forward, and nothing is loaded."""
 
-    def __init__(self, device: torch.device, progress: Progress) -> None:
-        self.device, self.progress = device, progress
+    def __init__(
+        self, device: torch.device, progress: Progress, emulated_s: float | None = None
+    ) -> None:
+        self.device, self.progress, self.emulated_s = device, progress, emulated_s
         # The source is kept too, because its identity is a part of the key.
         self._models: dict[tuple[object, ...], tuple[ModelSource, Transformer]] = {}
 
@@ -104,6 +108,13 @@ class LoadedModels:
     ) -> Transformer:
         """This rank's shard of a model, or of a part of it, that is sharded over `group`. Native
         steps read the same weights."""
+        if self.emulated_s is not None:
+            layers, has_ends = (None, None) if part is None else (part.layers, part.has_ends)
+            like = torch.zeros(1, dtype=getattr(torch, kinds.dtype), device=self.device)
+            shard = Shard(group.index, group.size)
+            return EmulatedModel(
+                source.config, shard, layers, has_ends, self.emulated_s, like
+            ).eval()
         key = id(source), group.ranks, replace(kinds, native_steps="off"), part
         if key not in self._models:
             model = load_model(source, group, kinds, self.device, self.progress, part)
@@ -122,7 +133,8 @@ def make_backend(name: str) -> AttentionBackend:
 
 def make_executor(kinds: Kinds, model: Transformer, group: Group) -> Executor | None:
     """What computes whole forwards of a model of these kinds; None without native steps."""
-    return Executor(model, group) if kinds.native_steps == "on" else None
+    is_native = kinds.native_steps == "on" and not isinstance(model, EmulatedModel)
+    return Executor(model, group) if is_native else None
 
 
 def make_target(

@@ -57,16 +57,14 @@ def run_mode(
     requests = (work.ring_requests or machine.num_stages) if is_ring else work.num_requests
     kind = "iterative" if is_ring else mode
     scheduler = PipelinedScheduler(replace(options, mode=kind, lanes=requests))
-    texts = [Text(0, _ranks(work, index), work.probabilities) for index in range(requests)]
+    # Every request has another part of the ranks, which are taken in a circle.
+    starts = (index * work.gen_len % len(work.ranks) for index in range(requests))
+    texts = [
+        Text(0, [*work.ranks[start:], *work.ranks[:start]], work.probabilities) for start in starts
+    ]
     simulation = Simulation(machine, scheduler, TextModels(texts), is_ring)
     trace = simulation.run([PROMPT] * requests, work.gen_len)
     return trace, measure(machine, trace, scheduler.counts)
-
-
-def _ranks(work: Work, request: int) -> Sequence[int]:
-    """Every request has another part of the ranks, which are taken in a circle."""
-    start = request * work.gen_len % len(work.ranks)
-    return [*work.ranks[start:], *work.ranks[:start]] if start else work.ranks
 
 
 ONE_TOKEN = "if no request has a token after its first"
@@ -132,7 +130,15 @@ def measure(machine: Machine, trace: Trace, counts: Counts) -> SimulatedMetrics:
     rates = [(len(t) - 1) / (t[-1] - t[0]) if t[-1] > t[0] else 0.0 for t in times.values()]
     in_flight = sum(_within(f.launched_s, f.home_s, first, last) for f in trace.flights)
     drafting = sum(_within(begin, end, first, last) for begin, end in trace.drafts)
-    busy, useful = _busy(trace, first, last, machine.num_stages)
+    busy_s = {
+        flight.launch.run: sum(
+            _within(begin, end, first, last)
+            for begin, end in zip(flight.start_s, flight.end_s, strict=True)
+        )
+        for flight in trace.flights
+    }
+    useful_s = sum(s for run, s in busy_s.items() if run not in trace.cancelled)
+    stages_s = window * machine.num_stages
     computed = sum(sum(flight.layers) for flight in trace.flights)
     total = len(trace.flights) * machine.num_stages * machine.layers
     return SimulatedMetrics(
@@ -140,8 +146,8 @@ def measure(machine: Machine, trace: Trace, counts: Counts) -> SimulatedMetrics:
         ttft_ms=1e3 * sum(each[0] for each in times.values()) / len(times),
         mean_itl_ms=mean(itl_ms),
         p99_itl_ms=percentile(itl_ms, 99),
-        busy=busy / window,
-        useful=useful / window,
+        busy=sum(busy_s.values()) / stages_s,
+        useful=useful_s / stages_s,
         draft_busy=drafting / window,
         mean_in_flight=in_flight / window,
         acceptance_rate=counts.accepted / counts.drafted if counts.drafted else None,
@@ -150,18 +156,6 @@ def measure(machine: Machine, trace: Trace, counts: Counts) -> SimulatedMetrics:
         layers_computed=computed,
         layers_skipped=total - computed,
     )
-
-
-def _busy(trace: Trace, first: float, last: float, num_stages: int) -> tuple[float, float]:
-    """Seconds that a stage computes, mean over stages: in all, and for runs that were needed."""
-    busy = useful = 0.0
-    for flight in trace.flights:
-        spans = zip(flight.start_s, flight.end_s, strict=True)
-        seconds = sum(_within(begin, end, first, last) for begin, end in spans)
-        busy += seconds
-        if flight.launch.run not in trace.cancelled:
-            useful += seconds
-    return busy / num_stages, useful / num_stages
 
 
 def _within(begin: float, end: float, first: float, last: float) -> float:

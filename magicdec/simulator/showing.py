@@ -11,7 +11,6 @@ from typing import Any
 from magicdec import gantt
 from magicdec.gantt import Bar, Look, Panel
 from magicdec.records.metric_tables import fixed, metric_columns
-from magicdec.simulator.pipeline import Flight
 from magicdec.simulator.run import SimulatedMetrics, SimulationRecord
 from magicdec.simulator.simulation import Trace
 from magicdec.tables import Column, Table
@@ -44,10 +43,10 @@ def _modes(records: Sequence[SimulationRecord]) -> Table:
     base = metrics.get("iterative")
     notes = list(NOTES)
     if (m := metrics.get("async")) is not None:
-        notes.append(f"async: {m.invalid_runs} runs invalid, {m.mean_in_flight:.1f} in flight;")
-        notes.append(
-            f"{m.layers_skipped} of {m.layers_skipped + m.layers_computed} layers skipped."
-        )
+        notes += [
+            f"async: {m.invalid_runs} runs invalid, {m.mean_in_flight:.1f} in flight;",
+            f"{m.layers_skipped} of {m.layers_skipped + m.layers_computed} layers skipped.",
+        ]
     if "ring" in metrics:
         notes.append("ring: tok/s of all its requests together.")
     ratios = [base and fixed(m.tokens_per_s / base.tokens_per_s, 2) for m in metrics.values()]
@@ -123,14 +122,10 @@ def panel_of(mode: str, trace: Trace) -> Panel:
 
 def _bars(trace: Trace) -> Iterator[Bar]:
     for flight in trace.flights:
-        look = LOOKS[_kind(flight.launch.run in trace.cancelled, flight)]
+        kind = "drafted tokens, needed" if flight.launch.is_speculative else "newest token"
+        if flight.is_prompt:
+            kind = "prompt"
+        elif flight.launch.run in trace.cancelled:
+            kind = "drafted tokens, cancelled"
         for stage, span in enumerate(zip(flight.start_s, flight.end_s, strict=True)):
-            yield Bar(stage, *span, look)
-
-
-def _kind(is_cancelled: bool, flight: Flight) -> str:
-    if flight.is_prompt:
-        return "prompt"
-    if is_cancelled:
-        return "drafted tokens, cancelled"
-    return "drafted tokens, needed" if flight.launch.is_speculative else "newest token"
+            yield Bar(stage, *span, LOOKS[kind])

@@ -1,7 +1,5 @@
 """Runs a scheduler on a simulated machine, in virtual time: the actions of the scheduler in, the
 times of what they cause out.
-
-Must not know how a scheduler decides.
 """
 
 from __future__ import annotations
@@ -21,8 +19,7 @@ from magicdec.pipelined_speculation.messages import (
     Stop,
 )
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
-from magicdec.simulator.machine import Machine
-from magicdec.simulator.pipeline import Flight, Pipeline
+from magicdec.simulator.machine import Flight, Machine, Pipeline
 
 
 class Models(Protocol):
@@ -82,24 +79,17 @@ class Simulation:
     def _step(self) -> None:
         """Results go before drafts, and the drafter begins a step only when no result waits."""
         if self.pipeline.next_s <= self._now_s:
-            self._result()
-        elif self._draft_s <= self._now_s:
-            self._drafted()
+            flight = self.pipeline.collect()
+            self.trace.flights.append(flight)
+            self._do(self.scheduler.result(flight.launch.run, self.models.home(flight)))
+        elif self._draft is not None and self._draft_s <= self._now_s:
+            draft, self._draft, self._draft_s = self._draft, None, math.inf
+            self._do(self.scheduler.drafted(draft.draft, self._proposed))
         elif self._draft is None and (actions := self.scheduler.idle()):
             self._do(actions)
         else:
             self._now_s = min(self.pipeline.next_s, self._draft_s)
             assert self._now_s < math.inf, "something is always under way"
-
-    def _result(self) -> None:
-        flight = self.pipeline.collect()
-        self.trace.flights.append(flight)
-        self._do(self.scheduler.result(flight.launch.run, self.models.home(flight)))
-
-    def _drafted(self) -> None:
-        draft, self._draft, self._draft_s = self._draft, None, math.inf
-        assert draft is not None, "it ends now"
-        self._do(self.scheduler.drafted(draft.draft, self._proposed))
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:

@@ -1,17 +1,16 @@
 """What the target would write and what the draft would propose, without models: at each position of
 the output the rank that the target's token has among the draft's candidates.
-
-Must not know time.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import cycle
 
 from magicdec.pipelined_speculation.messages import Candidates, Draft, Launch
-from magicdec.simulator.pipeline import Flight
+from magicdec.simulator.machine import Flight
 
 SPACING = 16  # between the tokens of two positions: the candidates of one are different tokens
 
@@ -66,24 +65,21 @@ def draw_ranks(acceptance: Sequence[float], length: int, seed: int) -> list[int]
     return chooser.choices([*ranks, -1], weights, k=length)
 
 
-def replay_ranks(
-    drafted: Sequence[int], accepted: Sequence[int], length: int, seed: int
-) -> list[int]:
-    """The ranks that recorded steps of one sequence tell: a step that accepted n of its drafts had
-    n right ones and then, unless it accepted all, a wrong one. Of the token that follows when all
-    were accepted nothing is known; it is right as often as the others. The record is repeated if it
-    is shorter than `length`."""
-    judged = sum(min(a + 1, d) for d, a in zip(drafted, accepted, strict=True))
-    if judged == 0:
+def replay_ranks(steps: Sequence[tuple[int, int]], length: int, seed: int) -> list[int]:
+    """The ranks that recorded steps of one sequence tell, each with its drafted and accepted
+    tokens: a step that accepted n of its drafts had n right ones and then, unless it accepted all,
+    a wrong one. Of the token that follows when all were accepted nothing is known; it is right as
+    often as the others. The steps are repeated if they are shorter than `length`."""
+    num_judged = sum(min(accepted + 1, drafted) for drafted, accepted in steps)
+    if num_judged == 0:
         raise ValueError("no step of the record drafted anything")
-    chooser, rate = random.Random(seed), sum(accepted) / judged
-
-    def told() -> Iterator[int]:
-        while True:
-            for num_drafted, num_accepted in zip(drafted, accepted, strict=True):
-                yield from [0] * num_accepted
-                known = num_accepted < num_drafted
-                yield -1 if known or chooser.random() >= rate else 0
-
-    ranks = told()
-    return [next(ranks) for _ in range(length)]
+    chooser = random.Random(seed)
+    rate = sum(accepted for _, accepted in steps) / num_judged
+    ranks: list[int] = []
+    for drafted, accepted in cycle(steps):
+        ranks += [0] * accepted
+        if len(ranks) >= length:
+            return ranks[:length]
+        is_wrong = accepted < drafted or chooser.random() >= rate
+        ranks.append(-1 if is_wrong else 0)
+    raise AssertionError("a cycle has no end")

@@ -1,7 +1,7 @@
 """Runs the cells of a study, one record each: every rank executes this together. At the end it says
 what has become of the study.
 
-Owns what happens between cells: what is dropped, when to stop, and what a failure leaves behind.
+Owns what happens between cells: what is dropped, and what a failure leaves behind.
 Must not know what a cell measures.
 """
 
@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import datetime
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 from magicdec.console import make_progress
 from magicdec.distributed.groups import Launch
+from magicdec.distributed.ranks import INTERRUPTED
 from magicdec.distributed.start import close_groups
 from magicdec.distributed.watching.watch import stop_watching
 from magicdec.hardware.environment import describe_environment
 from magicdec.records.record import RunRecord, append_record
-from magicdec.run.outcome import unfinished_record
+from magicdec.run.outcome import failed_record
 from magicdec.run.resident import Resident
 from magicdec.run.run import execute_in
 from magicdec.setup.session import RankSession, session_of
-from magicdec.study.cells import Cell, records_of
-from magicdec.study.drift import measure_drift
+from magicdec.study.cells import Cell
 from magicdec.study.plan import StudyPlan
 from magicdec.study.progress import Remaining, StudyProgress, say
 from magicdec.study.study import Settings
@@ -40,16 +41,13 @@ class Sweep:
         self.resident: Resident | None = None
         self.records: list[RunRecord] = []
 
-    def run(self, time_budget_s: float | None) -> None:
-        """Run what is left, until the time budget is over: no cell starts that is not expected to
-        end within it. Raises KeyboardInterrupt on Ctrl-C, OSError if a record cannot be
+    def run(self) -> None:
+        """Run what is left. Raises KeyboardInterrupt on Ctrl-C, OSError if a record cannot be
         written."""
-        remaining = Remaining(self.plan, time_budget_s)
+        remaining = Remaining(self.plan)
         for number in self.plan.todo:
             cell = self.plan.order[number]
             session = None if cell.prepared is None else self.session(cell)
-            if self.is_over(session, remaining, cell):
-                break
             self.progress.begin(number, cell, remaining)
             started = time.monotonic()
             if session is None:
@@ -62,14 +60,6 @@ class Sweep:
                 self.progress.end(record, remaining)
             self.records.append(record)
         close_groups()
-
-    def is_over(self, session: RankSession | None, remaining: Remaining, cell: Cell) -> bool:
-        """Whether the time budget ends before the next cell would. The leading rank's clock
-        counts."""
-        is_over = remaining.is_over(cell)
-        if session is None:
-            return self.launch.world_size == 1 and is_over
-        return bool(session.groups.target.all_gather_object(is_over)[0])
 
     def session(self, cell: Cell) -> RankSession:
         """The session of the cell's ranks, opened at its first use."""
@@ -105,7 +95,7 @@ class Sweep:
         config = cell.found.config
         now = datetime.datetime.now(datetime.timezone.utc)
         environment = describe_environment(self.launch, config.parallel.device, now)
-        return unfinished_record(config, cell.prepared, environment, error)
+        return failed_record(config, cell.prepared, environment, error)
 
 
 def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:
@@ -116,28 +106,25 @@ def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:
     sweep = Sweep(plan, launch, path, progress)
     if is_leader:
         say(f"{len(plan.order)} runs, {len(plan.order) - len(plan.todo)} of them done before")
-    budget, is_interrupted = settings.time_budget, False
+    code = 0
     try:
-        sweep.run(None if budget is None else 60 * budget)
+        sweep.run()
     except KeyboardInterrupt:
         stop_watching()
-        is_interrupted = True
+        code = INTERRUPTED
     except OSError as error:
         if is_leader:
             say(f"--out {path}: {error.strerror}; the record of the last run is lost")
         return 1
     if is_leader:
-        say_end(plan, sweep, path)
-    return 130 if is_interrupted else int(not all(record.passed for record in sweep.records))
+        say_end(plan, sweep.records, path)
+    return code or int(not all(record.passed for record in sweep.records))
 
 
-def say_end(plan: StudyPlan, sweep: Sweep, path: Path) -> None:
-    """How much is done, and how steady the machine was."""
-    num_left = len(plan.todo) - len(sweep.records)
-    bad = [record for record in sweep.records if not record.passed]
+def say_end(plan: StudyPlan, records: Sequence[RunRecord], path: Path) -> None:
+    """How much is done."""
+    num_left = len(plan.todo) - len(records)
+    num_bad = sum(not record.passed for record in records)
     end = f"; {num_left} left, which the same command runs" if num_left else ""
-    failed = f", {len(bad)} of the last {len(sweep.records)} without success" if bad else ""
+    failed = f", {num_bad} of the last {len(records)} without success" if num_bad else ""
     say(f"{len(plan.order) - num_left} of {len(plan.order)} runs done{failed}{end}: {path}")
-    drift = measure_drift(records_of(path, plan.order))
-    if drift is not None:
-        say(drift.describe())

@@ -1,7 +1,4 @@
-"""Books: the texts of a named dataset or of a user's file.
-
-Owns the sources of books and the errors for faulty files.
-"""
+"""Books: the texts of a named dataset or of a user's file."""
 
 from __future__ import annotations
 
@@ -11,6 +8,7 @@ import lzma
 from collections.abc import Callable
 from functools import partial
 from importlib import resources
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -111,21 +109,18 @@ def _parse_json(text: str, place: str, first_line: int) -> Any:
 def _read_parquet(path: Path, max_books: int) -> list[str]:
     import pyarrow.parquet
 
-    books: list[str] = []
     place = f"--dataset {path}"
     try:
         with path.open("rb") as raw, pyarrow.parquet.ParquetFile(raw) as file:
             columns = file.schema_arrow.names
             if "text" not in columns:
                 raise ValueError(f"{place}: no 'text' column; it has {', '.join(columns)}")
-            for batch in file.iter_batches(batch_size=max_books, columns=["text"]):
-                for row in batch.to_pylist()[: max_books - len(books)]:
-                    books.append(_text_of(row, f"{place}, row {len(books)}"))
-                if len(books) == max_books:
-                    break
+            batches = file.iter_batches(batch_size=max_books, columns=["text"])
+            rows = chain.from_iterable(batch.to_pylist() for batch in batches)
+            numbered = enumerate(islice(rows, max_books))
+            return [_text_of(row, f"{place}, row {number}") for number, row in numbered]
     except pyarrow.ArrowException as error:
         raise ValueError(f"{place}: is not a parquet file ({_reason(error)})") from error
-    return books
 
 
 def _read_txt(path: Path, max_books: int) -> list[str]:

@@ -1,6 +1,9 @@
 """The shapes of all requests of a serving workload: arrival, prompt length and output length, by a
-process and a distribution or from a trace, and what follows from them (`ShapedOptions`). Imports no
+process and a distribution or from a trace,. Imports no
 torch.
+
+An arrival process is a function of the mean time between two arrivals, the number of requests and a
+random generator; the times are in ms after the first arrival. `names.ARRIVALS` names them.
 """
 
 from __future__ import annotations
@@ -8,12 +11,72 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from pathlib import Path
 from random import Random
 
-from magicdec.config.sections import DEFAULT_GEN_LEN, WorkloadSection
-from magicdec.config.setting import same, setting
-from magicdec.workload.arrivals import Arrival
+from magicdec.config.sections import DEFAULT_GEN_LEN
+from magicdec.names import ARRIVALS, load_named
+
+BURST, TRACE = "burst", "trace"
+FORMS = ", ".join([*(n if n == BURST else f"{n}:MS" for n in ARRIVALS), f"{TRACE}:FILE"])
+
+
+def burst(mean_ms: float, count: int, random: Random) -> list[float]:
+    """All requests arrive at once."""
+    return [0.0] * count
+
+
+def constant(mean_ms: float, count: int, random: Random) -> list[float]:
+    """The time between two arrivals is always the same."""
+    return [mean_ms * i for i in range(count)]
+
+
+def uniform(mean_ms: float, count: int, random: Random) -> list[float]:
+    """The time between two arrivals is uniform between 0 and twice its mean."""
+    gaps = (random.uniform(0, 2 * mean_ms) for _ in range(count - 1))
+    return list(accumulate(gaps, initial=0.0))
+
+
+def poisson(mean_ms: float, count: int, random: Random) -> list[float]:
+    """The time between two arrivals is exponentially distributed (a Poisson process)."""
+    gaps = (random.expovariate(1 / mean_ms) for _ in range(count - 1))
+    return list(accumulate(gaps, initial=0.0))
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """What `--arrival` asks for: a process with its mean time, or a trace."""
+
+    process: str
+    mean_ms: float = 0.0
+    trace: Path | None = None
+
+    def times_ms(self, count: int, random: Random) -> list[float]:
+        """The time at which each request arrives, for a process and not for a trace."""
+        times: list[float] = load_named(ARRIVALS, self.process)(self.mean_ms, count, random)
+        return times
+
+
+def parse_arrival(text: str) -> Arrival:
+    """Raises ValueError if `text` is none of `FORMS`."""
+    name, colon, value = text.partition(":")
+    if name == TRACE and value:
+        return Arrival(TRACE, trace=Path(value))
+    if name == BURST and not colon:
+        return Arrival(BURST)
+    if name not in ARRIVALS or name == BURST:
+        raise ValueError(f"--arrival {text} is not known; choose from {FORMS}")
+    try:
+        mean_ms = float(value)
+    except ValueError:
+        mean_ms = math.nan
+    if not 0 < mean_ms < math.inf:
+        raise ValueError(
+            f"--arrival {text}: {value!r} is no time in ms larger than 0; choose from {FORMS}"
+        )
+    return Arrival(name, mean_ms)
+
 
 DEFAULT_NUM_REQUESTS = 8
 UNIFORM = "uniform"
@@ -82,7 +145,14 @@ def make_shapes(
     trace. Arrivals and lengths are drawn from separate generators with the same `seed`, so that
     each stays the same when the other changes. Raises ValueError, naming the flag."""
     if arrival.trace is not None:
-        return _first(arrival, num_requests)
+        shapes = read_trace(f"--arrival {arrival.process}", arrival.trace)
+        if num_requests is not None and num_requests > len(shapes):
+            raise ValueError(
+                f"--num_requests {num_requests}: {arrival.trace} has {len(shapes)}; "
+                "choose fewer, or leave the flag out for all"
+            )
+        begin_ms = shapes[0].arrival_ms
+        return [replace(s, arrival_ms=s.arrival_ms - begin_ms) for s in shapes[:num_requests]]
     count = num_requests or DEFAULT_NUM_REQUESTS
     prompts = parse_lengths("--prefix_len", prompt_len)
     outputs = parse_lengths("--gen_len", gen_len or str(DEFAULT_GEN_LEN))
@@ -91,18 +161,6 @@ def make_shapes(
         RequestShape(at_ms, of_prompts.randint(*prompts), of_outputs.randint(*outputs))
         for at_ms in arrival.times_ms(count, Random(f"arrival {seed}"))
     ]
-
-
-def _first(arrival: Arrival, count: int | None) -> list[RequestShape]:
-    assert arrival.trace is not None
-    shapes = read_trace(f"--arrival {arrival.process}", arrival.trace)
-    if count is not None and count > len(shapes):
-        raise ValueError(
-            f"--num_requests {count}: {arrival.trace} has {len(shapes)}; "
-            "choose fewer, or leave the flag out for all"
-        )
-    begin_ms = shapes[0].arrival_ms
-    return [replace(s, arrival_ms=s.arrival_ms - begin_ms) for s in shapes[:count]]
 
 
 def parse_lengths(flag: str, text: str) -> tuple[int, int]:
@@ -123,48 +181,3 @@ def parse_lengths(flag: str, text: str) -> tuple[int, int]:
     if not 1 <= lengths[0] <= lengths[1]:
         raise ValueError(f"{flag} {text}: lengths are at least 1, and LOW is at most HIGH")
     return lengths
-
-
-@dataclass(frozen=True)
-class ShapedOptions:
-    """A base of the options of commands that serve requests: how many requests there are and how
-    long they are, and the `shapes` that follow, which are all requests in the order of arrival."""
-
-    num_requests: int | None = setting(
-        None, "Requests to serve. Default: 8, or all of a trace.", least=1
-    )
-    prefix_len: str = same(WorkloadSection, "prefix_len", str(WorkloadSection.prefix_len))
-    gen_len: str | None = same(WorkloadSection, "gen_len")
-    modes: tuple[str, ...] | None = setting(
-        None,
-        "Ways to serve the requests, or to decode, that are compared. The tokens of the first are "
-        "the reference of the others. Default: all that these ranks can run.",
-    )
-    shapes: tuple[RequestShape, ...] = ()
-
-    @property
-    def longest_prompt(self) -> int:
-        return max(shape.prompt_len for shape in self.shapes)
-
-    @property
-    def longest(self) -> int:
-        """Tokens of the longest request, output included."""
-        return max(shape.prompt_len + shape.output_len for shape in self.shapes)
-
-    @property
-    def mean_context(self) -> int:
-        """Cached tokens of a request, halfway through its output, in the mean over requests."""
-        total = sum(shape.prompt_len + shape.output_len // 2 for shape in self.shapes)
-        return total // len(self.shapes)
-
-    def batch_of(self, workload: WorkloadSection, rows: int, spare: int = 0) -> WorkloadSection:
-        """`workload` with one batch of so many rows. A row has room for the longest request, which
-        need not have the longest prompt, and for `spare` tokens. The longest output may be that of
-        another request."""
-        prompt = self.longest_prompt
-        new = self.longest - prompt
-        extra = max(shape.output_len for shape in self.shapes) - new
-        return replace(
-            workload, batch_size=rows, prefix_len=prompt, gen_len=new + spare, num_batches=1,
-            extra_new_tokens=extra,
-        )  # fmt: skip

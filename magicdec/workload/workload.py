@@ -1,7 +1,4 @@
-"""Workload: the token prefixes that a benchmark run decodes from, with their known answers, if any.
-
-Owns the choice and order of prefixes, and the hash that shows whether two runs used the same ones.
-"""
+"""Workload: the token prefixes that a benchmark run decodes from, and their known answers."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import hashlib
 import random
 import struct
 from array import array
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from magicdec.model.tokenizer import Tokenizer
@@ -51,9 +48,10 @@ def build_workload(
     gen_len: int = 64,
     counted_by: str = "--B x --num_batches",
 ) -> Workload:
-    """Distinct prefixes of `prefix_len` tokens. `dataset` is `ruler:TASK`, `recall`,
-    `recall:BOOKS`, or a name or file of books. `gen_len`: tokens of the continuation that `recall`
-    expects. `counted_by`: the flags that `num_prompts` comes from, for messages.
+    """Distinct prefixes of `prefix_len` tokens: chunks of books after their front matter, drawn at
+    random without replacement. BOS, if any, replaces the first token of each. `dataset` is
+    `ruler:TASK`, `recall`, `recall:BOOKS`, or a name or file of books. `gen_len`: tokens of the
+    continuation that `recall` expects. `counted_by`: the flags that `num_prompts` comes from.
 
     Raises ValueError when a size is below 1, when the dataset is unknown, cannot be read (see
     `read_books`) or has fewer than `num_prompts` prefixes, or when the prefix is too short for it.
@@ -61,54 +59,32 @@ def build_workload(
     check_positive(("--prefix_len", prefix_len), (counted_by, num_prompts))
     kind, colon, name = dataset.partition(":")
     if kind == "ruler":
-        prompts, answers = ruler.make_prompts(
+        prompts, strings = ruler.make_prompts(
             name, tokenizer.encode, bos_token_id, prefix_len, num_prompts, seed
         )
         digest = _hash_prompts(prompts)
-        return Workload(dataset, prompts, None, None, None, seed, digest, answers)
+        return Workload(dataset, prompts, None, None, None, seed, digest, strings)
     books = dataset
     if kind == "recall":
         books = name if colon else "demo"
-    workload = _draw(
-        books, tokenizer, bos_token_id, prefix_len, num_prompts, seed, max_books, counted_by
-    )
-    if kind != "recall":
-        return workload
-    prompts, passages = recall_prompts(workload.prompts, gen_len, seed)
-    return replace(
-        workload,
-        dataset=f"recall:{workload.dataset}",
-        prompts=prompts,
-        sha256=_hash_prompts(prompts),
-        answers=passages,
-    )
-
-
-def _draw(
-    dataset: str,
-    tokenizer: Tokenizer,
-    bos: int | None,
-    prefix_len: int,
-    num_prompts: int,
-    seed: int,
-    max_books: int,
-    counted_by: str,
-) -> Workload:
-    """Chunks of the books after their front matter, drawn at random without replacement. BOS, if
-    any, replaces the first token of each chunk."""
-    skip = SKIP_TOKENS_BY_NAME.get(dataset, SKIP_TOKENS)
-    books = [array("q", tokenizer.encode(t)[skip:]) for t in read_books(dataset, max_books)]
-    sources = [(b, c) for b, book in enumerate(books) for c in range(len(book) // prefix_len)]
-    name = Path(dataset).name
-    if len(sources) < num_prompts:
+    skip = SKIP_TOKENS_BY_NAME.get(books, SKIP_TOKENS)
+    name = Path(books).name
+    texts = [array("q", tokenizer.encode(t)[skip:]) for t in read_books(books, max_books)]
+    places = [(b, c) for b, text in enumerate(texts) for c in range(len(text) // prefix_len)]
+    if len(places) < num_prompts:
         raise ValueError(
-            f"--dataset {name} holds {len(sources)} prefixes of --prefix_len {prefix_len} tokens; "
+            f"--dataset {name} holds {len(places)} prefixes of --prefix_len {prefix_len} tokens; "
             f"{num_prompts} are needed ({counted_by})"
         )
-    random.Random(seed).shuffle(sources)
-    prompt_sources = tuple(sources[:num_prompts])
-    prompts = tuple(_prefix(books[b], c, prefix_len, bos) for b, c in prompt_sources)
-    return Workload(name, prompts, prompt_sources, len(sources), skip, seed, _hash_prompts(prompts))
+    random.Random(seed).shuffle(places)
+    sources = tuple(places[:num_prompts])
+    prompts = tuple(_prefix(texts[b], c, prefix_len, bos_token_id) for b, c in sources)
+    answers = None
+    if kind == "recall":
+        name = f"recall:{name}"
+        prompts, answers = recall_prompts(prompts, gen_len, seed)
+    digest = _hash_prompts(prompts)
+    return Workload(name, prompts, sources, len(places), skip, seed, digest, answers)
 
 
 def _prefix(book: array[int], chunk: int, prefix_len: int, bos: int | None) -> tuple[int, ...]:

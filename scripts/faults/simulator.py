@@ -11,7 +11,7 @@ PROPERTIES = (
         "A token takes all stages and all links, the one home too.",
         f"{SIMULATE}test_plain_decoding_takes_all_stages_and_links_for_each_token",
         (
-            Fault("no link home", "simulator/pipeline.py",
+            Fault("no link home", "simulator/machine.py",
                   "at = sent + (machine.link_s if last > 0 else 0.0)",
                   "at = sent + (machine.link_s if stage < last else 0.0)"),
             Fault("tokens/s with the first token", "simulator/run.py",
@@ -25,10 +25,10 @@ PROPERTIES = (
         "A link is occupied for the bytes of a message.",
         f"{SIMULATE}test_a_link_is_occupied_for_the_bytes_of_a_message",
         (
-            Fault("messages without headers", "simulator/pipeline.py",
+            Fault("messages without headers", "simulator/machine.py",
                   "machine.transfer_s(VOID_BYTES + (0 if is_void else size))",
                   "machine.transfer_s(0 if is_void else size)"),
-            Fault("hidden states sent home by the last stage", "simulator/pipeline.py",
+            Fault("hidden states sent home by the last stage", "simulator/machine.py",
                   "size = size if stage == last else rows * machine.row_bytes",
                   "size = rows * machine.row_bytes"),
         ),
@@ -37,9 +37,9 @@ PROPERTIES = (
         "Messages take turns on a link, with the bytes of all their rows.",
         f"{SIMULATE}test_messages_take_turns_on_a_link",
         (
-            Fault("a link carries any number of messages at once", "simulator/pipeline.py",
+            Fault("a link carries any number of messages at once", "simulator/machine.py",
                   "sent = end if before is None else max(end, before.sent_s[stage])", "sent = end"),
-            Fault("messages of one row", "simulator/pipeline.py",
+            Fault("messages of one row", "simulator/machine.py",
                   "size = size if stage == last else rows * machine.row_bytes",
                   "size = size if stage == last else machine.row_bytes"),
         ),
@@ -48,13 +48,13 @@ PROPERTIES = (
         "A stage stops after the layer in which it hears of a cancellation.",
         f"{SIMULATE}test_a_cancelled_run_stops_after_its_layer",
         (
-            Fault("a stage stops before the layer that runs", "simulator/pipeline.py",
+            Fault("a stage stops before the layer that runs", "simulator/machine.py",
                   "math.ceil((cancelled_s[stage] - start) / each)",
                   "math.floor((cancelled_s[stage] - start) / each)"),
-            Fault("a run computed behind a stage that skipped it", "simulator/pipeline.py",
+            Fault("a run computed behind a stage that skipped it", "simulator/machine.py",
                   "if is_void or (cancelled_s is not None and cancelled_s[stage] <= start):",
                   "if cancelled_s is not None and cancelled_s[stage] <= start:"),
-            Fault("runs behind a cancelled one not computed again", "simulator/pipeline.py",
+            Fault("runs behind a cancelled one not computed again", "simulator/machine.py",
                   "            if is_changed:\n                self._compute(flight, before)",
                   "            if flight.cancelled_s is not None:\n"
                   "                self._compute(flight, before)"),
@@ -67,7 +67,7 @@ PROPERTIES = (
             Fault("cancellations known at once", "simulator/simulation.py",
                   "[self._now_s + delay for delay in delays]", "[self._now_s for delay in delays]"),
             Fault("cancelled work counted as useful", "simulator/run.py",
-                  "if flight.launch.run not in trace.cancelled:", "if not flight.is_void:"),
+                  "if run not in trace.cancelled)", "if run >= 0)"),
         ),
     ),
     Property(
@@ -85,7 +85,7 @@ PROPERTIES = (
         "A round of the ring is as long as the formula.",
         f"{SIMULATE}test_a_round_of_the_ring_is_as_long_as_the_formula",
         (
-            Fault("a stage computes two runs at once", "simulator/pipeline.py",
+            Fault("a stage computes two runs at once", "simulator/machine.py",
                   "start = at if before is None else max(at, before.end_s[stage])",
                   "start = at if before is None else max(at, before.start_s[stage])"),
         ),
@@ -123,7 +123,7 @@ PROPERTIES = (
         f"{SIMULATE}test_recorded_counts_are_replayed",
         (
             Fault("no wrong draft behind the accepted ones", "simulator/text.py",
-                  "known = num_accepted < num_drafted", "known = False"),
+                  "is_wrong = accepted < drafted or", "is_wrong ="),
         ),
     ),
 )  # fmt: skip

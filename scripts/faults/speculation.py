@@ -41,10 +41,10 @@ PROPERTIES = (
         (
             Fault("a run's span until it is launched", "pipelined_run/stage.py",
                   "                wait_for_stream(out.device)\n", "                pass\n"),
-            Fault("a run's span with the wait for it", "pipelined_run/stage.py",
-                  "        begin_s, run = time.perf_counter(), message.run\n",
-                  "        ends = [span.end_s for span in self.spans[-1:]]\n"
-                  "        begin_s, run = (ends or [time.perf_counter()])[0], message.run\n"),
+            Fault("a run's span with the wait for it", "pipeline/stage.py",
+                  "            begin_s = time.perf_counter()\n",
+                  "            ends = [span.end_s for span in self.spans[-1:]]\n"
+                  "            begin_s = (ends or [time.perf_counter()])[0]\n"),
         ),
     ),
     Property(

@@ -22,13 +22,13 @@ from threading import Event, Thread
 from typing import Any
 
 import torch.distributed as dist
-
 from magicdec.cli.serving.pipeline import main
+from magicdec.pipelined_run.passes import Outcome, Passes
+
 from magicdec.distributed import shared_memory
 from magicdec.distributed.ranks import end_with_launcher
 from magicdec.names import SEQUENTIAL
 from magicdec.pipelined_run.head import Wires
-from magicdec.pipelined_run.passes import Outcome, Passes
 from magicdec.pipelined_run.stage import ModelPart
 
 DIRECTORY, PASSES, IS_MEASURED = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1"

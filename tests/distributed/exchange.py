@@ -1,6 +1,7 @@
 """One rank of a check of collectives: shared memory against gloo, on the shapes that decoding
-sends. Started by test_collectives.py with the directory of the shared files; prints OK on rank 0,
-or dies as asked."""
+sends; broadcasts; and uneven shards of a vocabulary, with ranks in another order than launched.
+Started by test_collectives.py with the directory of the shared files; prints OK on rank 0, or dies
+as asked."""
 
 import os
 import sys
@@ -12,6 +13,8 @@ import torch.distributed as dist
 from magicdec.distributed import shared_memory
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.start import close_groups, make_groups
+from magicdec.distributed.tensor_parallel import split_evenly
+from magicdec.sampling.model_tokens import gather_vocab
 
 shared_memory.DIRECTORY = Path(sys.argv[1])
 launch = read_launch()
@@ -44,6 +47,19 @@ for turn in range(60):
             assert torch.equal(group.all_gather(x), torch.stack([parts[r] for r in order]))
             if turn > 3:
                 break
+x = torch.full((2, 3), launch.rank)
+for index, rank in enumerate(order):
+    assert torch.equal(group.broadcast(x.clone(), index), torch.full((2, 3), rank))
+for collectives in ("gloo", "shared_memory"):
+    order = (1, 2, 0) if launch.world_size == 3 else (1, 0)
+    group = make_groups(launch, order, torch.device("cpu"), collectives).target
+    for vocab_size in (97, 98, 99, 20_001):
+        for dtype in (torch.float32, torch.bfloat16):
+            generator = torch.Generator().manual_seed(0)
+            whole = torch.randn(2, 3, vocab_size, generator=generator).to(dtype)
+            first, last = split_evenly(vocab_size, group.size, group.index)
+            places = group.all_gather_range((first, last), torch.device("cpu"))
+            assert torch.equal(gather_vocab(whole[..., first:last], places, group), whole)
 if launch.rank == 0:
     print("OK", flush=True)
 close_groups()

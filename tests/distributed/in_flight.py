@@ -1,16 +1,13 @@
 """One rank of requests that join and leave a running batch, for every drafter over the ranks.
-Started by test_in_flight_ranks.py; rank 0 prints the tokens as JSON.
+Started by test_engine_ranks.py; rank 0 prints the tokens as JSON.
 
 The ranks' clocks disagree, so that the schedule depends on which rank decides."""
 
 import json
 import sys
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import make_draft, make_requests, random_prompts
+from conftest import load, make_draft, make_requests, random_prompts
 from fake_clock import VirtualClock
 
 from magicdec.attention.native import NativeBackend
@@ -23,7 +20,6 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.draft_length import AutoLength
 from magicdec.drafting.policies.policy import keep_queries
 from magicdec.engine import Engine
-from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits
 from magicdec.scheduling.waiting import priority
@@ -42,10 +38,7 @@ torch.set_num_threads(1)
 launch, device = read_launch(), torch.device("cpu")
 collectives = "shared_memory" if launch.world_size > 1 else None
 group = make_groups(launch, tuple(range(launch.world_size)), device, collectives).target
-source = find_model("--model", sys.argv[1])
-model = load_transformer(
-    source.config, source.weights, Shard(group.index, group.size), None, torch.float32, device
-)
+model = load(sys.argv[1], Shard(group.index, group.size))
 
 
 def tokens_of(name: str, drafter: str, kv: KVSection, is_auto: bool) -> list[list[int]]:

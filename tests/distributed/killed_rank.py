@@ -1,5 +1,5 @@
 """A command in which rank KILLED_RANK is killed; KILLED_IN is the command's name and a phase of it.
-Started by test_killed_ranks.py, test_recurrent.py and test_speculation_ranks.py with its flags."""
+Started by test_killed_ranks.py with its flags."""
 
 import os
 import signal
@@ -8,7 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-COMMANDS = {"run": "magicdec.cli.front.run", "latency": "magicdec.cli.latency"}
+COMMANDS = {"run": "magicdec.cli.drivers", "latency": "magicdec.cli.latency"}
 # Where the rank is killed: a function or a method, and in which of its calls. While serving, the
 # others go on meanwhile; in the phases before, they have the time to wait for the rank.
 PHASES = {

@@ -11,23 +11,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import decode, make_draft, make_requests, pack, random_prompts, refusal
+from conftest import decode, load, make_draft, make_requests, pack, random_prompts, refusal
 
 from magicdec.attention.native import NativeBackend
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.strategy import Setup
-from magicdec.distributed.groups import Launch, read_launch
+from magicdec.distributed.groups import Group, Launch, read_launch
 from magicdec.distributed.start import close_groups, make_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.drafter import DraftModel
 from magicdec.engine import Engine
 from magicdec.executor.executor import Executor
-from magicdec.model.checkpoint.source import find_model, load_transformer
+from magicdec.model.transformer import Transformer
 from magicdec.names import DRAFTERS
 from magicdec.runner import ModelRunner
 
@@ -110,14 +107,10 @@ class Rank:
             ranks: make_groups(launch, self.order, device, collectives, ranks)
             for ranks in {None, (0,), (launch.world_size - 1,), self.order}
         }
-        self.sources = [find_model("--model", path) for path in paths]
-        self.device = device
+        self.paths = paths
 
-    def load(self, which: int, group):
-        source, shard = self.sources[which], Shard(group.index, group.size)
-        dtype = torch.float32
-        place = (shard, None, dtype, self.device)
-        return pack(load_transformer(source.config, source.weights, *place))
+    def load(self, which: int, group: Group) -> Transformer:
+        return pack(load(self.paths[which], Shard(group.index, group.size)))
 
     def decode(self, case: Case | None) -> Result:
         """Case None: the baseline."""

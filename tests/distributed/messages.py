@@ -1,6 +1,6 @@
 """One rank of a check of channels: messages of every kind around a ring, through gloo or shared
-memory, with payloads behind their headers, apart from them (gloo in the place of NCCL), and copied
-as for a GPU. Started by test_channel.py; rank 0 prints OK, or the microseconds of a hop."""
+memory, with payloads behind their headers, and apart from them (gloo in the place of NCCL). Started
+by test_collectives.py; rank 0 prints OK, or the microseconds of a hop."""
 
 import os
 import signal
@@ -13,14 +13,10 @@ import torch
 
 from magicdec.distributed import shared_memory
 from magicdec.distributed.channels.connect import (
-    DevicePayloads,
-    RingEnds,
-    SplitSender,
     connect_ring,
-    through_host,
     time_round,
 )
-from magicdec.distributed.channels.message import Kind, Message, MessageForm
+from magicdec.distributed.channels.message import ChannelSender, Ends, Kind, Message, MessageForm
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.start import close_groups, make_stage_groups
@@ -31,12 +27,15 @@ CPU = torch.device("cpu")
 
 
 def messages() -> list[Message]:
-    """Without a payload, small ones, and one that is larger than the ring in shared memory."""
+    """Without a payload, small ones, one that is larger than the ring in shared memory, and words
+    that do not fit into the header."""
     torch.manual_seed(0)
     made = [Message(Kind.FREE, words=(3, -1)), Message(Kind.VOID, run=2**40, status=-7)]
+    made.append(Message(Kind.NUMBERS, words=(4, 5, 6)))
     for shape in ((1, 1), (3, 2), (1, 300), (2, 1)):
         payload = torch.randn(*shape, WIDTH).to(torch.bfloat16)
-        made.append(Message(Kind.HIDDEN, len(made), 1, (5,), payload))
+        words = tuple(range(shape[0] * 2))
+        made.append(Message(Kind.HIDDEN, len(made), 1, words, payload))
     return made
 
 
@@ -48,7 +47,7 @@ def is_same(a: Message, b: Message) -> bool:
     return torch.equal(a.payload, b.payload) and a.payload.dtype == b.payload.dtype
 
 
-def check(ends: RingEnds, is_first: bool, rounds: int = 40) -> None:
+def check(ends: Ends, is_first: bool, rounds: int = 40) -> None:
     """Several messages are under way before the first is received."""
     sent = messages()
     for _ in range(rounds):
@@ -65,18 +64,18 @@ def check(ends: RingEnds, is_first: bool, rounds: int = 40) -> None:
 def check_apart(place: tuple[Any, ...], is_first: bool) -> None:
     """Payloads go by process groups of their own; a message without one sends its header alone."""
     grid, launch, form, depth, *rest = place
-    payloads = DevicePayloads(CPU, "gloo", form.width, form.dtype)
-    ends = connect_ring(grid, launch, payloads.header_form(form), depth, *rest, payloads)
+    ends = connect_ring(grid, launch, form, depth, *rest, "gloo")
     check(ends, is_first, rounds=10)
-    assert isinstance(ends.outbound, SplitSender)
+    assert isinstance(ends.outbound, ChannelSender) and ends.outbound.payloads is not None
     payload_bytes = sum(m.payload.numel() * 2 for m in messages() if m.payload is not None)
-    assert ends.outbound.tensors.num_bytes == 10 * payload_bytes
-    header_bytes = payloads.header_form(form).num_bytes(0) * len(messages())
-    assert ends.outbound.num_bytes == 10 * (payload_bytes + header_bytes)
+    assert ends.outbound.payloads.num_bytes == 10 * payload_bytes
+    header_bytes = sum(form.num_bytes(0, len(message.words)) for message in messages())
+    count = 10 * len(messages())
+    assert ends.outbound.traffic == (count, 10 * (payload_bytes + header_bytes))
     ends.outbound.close()
 
 
-def serve(ends: RingEnds) -> None:
+def serve(ends: Ends) -> None:
     while (message := ends.inbound.receive()).kind is not Kind.END:
         ends.outbound.send(message)
     ends.outbound.send(message)
@@ -89,13 +88,12 @@ def main(collectives: str, task: str) -> None:
     width = 4096 if task == "time" else WIDTH
     form = MessageForm(width, torch.bfloat16, 2)
     capacity = 1 << 22 if task == "time" else CAPACITY
-    place = grid, launch, form, DEPTH, capacity, collectives
+    place = grid, launch, form, DEPTH, capacity, collectives, CPU
     ends = connect_ring(*place)
     is_first = groups.stage == 0
     if task == "check":
         check(ends, is_first)
         check(ends, is_first)
-        check(through_host(ends, CPU), is_first, rounds=2)
         check_apart(place, is_first)
     elif task == "time":
         if is_first:

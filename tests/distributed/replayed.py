@@ -1,17 +1,14 @@
 """A case of each drafter and KV policy over all ranks, its steps recorded once and replayed, sums
-over ranks included; greedy, or sampled with penalties. Started by test_replayed_ranks.py; rank 0
+over ranks included; greedy, or sampled with penalties. Started by test_engine_ranks.py; rank 0
 prints what each emitted, eager and replayed, as JSON."""
 
 from __future__ import annotations
 
 import json
 import sys
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import decode, make_draft, random_prompts, served_pairs
+from conftest import decode, load, make_draft, random_prompts, served_pairs
 from recorder import Recorder
 
 from magicdec.attention.sdpa import SDPABackend
@@ -23,7 +20,6 @@ from magicdec.distributed.start import close_groups, make_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.drafter import DraftModel
 from magicdec.engine import Engine
-from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
@@ -45,9 +41,7 @@ def section_of(policy: str | None) -> KVSection:
 
 
 def make_runner(path: str, group: Group, dtype: torch.dtype) -> ModelRunner:
-    source, shard = find_model("--model", path), Shard(group.index, group.size)
-    place = shard, None, dtype, torch.device("cpu")
-    model = load_transformer(source.config, source.weights, *place)
+    model = load(path, Shard(group.index, group.size), dtype=dtype)
     return ModelRunner(model, SDPABackend(16), group, len(PROMPTS), MAX_TOKENS)
 
 

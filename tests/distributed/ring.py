@@ -5,17 +5,14 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from conftest import make_draft, make_requests, random_prompts
 from several_ranks import arrive_over_time
 
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
-from magicdec.distributed.channels.connect import DevicePayloads, connect_ring
+from magicdec.distributed.channels.connect import connect_ring
 from magicdec.distributed.channels.message import MessageForm
 from magicdec.distributed.groups import Group, Launch, read_launch
 from magicdec.distributed.layer_split import split_layers
@@ -26,8 +23,8 @@ from magicdec.drafting.drafter import DraftModel, DraftSetup, make_drafter
 from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer
 from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
 from magicdec.pipeline.speculation import Speculation
-from magicdec.pipeline.stage import Stage
-from magicdec.pipeline.tracing import compare_clocks
+from magicdec.pipeline.stage import Stage, StageLoop
+from magicdec.pipeline.tracing import Spans, What, compare_clocks
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits
@@ -100,9 +97,8 @@ def tokens_of(case: Case, path: str) -> list[list[int]]:
     limits = Limits(MAX_TOKENS, step_tokens=1 + NUM_DRAFTS, prefill_tokens=2 * CHUNK)
     depth = most_under_way(num_lanes, case.lane_size, limits, CHUNK)
     form = MessageForm(source.config.hidden_size, torch.float32, 2 * case.lane_size)
-    payloads = DevicePayloads(device, "gloo", form.width, form.dtype) if case.goes_apart else None
-    form = form if payloads is None else payloads.header_form(form)
-    ends = connect_ring(grid, launch, form, depth, 1 << 16, case.collectives, payloads)
+    apart = "gloo" if case.goes_apart else None
+    ends = connect_ring(grid, launch, form, depth, 1 << 16, case.collectives, device, apart)
     requests = requests_of(case)
     if groups.stage == 0:
         place_of = num_lanes, case.lane_size, limits, CHUNK
@@ -113,11 +109,11 @@ def tokens_of(case: Case, path: str) -> list[list[int]]:
         pipeline.serve(requests)
         pipeline.close()
         assert groups.target.index or all(r.token_times_s[0] > r.arrived_s for r in requests)
-        assert stage.occupancy.decode_s > 0
+        assert sum(span.value for span in pipeline.spans.of(What.HEAD)) > 0
         if speculation is not None:
             check_counts(speculation, requests)
     else:
-        stage.serve(ends)
+        StageLoop(stage, ends, Spans()).serve()
     assert not any(runner.cache.blocks), "the memory of every sample was freed"
     return [request.output_ids for request in requests]
 

@@ -5,25 +5,21 @@ sync, as JSON."""
 import json
 import sys
 from dataclasses import astuple, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from conftest import make_draft, make_requests, random_prompts
+from conftest import load, make_draft, make_requests, random_prompts
 from several_ranks import arrive_over_time
 
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.config.sections import KVSection, SamplingSection
-from magicdec.distributed.channels.connect import DevicePayloads
+from magicdec.distributed.channels.message import MessageForm
 from magicdec.distributed.groups import Group, read_launch
 from magicdec.distributed.stages import StageGrid
 from magicdec.distributed.start import close_groups, make_stage_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.threads import ThreadCount
-from magicdec.model.checkpoint.source import find_model, load_transformer
-from magicdec.model.transformer import Transformer
+from magicdec.model.checkpoint.source import find_model
 from magicdec.pipelined_run.channels import Connections
 from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter
 from magicdec.pipelined_run.head import Head, PipelineRank
@@ -95,12 +91,6 @@ def options_of(case: Case, mode: str) -> Options:
     return Options(mode=mode, gamma=3, pa=0.1, ps=0.05, np=case.np, lanes=LANES)
 
 
-def load(path: str, layers: range | None = None, shard: Shard = Shard()) -> Transformer:
-    source = find_model("--model", path)
-    place = shard, layers, torch.float32, torch.device("cpu")
-    return load_transformer(source.config, source.weights, *place)
-
-
 def make_drafter(case: Case, target: str, draft: str, group: Group = Group((0,), 0)) -> Drafter:
     kind, _, policy = case.drafter.partition(" ")
     if kind == "lookup":
@@ -123,16 +113,16 @@ def serve(case: Case, target: str, draft: str) -> dict[str, Any]:
     sampling = CoupledSampling(SamplingSection(temperature=case.temperature))
     part, drafter = None, None
     if launch.rank in layout.stages:
-        layers = load(target, layout.layers[launch.rank])
+        layers = load(target, layers=layout.layers[launch.rank])
         runner = ModelRunner(layers, GroupedBackend(), Group((0,), 0), LANES, MAX_TOKENS)
         part = ModelPart(runner, sampling)
     if group is not None:
         drafter = make_drafter(case, target, draft, group)
-    payloads = None
-    if case.goes_apart:
-        width = find_model("--model", target).config.hidden_size
-        payloads = DevicePayloads(torch.device("cpu"), "gloo", width, torch.float32)
-    connections = Connections(layout, launch, case.collectives, None, payloads)
+    form = MessageForm(find_model("--model", target).config.hidden_size, torch.float32, 0)
+    apart = "gloo" if case.goes_apart else None
+    connections = Connections(
+        layout, launch, case.collectives, None, form, torch.device("cpu"), apart
+    )
     member = PipelineRank(launch.rank, connections.connect(has_drafter=True), part, drafter)
     found: dict[str, Any] = {"tokens": [], "drafted": []}
     for mode in MODES:

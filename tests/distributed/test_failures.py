@@ -13,38 +13,91 @@ import pytest
 from conftest import HANG, ROOT, Launch
 from several_ranks import read_records
 
+from magicdec.workload.ruler import TASKS
+
 SMALL = (
     *("--B", "2", "--prefix_len", "60", "--num_batches", "1", "--warmup_batches", "0"),
     *("--threads", "1"),
 )
 
-BAD_INPUT = {
-    "misspelt flag": (["--gama", 3], "--gamma"),
-    "unknown model": (["--model", "nope"], "demo, demo-draft, random:<preset>"),
-    "unknown preset": (["--model", "random:gpt-9"], "random:llama-3.1-8b"),
-    "unknown dataset": (["--dataset", "nope"], "demo, pg19"),
-    "unknown dtype": (["--dtype", "float8"], "choose from auto, float32, bfloat16"),
-    "unknown backend": (["--attention", "nope"], "sdpa, grouped, native"),
-    "unknown policy": (["--kv_policy", "nope"], "full, streaming_llm"),
-    "rank twice": (["--rank_group", 0, 0], "--rank_group 0 0"),
-    "rank not there": (["--rank_group", 1], "--rank_group 1"),
-    "gamma": (["--gamma", 0], "--gamma 0"),
-    "budget": (["--streamingllm_budget", 16], "--budget 16"),
-    "positions": (["--prefix_len", 1000], "1024 positions"),
-    "too few prefixes": (["--B", 500], "--dataset book.txt holds"),
-    "not a number": (["--B", "four"], "--B"),
-    "lengths": (["--prefix_len", 50, "--gen_len", 4, "--max_len", 60], "--max_len 60"),
-    "batches": (["--num_batches", 0], "--num_batches 0"),
+DEFAULTS = {
+    "selfspec": ("--prefix_len", 100),
+    "baseline": ("--prefix_len", 100, "--model", "demo"),
+    "longspec": (
+        *("--target", "demo", "--model", "demo-draft", "--dataset", "demo"),
+        *("--prefix_len", 300, "--gen_len", 40),
+    ),
+}
+# What a flag alone is refused for is in tests/unit/test_config.py and test_settings.py.
+REFUSED: dict[str, list[tuple[list[object], str]]] = {
+    "selfspec": [
+        (["--gama", 3], "--gamma"),
+        (["--gamma", 0], "--gamma 0"),
+        (["--streamingllm_budget", 16], "--budget 16"),
+        (["--model", "nope"], "demo, demo-draft, random:<preset>"),
+        (["--model", "random:gpt-9"], "random:llama-3.1-8b"),
+        (["--dataset", "nope"], "demo, pg19"),
+        (["--attention", "nope"], "sdpa, grouped, native"),
+        (["--rank_group", 1], "--rank_group 1"),
+        (["--prefix_len", 1000], "1024 positions"),
+        (["--B", 500], "--dataset book.txt holds"),
+        (["--num_batches", 0], "--num_batches 0"),
+        (["--drafter", "model"], "no draft is named here"),
+        (["--draft_ranks", 0], "unknown argument --draft_ranks"),
+        (["--draft_dtype", "int8"], "unknown argument --draft_dtype"),
+        (["--target_dtype", "int4"], "--target_dtype int4 is not known; choose from"),
+        (
+            ["--model", "demo", "--dtype", "float32", "--target_dtype", "bfloat16"],
+            "--target_dtype bfloat16: weights that are not int8 have the --dtype of the run, "
+            "float32",
+        ),
+        (
+            [
+                *("--model", "random:bloom-7b1", "--dtype", "bfloat16"),
+                *("--attention", "grouped", "--linear", "torch"),
+            ],
+            "--attention grouped rounds scores to bfloat16",
+        ),
+    ],
+    "longspec": [
+        (["--draft_ranks", 1], "--draft_ranks 1 names rank 1, which does not exist"),
+        (["--draft_group", 0, 0], "--draft_ranks 0 0 names a rank twice"),
+        (["--draft_ranks"], "argument --draft_ranks"),
+        (["--model", "nope"], "--model 'nope' is not known"),
+        (["--target", "nope"], "--target 'nope' is not known"),
+        (["--draft_budget", 16], "--budget 16 must be larger than"),
+        (["--drafter", "ngram"], "--model does nothing here: no other model"),
+        (["--kv_policy", "snapkv", "--reselect_every", 9], "--reselect_every 9"),
+        (
+            ["--model", "random:llama-68m"],
+            "--model random:llama-68m has a vocabulary of 32000 ids, --target demo of 2048",
+        ),
+        (["--prefix_len", 20470], "20480 positions of --target demo"),
+    ],
+    "baseline": [
+        (
+            ["--dataset", "ruler:qa"],
+            f"'ruler:qa' is not known; choose from ruler:{', ruler:'.join(TASKS)}",
+        ),
+        (
+            ["--dataset", "ruler:cwe"],
+            "--prefix_len 100 is too short for --dataset ruler:cwe; it must be at least",
+        ),
+    ],
 }
 
 
-@pytest.mark.parametrize("case", BAD_INPUT)
+@pytest.mark.parametrize(
+    ("driver", "args", "expected"),
+    [(driver, *case) for driver, cases in REFUSED.items() for case in cases],
+    ids=str,
+)
 def test_bad_input_is_refused_in_one_line(
-    case: str, launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
-) -> None:
-    args, expected = BAD_INPUT[case]
-    defaults = ["--model", tiny_checkpoint, "--dataset", text_file, "--prefix_len", 100]
-    done = launch("selfspec_benchmark.py", *defaults, *args)
+    driver: str, args: list[object], expected: str, launch: Launch, tiny_checkpoint: Path,
+    text_file: Path, tmp_path: Path,
+) -> None:  # fmt: skip
+    files = ["--model", tiny_checkpoint, "--dataset", text_file] if driver == "selfspec" else []
+    done = launch(f"{driver}_benchmark.py", *files, *DEFAULTS[driver], *args)
     assert done.returncode == 2
     assert len(done.stderr.splitlines()) == 1 and expected in done.stderr, done.stderr
     assert done.stdout == "" and not (tmp_path / "results").exists()
@@ -83,13 +136,9 @@ def test_under_torchrun_it_is_said_once_and_last(
 
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_one_broken_rank_ends_all(
-    rank: str,
-    launch: Launch,
-    tiny_checkpoint: Path,
-    text_file: Path,
-    tmp_path: Path,
+    rank: str, launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """Under torchrun, and with the processes of tests/rank_server.py."""
     monkeypatch.setenv("BROKEN_RANK", rank)
     done = launch(

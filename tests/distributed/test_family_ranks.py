@@ -3,19 +3,18 @@ GPT-J's one sum a layer, Mistral past its window."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, Launch
+from conftest import ROOT, Drive, Launch
 from tiny_families import MODELS, make_model
 
 FLAGS = (
     *("--B", 2, "--prefix_len", 80, "--gen_len", 24, "--num_batches", 1, "--warmup_batches", 0),
-    *("--threads", 1, "--dtype", "float32", "--gamma", 3, "--streamingllm_budget", 24),
-    *("--num_sink_tokens", 4, "--ignore_eos", "--out", "r.jsonl"),
+    *("--dtype", "float32", "--gamma", 3, "--streamingllm_budget", 24),
+    *("--num_sink_tokens", 4, "--ignore_eos"),
 )
 UNEVEN: dict[str, dict[str, Any]] = {
     "gpt2": {"n_head": 5, "n_embd": 40},
@@ -32,25 +31,18 @@ TOKENIZER = ROOT / "magicdec" / "demo" / "target" / "tokenizer.model"
     "name", [n if n == "gpt2" else pytest.param(n, marks=pytest.mark.wide) for n in UNEVEN]
 )
 def test_two_ranks_emit_the_tokens_of_one(
-    name: str, launch: Launch, text_file: Path, tmp_path: Path
+    name: str, drive: Drive, text_file: Path, tmp_path: Path
 ) -> None:
     family, sizes = MODELS[name]
     directory = tmp_path / name
     make_model(family, sizes | UNEVEN[name] | TOKENS).save_pretrained(directory)
     shutil.copy(TOKENIZER, directory)
-    outputs = []
-    for num_ranks in (1, 2):
-        saved = f"t{num_ranks}.jsonl"
-        done = launch(
-            "selfspec_benchmark.py", "--model", directory, "--dataset", text_file, *FLAGS,
-            "--save_tokens", saved, num_ranks=num_ranks,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        outputs.append([json.loads(s) for s in (tmp_path / saved).read_text().splitlines()])
-    records = [json.loads(s) for s in (tmp_path / "r.jsonl").read_text().splitlines()]
+    words = "--model", directory, "--dataset", text_file, *FLAGS
+    outputs = [drive("selfspec", *words, num_ranks=num_ranks) for num_ranks in (1, 2)]
+    records = [found.records[0] for found in outputs]
     assert all(r["status"] == "ok" and r["correctness"]["identical"] for r in records)
     assert [r["environment"]["world_size"] for r in records] == [1, 2]
-    tokens = [[s["output_ids"] for s in side] for side in outputs]
+    tokens = [found.tokens for found in outputs]
     assert tokens[0] == tokens[1] and all(len(t) == 24 for t in tokens[0])
 
 
@@ -67,14 +59,3 @@ def test_a_draft_that_cannot_roll_is_refused_in_one_line(
     )  # fmt: skip
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     assert f"but --model {name} has {why}; choose from full, snapkv" in done.stderr
-
-
-def test_alibi_in_bfloat16_is_refused_where_scores_are_rounded(
-    launch: Launch, tmp_path: Path
-) -> None:
-    done = launch(
-        "selfspec_benchmark.py", "--model", "random:bloom-7b1", *FLAGS, "--dtype", "bfloat16",
-        "--attention", "grouped", "--linear", "torch",
-    )  # fmt: skip
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "--attention grouped rounds scores to bfloat16" in done.stderr

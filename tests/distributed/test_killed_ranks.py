@@ -1,4 +1,5 @@
-"""A rank that is killed before it serves, or when it has served: the others name it and end."""
+"""A rank that is killed before it serves, while it does or when it has served: the others name it
+and end."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from conftest import TINY, Launch, save_checkpoint, tiny_transformer
-from several_ranks import PROMISED_S, check_killed
+from several_ranks import PROMISED_S, check_killed, read_records
 
 from magicdec.distributed import shared_memory
 
@@ -23,6 +24,19 @@ WHOLE = ("recurrent", "--modes", "tensor_parallel", "ring")
 GLOO = ("--collectives", "gloo")
 TIMED = (*RING, "--layer_split", "auto:2")
 PIPELINE = ("pipeline", "--draft", "ngram", "--modes", "async")
+SERVING = (
+    *("recurrent", "--modes", "sequential", "batched", "ring", "--num_requests", 9),
+    *("--prefix_len", "uniform:20:110", "--gen_len", "uniform:4:20"),
+)
+RUNS = (
+    *("pipeline", "--prefix_len", 70, "--gen_len", 12, "--draft", "ngram"),
+    *("--layer_split", "0.5,0.5/head"),
+)
+DRAFTS = (
+    *("pipeline", "--prefix_len", 70, "--gen_len", 12, "--draft", "self", "--pa", 0),
+    *("--layer_split", "1.0/0.5,0.5", "--modes", "sequential", "sync"),
+)
+SHARED = ("--collectives", "shared_memory")
 CASES = {  # (phase, killed rank, ranks, command and its flags)
     "preparing": ("preparing", 0, 3, RING),
     "timing, of the same stage": ("timing", 0, 4, TIMED),
@@ -34,16 +48,30 @@ CASES = {  # (phase, killed rank, ranks, command and its flags)
     "connecting": ("connecting", 1, 3, RING),
     "connecting through gloo": ("connecting through gloo", 0, 3, (*RING, *GLOO)),
     "closing": ("closing", 2, 3, RING),
+    "serving": ("serving", 1, 3, (*SERVING, *SHARED)),
+    "serving through gloo": ("serving", 0, 3, (*SERVING, *GLOO)),
+    "serving, the first": ("serving", 0, 3, (*SERVING, *SHARED)),
+    "serving, the last": ("serving", 2, 3, (*SERVING, *SHARED)),
+    "serving through gloo, another": ("serving", 1, 3, (*SERVING, *GLOO)),
+    "serving through gloo, the last": ("serving", 2, 3, (*SERVING, *GLOO)),
     "pipeline, preparing": ("preparing", 1, 3, PIPELINE),
     "pipeline, loading": ("loading", 2, 3, PIPELINE),
     "pipeline, connecting": ("connecting", 1, 3, PIPELINE),
-    "pipeline, connecting through gloo": (
-        *("connecting through gloo", 2, 3), (*PIPELINE, *GLOO),
-    ),
+    "pipeline, connecting through gloo": ("connecting through gloo", 2, 3, (*PIPELINE, *GLOO)),
     "pipeline, timing": ("timing runs", 1, 3, (*PIPELINE, "--layer_split", "auto")),
+    "pipeline, serving": ("serving runs", 1, 2, (*RUNS, *SHARED)),
+    "pipeline, serving through gloo": ("serving runs", 0, 2, (*RUNS, *GLOO)),
+    "pipeline, serving drafts": ("serving drafts", 2, 3, (*DRAFTS, *SHARED)),
+    "pipeline, serving drafts through gloo": ("serving drafts", 1, 3, (*DRAFTS, *GLOO)),
     "inflight, loading": ("loading", 1, 2, ("inflight", "--num_requests", 2)),
-}  # fmt: skip
-QUICK = ("loading",)
+}
+QUICK = (
+    *("loading", "serving", "serving through gloo"),
+    *("pipeline, serving", "pipeline, serving drafts"),
+)
+# While a pass is served, the records of the passes before it are there already.
+PASSES_BEFORE = {"serving": ["sequential", "batched"]}
+PASSES_BEFORE |= {"serving runs": ["sequential"], "serving drafts": ["sequential"]}
 
 
 def segments() -> set[Path]:
@@ -59,14 +87,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "case", [c if c in QUICK else pytest.param(c, marks=pytest.mark.wide) for c in CASES]
 )
-def test_a_rank_that_is_killed_early_is_named(
-    case: str,
-    launch: Launch,
-    checkpoint: Path,
-    text_file: Path,
-    tmp_path: Path,
+def test_a_rank_that_is_killed_is_named_and_ends_all(
+    case: str, launch: Launch, checkpoint: Path, text_file: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     phase, killed, num_ranks, (command, *flags) = CASES[case]
     monkeypatch.setenv("KILLED_RANK", str(killed))
     monkeypatch.setenv("KILLED_IN", f"{command}: {phase}")
@@ -75,6 +99,9 @@ def test_a_rank_that_is_killed_early_is_named(
     done = launch("distributed/killed_rank.py", *files, *FLAGS, *flags, num_ranks=num_ranks)
     check_killed(done, killed, num_ranks, tmp_path)
     assert segments() <= before, "shared memory is left behind"
+    if phase in PASSES_BEFORE:
+        names = [record["name"] for record in read_records(tmp_path / "r.jsonl")]
+        assert names == PASSES_BEFORE[phase]
 
 
 @pytest.mark.wide
@@ -87,14 +114,9 @@ def test_a_rank_that_is_killed_early_is_named(
     ],
 )
 def test_other_commands_name_it_too(
-    command: str,
-    phase: str,
-    flags: tuple[object, ...],
-    launch: Launch,
-    checkpoint: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    command: str, phase: str, flags: tuple[object, ...], launch: Launch, checkpoint: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     monkeypatch.setenv("KILLED_RANK", "1")
     monkeypatch.setenv("KILLED_IN", f"{command}: {phase}")
     script, sizes = "distributed/killed_rank.py", ("--prefix_len", 60, "--threads", 1)
@@ -105,13 +127,9 @@ def test_other_commands_name_it_too(
 @pytest.mark.wide
 @pytest.mark.parametrize("torchrun", [False, True])
 def test_the_launcher_names_it_too(
-    torchrun: bool,
-    launch: Launch,
-    checkpoint: Path,
-    text_file: Path,
-    tmp_path: Path,
+    torchrun: bool, launch: Launch, checkpoint: Path, text_file: Path, tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     """It ends the other ranks, often before they have said anything."""
     monkeypatch.setenv("KILLED_RANK", "1")
     monkeypatch.setenv("KILLED_IN", "recurrent: starting")

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from conftest import Launch, refusal, save_checkpoint, served_pairs, tiny_transformer
 from matrix import NUM_NEW, Result, make_cases
-from several_ranks import answer_of
+from several_ranks import answer_of, disturbed
 
 from magicdec.config.sections import KVSection
 from magicdec.names import DRAFTERS, KV_POLICIES
@@ -44,10 +44,8 @@ def test_every_drafter_and_policy_emits_the_baselines_tokens(
 ) -> None:
     """The draft model: the target's weights, a little disturbed, so that some of it is accepted."""
     target = tiny_transformer()
-    paths = [save_checkpoint(target, tmp_path / "target")]
-    noise = tiny_transformer(seed=1).state_dict()
-    target.load_state_dict({n: w + 0.04 * noise[n] for n, w in target.state_dict().items()})
-    paths.append(save_checkpoint(target, tmp_path / "draft"))
+    models = {"target": target, "draft": disturbed(target)}
+    paths = [save_checkpoint(model, tmp_path / name) for name, model in models.items()]
     found = answer_of(launch, "distributed/matrix.py", *paths, groups, num_ranks=num_ranks)
     baseline, *results = (Result(**r) for r in found)
     assert len(results) == len(make_cases(num_ranks, groups == "other"))

@@ -3,25 +3,30 @@ the order of ranks."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import Launch
-from identities import check_record
-from several_ranks import read_records
-
-from magicdec.records.metrics import check_metrics
-from magicdec.records.reading import load_records
+from conftest import TINY, Drive, Launch, save_checkpoint, tiny_transformer
+from several_ranks import check_numbers, read_records
 
 FLAGS = (
     *("--B", 3, "--prefix_len", 80, "--gen_len", 40, "--num_batches", 2, "--warmup_batches", 0),
-    *("--threads", 1, "--dtype", "float32"),
+    *("--dtype", "float32"),
 )
 SPECULATION = ("--gamma", 3, "--streamingllm_budget", 24, "--num_sink_tokens", 4)
 
 
+Words = tuple[object, ...]
+
+
+@pytest.fixture
+def tiny(tiny_checkpoint: Path, text_file: Path) -> Words:
+    return "--model", tiny_checkpoint, "--dataset", text_file, *FLAGS
+
+
 @pytest.fixture(scope="module")
-def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]]]:
+def single() -> dict[str, list[list[int]]]:
     """Output tokens of one rank, filled by the first test that needs them."""
     return {}
 
@@ -38,24 +43,14 @@ def single(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[list[int]
     ],
 )
 def test_every_rank_count_and_order_emits_the_same_tokens(
-    ranks: str,
-    collectives: str,
-    launch: Launch,
-    tiny_checkpoint: Path,
-    text_file: Path,
-    tmp_path: Path,
-    single: dict[str, list[list[int]]],
+    ranks: str, collectives: str, drive: Drive, tiny: Words, single: dict[str, list[list[int]]]
 ) -> None:
     group = ranks.split()
-    done = launch(
-        "selfspec_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file, *FLAGS,
-        *SPECULATION, "--rank_group", *group, "--out", "r.jsonl", "--save_tokens", "t.jsonl",
-        "--collectives", collectives,
+    found = drive(
+        "selfspec", *tiny, *SPECULATION, "--rank_group", *group, "--collectives", collectives,
         num_ranks=len(group), torchrun=ranks == "1 0",
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (record,) = read_records(tmp_path / "r.jsonl")
-    saved = read_records(tmp_path / "t.jsonl")
+    (record,) = found.records
     assert record["status"] == "ok" and record["correctness"]["identical"] is True
     assert record["correctness"]["num_tokens"] == 6 * 40
     assert record["config"]["parallel"]["rank_group"] == list(map(int, group))
@@ -63,27 +58,20 @@ def test_every_rank_count_and_order_emits_the_same_tokens(
     for samples in record["samples"].values():
         assert samples["threads"] == [[1] * len(group)] * 2, "of each batch"
     assert 0 < record["metrics"]["acceptance_rate"] < 1
-    assert [len(s["prompt_ids"]) for s in saved] == [80] * 6
-    outputs = [s["output_ids"] for s in saved]
-    assert outputs == single.setdefault("tokens", outputs)
+    assert [len(sample["prompt_ids"]) for sample in found.saved] == [80] * 6
+    assert found.tokens == single.setdefault("tokens", found.tokens)
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.wide), 2])
-def test_the_draft_length_that_pays(
-    num_ranks: int, launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_the_draft_length_that_pays(num_ranks: int, drive: Drive, tiny: Words) -> None:
     """Clocks decide, and differ between ranks: all follow the first. No ignored end tokens, so rows
     end apart."""
-    done = launch(
-        "selfspec_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file, *FLAGS,
-        *SPECULATION, "--gamma", "auto", "--warmup_batches", 1, "--out", "r.jsonl",
-        num_ranks=num_ranks,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (record,) = read_records(tmp_path / "r.jsonl")
+    flags = "--gamma", "auto", "--warmup_batches", 1
+    found = drive("selfspec", *tiny, *SPECULATION, *flags, num_ranks=num_ranks)
+    (record,) = found.records
     assert record["correctness"]["identical"] is True
     assert record["config"]["decoding"]["num_draft_tokens"] == "auto"
-    assert "gamma auto" in done.stdout
+    assert "gamma auto" in found.stdout
     metrics, samples = record["metrics"], record["samples"]["speculative"]
     drafted = samples["num_drafted"]
     assert 0 <= metrics["mean_draft_tokens"] <= 8 and metrics["calibration_ms"] > 0
@@ -94,23 +82,14 @@ def test_the_draft_length_that_pays(
     in_warm_up, in_batches = samples["warmup_calibration_ms"], samples["calibration_ms"]
     assert in_warm_up == metrics["warmup_calibration_ms"] > 0 and len(in_batches) == 2
     assert metrics["calibration_ms"] == in_warm_up + sum(in_batches)
-    measured = load_records(tmp_path / "r.jsonl")[0]
-    assert check_metrics(measured) == []
-    check_record(measured)
+    check_numbers(record)
 
 
 @pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.wide), 3])
-def test_bfloat16_agrees_with_its_own_baseline(
-    num_ranks: int, launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
-) -> None:
+def test_bfloat16_agrees_with_its_own_baseline(num_ranks: int, drive: Drive, tiny: Words) -> None:
     """With whatever kernels `auto` takes here; three ranks have shards of an odd width."""
-    done = launch(
-        "selfspec_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file, *FLAGS,
-        *SPECULATION, "--dtype", "bfloat16", "--ignore_eos", "--out", "r.jsonl",
-        num_ranks=num_ranks,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (record,) = read_records(tmp_path / "r.jsonl")
+    words = *tiny, *SPECULATION, "--dtype", "bfloat16", "--ignore_eos"
+    (record,) = drive("selfspec", *words, num_ranks=num_ranks).records
     assert record["config"]["model"]["dtype"] == "bfloat16"
     assert record["correctness"]["num_tokens"] == 6 * 40
     if record["config"]["model"]["linear"] == "packed":
@@ -118,42 +97,26 @@ def test_bfloat16_agrees_with_its_own_baseline(
 
 
 def test_without_a_compiler_auto_says_what_it_takes(
-    launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:  # fmt: skip
+    drive: Drive, tiny: Words, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    done = launch(
-        "baseline_benchmark.py", "--model", tiny_checkpoint, "--dataset", text_file, *FLAGS,
-        "--out", "r.jsonl",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stderr.count("--attention auto: grouped; native needs a C++ compiler") == 1
-    (record,) = read_records(tmp_path / "r.jsonl")
+    found = drive("baseline", *tiny)
+    assert found.stderr.count("--attention auto: grouped; native needs a C++ compiler") == 1
+    (record,) = found.records
     assert record["config"]["attention"]["backend"] == "grouped"
     assert record["config"]["model"]["linear"] == "torch"
 
 
 @pytest.mark.wide
 def test_kv_heads_are_replicated_when_there_are_more_ranks(
-    launch: Launch, text_file: Path, tmp_path: Path
+    drive: Drive, text_file: Path, tmp_path: Path
 ) -> None:
     """MQA: three ranks, one KV head, which each of them holds."""
-    from dataclasses import replace
-
-    from conftest import TINY, save_checkpoint, tiny_transformer
-
     config = replace(TINY, vocab_size=2051, num_kv_heads=1, qkv_bias=True, output_bias=True)
     directory = save_checkpoint(tiny_transformer(config), tmp_path / "mqa")
-    outputs = []
-    for num_ranks in (1, 3):
-        name = f"t{num_ranks}.jsonl"
-        done = launch(
-            "selfspec_benchmark.py", "--model", directory, "--dataset", text_file, *FLAGS,
-            *SPECULATION, "--save_tokens", name, num_ranks=num_ranks,
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr
-        outputs.append([s["output_ids"] for s in read_records(tmp_path / name)])
-    assert outputs[0] == outputs[1]
+    words = "--model", directory, "--dataset", text_file, *FLAGS, *SPECULATION
+    one, three = (drive("selfspec", *words, num_ranks=num_ranks).tokens for num_ranks in (1, 3))
+    assert one == three
 
 
 def test_the_baseline_driver_and_its_text(

@@ -1,5 +1,4 @@
-"""`magicdec recurrent` on several ranks: its records, stages of several ranks, and a rank that is
-killed."""
+"""`magicdec recurrent` on several ranks: its records, and stages of several ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +8,7 @@ from typing import Any
 
 import pytest
 from conftest import TINY, Launch, save_checkpoint, tiny_transformer
-from several_ranks import check_killed, read_records
+from several_ranks import read_records
 
 from magicdec.attention.native import has_bfloat16_path
 
@@ -123,37 +122,6 @@ def test_in_bfloat16_too_where_a_row_has_the_same_bits_in_any_batch(
     assert [(r["status"], r["num_differing"]) for r in records] == [("ok", 0)] * 3
     config = records[-1]["config"]
     assert config["model"]["dtype"] == "bfloat16" and records[-1]["ring"]["lane_size"] == 2
-
-
-@pytest.mark.parametrize(
-    ("killed", "collectives"),
-    [
-        (1, "shared_memory"),
-        (0, "gloo"),
-        *(pytest.param(*case, marks=pytest.mark.wide)
-          for case in ((0, "shared_memory"), (2, "shared_memory"), (1, "gloo"), (2, "gloo"))),
-    ],
-)  # fmt: skip
-def test_a_killed_rank_is_named_and_ends_all(
-    killed: int,
-    collectives: str,
-    launch: Launch,
-    deep_checkpoint: Path,
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The records of the passes before it remain."""
-    monkeypatch.setenv("KILLED_RANK", str(killed))
-    monkeypatch.setenv("KILLED_IN", "recurrent: serving")
-    done = launch(
-        "distributed/killed_rank.py", "--model", deep_checkpoint,
-        "--dataset", text_file, *FLAGS, "--modes", "sequential", "batched", "ring",
-        "--collectives", collectives, num_ranks=3,
-    )  # fmt: skip
-    check_killed(done, killed, 3, tmp_path)
-    records = read_records(tmp_path / "r.jsonl")
-    assert [record["name"] for record in records] == ["sequential", "batched"]
 
 
 @pytest.mark.wide

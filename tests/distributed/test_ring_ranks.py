@@ -10,9 +10,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from conftest import TINY, Launch, save_checkpoint, tiny_transformer
+from conftest import TINY, Launch, load, save_checkpoint, tiny_transformer
 from distributed.ring import CASES, LENGTHS, MAX_TOKENS, Case, cases_of, requests_of
-from several_ranks import answer_of, generate_alone, load_whole
+from several_ranks import answer_of, generate_alone
 from tiny_families import MODELS, make_model
 
 DEPTH = 5
@@ -29,7 +29,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @cache
 def one_process(path: Path, case: Case) -> list[list[int]]:
-    return generate_alone(load_whole(path), requests_of(case), MAX_TOKENS)
+    return generate_alone(load(path), requests_of(case), MAX_TOKENS)
 
 
 @pytest.mark.parametrize(

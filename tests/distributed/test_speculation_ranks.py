@@ -1,6 +1,6 @@
 """Pipelined speculation on 2, 3 and 4 ranks has the tokens of one process, in every mode, with
 every drafter, wherever the draft and the ends of the model are; several ranks that share a draft
-give the candidates of one; the command's records; and a rank that is killed."""
+give the candidates of one; and the command's records."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, Launch, make_runner, save_checkpoint, tiny_transformer
+from conftest import TINY, Launch, load, make_runner, save_checkpoint, tiny_transformer
 from distributed.speculation import (
     CASES,
     CHUNK,
@@ -25,7 +25,7 @@ from distributed.speculation import (
     options_of,
     served_requests,
 )
-from several_ranks import answer_of, check_killed, generate_alone, load_whole, read_records
+from several_ranks import answer_of, generate_alone, read_records
 from threaded_pipeline import serve
 
 from magicdec.config.sections import SamplingSection
@@ -53,7 +53,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 @cache
 def one_process(path: Path, temperature: float) -> list[list[int]]:
-    return generate_alone(load_whole(path), served_requests(temperature), MAX_TOKENS)
+    return generate_alone(load(path), served_requests(temperature), MAX_TOKENS)
 
 
 @pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.wide), 4])
@@ -73,7 +73,7 @@ def drafted_by_one_rank(case: Case, models: list[Path]) -> list[Drafted]:
     target, draft = map(str, models)
     sampling = CoupledSampling(SamplingSection(temperature=case.temperature))
     options = options_of(case, "sync")
-    part = ModelPart(make_runner(load_whole(models[0]), LANES, MAX_TOKENS), sampling)
+    part = ModelPart(make_runner(load(models[0]), LANES, MAX_TOKENS), sampling)
     requests = served_requests(case.temperature)
     return serve([part], make_drafter(case, target, draft), options, requests, CHUNK).drafted
 
@@ -183,42 +183,3 @@ def test_auto_divides_the_layers_by_times_that_the_ranks_measure(
     split = f"{counts[0]},{counts[1]}/head"
     assert {record["config"]["workload"]["layer_split"] for record in records} == {split}
     assert f"--layer_split {split}: the stages are predicted to take" in done.stdout
-
-
-SERVING_RUNS = "serving runs", ("--draft", "ngram", "--layer_split", "0.5,0.5/head"), 2
-SERVING_DRAFTS = (
-    "serving drafts",
-    ("--draft", "self", "--layer_split", "1.0/0.5,0.5", "--modes", "sequential", "sync", "--pa", 0),
-    3,
-)
-
-
-@pytest.mark.parametrize(
-    ("killed", "case", "collectives"),
-    [
-        (1, SERVING_RUNS, "shared_memory"),
-        pytest.param(0, SERVING_RUNS, "gloo", marks=pytest.mark.wide),
-        (2, SERVING_DRAFTS, "shared_memory"),
-        pytest.param(1, SERVING_DRAFTS, "gloo", marks=pytest.mark.wide),
-    ],
-)
-def test_a_killed_rank_is_named_and_ends_all(
-    killed: int,
-    case: tuple[str, tuple[object, ...], int],
-    collectives: str,
-    launch: Launch,
-    tiny_checkpoint: Path,
-    text_file: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The record of the pass before it remains. The ranks of a shared draft are named too."""
-    phase, flags, num_ranks = case
-    monkeypatch.setenv("KILLED_RANK", str(killed))
-    monkeypatch.setenv("KILLED_IN", f"pipeline: {phase}")
-    done = launch(
-        "distributed/killed_rank.py", "--model", tiny_checkpoint, "--dataset", text_file, *FLAGS,
-        "--collectives", collectives, *flags, num_ranks=num_ranks,
-    )  # fmt: skip
-    check_killed(done, killed, num_ranks, tmp_path)
-    assert [record["name"] for record in read_records(tmp_path / "r.jsonl")] == ["sequential"]

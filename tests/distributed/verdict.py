@@ -1,5 +1,5 @@
 """Runs `short_run` in bfloat16 over all ranks, exactly or with a lossy rule. Started by
-test_verdict_ranks.py with a folder and `exact` or `lossy`; each rank writes its verdict to a file
+test_engine_ranks.py with a folder and `exact` or `lossy`; each rank writes its verdict to a file
 of the folder."""
 
 from __future__ import annotations
@@ -10,8 +10,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
 from lossy import plant, short_run
 
 from magicdec.distributed.groups import read_launch

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 
 from magicdec.cli.serving.recurrent import main
+
 from magicdec.pipeline.stage import Stage
 
 INTERVAL = 100

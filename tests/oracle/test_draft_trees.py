@@ -4,47 +4,22 @@ our own forwards; and what is kept of an accepted path."""
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 
 import pytest
 import torch
+from attention_cases import ON_CPUS
 from conftest import TINY, make_runner, random_prompts, tiny_transformer
-from tiny_families import VOCAB, Reference, make_checkpoint
+from tiny_families import VOCAB, stored
 from torch import Tensor
 
-from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.flash_attn import FlashAttnBackend
-from magicdec.attention.grouped import GroupedBackend
-from magicdec.attention.native import NativeBackend
-from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.capabilities import capabilities_of
-from magicdec.distributed.tensor_parallel import Shard
 from magicdec.kv.tree import DraftTree
 from magicdec.kv.view import SinksAndWindow
-from magicdec.model.checkpoint.source import find_model, load_transformer
-from magicdec.model.transformer import Transformer
 from magicdec.runner import ModelRunner
 
-BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
-    "sdpa, blocks of 4": lambda: SDPABackend(4),
-    "sdpa": SDPABackend,
-    "grouped": GroupedBackend,
-    "native": NativeBackend,
-    "native, portable": lambda: NativeBackend(portable=True),
-}
 FAMILIES = ["llama-3.1", "mistral", "bloom", "gpt2"]  # RoPE, a window, ALiBi, learned positions
 LENGTHS, NODES = [150, 7, 62], 9
-
-
-@pytest.fixture(scope="module", params=FAMILIES)
-def family(
-    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[Transformer, Reference]:
-    directory = tmp_path_factory.mktemp(request.param)
-    reference = make_checkpoint(directory, request.param)
-    source = find_model("--model", str(directory))
-    place = (Shard(), None, torch.float32, torch.device("cpu"))
-    return load_transformer(source.config, source.weights, *place), reference
 
 
 def drawn_parents(num_rows: int, num_nodes: int, seed: int) -> list[list[int]]:
@@ -80,16 +55,15 @@ def levels(
 
 
 @pytest.mark.parametrize("cuts", [[NODES], [1, 4, 7, NODES]], ids=["at once", "by levels"])
-@pytest.mark.parametrize("name", BACKENDS)
-def test_a_node_has_the_logits_of_its_path(
-    name: str, cuts: list[int], family: tuple[Transformer, Reference]
-) -> None:
+@pytest.mark.parametrize("name", ON_CPUS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_node_has_the_logits_of_its_path(family: str, name: str, cuts: list[int]) -> None:
     """Then the longest path of each row is kept, and a chain of tokens after it."""
-    model, reference = family
+    model, reference = stored(family).load(), stored(family).reference
     if "native" in name and model.config.cached_head_dim % 16:
         pytest.skip("the native kernels serve other head sizes")
     prompts = random_prompts(LENGTHS, VOCAB)
-    runner = prefilled(make_runner(model, 3, 192, BACKENDS[name]()), prompts)
+    runner = prefilled(make_runner(model, 3, 192, ON_CPUS[name]()), prompts)
     parents, ids = drawn_parents(3, NODES, 1), torch.randint(VOCAB, (3, NODES))
     base = runner.cache.seq_lens.clone()
     logits = levels(runner, base, torch.tensor(parents), ids, cuts)
@@ -118,13 +92,13 @@ def test_a_node_has_the_logits_of_its_path(
         torch.testing.assert_close(logits[row], expected, atol=1e-4, rtol=0)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", ON_CPUS)
 def test_a_draft_tree_reads_what_its_policy_shows(name: str) -> None:
     """Sinks, a window before the committed length, and a tail of a chain before the tree: the same
     logits as of chains under the policy."""
     policy, committed = SinksAndWindow(4, 30), [n - 3 for n in LENGTHS]
     prompts = random_prompts(LENGTHS, TINY.vocab_size)
-    runner = prefilled(make_runner(tiny_transformer(), 3, 192, BACKENDS[name]()), prompts)
+    runner = prefilled(make_runner(tiny_transformer(), 3, 192, ON_CPUS[name]()), prompts)
     parents, ids = drawn_parents(3, NODES, 2), torch.randint(TINY.vocab_size, (3, NODES))
     tree = DraftTree(runner.cache.seq_lens.clone(), torch.tensor(parents))
     before = runner.counts.copy()
@@ -142,11 +116,11 @@ def test_a_draft_tree_reads_what_its_policy_shows(name: str) -> None:
             runner.truncate([row], [LENGTHS[row]])
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", ON_CPUS)
 def test_a_tree_may_have_as_many_nodes_as_a_chunk_of_a_prompt(name: str) -> None:
     """A chain of so many tokens would be computed as in prefill."""
     count, prompts = 40, random_prompts(LENGTHS, TINY.vocab_size)
-    runner = prefilled(make_runner(tiny_transformer(), 3, 192, BACKENDS[name]()), prompts)
+    runner = prefilled(make_runner(tiny_transformer(), 3, 192, ON_CPUS[name]()), prompts)
     parents, ids = drawn_parents(3, count, 4), torch.randint(TINY.vocab_size, (3, count))
     tree = DraftTree(runner.cache.seq_lens.clone(), torch.tensor(parents))
     logits = runner.forward(ids, [0, 1, 2], tree=tree)
@@ -157,12 +131,12 @@ def test_a_tree_may_have_as_many_nodes_as_a_chunk_of_a_prompt(name: str) -> None
         runner.truncate([row], [LENGTHS[row]])
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", ON_CPUS)
 def test_nodes_may_lie_in_any_cells(name: str) -> None:
     """Two forwards of one tree, whose nodes lie far behind the row's end, before and after each
     other. The lengths of the rows stay."""
     prompts = random_prompts(LENGTHS, TINY.vocab_size)
-    runner = prefilled(make_runner(tiny_transformer(), 3, 192, BACKENDS[name]()), prompts)
+    runner = prefilled(make_runner(tiny_transformer(), 3, 192, ON_CPUS[name]()), prompts)
     parents, ids = drawn_parents(3, NODES, 3), torch.randint(TINY.vocab_size, (3, NODES))
     cells = torch.stack([torch.randperm(192 - 160)[:NODES] + 160 for _ in range(3)])
     base, found = runner.cache.seq_lens.clone(), []

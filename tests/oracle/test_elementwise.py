@@ -92,7 +92,7 @@ def test_a_sum_and_its_norm(kind: Kind, rows: int, width: int) -> None:
 @pytest.mark.narrow("pairs", "pairs")
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize(("size", "pairs"), [(64, 32), (64, 8), (80, 40), (16, 3), (256, 128)])
-@pytest.mark.parametrize("tokens", [1, 7, 40])
+@pytest.mark.parametrize("tokens", [1, 7, 40, 130])
 def test_rotation(kind: Kind, tokens: int, size: int, pairs: int, interleaved: bool) -> None:
     chosen, dtype, device = kind
     torch.manual_seed(0)

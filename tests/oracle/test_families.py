@@ -3,23 +3,23 @@ parameters and all-reduces that its config predicts."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
+from attention_cases import ON_CPUS
 from conftest import (
     decode_both,
-    make_draft,
+    load,
     make_requests,
     make_runner,
     num_parameters,
     random_prompts,
 )
+from lossless import speculate
 from safetensors.torch import load_file, save_file
-from tiny_families import MODELS, SIZE, VOCAB, Reference, make_checkpoint
+from tiny_families import MODELS, SIZE, VOCAB, stored
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
@@ -31,7 +31,6 @@ from magicdec.cost_model import costs, roofline
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.checkpoint.source import (
-    ModelSource,
     expected_shapes,
     find_model,
     load_transformer,
@@ -49,39 +48,8 @@ KV_SECTIONS = [
 ]
 
 
-@dataclass(frozen=True)
-class Stored:
-    source: ModelSource
-    reference: Reference
-
-    def load(self, shard: Shard = Shard()) -> Transformer:
-        source = self.source
-        place = (None, torch.float32, torch.device("cpu"))
-        return load_transformer(source.config, source.weights, shard, *place)
-
-    def load_stage(self, layers: range, has_ends: bool) -> Transformer:
-        source = self.source
-        place = (Shard(), layers, torch.float32, torch.device("cpu"), False, has_ends)
-        return load_transformer(source.config, source.weights, *place)
-
-
-@pytest.fixture(scope="module")
-def stored(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Stored]:
-    """The checkpoint of each family, made once."""
-    made: dict[str, Stored] = {}
-
-    def get(name: str) -> Stored:
-        if name not in made:
-            directory = tmp_path_factory.mktemp(name)
-            reference = make_checkpoint(directory, name)
-            made[name] = Stored(find_model("--model", str(directory)), reference)
-        return made[name]
-
-    return get
-
-
 @pytest.mark.parametrize("name", NAMES)
-def test_greedy_tokens_are_the_references(name: str, stored: Callable[[str], Stored]) -> None:
+def test_greedy_tokens_are_the_references(name: str) -> None:
     """Prompts in chunks of 16, then one token at a time, with rows of unequal length."""
     model = stored(name)
     prompts = random_prompts(LENGTHS, VOCAB)
@@ -94,16 +62,14 @@ def test_greedy_tokens_are_the_references(name: str, stored: Callable[[str], Sto
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_stages_compute_the_bits_of_the_whole_model(
-    name: str, stored: Callable[[str], Stored]
-) -> None:
+def test_stages_compute_the_bits_of_the_whole_model(name: str) -> None:
     """Two layers and the ends, then one layer: a chunk of a prompt, the rest, and one token."""
     whole, first, last = (
         make_runner(model, 1, 40)
         for model in (
             stored(name).load(),
-            stored(name).load_stage(range(2), True),
-            stored(name).load_stage(range(2, 3), False),
+            stored(name).load(layers=range(2), has_ends=True),
+            stored(name).load(layers=range(2, 3), has_ends=False),
         )
     )
     for runner in (whole, first, last):
@@ -116,6 +82,21 @@ def test_stages_compute_the_bits_of_the_whole_model(
     assert all(n.startswith("blocks.") for n, _ in last.model.named_parameters())
     sizes = [sum(p.numel() for p in runner.model.parameters()) for runner in (whole, first, last)]
     assert sizes[0] == sizes[1] + sizes[2], "every layer is owned once, and the ends too"
+
+
+@pytest.mark.parametrize("backend", ON_CPUS)
+@pytest.mark.parametrize("name", ["mistral", "bloom", "bloom-6-heads", "baichuan-13b"])
+def test_logits_in_chunks_equal_transformers(name: str, backend: str) -> None:
+    """Of a family with a sliding window, and with ALiBi, whose heads of size 8 are cached with size
+    16. Chunks end before the end of the window, contain it, and lie after it; then there is one
+    token at a time."""
+    text = torch.tensor(random_prompts([200], VOCAB))
+    runner = make_runner(stored(name).load(), 1, 200, ON_CPUS[backend]())
+    runner.allocate(0)
+    chunks = text.split([48, 16, 40, 33, 16, 30, 5, 1, 1, 10], dim=1)
+    logits = torch.cat([runner.forward(part, [0]) for part in chunks], 1)
+    assert runner.cache.shape.head_dim == 16
+    torch.testing.assert_close(logits, stored(name).reference.logits(text), atol=1e-4, rtol=0)
 
 
 def backends_of(name: str) -> list[type[AttentionBackend]]:
@@ -135,52 +116,36 @@ def backends_of(name: str) -> list[type[AttentionBackend]]:
     ],
 )
 def test_self_speculation_changes_nothing(
-    name: str, kv: KVSection, backend: type[AttentionBackend], stored: Callable[[str], Stored]
+    name: str, kv: KVSection, backend: type[AttentionBackend]
 ) -> None:
     """Every family under every policy, over the backends that serve it in turn."""
-    runner = make_runner(stored(name).load(), len(LENGTHS), max(LENGTHS) + 24 + 4, backend())
-    requests = make_requests(random_prompts(LENGTHS, VOCAB, seed=1), 24)
-    baseline, ours, accepted = decode_both(runner, requests, kv, 4)
-    assert ours == baseline and all(len(tokens) == 24 for tokens in ours)
-    assert all(a == 4 for step in accepted for a in step) == (kv.policy == "full")
+    sizes = {"lengths": LENGTHS, "num_new": 24, "seed": 1, "backend": backend}
+    assert speculate(stored(name).load(), kv, **sizes).accepts_all == (kv.policy == "full")
 
 
-@pytest.mark.parametrize("policy", ["full", "snapkv"])
-@pytest.mark.parametrize("name", ["gpt2", "gptj", "bloom", "yarn-rope"])
-def test_a_standalone_draft_changes_nothing(
-    name: str, policy: str, stored: Callable[[str], Stored]
-) -> None:
-    """The draft has the target's weights, so with full KV all its drafts are accepted."""
-    model, kv = stored(name), KVSection(policy, -1 if policy == "full" else 20, window_size=8)
-    length = max(LENGTHS) + 30 + 4
-    requests = make_requests(random_prompts(LENGTHS, VOCAB, seed=2), 30)
-    draft = make_draft(model.load(), kv, len(LENGTHS), length)
-    runner = make_runner(model.load(), len(LENGTHS), length)
-    baseline, ours, accepted = decode_both(runner, requests, kv, 3, drafter="model", draft=draft)
-    assert ours == baseline
-    assert all(a == 3 for step in accepted for a in step) == (policy == "full")
+@pytest.mark.parametrize(
+    ("name", "kv"),
+    [
+        *product(
+            ["gpt2", "gptj", "bloom", "yarn-rope"],
+            [KVSection("full"), KVSection("snapkv", 20, window_size=8)],
+        ),
+        # A rolling draft turns its sinks as the family rotates, unless it holds the whole text.
+        *product(
+            ["gptj", "yarn-rope"],
+            [KVSection("streaming_llm", 200, 4), KVSection("streaming_llm", 24, 4)],
+        ),
+    ],
+    ids=str,
+)
+def test_a_standalone_draft_changes_nothing(name: str, kv: KVSection) -> None:
+    """The draft has the target's weights: what reads the whole text is accepted."""
+    target, draft = stored(name).load(), stored(name).load()
+    found = speculate(target, kv, 3, draft=draft, lengths=LENGTHS, num_new=40, seed=2)
+    assert found.accepts_all == (kv.policy == "full" or kv.budget == 200)
 
 
-@pytest.mark.parametrize("name", ["gptj", "yarn-rope"])
-def test_a_rolling_draft_turns_its_sinks_as_the_family_rotates(
-    name: str, stored: Callable[[str], Stored]
-) -> None:
-    """With a budget for the whole text nothing is rotated and all drafts are accepted. With a small
-    budget the tokens are the same."""
-    model, length = stored(name), max(LENGTHS) + 40 + 4
-    for budget in (200, 24):
-        kv = KVSection("streaming_llm", budget, 4)
-        requests = make_requests(random_prompts(LENGTHS, VOCAB, seed=3), 40)
-        draft = make_draft(model.load(), kv, len(LENGTHS), length)
-        runner = make_runner(model.load(), len(LENGTHS), length)
-        baseline, ours, accepted = decode_both(
-            runner, requests, kv, 3, drafter="model", draft=draft
-        )
-        assert ours == baseline
-        assert all(a == 3 for step in accepted for a in step) == (budget == 200)
-
-
-def test_learned_positions_to_the_last(stored: Callable[[str], Stored]) -> None:
+def test_learned_positions_to_the_last() -> None:
     """Draft tokens lie beyond the last position when the text ends at it."""
     model = stored("gpt2")
     (prompt,) = random_prompts([256 - 9], VOCAB)
@@ -191,7 +156,7 @@ def test_learned_positions_to_the_last(stored: Callable[[str], Stored]) -> None:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_config_counts_what_the_model_holds(name: str, stored: Callable[[str], Stored]) -> None:
+def test_the_config_counts_what_the_model_holds(name: str) -> None:
     config = stored(name).source.config
     whole = Transformer(config)
     assert num_parameters(config) == sum(p.numel() for p in whole.parameters())
@@ -206,7 +171,7 @@ def test_the_config_counts_what_the_model_holds(name: str, stored: Callable[[str
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_sums_over_ranks_in_a_layer(name: str, stored: Callable[[str], Stored]) -> None:
+def test_sums_over_ranks_in_a_layer(name: str) -> None:
     model, calls = stored(name).load(), []
 
     def reduce(x: Tensor) -> Tensor:
@@ -225,16 +190,16 @@ def test_sums_over_ranks_in_a_layer(name: str, stored: Callable[[str], Stored]) 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_random_weights_of_every_layout(name: str, stored: Callable[[str], Stored]) -> None:
+def test_random_weights_of_every_layout(name: str) -> None:
     """Ranks have shards of one model; norm weights are 1 under all names."""
     config = stored(name).source.config
     source = RandomWeights(expected_shapes(config))
 
-    def load(shard: Shard) -> Transformer:
+    def load_random(shard: Shard) -> Transformer:
         return load_transformer(config, source, shard, None, torch.float32, torch.device("cpu"))
 
-    parts = [load(Shard(rank, 2)) for rank in range(2)]
-    whole = load(Shard())
+    parts = [load_random(Shard(rank, 2)) for rank in range(2)]
+    whole = load_random(Shard())
     for key, tensor in whole.state_dict().items():
         if "norm" in key and key.endswith("weight"):
             assert torch.equal(tensor, torch.ones_like(tensor)), key
@@ -243,11 +208,10 @@ def test_random_weights_of_every_layout(name: str, stored: Callable[[str], Store
             assert torch.equal(torch.cat(shards, dim=1), tensor), key
 
 
-def test_a_checkpoint_of_the_bare_body(stored: Callable[[str], Stored], tmp_path: Path) -> None:
+def test_a_checkpoint_of_the_bare_body(tmp_path: Path) -> None:
     """As in the published GPT-2: names without "transformer.", and stored causal masks."""
     model = stored("gpt2")
-    directory = model.source.tokenizer_directory
-    assert directory is not None
+    directory = model.directory
     tensors = {
         name.removeprefix("transformer."): tensor
         for name, tensor in load_file(directory / "model.safetensors").items()
@@ -255,8 +219,8 @@ def test_a_checkpoint_of_the_bare_body(stored: Callable[[str], Stored], tmp_path
     masks = {f"h.{i}.attn.bias": torch.ones(1, 1, 256, 256) for i in range(3)}
     save_file(tensors | masks, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text((directory / "config.json").read_text())
-    bare = Stored(find_model("--model", str(tmp_path)), model.reference)
-    torch.testing.assert_close(bare.load().state_dict(), model.load().state_dict(), atol=0, rtol=0)
+    bare, whole = load(tmp_path).state_dict(), model.load().state_dict()
+    torch.testing.assert_close(bare, whole, atol=0, rtol=0)
     del tensors["h.1.ln_1.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"transformer\.h\.1\.ln_1\.weight is missing"):

@@ -16,22 +16,19 @@ import pytest
 import torch
 import torch.nn.functional as F
 import transformers
-from conftest import HANG
-from tiny_families import LENGTH, MODELS, ROWS, SIZES, make_checkpoint, tokens
+from conftest import HANG, load
+from tiny_families import LENGTH, MODELS, ROWS, SIZES, make_checkpoint, stored, tokens
 from torch import Tensor
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.block import Attend
-from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer
 from magicdec.model.config import RopeConfig
 from magicdec.model.elementwise.operators import apply_rope
 from magicdec.model.families.hf_config import ROPE_FIELDS
 from magicdec.model.linear.packed import Reduce
 from magicdec.model.positions import rope_table, rotate
 from magicdec.model.transformer import Transformer
-
-CPU = torch.device("cpu")
 
 
 def make_attend(window: int | None) -> Attend:
@@ -46,18 +43,13 @@ def make_attend(window: int | None) -> Attend:
     return attend
 
 
-def load(source: ModelSource, shard: Shard = Shard(), layers: range | None = None) -> Transformer:
-    model = load_transformer(source.config, source.weights, shard, layers, torch.float32, CPU)
-    model.set_positions(LENGTH, CPU)
-    return model
-
-
-def run(source: ModelSource, model: Transformer, x: Tensor, reduce: Reduce) -> Tensor:
+def run(model: Transformer, x: Tensor, reduce: Reduce = lambda x: x, **options: bool) -> Tensor:
+    model.set_positions(LENGTH, torch.device("cpu"))
     positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
-    return model(x, positions, make_attend(source.config.sliding_window), reduce)
+    return model(x, positions, make_attend(model.config.sliding_window), reduce, **options)
 
 
-def run_ranks(source: ModelSource, size: int) -> Tensor:
+def run_ranks(path: Path, size: int) -> Tensor:
     """All ranks in synchronised threads; logits are concatenated from the vocabulary shards."""
     barrier = threading.Barrier(size, timeout=HANG)
     partials: list[Tensor] = [torch.empty(0)] * size
@@ -73,72 +65,46 @@ def run_ranks(source: ModelSource, size: int) -> Tensor:
         return reduce
 
     def run_rank(rank: int) -> Tensor:
-        return run(source, load(source, Shard(rank, size)), tokens(), make_reduce(rank))
+        return run(load(path, Shard(rank, size)), tokens(), make_reduce(rank))
 
     with ThreadPoolExecutor(size) as pool:
         return torch.cat(list(pool.map(run_rank, range(size))), dim=-1)
 
 
-def identity(x: Tensor) -> Tensor:
-    return x
-
-
-@pytest.fixture(params=list(MODELS))
-def checkpoint(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[ModelSource, Tensor]:
-    expected = make_checkpoint(tmp_path, request.param).logits(tokens())
-    return find_model("--model", str(tmp_path)), expected
-
-
-def test_whole_sharded_and_staged(checkpoint: tuple[ModelSource, Tensor]) -> None:
-    source, expected = checkpoint
+@pytest.mark.parametrize("name", MODELS)
+def test_whole_sharded_and_staged(name: str) -> None:
+    path, expected = stored(name).directory, stored(name).reference.logits(tokens())
     assert expected.std() > 0.5, "logits too small for the tolerance to mean anything"
-    whole = run(source, load(source), tokens(), identity)
+    whole = run(load(path), tokens())
     torch.testing.assert_close(whole, expected, atol=1e-4, rtol=0)
-
-    hidden = run(source, load(source, layers=range(0, 2)), tokens(), identity)
-    staged = run(source, load(source, layers=range(2, 3)), hidden, identity)
+    last = run(load(path), tokens(), last_only=True)
+    torch.testing.assert_close(last, expected[:, -1:], atol=1e-4, rtol=0)
+    hidden = run(load(path, layers=range(0, 2)), tokens())
+    staged = run(load(path, layers=range(2, 3)), hidden)
     torch.testing.assert_close(staged, whole, atol=0, rtol=0)
-
     # 5 and 8 are more ranks than most of these have KV heads.
-    for size in (n for n in (2, 3, 5, 8) if n <= source.config.num_heads):
-        torch.testing.assert_close(run_ranks(source, size), expected, atol=1e-4, rtol=0)
+    num_heads = stored(name).source.config.num_heads
+    for size in (n for n in (2, 3, 5, 8) if n <= num_heads):
+        torch.testing.assert_close(run_ranks(path, size), expected, atol=1e-4, rtol=0)
 
 
-def test_last_position_alone(tmp_path: Path) -> None:
-    expected = make_checkpoint(tmp_path, "llama-2").logits(tokens())
-    source = find_model("--model", str(tmp_path))
-    positions = torch.arange(LENGTH).expand(ROWS, LENGTH)
-    logits = load(source)(tokens(), positions, make_attend(None), identity, last_only=True)
-    torch.testing.assert_close(logits, expected[:, -1:], atol=1e-4, rtol=0)
-
-
-def test_more_ranks_than_heads(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, "llama-2")
-    source = find_model("--model", str(tmp_path))
+def test_more_ranks_than_heads() -> None:
     with pytest.raises(ValueError, match="9 ranks cannot share 8 attention heads"):
-        load(source, Shard(0, 9))
+        stored("llama-2").load(Shard(0, 9))
 
 
 @pytest.mark.parametrize("name", ["llama-3.1", "qwen2.5", "gpt2", "falcon-40b"])
 def test_checkpoint_of_several_files(tmp_path: Path, name: str) -> None:
     expected = make_checkpoint(tmp_path, name, max_shard_size="100KB").logits(tokens())
     assert len(list(tmp_path.glob("*.safetensors"))) > 2
-    source = find_model("--model", str(tmp_path))
-    whole = run(source, load(source), tokens(), identity)
-    torch.testing.assert_close(whole, expected, atol=1e-4, rtol=0)
-    torch.testing.assert_close(run_ranks(source, 2), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(run(load(tmp_path), tokens()), expected, atol=1e-4, rtol=0)
+    torch.testing.assert_close(run_ranks(tmp_path, 2), expected, atol=1e-4, rtol=0)
 
 
 def yarn(theta: float, factor: float, trained: int, **others: Any) -> RopeConfig:
     scale = others.pop("attention_factor", 0.1 * math.log(factor) + 1)
-    return RopeConfig(
-        theta,
-        "yarn",
-        factor,
-        original_max_position_embeddings=trained,
-        attention_factor=scale,
-        **others,
-    )
+    scaling = {"original_max_position_embeddings": trained, "attention_factor": scale}
+    return RopeConfig(theta, "yarn", factor, **scaling, **others)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Speculation is lossless: self-speculation emits exactly the tokens of the baseline in float32,
-for every policy, budget and shape.
+"""Speculation is lossless: self-speculation and standalone drafts emit exactly the tokens of the
+baseline in float32, for every policy, budget and shape.
 
 A new policy is one row in KV_SECTIONS. `tests/distributed/matrix.py` tests all drafters on several
 ranks.
@@ -7,29 +7,44 @@ ranks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 
 import pytest
 import torch
-from conftest import TINY, decode_both, make_requests, make_runner, random_prompts, tiny_transformer
+from conftest import (
+    TINY,
+    decode_both,
+    make_draft,
+    make_requests,
+    make_runner,
+    random_prompts,
+    tiny_transformer,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from lossless import RAGGED, speculate
 
+from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.config.sections import KVSection
+from magicdec.config.sections import KVSection, SamplingSection
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.drafting.self_drafter import SelfDrafter
 from magicdec.engine import Engine
+from magicdec.kv.cache import KVCache
 from magicdec.model.config import RopeConfig
 from magicdec.names import KV_POLICIES
 from magicdec.request import Batch
 
-RAGGED = [5, 70, 1, 33]
+BACKENDS = [GroupedBackend, SDPABackend, NativeBackend]
+SMALL = replace(
+    TINY, num_layers=1, hidden_size=32, intermediate_size=40, num_heads=2, num_kv_heads=2
+)
 SHAPES = {
     "MHA": replace(TINY, num_kv_heads=6),
     "GQA": TINY,
@@ -76,8 +91,21 @@ KV_SECTIONS = [
     KVSection("retrieval", 64, 0, recent_window=1),
     KVSection("retrieval", 5000, 16),
 ]
-
-
+DRAFT_SECTIONS = [
+    KVSection("full"),
+    KVSection("streaming_llm", 17, 16),
+    KVSection("streaming_llm", 1, 0),
+    KVSection("streaming_llm", 33, 16),
+    KVSection("streaming_llm", 5000, 16),
+    KVSection("snapkv", 20, window_size=4),
+]
+INT8_SECTIONS = [
+    ("self", KVSection("snapkv", 20, window_size=3, draft_kv_dtype="int8")),
+    ("self", KVSection("snapkv", 20, window_size=3, reselect_every=7, draft_kv_dtype="int8")),
+    ("model", KVSection("snapkv", 20, window_size=4, draft_kv_dtype="int8")),
+    ("model", KVSection("full", draft_kv_dtype="int8")),
+    ("model", KVSection("streaming_llm", 33, 16, draft_kv_dtype="int8")),
+]
 # Every second section for a shape: together, every policy for every shape.
 EACH = [
     (kv, shape)
@@ -90,36 +118,78 @@ def test_every_shape_is_decoded_under_every_policy() -> None:
     assert {(kv.policy, shape) for kv, shape in EACH} == set(product(KV_POLICIES, SHAPES))
 
 
+def reads_all(kv: KVSection) -> bool:
+    return kv.policy == "full" or kv.budget >= 500
+
+
 @pytest.mark.narrow("values")
 @pytest.mark.parametrize(("kv", "shape"), EACH, ids=str)
 def test_speculation_emits_the_baseline_tokens(kv: KVSection, shape: str) -> None:
-    config = SHAPES[shape]
-    runner = make_runner(tiny_transformer(config), len(RAGGED), 70 + 60 + 4)
-    requests = make_requests(random_prompts(RAGGED, config.vocab_size), 60)
-    baseline, ours, accepted = decode_both(runner, requests, kv, 4)
-    assert ours == baseline
-    assert all(len(tokens) == 60 for tokens in ours)
-    assert len(set(map(tuple, baseline))) == len(RAGGED), "the rows decode different texts"
-    everything_visible = kv.policy == "full" or kv.budget >= 500
-    assert all(a == 4 for step in accepted for a in step) == everything_visible
+    found = speculate(tiny_transformer(SHAPES[shape]), kv)
+    assert len(set(map(tuple, found.tokens))) == len(RAGGED), "the rows decode different texts"
+    assert found.accepts_all == reads_all(kv)
+
+
+@pytest.mark.narrow("pairs")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("weights", ["another model", "the target's"])
+@pytest.mark.parametrize("kv", DRAFT_SECTIONS, ids=repr)
+def test_a_draft_model_emits_the_baseline_tokens(
+    kv: KVSection, weights: str, backend: Callable[[], AttentionBackend]
+) -> None:
+    target = tiny_transformer()
+    is_same = weights == "the target's"
+    draft = target if is_same else tiny_transformer(SMALL, seed=5)
+    assert speculate(target, kv, draft=draft, backend=backend).accepts_all == (
+        is_same and reads_all(kv)
+    )
+
+
+@pytest.mark.parametrize(("drafter", "kv"), INT8_SECTIONS, ids=str)
+def test_drafts_from_an_int8_cache_are_lossless(
+    drafter: str, kv: KVSection, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It changes the drafts, but not the tokens."""
+    made: list[torch.dtype] = []
+    original = KVCache.__init__
+
+    def record(cache: KVCache, *args: object) -> None:
+        original(cache, *args)  # type: ignore[arg-type]
+        made.append(cache.k.dtype)
+
+    monkeypatch.setattr(KVCache, "__init__", record)
+    target = tiny_transformer()
+    draft = target if drafter == "model" else None
+    found = speculate(target, kv, draft=draft, num_new=40, backend=SDPABackend, block_size=64)
+    assert made[0] == torch.float32 and made[-1] == torch.int8
+    if kv.policy == "full":
+        assert found.rate > 0.5
+    else:
+        assert min(found.counts) < 4 and max(found.counts) > 0
 
 
 @pytest.mark.narrow("values", "pairs")
-@pytest.mark.parametrize("num_draft_tokens", [1, 2, 3, 7])
-@pytest.mark.parametrize("backend", [GroupedBackend, SDPABackend, NativeBackend])
-@pytest.mark.parametrize("policy", ["streaming_llm", "verified"])
+@pytest.mark.parametrize("num_drafts", [1, 2, 3, 7])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("drafter", "policy"),
+    [("self", "streaming_llm"), ("self", "verified"), ("model", "streaming_llm")],
+)
 def test_300_tokens_past_the_window_are_the_baselines(
-    num_draft_tokens: int, backend: type, policy: str
+    drafter: str, policy: str, backend: Callable[[], AttentionBackend], num_drafts: int
 ) -> None:
-    """The window moves on: 300 tokens after prompts of different lengths, with a budget of 40."""
-    requests = make_requests(random_prompts([3, 50], TINY.vocab_size, seed=4), 300)
-    runner = make_runner(tiny_transformer(seed=1), 2, 350 + num_draft_tokens, backend())
-    baseline, ours, accepted = decode_both(
-        runner, requests, KVSection(policy, 40, 4), num_draft_tokens
+    """The window moves on: 300 tokens after prompts of different lengths, with a budget of 40. A
+    standalone draft has the target's weights and rolls."""
+    model, kv = tiny_transformer(seed=1), KVSection(policy, 40, 4)
+    draft = model if drafter == "model" else None
+    found = speculate(
+        model, kv, num_drafts, draft=draft, lengths=[3, 50], num_new=300, seed=4, backend=backend
     )
-    assert ours == baseline and all(len(t) == 300 for t in ours)
-    counts = {a for step in accepted for a in step}
-    assert 0 in counts and len(counts) > 1, "some drafts were refused, some were not"
+    assert 0 in found.counts and len(found.counts) > 1, "some drafts were refused, some were not"
+    if found.draft is not None:
+        assert found.draft.runner is not None
+        shape = found.draft.runner.cache.shape
+        assert shape.num_blocks * shape.block_size < 2 * 120, "the draft's storage is bounded"
 
 
 @pytest.mark.wide
@@ -132,74 +202,88 @@ def test_300_tokens_past_the_window_are_the_baselines(
 def test_160_tokens_of_rows_of_different_lengths_are_the_baselines(
     drafter: str, kv: KVSection
 ) -> None:
-    requests = make_requests(random_prompts(RAGGED, TINY.vocab_size, seed=5), 160)
-    runner = make_runner(tiny_transformer(seed=2), len(RAGGED), 234, NativeBackend())
-    baseline, ours, _ = decode_both(runner, requests, kv, 4, drafter=drafter)
-    assert ours == baseline and all(len(t) == 160 for t in ours)
+    model = tiny_transformer(seed=2)
+    speculate(model, kv, drafter=drafter, num_new=160, seed=5, backend=NativeBackend)
+
+
+@pytest.mark.parametrize("num_drafts", [1, 30])
+def test_few_or_many_drafts_over_everything_are_accepted(num_drafts: int) -> None:
+    """Of a policy that chooses by what verifications have seen, in native kernels."""
+    kv, sizes = KVSection("verified", 5000, 16), {"lengths": [100, 3, 60], "num_new": 40}
+    assert speculate(tiny_transformer(), kv, num_drafts, backend=NativeBackend, **sizes).accepts_all
+
+
+def test_a_row_that_outgrows_its_budget_begins_to_choose() -> None:
+    """Rows of unlike lengths pass the budget at unlike steps, and end at unlike steps."""
+    found = speculate(
+        tiny_transformer(), KVSection("verified", 50, 4), lengths=[10, 40, 2],
+        num_new=[90, 30, 60], backend=NativeBackend,
+    )  # fmt: skip
+    assert len(found.counts) > 1 and found.accepted[0] == [4, 4, 4], "at first all is visible"
 
 
 def test_each_row_ends_at_its_own_length_or_end_token() -> None:
-    prompts = random_prompts([20, 9, 31], TINY.vocab_size, seed=2)
-    runner = make_runner(tiny_transformer(), 3, 120)
-    kv = KVSection("streaming_llm", 20, 4)
-    free, _, _ = decode_both(runner, make_requests(prompts, [50, 7, 50]), kv, 4)
-    assert [len(t) for t in free] == [50, 7, 50]
+    kv, lengths = KVSection("streaming_llm", 20, 4), [20, 9, 31]
+    free = speculate(tiny_transformer(), kv, lengths=lengths, num_new=[50, 7, 50], seed=2).tokens
     end = next(t for i, t in enumerate(free[0]) if i > 10 and t not in free[0][:i])
-    requests = make_requests(prompts, [50, 7, 50], eos=(end,))
-    baseline, ours, _ = decode_both(runner, requests, kv, 4)
-    assert ours == baseline
-    assert baseline[0] == free[0][: free[0].index(end) + 1], "stops at the end token, inclusive"
+    ours = speculate(
+        tiny_transformer(), kv, lengths=lengths, num_new=[50, 7, 50], seed=2, eos=(end,)
+    ).tokens
+    assert ours[0] == free[0][: free[0].index(end) + 1], "stops at the end token, inclusive"
     assert len(ours[2]) > len(ours[0]), "the others go on"
 
 
 def test_a_request_for_one_token_needs_no_step() -> None:
-    runner = make_runner(tiny_transformer(), 1, 40)
-    requests = make_requests(random_prompts([20], TINY.vocab_size), 1)
-    baseline, ours, accepted = decode_both(runner, requests, KVSection("streaming_llm", 8, 2), 4)
-    assert ours == baseline and len(ours[0]) == 1 and not accepted
+    kv = KVSection("streaming_llm", 8, 2)
+    assert not speculate(tiny_transformer(), kv, lengths=[20], num_new=1).accepted
 
 
+@pytest.mark.parametrize("drafter", ["self", "model"])
 @settings(max_examples=25, deadline=None)
 @given(
     lengths=st.lists(st.integers(1, 60), min_size=1, max_size=5),
     num_new=st.lists(st.integers(1, 40), min_size=5, max_size=5),
-    num_draft_tokens=st.integers(1, 6),
+    num_drafts=st.integers(1, 6),
     sinks=st.integers(0, 8),
     window=st.integers(1, 70),
-    chunk=st.sampled_from([7, 64]),
+    chunk=st.sampled_from([1, 7, 64]),
+    block_size=st.sampled_from([1, 6, 64]),
     seed=st.integers(0, 100),
 )
 def test_any_ragged_batch(
-    lengths: list[int],
-    num_new: list[int],
-    num_draft_tokens: int,
-    sinks: int,
-    window: int,
-    chunk: int,
-    seed: int,
-) -> None:
-    requests = make_requests(
-        random_prompts(lengths, TINY.vocab_size, seed), num_new[: len(lengths)]
-    )
-    runner = make_runner(tiny_transformer(seed=seed % 3), len(lengths), 60 + 40 + 6)
-    kv = KVSection("streaming_llm", sinks + window, sinks)
-    baseline, ours, _ = decode_both(runner, requests, kv, num_draft_tokens, chunk)
-    assert ours == baseline
+    drafter: str, lengths: list[int], num_new: list[int], num_drafts: int, sinks: int, window: int,
+    chunk: int, block_size: int, seed: int,
+) -> None:  # fmt: skip
+    model, kv = tiny_transformer(seed=seed % 3), KVSection("streaming_llm", sinks + window, sinks)
+    speculate(
+        model, kv, num_drafts, draft=model if drafter == "model" else None, lengths=lengths,
+        num_new=num_new[: len(lengths)], seed=seed, chunk=64 if drafter == "model" else chunk,
+        draft_chunk=chunk, block_size=block_size,
+    )  # fmt: skip
 
 
 def test_speculation_adds_no_second_prefill_and_no_kv_memory() -> None:
     """A step of the speculative pass has gamma draft forwards and one verification. No forward runs
     the prompt again."""
-    requests = make_requests(random_prompts([64, 64], TINY.vocab_size), 30)
-    runner = make_runner(tiny_transformer(), 2, 64 + 30 + 3)
-    held = runner.cache.num_bytes
-    _, _, accepted = decode_both(runner, requests, KVSection("streaming_llm", 20, 4), 3, chunk=32)
-    prefill, baseline = 2 * 2, 29
-    assert runner.counts.num_forwards == prefill + baseline + len(accepted) * (3 + 1)
-    assert runner.counts.num_tokens == 2 * 64 + 2 * 29 + sum(len(a) for a in accepted) * (3 + 4)
-    tokens_needed = 2 * (64 + 30 + 3)
+    kv, sizes = KVSection("streaming_llm", 20, 4), {"lengths": [64, 64], "num_new": 30}
+    found = speculate(tiny_transformer(), kv, 3, chunk=32, **sizes)
+    prefill, baseline, counts = 2 * 2, 29, found.runner.counts
+    assert counts.num_forwards == prefill + baseline + len(found.accepted) * (3 + 1)
+    assert counts.num_tokens == 2 * 64 + 2 * 29 + sum(map(len, found.accepted)) * (3 + 4)
     per_token = 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
-    assert runner.cache.num_bytes == held == tokens_needed * per_token
+    assert found.runner.cache.num_bytes == 2 * (64 + 30 + 3) * per_token
+
+
+def test_a_draft_costs_its_forwards_and_no_more() -> None:
+    """All accepted: gamma forwards a step, none for the token that the cache misses."""
+    model = tiny_transformer()
+    found = speculate(model, KVSection("full"), 3, draft=model, lengths=[64, 64], num_new=31)
+    assert found.draft is not None and found.draft.runner is not None
+    chunks, steps = 2 * 64 // found.draft.prefill_chunk, len(found.accepted)
+    counts = found.draft.runner.counts
+    assert counts.num_forwards == chunks + 3 * steps
+    # One token more a row in every step but the first: the last that was accepted.
+    assert counts.num_tokens == 2 * 64 + 2 * 3 * steps + 2 * (steps - 1)
 
 
 def test_drafting_changes_no_committed_token_of_the_cache() -> None:
@@ -215,9 +299,23 @@ def test_drafting_changes_no_committed_token_of_the_cache() -> None:
 
 @pytest.mark.parametrize("budget", [17, 10_000])
 def test_bfloat16_full_budget_accepts_nearly_everything(budget: int) -> None:
-    model = tiny_transformer(dtype=torch.bfloat16)
+    model, kv = tiny_transformer(dtype=torch.bfloat16), KVSection("streaming_llm", budget, 16)
     runner = make_runner(model, 2, 64 + 100 + 4)
     requests = make_requests(random_prompts([64, 40], TINY.vocab_size), 100)
-    _, _, accepted = decode_both(runner, requests, KVSection("streaming_llm", budget, 16), 4)
-    rate = sum(map(sum, accepted)) / sum(4 * len(a) for a in accepted)
+    _, _, accepted = decode_both(runner, requests, kv, 4)
+    rate = sum(map(sum, accepted)) / sum(4 * len(step) for step in accepted)
     assert rate >= 0.99 if budget > 1000 else rate < 0.9
+
+
+def test_a_smaller_or_larger_padding_of_the_vocabulary_is_no_obstacle() -> None:
+    """Ids of the padding are never text; a draft may still prefer one."""
+    prompts, kv = random_prompts([20, 9], 90), KVSection("full")
+    for vocab_size in (90, 120):
+        config = replace(SMALL, vocab_size=vocab_size)
+        for sampling in (SamplingSection(), SamplingSection(temperature=1.5)):
+            runner = make_runner(tiny_transformer(), 2, 60)
+            draft = make_draft(tiny_transformer(config, seed=2), kv, 2, 60)
+            requests = make_requests(prompts, 30, sampling=sampling)
+            baseline, ours, _ = decode_both(runner, requests, kv, 3, 64, "model", draft)
+            assert len(ours[0]) == 30
+            assert ours == baseline or sampling.temperature > 0

@@ -11,12 +11,10 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import ROOT, decode_both, make_requests, make_runner
+from conftest import ROOT, decode_both, load, make_requests, make_runner
 from torch import Tensor
 
 from magicdec.config.sections import KVSection
-from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.tokenizer import load_tokenizer
 
 sys.path.insert(0, str(ROOT / "scripts"))
@@ -99,12 +97,10 @@ def meta() -> dict[str, Any]:
 def test_logits_tokens_and_characters(tmp_path: Path, bias: bool) -> None:
     state = make_state(bias)
     assert convert_nanogpt(write(tmp_path, state, meta()), tmp_path / "out")
-    source = find_model("--model", str(tmp_path / "out"))
     tokenizer = load_tokenizer(tmp_path / "out")
     ids = tokenizer.encode(TEXT)
     assert ids == [CHARACTERS.index(c) for c in TEXT] and tokenizer.decode(ids) == TEXT
-    place = (Shard(), None, torch.float32, torch.device("cpu"))
-    runner = make_runner(load_transformer(source.config, source.weights, *place), 1, POSITIONS)
+    runner = make_runner(load(tmp_path / "out"), 1, POSITIONS)
     runner.allocate(0)
     logits = torch.cat([runner.forward(t[None], [0])[0] for t in torch.tensor(ids).split(16)])
     expected = written_out(state, torch.tensor(ids))

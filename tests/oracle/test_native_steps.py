@@ -25,7 +25,6 @@ from magicdec.kv.cache import BatchRows
 from magicdec.kv.tree import DraftTree
 from magicdec.kv.view import FULL, SinksAndWindow, Visible
 from magicdec.model.config import ModelConfig, RopeConfig
-from magicdec.model.linear.packed import PackedLinear
 from magicdec.pipelined_run.channels import CancelBoard, RunCancellation
 from magicdec.runner import ModelRunner
 from magicdec.sampling.metadata import SamplingMetadata
@@ -252,16 +251,6 @@ def test_what_the_library_does_not_compute_is_named() -> None:
         ({"hidden_size": 49}, "hidden size 49, which is odd"),
     ):
         assert layer_obstacle(replace(TINY, **changed)) == name
-
-
-def test_packed_float32_layers_multiply() -> None:
-    weight, bias = torch.randn(130, 37), torch.randn(130)
-    layer, x = PackedLinear(weight, bias), torch.randn(50, 37)
-    expected = (x.double() @ weight.double().T + bias.double()).float()
-    found = layer(x)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    for row in range(50):  # a row's bits do not depend on the others
-        assert torch.equal(layer(x[row : row + 1])[0], found[row])
 
 
 @pytest.mark.parametrize("dtype", DTYPES[-1:])

@@ -1,8 +1,17 @@
 """Steps that are recorded once and replayed, as with CUDA graphs, against steps that the host
-starts. They emit the same tokens, whichever rows end at whichever step."""
+starts. They emit the same tokens, whichever rows end at whichever step, also if requests are
+sampled or have penalties, and accept as many drafts in each step.
+
+Sampled rows run in float64, because sums of other shapes round differently, and a random number may
+fall between the two results. A draft model with SnapKV is an exception: when replayed, it computes
+the newest token of the prompt again, which then sees only the chosen tokens, so other drafts are
+drawn. The sampled rows then emit other tokens of the same distribution, which is tested below;
+greedy rows emit the same tokens.
+"""
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -20,38 +29,51 @@ from conftest import (
     tiny_transformer,
 )
 from recorder import HostTouched, Recorder
-from test_standalone import SMALL
+from test_lossless import SMALL
+from test_sampled_speculation import SECTION, emitted, exact_distribution, p_value
 from test_varying_gamma import Scripted
 
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.decoding.recorder import CudaGraphs, Eager
 from magicdec.decoding.recorder import Recorder as AnyRecorder
 from magicdec.decoding.strategy import Setup, make_strategy
-from magicdec.drafting.draft_length import DraftLength
+from magicdec.drafting.draft_length import DraftLength, Measure
 from magicdec.drafting.drafter import DraftModel
 from magicdec.engine import Engine
 from magicdec.kv.forward_counts import ForwardCounts
-from magicdec.request import Request
+from magicdec.request import Batch, Request
 from magicdec.runner import ModelRunner
+from magicdec.sampling.sampling import make_params
 
 PAIRS = sorted(served_pairs(), key=str)
-PROMPTS = [90, 1, 40, 150]
-NUM_NEW = [40, 23, 40, 7]  # rows end at different steps
+PROMPTS = [60, 1, 30, 80, 20]
+NUM_NEW = [24, 13, 36, 5, 20]  # rows end at different steps; the third row is the last
 MOST = 8
-SCRIPT = (
-    3,
-    0,
-    0,
-    0,
-    0,
-    0,
-    0,
-    2,
-    5,
-    0,
-    1,
-)  # with long pauses of drafting
+SCRIPT = (3, 0, 0, 0, 0, 0, 0, 2, 5, 0, 1)  # with long pauses of drafting
+GREEDY = SamplingSection()
+WARM = SamplingSection(temperature=0.9)
+FILTERED = SamplingSection(temperature=1.3, top_k=20, top_p=0.9, min_p=0.02, seed=4)
+PENALISED = SamplingSection(temperature=0.8, repetition_penalty=1.3, presence_penalty=0.5)
+GREEDY_PENALISED = SamplingSection(repetition_penalty=1.2, presence_penalty=-0.5)
+KINDS = {
+    "greedy": [GREEDY] * 5,
+    "temperature": [WARM] * 5,
+    "filters": [FILTERED] * 5,
+    "penalties": [PENALISED] * 5,
+    "greedy with penalties": [GREEDY_PENALISED, GREEDY, GREEDY_PENALISED, GREEDY, GREEDY],
+    # The last rows to end are greedy: a greedy batch in steps that were recorded with sampling.
+    "mixed": [WARM, FILTERED, GREEDY, PENALISED, GREEDY_PENALISED],
+}
+ALIKE = [kind for kind in KINDS if kind not in ("greedy", "mixed")]  # all rows are sampled alike
+
+
+class OneAlone(Scripted):
+    """The measurement also measures one row alone, while the others are not active."""
+
+    def begin(self, batch: Batch, measure: Measure) -> None:
+        measure(Batch(batch.requests[1:2]))
+        super().begin(batch, measure)
 
 
 def section_of(policy: str | None) -> KVSection:
@@ -59,16 +81,20 @@ def section_of(policy: str | None) -> KVSection:
 
 
 def started(
-    sliding_window: int | None = None, block_size: int = 16
+    kind: str = "greedy",
+    sliding_window: int | None = None,
+    block_size: int = 16,
+    device: str = "cpu",
 ) -> tuple[Engine, list[Request]]:
     """An engine that has prefilled the prompts, and its snapshots."""
     config = replace(TINY, sliding_window=sliding_window)
-    model = tiny_transformer(config)
-    runner = make_runner(
-        model, len(PROMPTS), max(PROMPTS) + max(NUM_NEW) + MOST, SDPABackend(block_size)
-    )
-    engine = Engine(runner, 64)
-    return engine, engine.prefill(make_requests(random_prompts(PROMPTS, TINY.vocab_size), NUM_NEW))
+    dtype = torch.float32 if kind == "greedy" else torch.float64
+    model, size = tiny_transformer(config, dtype=dtype), max(PROMPTS) + max(NUM_NEW) + MOST
+    runner = make_runner(model.to(device), len(PROMPTS), size, SDPABackend(block_size))
+    engine, prompts = Engine(runner, 64), random_prompts(PROMPTS, TINY.vocab_size)
+    rows = zip(prompts, NUM_NEW, KINDS[kind], strict=True)
+    requests = [Request(i, p, make_params(s, n, (), i)) for i, (p, n, s) in enumerate(rows)]
+    return engine, engine.prefill(requests)
 
 
 def draft_for(kv: KVSection, runner: ModelRunner) -> DraftModel:
@@ -102,38 +128,113 @@ def run(
     return [list(r.output_ids) for r in finished], accepted, runner.counts.minus(before)
 
 
-@pytest.mark.parametrize(("drafter", "policy"), [(None, None), *PAIRS], ids=str)
-def test_replayed_steps_emit_the_same_tokens(drafter: str | None, policy: str | None) -> None:
-    engine, snapshots = started()
+Result = tuple[list[list[int]], list[list[int]], ForwardCounts]
+
+
+def check_same(pair: tuple[str | None, str | None], kind: str, eager: Result, ours: Result) -> None:
+    is_resampled = kind != "greedy" and pair == ("model", "snapkv")
+    assert is_resampled or ours[:2] == eager[:2]
+    assert [len(tokens) for tokens in ours[0]] == NUM_NEW
+    for sampling, expected, found in zip(KINDS[kind], eager[0], ours[0], strict=True):
+        assert found == expected or (is_resampled and sampling.temperature > 0)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "policy", "kind"),
+    [
+        case
+        for i, pair in enumerate([(None, None), *PAIRS])
+        for case in (
+            (*pair, "greedy"),
+            (*pair, "mixed"),
+            pytest.param(*pair, ALIKE[i % len(ALIKE)], marks=pytest.mark.wide),
+        )
+    ],
+    ids=str,
+)
+def test_replayed_steps_emit_the_same_tokens(
+    drafter: str | None, policy: str | None, kind: str
+) -> None:
+    engine, snapshots = started(kind)
     kv, recorder = section_of(policy), Recorder()
-    expected, accepted, counts = run(engine, snapshots, drafter, kv, 4, None)
-    found, replayed, read = run(engine, snapshots, drafter, kv, 4, recorder)
-    assert found == expected and recorder.replayed >= len(replayed)
-    assert replayed == accepted
-    assert read.num_forwards == counts.num_forwards
-    assert read.kv_tokens_read == counts.kv_tokens_read
-    assert read.kv_bytes_read == counts.kv_bytes_read
+    eager = run(engine, snapshots, drafter, kv, 4, None)
+    ours = run(engine, snapshots, drafter, kv, 4, recorder)
+    check_same((drafter, policy), kind, eager, ours)
+    (_, accepted, read), counts = ours, eager[2]
+    assert recorder.recorded and recorder.replayed >= len(accepted)
+    if accepted == eager[1]:
+        assert read.num_forwards == counts.num_forwards
+        assert read.kv_tokens_read == counts.kv_tokens_read
+        assert read.kv_bytes_read == counts.kv_bytes_read
+    if drafter == "self" and policy != "full":  # a view of the target's own cache
+        each = [count for step in accepted for count in step]
+        assert 0 < sum(each) < 4 * len(each), "drafts were accepted and rejected"
+
+
+@pytest.mark.cuda
+@pytest.mark.parametrize("kind", ["mixed", "greedy with penalties"])
+@pytest.mark.parametrize(("drafter", "policy"), [(None, None), *PAIRS], ids=str)
+def test_graphs_on_a_gpu_sample_the_same_tokens(
+    drafter: str | None, policy: str | None, kind: str
+) -> None:
+    engine, snapshots = started(kind, device="cuda")
+    kv, graphs = section_of(policy), CudaGraphs(torch.device("cuda"))
+    eager = run(engine, snapshots, drafter, kv, 4, None)
+    check_same((drafter, policy), kind, eager, run(engine, snapshots, drafter, kv, 4, graphs))
 
 
 @pytest.mark.narrow("values")
-@pytest.mark.parametrize(("drafter", "policy"), PAIRS, ids=str)
+@pytest.mark.parametrize(
+    ("drafter", "policy", "kind"),
+    [
+        *((*pair, kind) for pair in PAIRS for kind in ("greedy", "mixed")),
+        *(
+            pytest.param(*pair, "greedy with penalties", marks=pytest.mark.wide)
+            for pair in dict(PAIRS).items()  # a pair of each drafter
+        ),
+    ],
+    ids=str,
+)
 def test_replayed_steps_of_any_draft_lengths_emit_the_same_tokens(
-    drafter: str, policy: str | None
+    drafter: str, policy: str | None, kind: str
 ) -> None:
-    """Some steps draft nothing. The measurement of `--gamma auto` comes first."""
-    engine, snapshots = started()
+    """Some steps draft nothing. The measurement of `--gamma auto` comes first, of one row and of
+    all."""
+    engine, snapshots = started(kind)
     kv, recorder = section_of(policy), Recorder()
-    expected, accepted, _ = run(engine, snapshots, drafter, kv, "auto", None, Scripted(SCRIPT))
-    found, replayed, _ = run(engine, snapshots, drafter, kv, "auto", recorder, Scripted(SCRIPT))
-    assert found == expected == run(engine, snapshots, None, kv, 4, None)[0]
-    assert replayed == accepted
+    eager, ours = (
+        run(engine, snapshots, drafter, kv, "auto", each, OneAlone(SCRIPT))
+        for each in (None, recorder)
+    )
+    check_same((drafter, policy), kind, eager, ours)
+    if kind == "greedy":
+        assert ours[0] == run(engine, snapshots, None, kv, 4, None)[0]
     drafts = {"model": 2}.get(drafter, 1)  # a draft model begins with one token or with two
-    if (drafter, policy) == (
-        "model",
-        "streaming_llm",
-    ):  # not captured
+    if (drafter, policy) == ("model", "streaming_llm"):  # not captured
         drafts = 0
     assert recorder.recorded == 1 + (1 + drafts) * 5
+
+
+@pytest.mark.parametrize("policy", ["full", pytest.param("streaming_llm", marks=pytest.mark.wide)])
+def test_a_replayed_draft_of_a_larger_vocabulary_samples_the_same_tokens(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both models share the history of emitted tokens."""
+    larger = replace(SMALL, vocab_size=131)
+    monkeypatch.setattr(sys.modules[__name__], "SMALL", larger)
+    engine, snapshots = started("mixed")
+    eager = run(engine, snapshots, "model", section_of(policy), 4, None)
+    ours = run(engine, snapshots, "model", section_of(policy), 4, Recorder())
+    assert ours[:2] == eager[:2]
+
+
+@pytest.mark.wide
+def test_replayed_steps_keep_the_targets_distribution() -> None:
+    """This is tested for the steps that need not sample the same tokens as steps that the host
+    starts."""
+    kv = KVSection("snapkv", 4, window_size=2)
+    counts = emitted("speculative", "model", kv, 3, Recorder())
+    assert p_value(counts, exact_distribution(SECTION)) > 0.001
 
 
 @pytest.mark.parametrize(

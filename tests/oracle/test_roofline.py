@@ -1,7 +1,9 @@
-"""The bytes in a record are the bytes that the kernel read, as counted by the kernel."""
+"""The bytes in a record are the bytes that the kernel read, as counted by the kernel; and a step of
+decoding or verification takes no memory from the system."""
 
 from __future__ import annotations
 
+import resource
 from dataclasses import replace
 
 import pytest
@@ -66,3 +68,52 @@ def test_kv_bytes_are_what_the_kernel_counts(
     assert bytes_counted == used.kv_tokens_read * kv_bytes_per_token(model) > 0
     expected = bytes_counted + used.num_forwards * weight_bytes(model)
     assert bytes_read(model, used) == expected
+
+
+@pytest.mark.skipif(not has_bfloat16_path(), reason="no bfloat16 dot products")
+def test_bytes_read_are_those_of_each_cache() -> None:
+    """The kernel counts keys. A key takes one byte for each number and a scale in int8, otherwise
+    two bytes for each number."""
+    model = tiny_transformer(dtype=torch.bfloat16)
+    runner = make_runner(model, 2, 70, NativeBackend())
+    for each, size in ((runner, 2 * TINY.head_dim), (runner.with_cache(70, torch.int8), 20)):
+        for row in range(2):
+            each.cache.allocate(row, 70)
+        for ids in (torch.ones(2, 40, dtype=torch.long), torch.ones(2, 1, dtype=torch.long)):
+            counts, keys = each.counts.copy(), kernel(TINY.head_dim).magicdec_keys_read()
+            each.forward(ids, [0, 1])
+            keys = kernel(TINY.head_dim).magicdec_keys_read() - keys
+            used = each.counts.minus(counts)
+            if ids.shape[1] == 1:  # a long chunk reads a key once for several tokens
+                assert used.kv_bytes_read == keys * 2 * size > 0
+            assert bytes_read(model, used) == used.kv_bytes_read + weight_bytes(model)
+
+
+STEPS = 30
+
+
+@pytest.mark.parametrize("num_new", [1, 5])
+@pytest.mark.parametrize("is_packed", [False, True], ids=["float32", "packed"])
+def test_steps_touch_no_new_memory(is_packed: bool, num_new: int) -> None:
+    """Their tensors live in what earlier steps gave back. Page faults count what a process touches
+    for the first time."""
+    if is_packed and not has_bfloat16_path():
+        pytest.skip("no AVX512-BF16")
+    model = tiny_transformer(dtype=torch.bfloat16 if is_packed else torch.float32)
+    if is_packed:
+        pack(model)
+    runner = make_runner(model, 4, 200, NativeBackend())
+    rows, ids = range(4), torch.randint(0, 50, (4, num_new))
+    for row in rows:
+        runner.allocate(row)
+    runner.forward(torch.randint(0, 50, (4, 150)), rows)
+
+    def take_steps() -> int:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        for _ in range(STEPS):
+            runner.forward(ids, rows).argmax(-1).tolist()
+            runner.truncate(list(rows), [150] * 4)
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+    take_steps()
+    assert take_steps() < STEPS, "pages, of all steps together"

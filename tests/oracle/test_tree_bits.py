@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from attention_cases import NO_AMX, fill
 from test_draft_trees import drawn_parents, path_of
 from torch import Tensor
 
@@ -15,7 +16,6 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.kv.cache import KVCache
-from magicdec.kv.pool import CacheShape
 from magicdec.kv.tree import DraftTree
 from magicdec.kv.view import FULL, SinksAndWindow, Visible, make_view
 
@@ -36,25 +36,12 @@ VIEWS: dict[str, tuple[Visible, int | None]] = {
     "sinks": (SinksAndWindow(5, 90), None),
     "window": (FULL, 100),
 }
-NO_AMX = ("-U__AMX_BF16__",)  # compiled as for a CPU without tile registers
 
 
 def filled(heads: tuple[int, int, int], dtype: torch.dtype, backend: NativeBackend) -> KVCache:
-    """Rows of BASES random tokens; after them, large numbers."""
+    """Rows of BASES random tokens; after them, numbers that must not matter."""
     torch.manual_seed(0)
-    _, kv_heads, size = heads
-    block = backend.block_size(MAX_TOKENS)
-    shape = CacheShape(1, kv_heads, size, block, len(BASES), backend.layout(dtype))
-    cache = KVCache(shape, len(BASES), 1, dtype, torch.device("cpu"))
-    for row in reversed(range(len(BASES))):
-        cache.allocate(row, MAX_TOKENS)
-    every = torch.arange(MAX_TOKENS).expand(len(BASES), -1)
-    k, v = torch.randn(2, len(BASES), MAX_TOKENS, kv_heads, size).unbind()
-    for row, base in enumerate(BASES):
-        k[row, base:], v[row, base:] = 1e3, 1e4
-        cache.advance([row], base)
-    number = torch.float32 if dtype == torch.float32 else torch.bfloat16
-    cache.write(0, cache.slots(torch.arange(len(BASES)), every), k.to(number), v.to(number))
+    cache, _, _ = fill(backend, heads[1], heads[2], BASES, dtype, MAX_TOKENS, layers=1)
     return cache
 
 

@@ -3,6 +3,7 @@ unusual block sizes, strided inputs, and a whole run. Without a GPU, the kernels
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from attention_cases import Case, exact_attention, fill
 from conftest import (
     TINY,
     Launch,
@@ -20,7 +22,6 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
-from torch import Tensor
 
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.triton import (
@@ -33,39 +34,10 @@ from magicdec.attention.triton import (
 from magicdec.config.sections import KVSection
 from magicdec.drafting.policies.full import FullKV
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
-from magicdec.kv.cache import KVCache
-from magicdec.kv.pool import CacheShape
-from magicdec.kv.view import WEIGHTS_BLOCK, KVView, make_view
+from magicdec.kv.view import WEIGHTS_BLOCK, make_view
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-
-
-def filled(
-    heads: int, size: int, lengths: list[int], total: int, block: int, dtype: torch.dtype
-) -> KVCache:
-    """A cache with one layer of random keys, whose blocks are scattered over the pool."""
-    per_row = -(-total // block)
-    shape = CacheShape(1, heads, size, block, len(lengths) * per_row)
-    cache = KVCache(shape, len(lengths), per_row, dtype, DEVICE)
-    for tokens in (total // 2, total):
-        for row in range(len(lengths)):
-            cache.allocate(row, tokens)
-    cache.k.copy_(torch.randn(cache.k.shape))
-    cache.v.copy_(torch.randn(cache.v.shape))
-    for row, length in enumerate(lengths):
-        cache.advance([row], length)
-    return cache
-
-
-def written_lse(q: Tensor, view: KVView) -> Tensor:
-    """The logarithm of the denominator of each softmax, in float64: [B,T,H]."""
-    positions = view.key_positions()  # [B, 1, N]
-    slots = view.cache.slots(view.row_index, positions.clamp(min=0))
-    keys = view.cache.read(0, slots)[0].double().repeat_interleave(q.shape[2] // slots.shape[1], 1)
-    scores = torch.einsum("bthd,bhnd->bhtn", q.double(), keys) / q.shape[3] ** 0.5
-    seen = (positions >= 0) & (positions <= view.query_positions().unsqueeze(2))
-    return scores.masked_fill(~seen.unsqueeze(1), float("-inf")).logsumexp(3).transpose(1, 2)
 
 
 @pytest.mark.narrow("values", "values")
@@ -82,43 +54,20 @@ def test_splits_are_merged_by_their_log_sum_exp(
     ranges, queries take two tiles (20 tokens of 4 heads for each KV head), and blocks have 24
     tokens."""
     torch.manual_seed(0)
-    cache = filled(2, 64, [131, 3, 0], 168, 24, dtype)
-    view = make_view(cache, [2, 0, 1], policy, num_new)
+    backend, lengths, rows = TritonBackend(split), [131, 3, 0], [2, 0, 1]
+    cache, k, v = fill(backend, 2, 64, lengths, dtype, 168, layers=1, block=24)
     q = torch.randn(3, num_new, 8, 64).to(DEVICE, dtype)
-    fused = torch.randn(3, num_new, 2 * 2 * 64).to(
-        DEVICE, dtype
-    )  # K and V are parts of one matrix product
-    k, v = (part.unflatten(2, (2, 64)) for part in fused.chunk(2, dim=2))
-    results = []
-    for backend in (TritonBackend(split), SDPABackend(24)):
-        backend.plan(view)
-        results.append(backend.run_with_weights(0, q, k, v, view))
-    (out, mass), (expected, expected_mass) = results
-    exact = dtype == torch.float32
-    assert (out.float() - expected.float()).abs().max() < (2e-6 if exact else 2e-2)
-    assert (mass - expected_mass).abs().max() < (2e-5 if exact else 2e-2) * expected_mass.max()
-    again, lse = TritonBackend(split), torch.empty(0)
-    again.plan(view)
-    repeated, lse = again.run_with_lse(0, q, k, v, view)
+    view = make_view(cache, rows, policy, num_new)
+    case, tolerance = Case(view, q, k, v), 2e-6 if dtype == torch.float32 else 2e-2
+    out, mass = case.run(backend, "run_with_weights")
+    repeated, lse = case.run(backend, "run_with_lse")
     assert torch.equal(repeated, out) and repeated.dtype == dtype and lse.dtype == torch.float32
-    assert (lse.double() - written_lse(q, view)).abs().max() < (2e-5 if exact else 1e-2)
-
-
-def test_new_keys_are_appended_as_the_cache_does() -> None:
-    """The kernel appends the same bits as the cache itself, from strided inputs of odd sizes."""
-    torch.manual_seed(0)
-    results = []
-    for backend in (TritonBackend(), SDPABackend(24)):
-        torch.manual_seed(0)
-        cache = filled(3, 80, [23, 47, 0], 72, 24, torch.bfloat16)
-        view = make_view(cache, [1, 2, 0], FullKV(), 5)
-        q = torch.randn(3, 5, 6, 80).to(DEVICE, torch.bfloat16)
-        k, v = torch.randn(3, 5, 2, 3, 80).to(DEVICE, torch.bfloat16).unbind(2)
-        backend.plan(view)
-        backend.run(0, q, k, v, view)
-        results.append((cache.k, cache.v))
-    assert torch.equal(results[0][0], results[1][0])
-    assert torch.equal(results[0][1], results[1][1])
+    for i, keys in enumerate(view.key_positions()[:, 0].tolist()):
+        seen, row, blocks = [s for s in keys if s >= 0], rows[i], view.num_weight_blocks
+        exact = exact_attention(q[i], k[row], v[row], seen, lengths[row], num_blocks=blocks)
+        assert (out[i].double() - exact.out).abs().max() < tolerance
+        assert (lse[i].double() - exact.lse).abs().max() < 10 * tolerance
+        assert (mass[i].double() - exact.mass).abs().max() < 10 * tolerance * exact.mass.max()
 
 
 def test_splits_are_only_as_many_as_fill_the_device() -> None:
@@ -202,17 +151,22 @@ def test_kernels_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is nothing to interpret")
 def test_the_driver_interprets_the_kernels_on_a_cpu_and_says_so(
-    launch: Launch, tiny_checkpoint: Path, text_file: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     """A user who asks for Triton on a CPU need not set anything."""
     monkeypatch.delenv("TRITON_INTERPRET")
-    asked = "--attention triton --device cpu --dtype float32 --B 1 --prefix_len 20 --gen_len 3"
-    few = "--num_batches 1 --warmup_batches 0 --gamma 1 --draft_budget 18"
-    place = ("--model", tiny_checkpoint, "--dataset", text_file)
-    done = launch("selfspec_benchmark.py", *asked.split(), *few.split(), *place)
+    kinds = "--attention triton --elementwise triton --device cpu --dtype float32"
+    few = "--B 1 --prefix_len 20 --gen_len 3 --num_batches 1 --warmup_batches 0 --gamma 1"
+    place = ("--model", tiny_checkpoint, "--dataset", text_file, "--draft_budget", 18)
+    words = (*kinds.split(), *few.split(), *place, "--out", "r.jsonl")
+    done = launch("selfspec_benchmark.py", *words)
     assert done.returncode == 0, done.stderr
-    assert "--attention triton: asked for; interpreted on a CPU" in done.stderr
+    for flag in ("attention", "elementwise"):
+        assert f"--{flag} triton: asked for; interpreted on a CPU" in done.stderr
     assert "no difference" in done.stdout + done.stderr
+    model = json.loads((tmp_path / "r.jsonl").read_text())["config"]["model"]
+    assert model["elementwise"] == "triton" and "interpreted" in model["elementwise_reason"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is nothing to interpret")

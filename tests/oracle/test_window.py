@@ -1,6 +1,6 @@
-"""Mistral's sliding window in texts that are longer than it: the logits and tokens of
-`transformers`, and drafts that read only keys which the target would see. `test_attention.py` tests
-attention alone."""
+"""Mistral's sliding window in texts that are longer than it: the tokens of `transformers`, and
+drafts that read only keys which the target would see. `test_attention.py` tests attention alone,
+and `test_families.py` the logits."""
 
 from __future__ import annotations
 
@@ -9,33 +9,23 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import decode_both, make_draft, make_requests, make_runner, random_prompts
-from tiny_families import VOCAB, Reference, make_checkpoint
+from conftest import decode_both, make_requests, make_runner, random_prompts
+from lossless import speculate
+from tiny_families import VOCAB, Reference, stored
 from torch import Tensor
 
 from magicdec.attention.grouped import GroupedBackend
-from magicdec.attention.native import NativeBackend
-from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import KVSection
 from magicdec.cost_model.roofline import bytes_read, kv_bytes_per_token, weight_bytes
-from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.kv.cache import BatchRows, KVCache, Lengths
 from magicdec.kv.view import KVView, make_view
-from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.transformer import Transformer
 from magicdec.request import Batch
 from magicdec.runner import ModelRunner
 
 WINDOW = 56
 LENGTHS = [150, 7, 91]
-BACKENDS = {
-    "sdpa, blocks of 4": lambda: SDPABackend(4),
-    "sdpa": SDPABackend,
-    "grouped": GroupedBackend,
-    "native": NativeBackend,
-    "native, portable": lambda: NativeBackend(portable=True),
-}
 KV_SECTIONS = [
     KVSection("full"),
     KVSection("streaming_llm", 17, 4),
@@ -48,29 +38,10 @@ KV_SECTIONS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def mistral(tmp_path_factory: pytest.TempPathFactory) -> tuple[Transformer, Reference]:
-    directory = tmp_path_factory.mktemp("mistral")
-    reference = make_checkpoint(directory, "mistral")
-    source = find_model("--model", str(directory))
-    assert source.config.sliding_window == WINDOW
-    place = (Shard(), None, torch.float32, torch.device("cpu"))
-    return load_transformer(source.config, source.weights, *place), reference
-
-
-@pytest.mark.parametrize("name", BACKENDS)
-def test_logits_in_chunks_equal_transformers(
-    name: str, mistral: tuple[Transformer, Reference]
-) -> None:
-    """Chunks that end before the end of the window, contain it, and lie after it; then one token at
-    a time."""
-    model, reference = mistral
-    text = torch.tensor(random_prompts([200], VOCAB))
-    runner = make_runner(model, 1, 200, BACKENDS[name]())
-    runner.allocate(0)
-    chunks = text.split([48, 16, 40, 33, 16, 30, 5, 1, 1, 10], dim=1)
-    logits = torch.cat([runner.forward(part, [0]) for part in chunks], 1)
-    torch.testing.assert_close(logits, reference.logits(text), atol=1e-4, rtol=0)
+@pytest.fixture
+def mistral() -> tuple[Transformer, Reference]:
+    assert stored("mistral").source.config.sliding_window == WINDOW
+    return stored("mistral").load(), stored("mistral").reference
 
 
 @pytest.mark.parametrize("kv", KV_SECTIONS, ids=str)
@@ -93,11 +64,8 @@ def test_a_standalone_draft_with_a_window_emits_the_same_tokens(
     kv: KVSection, mistral: tuple[Transformer, Reference]
 ) -> None:
     model, _ = mistral
-    requests = make_requests(random_prompts(LENGTHS, VOCAB, seed=2), 30)
-    draft, runner = make_draft(model, kv, 3, 184), make_runner(model, 3, 184)
-    baseline, ours, accepted = decode_both(runner, requests, kv, 3, drafter="model", draft=draft)
-    assert ours == baseline
-    assert all(a == 3 for step in accepted for a in step) == (kv.policy == "full")
+    found = speculate(model, kv, 3, draft=model, lengths=LENGTHS, num_new=30, seed=2)
+    assert found.accepts_all == (kv.policy == "full")
 
 
 @pytest.mark.parametrize("kv", [kv for kv in KV_SECTIONS if kv.policy != "snapkv"], ids=str)
@@ -137,10 +105,8 @@ def test_a_rolling_draft_keeps_its_sinks(mistral: tuple[Transformer, Reference])
     plain.load_state_dict(model.state_dict())
     kv, accepted = KVSection("streaming_llm", 24, 4), []
     for drafting in (model, plain):
-        requests = make_requests(random_prompts(LENGTHS, VOCAB, seed=6), 40)
-        draft = make_draft(drafting, kv, 3, 194)
-        runner = make_runner(model, 3, 194)
-        accepted.append(decode_both(runner, requests, kv, 3, drafter="model", draft=draft)[2])
+        found = speculate(model, kv, 3, draft=drafting, lengths=LENGTHS, num_new=40, seed=6)
+        accepted.append(found.accepted)
     assert accepted[0] == accepted[1]
 
 

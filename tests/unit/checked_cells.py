@@ -8,8 +8,7 @@ import random
 from collections.abc import Sequence
 
 from magicdec.pipelined_speculation.messages import Candidates, Draft, Launch
-from magicdec.simulator.machine import Machine
-from magicdec.simulator.pipeline import Flight
+from magicdec.simulator.machine import Flight, Machine
 
 VOCABULARY = 11
 EMPTY = 7  # the text before the first token

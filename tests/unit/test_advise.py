@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conftest import ROOT
 
-from magicdec.cli.front import advise as command
-from magicdec.cli.front import config_of, doctor, run
+from magicdec.cli.drivers import RUN
+from magicdec.cli.front import advise as module
+from magicdec.cli.front import config_of, doctor
 from magicdec.cli.front.advise import Measured, Outlook, advise
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
@@ -19,9 +21,16 @@ from magicdec.distributed.ranks import Ended
 from magicdec.hardware.ceiling_file import Link, MachineFile
 from magicdec.records.reading import load_records
 
+Command = Callable[..., tuple[int, str, str]]
 PLACE = "B 4 and 2048 tokens of context"
 FAR = Outlook(900, 32768, 1.8, 257, 3)
 BASELINES = Path(ROOT, "results", "baselines", "acceptance.jsonl")
+
+
+def machine_file(link: Link | None = None, **description: object) -> MachineFile:
+    rates, overhead = {"float32": 1e11}, {"float32": 1e-5}
+    kv_rates, of_tokens = {"float32": 1e10}, {"float32": 0.0}
+    return MachineFile(description, 1e10, rates, overhead, kv_rates, link, None, rates, of_tokens)
 
 
 @pytest.mark.parametrize(
@@ -55,11 +64,7 @@ def test_the_advice_is_one_sentence(
 
 def test_advice_follows_from_records_and_the_plan(tmp_path: Path) -> None:
     """From two recorded runs and a machine file, without running anything."""
-    machine = MachineFile(
-        {}, 1e10, {"float32": 1e11}, {"float32": 1e-5}, {"float32": 1e10}, None, None,
-        {"float32": 1e11}, {"float32": 0.0},
-    )  # fmt: skip
-    machine.save(tmp_path / "machine.json")
+    machine_file().save(tmp_path / "machine.json")
     found = {
         r.config["kv"]["budget"]: r
         for r in load_records(BASELINES)
@@ -68,39 +73,37 @@ def test_advice_follows_from_records_and_the_plan(tmp_path: Path) -> None:
         and r.config["decoding"]["num_draft_tokens"] == 4
     }
     words = ["--machine", str(tmp_path / "machine.json"), "--budget", *map(str, found)]
-    args = command.read([*words, "--prefix_len", "4096", "--B", "4"])
-    sentence = command.find_advice(
+    args = module.read([*words, "--prefix_len", "4096", "--B", "4"])
+    sentence = module.find_advice(
         args, {f"--draft self --budget {b}": record for b, record in found.items()}
     )
     measured = [r.metrics for r in found.values() if r.metrics is not None]
     speedups = [metrics.net_speedup for metrics in measured if metrics.net_speedup is not None]
     assert f"{max(speedups):.2f} times" in sentence
     assert re.search(r"the plan expects self-speculation to pay (from \d+ tokens|at no)", sentence)
-    configs = [run.read(words[1:]) for words in command.make_commands(args).values()]
+    configs = [RUN.read(words[1:]) for words in module.make_commands(args).values()]
     assert [c.decoding.drafter for c in configs] == ["self"] * len(found) + ["ngram"]
     for draft, message in (("none", "--draft none: every draft"), ("x", "--draft x is not known")):
         with pytest.raises(ValueError, match=message):
-            command.make_commands(command.read(["--draft", draft]))
+            module.make_commands(module.read(["--draft", draft]))
 
 
 def test_bad_input_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"^unknown argument --bugdet; did you mean --budget[?]$"):
-        command.read(["--bugdet", "65"])
+        module.read(["--bugdet", "65"])
     with pytest.raises(ValueError, match=r"^--nproc 0 is too small; it must be at least 1$"):
-        command.make_commands(command.read(["--nproc", "0"]))
+        module.make_commands(module.read(["--nproc", "0"]))
     file = tmp_path / "machine.json"
-    MachineFile({"world_size": 1}, 1e10, {}, {}, {}, None, None, {}, {}).save(file)
+    machine_file(world_size=1).save(file)
     with pytest.raises(ValueError, match=r"was probed with --nproc 1, not 2; name another file"):
-        command.find_machine(command.read(["--nproc", "2", "--machine", str(file)]))
+        module.find_machine(module.read(["--nproc", "2", "--machine", str(file)]))
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match=r"^advise starts the ranks itself; give --nproc"):
-        command.read([])
+        module.read([])
 
 
 def test_several_ranks_are_probed_run_and_planned(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """Every command that advise starts has the ranks, and the plan shares the model over them."""
     started: list[list[str]] = []
@@ -114,43 +117,33 @@ def test_several_ranks_are_probed_run_and_planned(
     def run_command(words: list[object]) -> Ended:
         started.append([str(word) for word in words])
         if words[0] == "probe":
-            rates = {"float32": 1e11}
-            MachineFile(
-                {"world_size": 2}, 1e10, rates, {"float32": 1e-5}, {"float32": 1e10},
-                Link(1e-5, 1e10), None, rates, {"float32": 0.0},
-            ).save(Path(str(words[-1])))  # fmt: skip
+            machine_file(Link(1e-5, 1e10), world_size=2).save(Path(str(words[-1])))
             return Ended(0, "warning: the host is busy\n")
         Path(str(words[-1])).write_text(record.to_json() + "\n")
         return Ended(0, "record appended\n")
 
-    monkeypatch.setattr(command, "run_command", run_command)
+    monkeypatch.setattr(module, "run_command", run_command)
     out, budget = tmp_path / "advice.jsonl", record.config["kv"]["budget"]
     words = ["--draft", "self", "--budget", str(budget), "--out", str(out)]
     words += ["--nproc", "2", "--machine", str(tmp_path / "machine.json")]
-    monkeypatch.setattr("sys.argv", ["magicdec advise", *words])
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    assert ended.value.code == 0 and [words[0] for words in started] == ["probe", "run"]
+    code, out_text, err = command("advise", *words)
+    assert code == 0 and [words[0] for words in started] == ["probe", "run"]
     assert all(words[words.index("--nproc") + 1] == "2" for words in started)
     assert len(load_records(out)) == 1
-    shown = capsys.readouterr()
-    assert shown.out.rstrip().endswith(".") and "the plan expects self-speculation" in shown.out
-    assert shown.err == "warning: the host is busy\n"
+    assert out_text.rstrip().endswith(".") and "the plan expects self-speculation" in out_text
+    assert err == "warning: the host is busy\n"
 
 
 def test_a_run_that_is_refused_ends_the_advice_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     file = tmp_path / "machine.json"
-    MachineFile({}, 1e10, {}, {}, {}, None, None, {}, {}).save(file)
+    machine_file().save(file)
     refused = Ended(2, "preparing\nmagicdec run: --prefix_len 9 is too long\n")
-    monkeypatch.setattr(command, "run_command", lambda words: refused)
+    monkeypatch.setattr(module, "run_command", lambda words: refused)
     words = ["--machine", str(file), "--out", str(tmp_path / "advice.jsonl")]
-    monkeypatch.setattr("sys.argv", ["magicdec advise", *words])
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == "magicdec advise: --prefix_len 9 is too long\n"
+    code, _, err = command("advise", *words)
+    assert (code, err) == (2, "magicdec advise: --prefix_len 9 is too long\n")
 
 
 @pytest.mark.parametrize(
@@ -163,19 +156,12 @@ def test_a_run_that_is_refused_ends_the_advice_in_one_line(
     ],
 )
 def test_what_cannot_run_is_refused_before_the_machine_is_probed(
-    words: str,
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command, "run_command", lambda words: Ended(2, "probed\n"))
-    monkeypatch.setattr("sys.argv", ["magicdec advise", *words.split()])
-    with pytest.raises(SystemExit) as ended:
-        command.main()
-    assert ended.value.code == 2
-    assert capsys.readouterr().err.startswith(f"magicdec advise: {message}")
+    monkeypatch.setattr(module, "run_command", lambda words: Ended(2, "probed\n"))
+    code, _, err = command("advise", *words.split())
+    assert code == 2 and err.startswith(f"magicdec advise: {message}")
 
 
 def test_a_record_becomes_the_flags_of_its_run(tmp_path: Path) -> None:
@@ -184,7 +170,7 @@ def test_a_record_becomes_the_flags_of_its_run(tmp_path: Path) -> None:
     for record in load_records(BASELINES):
         file = tmp_path / "run.toml"
         file.write_text(config_of.to_toml(config_of.flags_of(record)))
-        config = run.read(["--config", str(file)])
+        config = RUN.read(["--config", str(file)])
         config.check(1)
         found = resolve(config, machine).to_dict()
         for section in ("decoding", "kv", "sampling", "workload"):
@@ -206,30 +192,20 @@ def _used(config: dict) -> tuple[str, ...]:  # type: ignore[type-arg]
     return ("policy", *policy_called(config["kv"]["policy"]).settings)
 
 
-def test_the_config_command_chooses_a_record(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_config_command_chooses_a_record(command: Command, tmp_path: Path) -> None:
     records = load_records(BASELINES)
     file = tmp_path / "r.jsonl"
     file.write_text("".join(json.dumps(dataclasses.asdict(r)) + "\n" for r in records[:2]))
     for index, expected in (("1", records[0]), ("-1", records[1])):
-        monkeypatch.setattr("sys.argv", ["magicdec config", str(file), "--record", index])
-        with pytest.raises(SystemExit) as ended:
-            config_of.main()
-        assert ended.value.code == 0
+        code, out, _ = command("config", file, "--record", index)
         flags = config_of.to_toml(config_of.flags_of(expected))
-        assert capsys.readouterr().out == f"# magicdec run --config FILE\n{flags}"
+        assert (code, out) == (0, f"# magicdec run --config FILE\n{flags}")
     for index in ("0", "3", "-3"):
-        monkeypatch.setattr("sys.argv", ["magicdec config", str(file), "--record", index])
-        with pytest.raises(SystemExit) as ended:
-            config_of.main()
-        assert ended.value.code == 2 and "holds 2 records" in capsys.readouterr().err
+        code, _, err = command("config", file, "--record", index)
+        assert code == 2 and "holds 2 records" in err
 
 
-def test_the_doctor_says_what_is_missing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("sys.argv", ["magicdec doctor"])
+def test_the_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
     checks = [
         doctor.Check("a", True, "there"), doctor.Check("b", False, "not there"),
     ]  # fmt: skip
@@ -238,10 +214,9 @@ def test_the_doctor_says_what_is_missing(
         ([doctor.Check("c", False, "broken", is_needed=True)], 1, "A run needs what is MISSING."),
     ):
         monkeypatch.setattr(doctor, "find_checks", lambda more=more: iter([*checks, *more]))
-        with pytest.raises(SystemExit) as ended:
-            doctor.main()
-        lines = capsys.readouterr().out.splitlines()
-        assert ended.value.code == code and lines[-1] == last
+        ended, out, _ = command("doctor")
+        lines = out.splitlines()
+        assert ended == code and lines[-1] == last
         assert lines[0].split() == ["works", "a", "there"] and lines[1].startswith("absent   b")
         assert ("MISSING" in lines[2]) == bool(more)
 

@@ -13,8 +13,14 @@ from statistics import fmean
 import pytest
 
 from magicdec.names import ARRIVALS
-from magicdec.workload.arrivals import Arrival, parse_arrival
-from magicdec.workload.request_shapes import RequestShape, make_shapes, parse_lengths, read_trace
+from magicdec.workload.request_shapes import (
+    Arrival,
+    RequestShape,
+    make_shapes,
+    parse_arrival,
+    parse_lengths,
+    read_trace,
+)
 
 LINES = [
     {"arrival_ms": 700.5, "prompt_len": 5, "output_len": 2},

@@ -1,8 +1,10 @@
-"""Broken checkpoints: for each, the exact line that the user sees."""
+"""Broken checkpoints: for each, the line that the user sees, with the file, the tensor and the
+choices."""
 
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import struct
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from checkpoint_files import (
     CONFIG,
     Q_PROJ,
     make_tensors,
+    refuse,
     write,
     write_bin,
     write_pth,
@@ -32,6 +35,7 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.distributed.groups import Launch
+from magicdec.model.checkpoint.source import check_weights, find_model
 from magicdec.model.config import ROPE_TYPES
 from magicdec.model.families.hf_config import to_hf_config
 from magicdec.setup.prepare import prepare
@@ -55,21 +59,17 @@ def refused(directory: Path) -> str:
     return str(caught.value)
 
 
+def fitting(directory: Path, **changed: torch.Tensor) -> Path:
+    """The file of a checkpoint that has no fault but its `changed` tensors."""
+    return write(directory, make_tensors(FITTING) | changed, FITTING) / "model.safetensors"
+
+
 def edit_json(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | changes))
 
 
-def truncated(directory: Path) -> str:
-    file = write(directory, make_tensors(FITTING), FITTING) / "model.safetensors"
-    data = file.read_bytes()
-    file.write_bytes(data[: len(data) // 2])
-    return (
-        f"{file}: not a complete safetensors file (Error while deserializing header: {{library}})"
-    )
-
-
 def bit_flipped_length(directory: Path) -> str:
-    file = write(directory, make_tensors(FITTING), FITTING) / "model.safetensors"
+    file = fitting(directory)
     data = bytearray(file.read_bytes())
     data[6] ^= 0x80  # the header's length is now 36 petabytes
     file.write_bytes(data)
@@ -79,7 +79,7 @@ def bit_flipped_length(directory: Path) -> str:
 
 
 def bit_flipped_name(directory: Path) -> str:
-    file = write(directory, make_tensors(FITTING), FITTING) / "model.safetensors"
+    file = fitting(directory)
     file.write_bytes(
         file.read_bytes().replace(b"layers.0.self_attn.q_proj.w", b"layers.0.self_attn.q_prok.w")
     )
@@ -120,15 +120,8 @@ def bin_shard_not_there(directory: Path) -> str:
     return f"{file}: tensor {first} is missing, though {index.name} places it there"
 
 
-def truncated_bin(directory: Path) -> str:
-    file = write_bin(directory, make_tensors()) / "pytorch_model.bin"
-    file.write_bytes(file.read_bytes()[:-100])
-    return f"{file}: not a complete torch.save archive ({{library}})"
-
-
 def wrong_dtype(directory: Path) -> str:
-    tensors = make_tensors(FITTING) | {Q_PROJ: torch.zeros(32, 32, dtype=torch.int8)}
-    file = write(directory, tensors, FITTING) / "model.safetensors"
+    file = fitting(directory, **{Q_PROJ: torch.zeros(32, 32, dtype=torch.int8)})
     return (
         f"{file}: tensor {Q_PROJ} is stored as int8; choose a checkpoint of floating-point weights"
     )
@@ -200,13 +193,11 @@ def deeply_nested_config(directory: Path) -> str:
 
 
 BROKEN: list[Callable[[Path], str]] = [
-    truncated,
     bit_flipped_length,
     bit_flipped_name,
     shard_not_there,
     shard_not_in_the_index,
     bin_shard_not_there,
-    truncated_bin,
     wrong_dtype,
     wrong_dtype_in_pth,
     another_model,
@@ -243,3 +234,95 @@ def test_the_header_length_is_what_the_test_says(tmp_path: Path) -> None:
     (length,) = struct.unpack("<Q", (tmp_path / "model.safetensors").read_bytes()[:8])
     assert length > 10**16
     assert json.loads((tmp_path / "config.json").read_text()) == to_hf_config(FITTING)
+
+
+def test_unknown_names(tmp_path: Path) -> None:
+    choices = "choose from demo, demo-draft, random:<preset>, a Hugging Face directory"
+    refuse("x", "--model 'x' is not known", choices)
+    refuse(tmp_path / "x.pth", "x.pth' does not exist", choices)
+    refuse(
+        "random:gpt-5", "--model 'random:gpt-5'", "random:llama-2-7b, ", "random:mistral-7b-v0.3"
+    )
+
+
+def test_directories_without_what_it_takes(tmp_path: Path) -> None:
+    refuse(tmp_path, str(tmp_path / "config.json"), "does not exist")
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["T5Model"]}))
+    refuse(tmp_path, "config.json", "'T5Model' is not supported")
+    (tmp_path / "config.json").write_text(json.dumps(to_hf_config(CONFIG)))
+    refuse(tmp_path, "holds no weights; expected one of model.safetensors, ")
+
+
+def test_tensors_that_are_not_of_the_model(tmp_path: Path) -> None:
+    tensors = make_tensors()
+    file = str(tmp_path / "model.safetensors")
+    write(tmp_path, tensors | {"model.layers.2.mlp.down_proj.weight": torch.zeros(2)})
+    refuse(tmp_path, file, "model.layers.2.mlp.down_proj.weight of shape (2,) is not part")
+    write(tmp_path, {f"transformer.{k}": v for k, v in tensors.items()})
+    refuse(tmp_path, file, f"and {2 * len(tensors) - 3} more")
+
+
+def test_redundant_tensors_are_tolerated(tmp_path: Path) -> None:
+    tied = replace(CONFIG, tie_word_embeddings=True)
+    tensors = make_tensors(tied)
+    extra = {
+        "model.layers.0.self_attn.rotary_emb.inv_freq": torch.zeros(4),
+        "lm_head.weight": tensors["model.embed_tokens.weight"].clone(),
+    }
+    write(tmp_path, tensors | extra, tied)
+    check_weights(tied, find_model("--model", str(tmp_path)).weights)
+    write(tmp_path, tensors, replace(CONFIG, tie_word_embeddings=False))
+    refuse(tmp_path, "lm_head.weight is missing")
+
+
+@pytest.mark.parametrize("writer", [write, write_pth, write_bin])
+@pytest.mark.parametrize("keep", [0, 4, 1000, -100])
+def test_truncated_files(writer: Callable[..., Path], keep: int, tmp_path: Path) -> None:
+    writer(tmp_path, make_tensors())
+    (file,) = (path for path in tmp_path.iterdir() if path.name != "config.json")
+    file.write_bytes(file.read_bytes()[:keep])
+    kind = "safetensors file" if writer is write else "torch.save archive"
+    refuse(tmp_path, f"{file}: not a complete {kind} (")
+
+
+@pytest.mark.parametrize("keep", [0, 1000, -100])
+def test_truncated_pth(tmp_path: Path, keep: int) -> None:
+    file = write_pth(tmp_path, make_tensors()) / "model.pth"
+    file.write_bytes(file.read_bytes()[:keep])
+    refuse(tmp_path, str(file), "not a complete torch.save archive")
+
+
+def test_broken_indexes(tmp_path: Path) -> None:
+    index = write_sharded(tmp_path, make_tensors()) / "model.safetensors.index.json"
+    table = json.loads(index.read_text())["weight_map"]
+    name = next(n for n, file in table.items() if file == "a.safetensors")
+
+    index.write_text(json.dumps({"weight_map": table | {name: "b.safetensors"}}))
+    refuse(tmp_path, str(tmp_path / "b.safetensors"), f"tensor {name} is missing", index.name)
+    for text in ("{", "[]", "{}", '{"weight_map": [1]}', "[" * 100_000):
+        index.write_text(text)
+        refuse(tmp_path, str(index), "not an index of weight files")
+
+
+class Evil:
+    def __init__(self, marker: Path) -> None:
+        self.marker = marker
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.marker),)
+
+
+def test_pickles_are_not_run(tmp_path: Path) -> None:
+    marker = tmp_path / "executed"
+    write_pth(tmp_path, make_tensors() | {"evil": Evil(marker)})
+    refuse(tmp_path, str(tmp_path / "model.pth"), "pickled objects other than tensors")
+    assert not marker.exists()
+
+
+def test_pth_of_another_layout(tmp_path: Path) -> None:
+    write_pth(tmp_path, {"layers.0.attention.wqkv.weight": torch.zeros(2, 2)})
+    refuse(tmp_path, "model.pth", "gpt-fast layout", "convert the file first")
+    write_pth(tmp_path, {"state_dict": make_tensors()})
+    refuse(tmp_path, "model.pth", "'state_dict' is a dict")
+    write_pth(tmp_path, [torch.zeros(1)])
+    refuse(tmp_path, "model.pth", "expected a dict of tensors, found list")

@@ -390,7 +390,7 @@ def test_two_spellings_of_a_length() -> None:
     found = [resolve(config, machine).workload for config in (by_gen, by_max, both)]
     assert found[0] == found[1] == found[2]
     assert by_max.workload.num_new_tokens == 28
-    assert resolve(parsed("--prefix_len", 100), machine).workload.max_len == 164
+    assert resolve(parsed("--prefix_len", 100), machine).workload.to_dict()["max_len"] == 164
 
 
 def test_the_recent_window_is_a_share_of_the_budget_unless_given() -> None:

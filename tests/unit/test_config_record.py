@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from magicdec.cli.serving import inflight, pipeline, recurrent, steps
 from test_config import DRIVER, LONGSPEC
 
 from magicdec.cli.front import config_of
-from magicdec.cli.serving import inflight, pipeline, recurrent, steps
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
@@ -106,18 +106,7 @@ LONGSPEC_CHANGES: dict[str, Any] = {
         "native_steps_reason": "auto: on",
         "draft_dtype": "bfloat16",
     },
-    "decoding": {
-        "strategy": "speculative",
-        "drafter": "model",
-        "num_draft_tokens": 4,
-        "tree": None,
-        "tree_nodes": None,
-        "machine": None,
-        "cuda_graphs": "off",
-        "cuda_graphs_reason": "auto: off, --device cpu has none",
-        "ignore_eos": False,
-        "baseline": True,
-    },
+    "decoding": SELFSPEC["decoding"] | {"drafter": "model"},
 }
 
 

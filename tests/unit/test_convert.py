@@ -1,5 +1,5 @@
 """Converting checkpoints: the same values from every format, complete files or none, and checksums
-that show which tensor changed."""
+that show whether a file changed."""
 
 from __future__ import annotations
 
@@ -30,9 +30,14 @@ from safetensors.torch import load_file
 
 from magicdec.cli.front import checkpoints
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint import manifest
-from magicdec.model.checkpoint.convert import convert, find_checkpoint, quantized
-from magicdec.model.checkpoint.manifest import find_damage, manifest_path
+from magicdec.model.checkpoint import convert as converting
+from magicdec.model.checkpoint.convert import (
+    convert,
+    find_checkpoint,
+    find_damage,
+    manifest_path,
+    quantized,
+)
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.hf_config import to_hf_config
 
@@ -88,7 +93,7 @@ WRITERS = [write, write_sharded, write_bin, write_sharded_bin, write_gpt_fast]
 def test_same_values_from_every_source(
     tmp_path: Path, writer: Callable[..., Path], name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(manifest, "READ_ELEMENTS", 100)  # several parts a tensor
+    monkeypatch.setattr(converting, "READ_ELEMENTS", 100)  # several parts a tensor
     tensors = make_tensors()
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "tokenizer.model").write_bytes(b"pieces")
@@ -141,8 +146,6 @@ def test_dtype(tmp_path: Path) -> None:
     convert(find_checkpoint("--checkpoint_dir", write(tmp_path, tensors)), out, "bfloat16")
     expected = {k: v.bfloat16() for k, v in tensors.items()}
     torch.testing.assert_close(torch.load(out, weights_only=True), expected, atol=0, rtol=0)
-    entries = json.loads(manifest_path(out).read_text())["tensors"]
-    assert {entry["dtype"] for entry in entries.values()} == {"bfloat16"}
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pth"])
@@ -157,7 +160,7 @@ def test_a_failure_leaves_what_was_there(tmp_path: Path, name: str) -> None:
         if tensor == "model.norm.weight":
             raise OSError("no space left")
 
-    with pytest.raises(OSError, match="no space"):
+    with pytest.raises(ValueError, match=rf"--out .*{name}: no space"):
         convert(source, out, None, fail)
     assert [p.name for p in out.parent.iterdir()] == [name]
     assert out.read_text() == "what was there"
@@ -240,32 +243,24 @@ def flip(path: Path, place: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "model.pth"])
-def test_a_flipped_bit_is_found_and_named(tmp_path: Path, name: str) -> None:
+def test_a_flipped_bit_is_found(tmp_path: Path, name: str) -> None:
     tensors = make_tensors()
     (tmp_path / "in").mkdir()
     out = tmp_path / name
     convert(find_checkpoint("--checkpoint_dir", write(tmp_path / "in", tensors)), out, None)
     place = out.read_bytes().index(tensors[Q_PROJ].numpy().tobytes()) + 5
     flip(out, place)
-    assert find_damage(out) == (
-        f"{out}: the values of tensor {Q_PROJ} differ from those in the manifest"
-    )
+    assert find_damage(out) == f"{out}: its sha256 differs from the manifest's"
     flip(out, place)
     assert find_damage(out) is None
     os.truncate(out, out.stat().st_size - 1)
     assert "bytes, its manifest says" in (find_damage(out) or "")
 
 
-def test_damage_elsewhere_than_in_values(tmp_path: Path) -> None:
+def test_a_manifest_that_is_not_one(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     out = tmp_path / "model.safetensors"
     convert(find_checkpoint("--checkpoint_dir", write(tmp_path / "in", make_tensors())), out, None)
-    data = out.read_bytes()
-    out.write_bytes(data.replace(b'"pt"', b'"tf"'))
-    assert "no tensor differs from the manifest, but other bytes" in (find_damage(out) or "")
-    out.write_bytes(data[:7] + b"\xff" + data[8:])
-    assert "not a complete safetensors file" in (find_damage(out) or "")
-    out.write_bytes(data)
     beside = manifest_path(out)
     beside.write_text(beside.read_text().replace('"version": 1', '"version": 2'))
     with pytest.raises(ValueError, match=r"not a manifest \(version 2, expected 1\)"):

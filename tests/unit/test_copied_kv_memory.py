@@ -19,11 +19,13 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
+from magicdec.cli.serving import inflight, pipeline
+from magicdec.cli.serving.steps import RecordFile
+from magicdec.pipelined_run.prepare import prepare as prepare_pipeline
+from magicdec.pipelined_run.prepare import stage_plans
 from several_ranks import generate_alone
 from threaded_pipeline import divide, serve
 
-from magicdec.cli.serving import inflight, pipeline
-from magicdec.cli.serving.steps import RecordFile
 from magicdec.config.sections import KVSection
 from magicdec.console import Silent
 from magicdec.distributed.groups import Group, Launch, ParallelGroups
@@ -35,8 +37,6 @@ from magicdec.memory.check import add_up
 from magicdec.memory.plan import MemoryPlan, Models, max_tokens
 from magicdec.pipelined_run.channels import DraftRequest
 from magicdec.pipelined_run.drafter import ModelDrafter
-from magicdec.pipelined_run.prepare import prepare as prepare_pipeline
-from magicdec.pipelined_run.prepare import stage_plans
 from magicdec.pipelined_run.stage import ModelPart
 from magicdec.pipelined_speculation.options import Options
 from magicdec.serving.prepare import plan_of, prepare

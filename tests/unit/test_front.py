@@ -19,7 +19,7 @@ from conftest import HANG, ROOT
 from hub_server import Hub
 
 from magicdec.cli import commands, flags
-from magicdec.cli.front import run
+from magicdec.cli.drivers import RUN
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import WorkloadSection
 from magicdec.console import labelled
@@ -32,7 +32,7 @@ ALONE = Launch(0, 1, 0, 1)
 
 
 def read(*words: object) -> RunConfig:
-    return run.read([str(word) for word in words])
+    return RUN.read([str(word) for word in words])
 
 
 def magicdec(*words: object, cwd: Path, **env: str) -> subprocess.CompletedProcess[str]:
@@ -119,7 +119,7 @@ def test_a_bad_file_is_refused(text: str, message: str, tmp_path: Path) -> None:
 
 
 def test_the_parser_tells_what_was_given() -> None:
-    parser = run.build_parser()
+    parser = RUN.build_parser()
     assert parser.read(["--B", "4"]).given == {"workload.batch_size"}
     values = parser.read([])
     assert values[WorkloadSection] == WorkloadSection() and values.given == frozenset()

@@ -11,9 +11,10 @@ from typing import Any
 import pytest
 from conftest import TINY, Launch, make_runner, random_prompts, tiny_transformer
 from fake_clock import VirtualClock
-
 from magicdec.cli.serving.inflight import Inflight, main, parse
 from magicdec.cli.serving.steps import RecordFile
+from magicdec.serving.server import Server, load_batching
+
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Launch as Ranks
@@ -28,7 +29,6 @@ from magicdec.serving.metrics import Served, ServingMetrics, serving_metrics
 from magicdec.serving.options import Pass
 from magicdec.serving.prepare import check_memory, plan_of, prepare
 from magicdec.serving.record import ServingRecord, differing
-from magicdec.serving.server import Server, load_batching
 from magicdec.serving.showing import draw_rates, draw_timeline, spans_of, tables, verdict
 from magicdec.setup.prepare import Known, find
 from magicdec.tables import print_tables

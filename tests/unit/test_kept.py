@@ -6,9 +6,9 @@ import errno
 from pathlib import Path
 
 import pytest
-
 from magicdec.cli.serving import steps
 from magicdec.cli.serving.recurrent import parse
+
 from magicdec.distributed.groups import Launch
 
 

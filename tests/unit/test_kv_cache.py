@@ -1,4 +1,5 @@
-"""KVCache and KVView: addressing, blocks and truncation; views against a naive enumeration."""
+"""KVCache: addressing, blocks, layouts, copies and truncation. `test_kv_view.py` tests what is read
+of it."""
 
 from __future__ import annotations
 
@@ -7,13 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magicdec.drafting.policies.full import FullKV
-from magicdec.drafting.policies.policy import KVPolicy
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.cache import KVCache
 from magicdec.kv.layout import INT8_TILED, PLAIN, TILED, Layout
 from magicdec.kv.pool import CacheShape
-from magicdec.kv.view import make_view
 
 
 def make_cache(
@@ -25,12 +23,7 @@ def make_cache(
 
 def test_written_tokens_are_read_back_from_interleaved_blocks() -> None:
     cache = make_cache()
-    for row, tokens in (
-        (1, 7),
-        (0, 20),
-        (2, 3),
-        (1, 20),
-    ):  # in turns: blocks interleave
+    for row, tokens in ((1, 7), (0, 20), (2, 3), (1, 20)):  # in turns: blocks interleave
         cache.allocate(row, tokens)
     assert cache.blocks[1] != sorted(range(min(cache.blocks[1]), min(cache.blocks[1]) + 5))
     k, v = torch.randn(2, 17, 3, 8), torch.randn(2, 17, 3, 8)
@@ -155,43 +148,6 @@ def test_truncate_shortens_rows_and_never_lengthens_them() -> None:
         cache.truncate([2], [5])
 
 
-def visible(policy: KVPolicy, committed: int, length: int, num_new: int) -> list[int]:
-    """The visible positions by the plain definition of the policy."""
-    if isinstance(policy, StreamingLLM):
-        window = range(max(0, committed - (policy.budget - policy.num_sink_tokens)), committed)
-        kept = sorted({*range(min(committed, policy.num_sink_tokens)), *window})
-    else:
-        kept = list(range(committed))
-    return [*kept, *range(committed, length + num_new)]
-
-
-@settings(max_examples=200, deadline=None)
-@given(
-    lengths=st.lists(st.tuples(st.integers(0, 30), st.integers(0, 5)), min_size=1, max_size=4),
-    num_new=st.integers(1, 6),
-    sinks=st.integers(0, 6),
-    window=st.integers(1, 40),
-    full=st.booleans(),
-)
-def test_key_positions_follow_the_policy(
-    lengths: list[tuple[int, int]], num_new: int, sinks: int, window: int, full: bool
-) -> None:
-    policy: KVPolicy = FullKV() if full else StreamingLLM(sinks, sinks + window)
-    cache = make_cache(num_rows=len(lengths), block_size=64, blocks_per_row=1)
-    for row, (committed, tail) in enumerate(lengths):
-        cache.advance([row], committed + tail)
-    rows = list(range(len(lengths)))[::-1]
-    view = make_view(cache, rows, policy, num_new, [lengths[r][0] for r in rows])
-    expected = [visible(policy, c, c + t, num_new) for c, t in (lengths[r] for r in rows)]
-    longest = max(map(len, expected))
-    padded = [row + [-1] * (longest - len(row)) for row in expected]
-    assert view.key_positions()[:, 0].tolist() == padded
-    assert [n + num_new for n in view.num_visible] == [len(row) for row in expected]
-    assert view.is_full == all(
-        len(e) == sum(lengths[r]) + num_new for e, r in zip(expected, rows, strict=True)
-    )
-
-
 def test_streaming_llm_never_reads_more_than_its_budget() -> None:
     policy = StreamingLLM(16, 33)
     for committed in (0, 1, 16, 17, 32, 33, 34, 1000):
@@ -226,3 +182,47 @@ def test_a_kept_path_has_the_same_bits_in_its_new_cells(layout: Layout) -> None:
         expected[2, :, :2] = old[2, :, [1, 5]]
         assert torch.equal(new, expected)
     assert not cache.k[1].any(), "another layer is copied from itself alone"
+
+
+@pytest.mark.parametrize("size", [16, 64, 80, 256])
+@pytest.mark.parametrize("source_layout", [PLAIN, TILED], ids=["plain", "tiled"])
+def test_the_error_of_a_number_copied_to_int8_is_at_most_half_its_scale(
+    size: int, source_layout: Layout
+) -> None:
+    """The tokens are scattered over tiles. A token of zeros stays zero, and other tokens do not
+    change. A second quantisation changes nothing."""
+    torch.manual_seed(0)
+
+    def make(layout: Layout) -> KVCache:
+        dtype = torch.int8 if layout is INT8_TILED else torch.bfloat16
+        shape = CacheShape(2, 3, size, 128, 2, layout)
+        cache = KVCache(shape, 2, 1, dtype, torch.device("cpu"))
+        for row in range(2):
+            cache.allocate(row, 128)
+        return cache
+
+    source, target, again = map(make, (source_layout, INT8_TILED, INT8_TILED))
+    rows, everywhere = torch.arange(2), torch.arange(128).expand(2, -1)
+    whole = source.slots(rows, everywhere)
+    k, v = (torch.randn(2, 128, 3, size).bfloat16() for _ in "kv")
+    k[0, 5], v[1, 70, 2] = 0, 0
+    for layer in range(2):
+        source.write(layer, whole, k, v * (layer + 1))
+    index = torch.stack([torch.randperm(100)[:41], torch.randperm(100)[:41]])
+    places = torch.stack([torch.randperm(128)[:41], torch.randperm(128)[:41]])
+    target.copy_from(source, source.slots(rows, index), target.slots(rows, places))
+    untouched = torch.ones(2, 128, dtype=torch.bool)
+    untouched[rows.unsqueeze(1), places] = False
+    for layer in range(2):
+        wanted = source.read(layer, source.slots(rows, index))
+        copied = target.read(layer, target.slots(rows, places))
+        for exact, number in zip(wanted, copied, strict=True):
+            half = exact.float().abs().amax(3, keepdim=True) / 127 / 2
+            assert ((number - exact.float()).abs() <= half * 1.0001).all()
+            assert ((number - exact.float()).abs() > half / 2).any()
+        for stored in target.read(layer, whole):
+            assert (stored.transpose(1, 2)[untouched] == 0).all()
+    again.copy_from(target, whole, whole)
+    for once, twice in zip(target.read(1, whole), again.read(1, whole), strict=True):
+        torch.testing.assert_close(twice, once, rtol=1e-6, atol=0)
+    assert target.num_bytes == 2 * 2 * 2 * 3 * 128 * (size + 4)

@@ -14,8 +14,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import AttentionSection, KVSection, ModelSection
 from magicdec.distributed.groups import Launch
 from magicdec.kv.cache import KVCache
-from magicdec.latency.forwards import fill, make_forwards
-from magicdec.latency.memory import check_grid_memory, plan_place
+from magicdec.latency.forwards import check_grid_memory, fill, make_forwards, plan_place
 from magicdec.latency.record import Grid
 from magicdec.memory.plan import Models
 

@@ -15,11 +15,14 @@ from typing import Any
 import pytest
 import torch
 from conftest import ROOT
+from magicdec.cli.serving import inflight, pipeline, recurrent, steps
+from magicdec.pipeline.passes import RingPass
+from magicdec.pipeline.prepare import expected_threads
+from magicdec.serving.server import Server
 from synthetic_records import parse_record
 from test_record import PASSED, run_record
 from test_session import PARALLEL
 
-from magicdec.cli.serving import inflight, pipeline, recurrent, steps
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DecodingSection,
@@ -39,15 +42,12 @@ from magicdec.hardware.threads import (
     use_threads,
 )
 from magicdec.pipeline import tracing
-from magicdec.pipeline.passes import RingPass
-from magicdec.pipeline.prepare import expected_threads
+from magicdec.pipeline.stage import StageLoop
 from magicdec.pipeline.tracing import gather_threads
 from magicdec.pipelined_run.drafter import DraftLoop
-from magicdec.pipelined_run.stage import StageLoop
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 from magicdec.run.run import Run, execute
-from magicdec.serving.server import Server
 from magicdec.setup.prepare import prepare
 
 ALONE = Launch(0, 1, 0, 1)

@@ -11,8 +11,7 @@ import pytest
 from conftest import make_requests
 from threaded_pipeline import FakePart, serve
 
-from magicdec.distributed.channels.connect import Loopback
-from magicdec.distributed.channels.message import Kind, Message
+from magicdec.distributed.channels.message import Kind, Loopback, Message, Traffic
 from magicdec.pipeline.tracing import Spans, What
 from magicdec.pipelined_run.channels import (
     CancelBoard,
@@ -192,7 +191,7 @@ class Kept:
     """A sender that keeps what was sent."""
 
     messages: list[Message] = field(default_factory=list)
-    num_bytes = 0
+    traffic = Traffic()
     is_closed = False
 
     def send(self, message: Message) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from magicdec.cli import commands, plan
+from magicdec.cli import plan
 from magicdec.cli.plan import PlanSection
 from magicdec.cost_model.curves import (
     conditional_rate,
@@ -36,18 +36,13 @@ Run = Callable[[str], tuple[int, str, str]]
 
 
 @pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+def run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Callable[..., tuple[int, str, str]]
+) -> Run:
     """`magicdec plan` with these flags, in a directory with a machine file: (code, out, err)."""
     monkeypatch.chdir(tmp_path)
     MACHINE.save(tmp_path / "machine.json")
-
-    def call(flags: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["magicdec", "plan", *flags.split()])
-        with pytest.raises(SystemExit) as stopped:
-            commands.console()
-        return int(stopped.value.code or 0), *capsys.readouterr()
-
-    return call
+    return lambda flags: command("plan", *flags.split())
 
 
 def make(flags: str) -> plan.Plan:
@@ -262,29 +257,21 @@ def test_some_budgets_of_records() -> None:
     assert snapkv[257] != everything[257]
 
 
+LINK, FAR = "--link 3 --link_latency_us 1", "--node_link 3 --node_link_latency_us 1"
+PLAIN = f"{BY_HAND} --acceptance 0.8"
+
+
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
         ("", "give --acceptance or --conditional_acceptance, which only --stages does without"),
-        (
-            "--acceptance 0.8 --conditional_acceptance 0.9",
-            "in place of --acceptance; give one",
-        ),
+        ("--acceptance 0.8 --conditional_acceptance 0.9", "in place of --acceptance; give one"),
         (f"{BY_HAND} --conditional_acceptance 1.2", "--conditional_acceptance 1.2 is too large"),
         (f"{BY_HAND} --conditional_acceptance 0.8 0.7", "2 values for 1 of --budget"),
         (f"{BY_HAND} --acceptance 0.8,0.7 --acceptance_gamma 2", "--acceptance_gamma does nothing"),
         (
             f"{BY_HAND} --conditional_acceptance 0.8 --acceptance_gamma 2",
             "--acceptance_gamma does nothing here: it is for an --acceptance that is one rate",
-        ),
-        (
-            f"{BY_HAND} --acceptance 0.8 --link 3 --link_latency_us 1",
-            "--link does nothing here: a node has one rank",
-        ),
-        (
-            f"{BY_HAND} --acceptance 0.8 --tp 2 --link 3 --link_latency_us 1 "
-            "--node_link 3 --node_link_latency_us 1",
-            "--node_link does nothing here: --nodes is 1",
         ),
         ("--acceptance 0.8", "give either --machine FILE, or both --bandwidth and --flops"),
         ("--acceptance 0.8 --flops 3", "give either --machine FILE, or both"),
@@ -296,33 +283,26 @@ def test_some_budgets_of_records() -> None:
         (f"{BY_HAND} --acceptance gone.jsonl", "gone.jsonl: No such file or directory"),
         (f"{BY_HAND} --acceptance 0.8 0.7", "2 values for 1 of --budget"),
         (f"{BY_HAND} --acceptance {BASELINES} --budget 7", "--budget 7 is not in"),
-        (
-            f"{BY_HAND} --acceptance 0.8 --kv_policy snapkv --budget 20",
-            "--budget 20 must be larger than --window_size 32",
-        ),
         (f"{BY_HAND} --acceptance 0.8,0.7 --max_gamma 3", "--max_gamma 3: --acceptance has 2"),
-        (f"{BY_HAND} --acceptance 0.8 --model llama-9", "--model 'llama-9' is not known"),
-        (f"{BY_HAND} --acceptance 0.8 --draft model:x", "--draft 'x' is not known"),
-        (f"{BY_HAND} --acceptance 0.8 --model gone.pth", "config.json does not exist"),
-        (f"{BY_HAND} --acceptance 0.8 --draft model:llama-68m", "a vocabulary of 32000"),
-        (
-            f"{BY_HAND} --acceptance 0.8 --draft ngram",
-            "--draft ngram is not known; choose from self",
-        ),
-        (f"{BY_HAND} --acceptance 0.8 --draft_tp 2", "--draft_tp is for --draft model:NAME"),
-        (
-            f"{BY_HAND} --acceptance 0.8 --draft_dtype int8",
-            "--draft_dtype is for --draft model:NAME",
-        ),
-        (f"{BY_HAND} --acceptance 0.8 --target_dtype float32", "--target_dtype float32: weights"),
-        (f"{BY_HAND} --acceptance 0.8 --tp 3", "--tp 3 does not divide the 4 attention heads"),
-        (f"{BY_HAND} --acceptance 0.8 --tp 2", "--tp above 1 needs the cost of an all-reduce"),
-        (f"{BY_HAND} --acceptance 0.8 --tp 2 --nodes 2", "--nodes above 1 needs the cost"),
-        (f"{BY_HAND} --acceptance 0.8 --tp 2 --nodes 4", "--nodes 4 does not divide --tp 2"),
-        (f"{BY_HAND} --acceptance 0.8 --link 3", "--link and --link_latency_us go together"),
-        (f"{BY_HAND} --acceptance 0.8 --speed 3", "unknown argument --speed"),
-        (f"{BY_HAND} --acceptance 0.8 --out .", "--out .: Is a directory"),
         ("--acceptance 0.8 --machine gone.json", "--machine gone.json: No such file"),
+        (f"{PLAIN} {LINK}", "--link does nothing here: a node has one rank"),
+        (f"{PLAIN} --tp 2 {LINK} {FAR}", "--node_link does nothing here: --nodes is 1"),
+        (f"{PLAIN} --kv_policy snapkv --budget 20", "--budget 20 must be larger than --window_si"),
+        (f"{PLAIN} --model llama-9", "--model 'llama-9' is not known"),
+        (f"{PLAIN} --draft model:x", "--draft 'x' is not known"),
+        (f"{PLAIN} --model gone.pth", "config.json does not exist"),
+        (f"{PLAIN} --draft model:llama-68m", "a vocabulary of 32000"),
+        (f"{PLAIN} --draft ngram", "--draft ngram is not known; choose from self"),
+        (f"{PLAIN} --draft_tp 2", "--draft_tp is for --draft model:NAME"),
+        (f"{PLAIN} --draft_dtype int8", "--draft_dtype is for --draft model:NAME"),
+        (f"{PLAIN} --target_dtype float32", "--target_dtype float32: weights"),
+        (f"{PLAIN} --tp 3", "--tp 3 does not divide the 4 attention heads"),
+        (f"{PLAIN} --tp 2", "--tp above 1 needs the cost of an all-reduce"),
+        (f"{PLAIN} --tp 2 --nodes 2", "--nodes above 1 needs the cost"),
+        (f"{PLAIN} --tp 2 --nodes 4", "--nodes 4 does not divide --tp 2"),
+        (f"{PLAIN} --link 3", "--link and --link_latency_us go together"),
+        (f"{PLAIN} --speed 3", "unknown argument --speed"),
+        (f"{PLAIN} --out .", "--out .: Is a directory"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(run: Run, flags: str, message: str) -> None:

@@ -16,8 +16,7 @@ from tiny_families import MODELS, make_checkpoint
 from torch import Tensor
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint.convert import convert, find_checkpoint, quantized
-from magicdec.model.checkpoint.manifest import find_damage, read_manifest
+from magicdec.model.checkpoint.convert import convert, find_checkpoint, find_damage, quantized
 from magicdec.model.checkpoint.quantization import (
     QuantizedWeights,
     channel_scales,
@@ -25,6 +24,7 @@ from magicdec.model.checkpoint.quantization import (
     quantize,
 )
 from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer
+from magicdec.model.checkpoint.weight_files import WeightSource
 from magicdec.model.checkpoint.weight_map import (
     SCALE,
     Piece,
@@ -93,7 +93,7 @@ def by_the_whole(source: ModelSource, shard: Shard) -> Tensors:
         for piece in pieces:
             name = piece.name
             if name == HEAD and source.config.tie_word_embeddings:
-                name = next(n for n in source.weights.shapes() if n.endswith(TABLES))
+                name = next(n for n in source.weights.tensors if n.endswith(TABLES))
             everything = Piece(name, (0, piece.full_shape[0]), None, piece.full_shape)
             whole = source.weights.read(everything).float()
             whole = whole.T if piece.transposed else whole
@@ -169,7 +169,8 @@ def test_stored_int8_is_int8_made_while_loading(
         assert made.keys() == read.keys()
         assert all(torch.equal(made[n], read[n]) for n in made)
     shapes = {n: tuple(t.shape) for n, t in load_file(out / "model.safetensors").items()}
-    assert shapes == expected_shapes(source.config, is_int8=True) == stored.stored_shapes
+    assert shapes == expected_shapes(source.config, is_int8=True)
+    assert shapes == {name: tensor.shape for name, tensor in stored.tensors.items()}
 
 
 @pytest.mark.parametrize("out", ["model.safetensors", "model.pth"])
@@ -179,45 +180,43 @@ def test_the_file_and_its_manifest(tmp_path: Path, out: str) -> None:
     source = quantized(find_checkpoint("--checkpoint_dir", write(tmp_path / "in", tensors, TIED)))
     path = tmp_path / "out" / out
     convert(source, path, "bfloat16")
-    manifest = read_manifest(path)
-    assert manifest.quantized == "int8" and find_damage(path) is None
-    kinds = {name: entry.dtype for name, entry in manifest.tensors.items()}
+    assert find_damage(path) is None
+    stored = find_model("--model", str(path))
+    kinds = {name: tensor.dtype for name, tensor in stored.tensors.items()}
     assert (kinds[Q_PROJ], kinds[Q_PROJ + SCALE]) == ("int8", "float32")
     assert (kinds[HEAD], kinds[HEAD + SCALE]) == ("int8", "float32")
     assert (kinds[EMBEDDING], kinds["model.norm.weight"]) == ("bfloat16", "bfloat16")
     # The head is quantised from the float32 embedding, not from the rounded one.
-    stored = find_model("--model", str(path))
     scales = channel_scales(tensors[EMBEDDING])
     expected = quantize(tensors[EMBEDDING], scales.unsqueeze(1))
     assert torch.equal(load(stored)["head.weight"], expected)
     convert(find_checkpoint("--checkpoint_dir", path.parent), tmp_path / "again.pth", None)
-    again = {n: e.sha256 for n, e in read_manifest(tmp_path / "again.pth").tensors.items()}
-    assert again == {n: e.sha256 for n, e in manifest.tensors.items()}
-    plain = json.loads((tmp_path / "again.pth.manifest.json").read_text())
-    assert plain["quantized"] == "int8"
+    again = torch.load(tmp_path / "again.pth", weights_only=True)
+    everything = load_file(path) if path.suffix == ".safetensors" else torch.load(path)
+    assert again.keys() == everything.keys()
+    assert all(torch.equal(again[name], tensor) for name, tensor in everything.items())
 
 
-def test_old_manifests_are_read(tmp_path: Path) -> None:
+def test_older_manifests_are_read(tmp_path: Path) -> None:
+    """They had a checksum of each tensor too."""
     convert(
         find_checkpoint("--checkpoint_dir", write(tmp_path, make_tensors())),
         tmp_path / "o.pth",
         None,
     )
     path = tmp_path / "o.pth.manifest.json"
-    raw = json.loads(path.read_text())
-    assert raw.pop("quantized") is None
-    path.write_text(json.dumps(raw))
+    older = {"quantized": None, "tensors": {"x": {"shape": [1], "dtype": "int8", "sha256": "0"}}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | older))
     assert find_damage(tmp_path / "o.pth") is None
 
 
-class Counting:
+class Counting(WeightSource):
     """A weight source that records the largest read and the columns that were read."""
 
     def __init__(self, source: ModelSource) -> None:
+        super().__init__()
         self.source, self.largest, self.reads = source.weights, 0, 0
-        self.shapes, self.dtypes, self.where = (
-            self.source.shapes, self.source.dtypes, self.source.where
-        )  # fmt: skip
+        self.tensors = source.weights.tensors
 
     def read(self, piece: Piece) -> Tensor:
         values = self.source.read(piece)

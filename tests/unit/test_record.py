@@ -94,7 +94,7 @@ def run_record(
     decoding, draft = DecodingSection(strategy, drafter), DraftSection() if has_draft else None
     config = resolve(RunConfig(draft=draft, decoding=decoding), Machine(2))
     workload = Workload("demo", ((1, 2), (3, 4)), ((0, 1), (2, 3)), 9, 0, 123, "c0ffee", answers)
-    weights = SimpleNamespace(shapes=dict, read=lambda piece: torch.ones(piece.full_shape))
+    weights = SimpleNamespace(tensors={}, read=lambda piece: torch.ones(piece.full_shape))
     source = ModelSource("demo", TINY, weights, None, is_random)  # type: ignore[arg-type]
     draft_source = source if has_draft else None
     prepared = Prepared(config, launch, source, cast(Any, None), "demo", workload, draft_source)

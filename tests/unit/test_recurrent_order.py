@@ -13,8 +13,14 @@ import torch
 from conftest import TINY, make_requests, make_runner, tiny_transformer
 from fake_clock import VirtualClock
 
-from magicdec.distributed.channels.connect import Loopback, RingEnds
-from magicdec.distributed.channels.message import Kind, Message, MessageForm
+from magicdec.distributed.channels.message import (
+    Ends,
+    Kind,
+    Loopback,
+    Message,
+    MessageForm,
+    Traffic,
+)
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.ngram import NgramDrafter
 from magicdec.model.transformer import Transformer
@@ -38,7 +44,7 @@ class Ring:
         self.under_way: deque[Message] = deque()
         self.sent: list[Message] = []
         self.depths: list[int] = []
-        self.num_bytes = 0
+        self.traffic = Traffic()
 
     def send(self, message: Message) -> None:
         self.sent.append(message)
@@ -75,7 +81,7 @@ def serve(
     if num_drafts:
         drafter = NgramDrafter(runner.num_rows, num_drafts, runner.device)
         speculation = Speculation(runner, drafter, num_drafts)
-    place = RingEnds(ring, ring), num_lanes, lane_size, LIMITS, CHUNK, ring.step_clock
+    place = Ends(ring, ring), num_lanes, lane_size, LIMITS, CHUNK, ring.step_clock
     pipeline = RecurrentPipeline(stage, *place, speculation)
     pipeline.serve(requests)
     assert not any(stage.runner.cache.blocks) and not ring.under_way
@@ -98,8 +104,8 @@ def test_a_freed_row_is_taken_by_the_lanes_next_step() -> None:
     requests = make_requests([(5,) * 4] * 5, [2, 9, 9, 9, 3])
     ring = serve(requests, num_lanes=2, lane_size=2)
     freed = next(i for i, message in enumerate(ring.sent) if message.kind is Kind.FREE)
-    assert (ring.sent[freed].run, ring.sent[freed].words) == (0, (0,))
-    following = [message for message in ring.sent[freed + 1 :] if message.run == 0]
+    assert ring.sent[freed].words == (0,)
+    following = [message for message in ring.sent[freed + 1 :] if message.words < (2,)]
     assert following[0].words == (0,) and following[0].payload is not None
     assert following[0].payload.shape[1] == 4, "a prompt of 4 tokens"
     assert following[1].words == (1,), "the other sample of the lane decodes beside it"
@@ -119,7 +125,8 @@ def test_a_ring_drains_and_begins_again_with_the_next_request() -> None:
     assert [r.token_times_s for r in requests] == [
         [at + 1.0 + i for i in range(6)] for at in arrivals
     ]
-    assert [m.run for m in ring.sent if m.kind is Kind.FREE] == [0, 0, 0], "the first lane is free"
+    freed = [m.words for m in ring.sent if m.kind is Kind.FREE]
+    assert freed == [(0,)] * 3, "the first lane is free"
 
 
 def test_a_request_that_arrives_takes_an_idle_lane_or_a_free_row() -> None:
@@ -129,14 +136,14 @@ def test_a_request_that_arrives_takes_an_idle_lane_or_a_free_row() -> None:
     ring = serve(requests, num_lanes=2, lane_size=2, clock=VirtualClock())
     assert all(request.output_ids == [0] * 12 for request in requests)
     prompts = [
-        (place, m.run, m.words)
+        (place, m.words)
         for place, m in enumerate(ring.sent)
         if m.payload is not None and m.payload.shape[1] == 4
     ]
     # A message comes home each second. With the third one the second request begins the idle lane,
     # before the first lane's next step. The last two have arrived with the fifth, which is of the
     # first lane: it takes one of them beside its other row, and the second lane takes the other.
-    assert prompts == [(0, 0, (0,)), (3, 1, (2,)), (6, 0, (1,)), (8, 1, (3,))]
+    assert prompts == [(0, (0,)), (3, (2,)), (6, (1,)), (8, (3,))], "rows 0 and 1 are a lane"
 
 
 def test_one_sample_alone_takes_turns() -> None:
@@ -184,5 +191,5 @@ def test_a_whole_model_may_be_emulated() -> None:
     stage = EmulatedStage(make_runner(tiny_transformer(), 2, 60), is_last=True)
     loop = Loopback()
     requests = make_requests([(5,) * 20] * 3, 4)
-    RecurrentPipeline(stage, RingEnds(loop, loop), 2, 1, LIMITS, CHUNK).serve(requests)
+    RecurrentPipeline(stage, Ends(loop, loop), 2, 1, LIMITS, CHUNK).serve(requests)
     assert all(request.output_ids == [0] * 4 for request in requests)

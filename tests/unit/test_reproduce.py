@@ -21,14 +21,14 @@ from magicdec.distributed.ranks import Ended
 from magicdec.pipelined_run.layout import make_layout
 from magicdec.records.reading import load_records
 from magicdec.reproduce import published_table
-from magicdec.reproduce.published_table import Line, PublishedTable
-from magicdec.reproduce.setting import TABLES
+from magicdec.reproduce.published_table import PublishedTable
+from magicdec.reproduce.systems import TABLES, Missing, Row
 
 PAPER = ROOT / reproduce.PUBLISHED
 NAME = "magicdec_speedups_h100"
 
 
-def published(name: str) -> list[Line]:
+def published(name: str) -> list[Row]:
     return PublishedTable(name, PAPER).part(is_demo=False)
 
 
@@ -40,9 +40,10 @@ def start(monkeypatch: pytest.MonkeyPatch, *words: object) -> object:
     return ended.value.code
 
 
-def flags_of(command: list[str]) -> dict[str, str]:
-    """The first value of each flag; empty for a flag without one."""
-    pairs = itertools.pairwise([*command[1:], "--"])
+def flags_of(table: str, row: Row) -> dict[str, str]:
+    """The first value of each flag of the command of a line; empty for a flag without one."""
+    _, system = TABLES[table]
+    pairs = itertools.pairwise([*system.command(row).split(), "--"])
     return {a: "" if b.startswith("--") else b for a, b in pairs if a.startswith("--")}
 
 
@@ -68,17 +69,16 @@ def test_every_table_has_a_script_and_a_file() -> None:
 def test_the_committed_predictions_are_those_of_the_plan(name: str) -> None:
     """Otherwise run the script with --predict."""
     table = PublishedTable(name, PAPER)
-    before = list(table.lines)
     table.predict()
-    assert table.lines == before
-    assert all(line.published and line.source for line in published(name))
+    assert table.rows == PublishedTable(name, PAPER).rows
+    assert all(row["published"] and row["source"] for row in published(name))
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_every_line_says_what_exists_and_why_not(name: str) -> None:
-    for line in PublishedTable(name, PAPER).lines:
+    for row in PublishedTable(name, PAPER).rows:
         for column in ("published", "predicted", "measured"):
-            assert (f"not {column}: " in line.exists) == (getattr(line, column) == "")
+            assert (f"not {column}: " in row["exists"]) == (row[column] == "")
 
 
 def test_full_size_needs_its_gpus(tmp_path: Path) -> None:
@@ -94,68 +94,73 @@ def test_full_size_needs_its_gpus(tmp_path: Path) -> None:
 
 
 def test_a_command_has_the_shape_of_its_line() -> None:
-    settings = [line.setting for line in published("magicdec_speedups_a100")]
-    own = next(s for s in settings if s.draft == "self")
-    words = own.but(batch_size="64", gamma="3", prefix_len="32000").command()
-    pairs = dict(zip(words[1::2], words[2::2], strict=True))
-    assert pairs["--nproc"] == "8" and pairs["--B"] == "64" and pairs["--gamma"] == "3"
-    assert pairs["--prefix_len"] == "32000" and pairs["--budget"] == "512"
-    assert pairs["--model"].startswith("togethercomputer/") and pairs["--draft"] == "self"
+    name = "magicdec_speedups_a100"
+    row = next(row for row in published(name) if row["draft"] == "self")
+    flags = flags_of(name, row | {"batch_size": "64", "gamma": "3", "prefix_len": "32000"})
+    assert flags["--nproc"] == "8" and flags["--B"] == "64" and flags["--gamma"] == "3"
+    assert flags["--prefix_len"] == "32000" and flags["--budget"] == "512"
+    assert flags["--model"].startswith("togethercomputer/") and flags["--draft"] == "self"
+
+
+def read(table: str, row: Row, folder: Path, *records: dict[str, Any]) -> str:
+    """The number of a line in these records, or why it has none."""
+    (folder / "records").write_text("\n".join(map(json.dumps, records)))
+    try:
+        return TABLES[table][1].read(row, folder / "records")[0]
+    except Missing as reason:
+        return str(reason)
 
 
 def test_arrivals_alone_predict_what_flover_published(tmp_path: Path) -> None:
-    lines = [*published("flover_constant"), *published("flover_poisson")]
-    pairs = [(float(x.published), float(x.predicted)) for x in lines if x.predicted]
+    rows = [*published("flover_constant"), *published("flover_poisson")]
+    pairs = [(float(r["published"]), float(r["predicted"])) for r in rows if r["predicted"]]
     assert len(pairs) == 4 * 5 + 2 * 14
     assert max(abs(a / b - 1) for a, b in pairs[:20]) < 0.05
     assert max(abs(a / b - 1) for a, b in pairs[20:]) < 0.26
-    own = next(x.setting for x in lines if x.setting.quantity == "makespan_s")
-    own.command().index("constant:500")
-    (tmp_path / "records").write_text('{"metrics": {"makespan_s": 5.678}}\n')
-    assert own.read(tmp_path / "records").value == "5.68"
-    (tmp_path / "records").write_text('{"metrics": null}\n')
-    assert own.read(tmp_path / "records").why_not == "the tokens of its run were wrong"
-    other = own.but(quantity="speedup_over_instances")
-    assert "no baseline of concurrent instances" in other.read(tmp_path / "records").why_not
+    name, row = "flover_constant", next(r for r in rows if r["quantity"] == "makespan_s")
+    assert flags_of(name, row)["--arrival"] == "constant:500"
+    assert read(name, row, tmp_path, {"metrics": {"makespan_s": 5.678}}) == "5.68"
+    wrong: dict[str, Any] = {"metrics": None}
+    assert read(name, row, tmp_path, wrong) == "the tokens of its run were wrong"
+    row["quantity"] = "speedup_over_instances"
+    assert "no baseline of concurrent instances" in read(name, row, tmp_path, wrong)
 
 
 def test_layers_alone_predict_more_than_mdi_llm_published(tmp_path: Path) -> None:
     """The slowest of 12 layers on two boards has 7, on three 5. Without a KV cache, three samples
     of 267 tokens cost two thirds of two samples of 400."""
-    lines = [x for x in published("mdi_llm_generation_time") if x.predicted]
-    speedups = [(x.published, x.predicted) for x in lines if x.setting.quantity == "speedup"]
+    name = "mdi_llm_generation_time"
+    rows = [row for row in published(name) if row["predicted"]]
+    speedups = [(r["published"], r["predicted"]) for r in rows if r["quantity"] == "speedup"]
     assert speedups == [("1.45", "1.71"), ("1.69", "2.40"), ("3.38", "4.15")]
     assert float(speedups[2][1]) == pytest.approx(2 * 400**2 / (3 * (800 / 3) ** 2) * 36 / 13, 0.01)
     records = [
         {"name": n, "metrics": {"makespan_s": s}} for n, s in (("sequential", 3), ("ring", 2))
     ]
-    (tmp_path / "records").write_text("\n".join(map(json.dumps, records)))
-    assert [x.setting.read(tmp_path / "records").value for x in lines[:2]] == ["2.00", "1.50"]
-    (tmp_path / "records").write_text('{"name": "ring", "metrics": null}\n')
-    assert lines[0].setting.read(tmp_path / "records").why_not == "the tokens of its run were wrong"
-    assert lines[0].setting.needs == "2 Jetson TX2 boards"
+    assert [read(name, row, tmp_path, *records) for row in rows[:2]] == ["2.00", "1.50"]
+    wrong = {"name": "ring", "metrics": None}
+    assert read(name, rows[0], tmp_path, wrong) == "the tokens of its run were wrong"
+    assert TABLES[name][1].needs(rows[0]) == "2 Jetson TX2 boards"
 
 
 def test_pairs_of_pipeinfer_take_the_settings_of_its_script(tmp_path: Path) -> None:
-    settings = [line.setting for line in published("pipeinfer_speedups")]
-    assert len({(s.model, s.draft) for s in settings}) == 6
-    for setting in settings:
-        flags = flags_of(setting.command())
+    name, rows = "pipeinfer_speedups", published("pipeinfer_speedups")
+    assert len({(row["model"], row["draft"]) for row in rows}) == 6
+    for row in rows:
+        flags = flags_of(name, row)
         assert "/" in flags["--model"] and flags["--draft"].startswith("model:")
         stages = flags["--layer_split"].partition("/")[0].split(",")
-        assert int(flags["--nproc"]) == len(stages) + 1 == setting.num_hosts == 8
+        assert int(flags["--nproc"]) == len(stages) + 1 == 8
         assert (flags["--gamma"], flags["--np"], flags["--gen_len"]) == ("3", "3", "128")
         make_layout(flags["--layer_split"], 8, 80)
-    assert [flags_of(s.command())["--pa"] for s in settings[:3]] == ["0.1", "0.5", "0.1"]
-    small = settings[1].at_demo_size()
-    assert flags_of(small.command())["--draft"] == "ngram" and small.num_hosts == 1
+    assert [flags_of(name, row)["--pa"] for row in rows[:3]] == ["0.1", "0.5", "0.1"]
+    small = TABLES[name][1].at_demo_size(rows[1])
+    assert flags_of(name, small)["--draft"] == "ngram"
     speeds = {"iterative": 5.0, "sync": 10.0, "async": 15.0}
-    lines = [{"name": n, "metrics": {"request_tokens_per_s": x}} for n, x in speeds.items()]
-    (tmp_path / "records").write_text("\n".join(map(json.dumps, lines)))
-    assert small.read(tmp_path / "records").value == "1.50"
+    records = [{"name": n, "metrics": {"request_tokens_per_s": x}} for n, x in speeds.items()]
+    assert read(name, small, tmp_path, *records) == "1.50"
     wrong = {"name": "async", "metrics": None}
-    (tmp_path / "records").write_text("\n".join(map(json.dumps, [*lines, wrong])))
-    assert small.read(tmp_path / "records").why_not == "the tokens of its run were wrong"
+    assert read(name, small, tmp_path, *records, wrong) == "the tokens of its run were wrong"
 
 
 def test_the_demo_fits_a_small_machine() -> None:
@@ -163,12 +168,12 @@ def test_the_demo_fits_a_small_machine() -> None:
         table = PublishedTable(name, PAPER)
         table.make_demo()
         small = table.part(is_demo=True)
-        settings = [line.setting for line in small]
-        assert small and len(settings) == len(set(settings))
-        assert all(setting.num_gpus == 0 for setting in settings)
-        assert all(not line.published and not line.predicted for line in small)
-        for setting in settings:
-            flags = flags_of(setting.command())
+        settings = {tuple(row[column] for column in table.system.columns) for row in small}
+        assert small and len(settings) == len(small)
+        assert all(not row["published"] and not row["predicted"] for row in small)
+        for row in small:
+            flags = flags_of(name, row)
+            assert int(flags["--nproc"]) <= 4
             assert int(flags["--prefix_len"]) <= 4096
             assert int(flags["--prefix_len"]) * int(flags.get("--B", "1")) <= 8 * 4096
 
@@ -219,8 +224,8 @@ def test_a_failed_run_is_named_and_the_others_go_on(
     out = tmp_path / "records.jsonl"
     assert start(monkeypatch, NAME, "--demo", "--tables", tables, "--out", out) == 1
     demo = PublishedTable(NAME, tables).part(is_demo=True)
-    assert "not measured: its run ended with 2: no memory" in demo[0].exists
-    assert all(line.measured for line in demo[1:])
+    assert "not measured: its run ended with 2: no memory" in demo[0]["exists"]
+    assert all(row["measured"] for row in demo[1:])
 
 
 @pytest.mark.parametrize(

@@ -15,16 +15,6 @@ import pytest
 import torch
 from conftest import TINY, make_requests, make_runner
 from fake_clock import Clock
-from test_recurrent_order import CHUNK, LIMITS, Ring
-
-from magicdec.distributed.channels.connect import Loopback, RingEnds
-from magicdec.distributed.channels.message import Kind, Message
-from magicdec.distributed.tensor_parallel import Shard
-from magicdec.memory.sampler import MemorySampler
-from magicdec.model.transformer import Transformer
-from magicdec.pipeline import tracing
-from magicdec.pipeline.emulation import EmulatedStage
-from magicdec.pipeline.recurrent import RecurrentPipeline
 from magicdec.pipeline.showing import (
     ALL_SAMPLES,
     EACH_SAMPLE,
@@ -42,54 +32,69 @@ from magicdec.pipeline.showing import (
     panels_of,
     points_of,
 )
-from magicdec.pipeline.tracing import Ahead, CountingEnds, RingTrace, Span, What, uses_of
+from test_recurrent_order import CHUNK, LIMITS, Ring
+
+from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message, Traffic
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.memory.sampler import MemorySampler
+from magicdec.model.transformer import Transformer
+from magicdec.pipeline import tracing
+from magicdec.pipeline.emulation import EmulatedStage
+from magicdec.pipeline.recurrent import RecurrentPipeline
+from magicdec.pipeline.stage import StageLoop
+from magicdec.pipeline.tracing import Ahead, RingTrace, Span, Spans, What, uses_of, without
 from magicdec.request import Request
 
 
-def served(has_spans: bool) -> tuple[CountingEnds, list[Request]]:
+def served() -> tuple[RecurrentPipeline, list[Request]]:
     """Five samples of two chunks and four tokens each, three of them in flight."""
     model = Transformer(TINY, Shard(), range(1), has_ends=True).eval()
     stage, ring = EmulatedStage(make_runner(model, 3, 60), is_last=False), Ring()
-    counting = CountingEnds(RingEnds(ring, ring), is_first=True)
-    counting.restart(has_spans)
-    pipeline = RecurrentPipeline(stage, counting.ends, 3, 1, LIMITS, CHUNK)
-    pipeline.on_send = counting.begin
+    pipeline = RecurrentPipeline(stage, Ends(ring, ring), 3, 1, LIMITS, CHUNK)
     requests = make_requests([(5,) * 12] * 5, 4)
     pipeline.serve(requests)
-    pipeline.close()
-    return counting, requests
+    return pipeline, requests
 
 
 def test_the_first_stage_notes_its_spans_and_whose_they_are() -> None:
-    counting, requests = served(has_spans=True)
-    trace = counting.traffic
-    assert trace.spans is not None
-    spans, heads = trace.spans.intervals(What.STAGE), trace.spans.intervals(What.HEAD)
-    assert len(spans) == len(trace.samples) == 5 * (2 + 3)
-    assert counting.traffic.num_taken == len(spans) + 1, "the last ends the ring"
-    assert counting.traffic.num_sent == len(spans) + 5 + 1, "one for each sample that is freed"
-    assert [trace.samples.count([request.request_id]) for request in requests] == [5] * 5
-    assert sum(trace.are_prompts) == 2 * 5
-    every = sorted([*spans, *heads])
+    pipeline, requests = served()
+    stages, heads = pipeline.spans.of(What.STAGE), pipeline.spans.of(What.HEAD)
+    assert [span.run for span in stages] == list(range(5 * (2 + 3)))
+    assert [span.run for span in heads] == [-1, *range(5 * (2 + 3))]
+    assert [pipeline.samples.count([request.request_id]) for request in requests] == [5] * 5
+    assert sum(pipeline.are_prompts) == 2 * 5
+    alone = without(heads, stages)
+    every = sorted([*alone, *((span.begin_s, span.end_s) for span in stages)])
     assert all(begin <= end for begin, end in every)
     assert all(end <= begin for (_, end), (begin, _) in pairwise(every))
-    assert len(heads) == len(spans)
-
-
-def test_nothing_is_noted_unless_asked_for() -> None:
-    counting, _ = served(has_spans=False)
-    assert counting.traffic.spans is None and counting.traffic.num_taken == 26
+    assert len(alone) == len(heads) + len(stages)
 
 
 def test_queues_by_the_times_of_both_sides() -> None:
-    """A stage whose clock is ahead takes messages later by that clock alone."""
-    first = [10.0, 1.0, 0.5, 640, 8, 800.0, 8, 820.0]
-    second = [10.0, 2.0, 0.5, 320, 8, 816.0, 8, 812.0 + 8 * 5]
-    uses = uses_of([first, second], [Ahead(), Ahead(5.0, 0.1)])
-    assert uses[1].queued_s == pytest.approx(12.0) and uses[1].queue_depth == pytest.approx(1.2)
-    assert uses[0].queued_s == pytest.approx(820 - (816 - 8 * 5))
-    assert uses[0].num_sent == 8 and uses[1].num_bytes == 320
-    assert uses_of([first], [Ahead()])[0].queued_s == pytest.approx(20.0)
+    """A message is queued from its sending until it is taken: four seconds on the way to the second
+    stage, and two on the way home."""
+    first, second = Spans(), Spans()
+    for run in range(3):
+        first._append(Span(What.STAGE, run, 10.0 + run, 10.5 + run))
+        second._append(Span(What.STAGE, run, 14.5 + run, 15.0 + run))
+    for run in (-1, 0, 1, 2):
+        first._append(Span(What.HEAD, run, 17.0 + run, 17.25 + run))
+    sent = [Traffic(8, 320), Traffic(4, 640)]
+    uses = uses_of([first, second], sent, {2})
+    assert [use.queued_s for use in uses] == [3 * 2.0, 3 * 4.0]
+    assert uses[1].total_s == 19.25 - 14.5 and uses[1].queue_depth == 12.0 / (19.25 - 14.5)
+    assert [(use.num_sent, use.num_bytes) for use in uses] == sent
+    (alone,) = uses_of([first], sent[:1], {2})
+    assert alone.queued_s == sum((17.0 + run) - (10.5 + run) for run in range(3))
+
+
+def test_spans_are_those_that_were_added() -> None:
+    every = [Span(What.STAGE, 2**40, 0.1, 0.3, 5), Span(What.HEAD, -1, 0.1 + 0.2, 1e9)]
+    spans = Spans(every)
+    assert list(spans) == every and spans[-1] == every[1] and spans[:1] == every[:1]
+    assert len(spans) == 2 and spans.of(What.HEAD) == every[1:]
+    with pytest.raises(IndexError):
+        spans[2]
 
 
 def make_trace(num_samples: int = 3) -> RingTrace:
@@ -125,24 +130,31 @@ def test_a_chart_has_a_row_for_each_stage_and_for_each_sample(tmp_path: Path) ->
         draw_ring("--plot", path, make_trace(80), 1e9)
 
 
+class Passing:
+    """Takes so many seconds for each message, and passes it on."""
+
+    def __init__(self, clock: Clock, seconds: list[float]) -> None:
+        self.clock, self.seconds = clock, iter(seconds)
+
+    def answer(self, message: Message) -> tuple[Message, int]:
+        self.clock.advance(next(self.seconds))
+        return message, 3
+
+
 def test_a_stage_between_others_has_a_span_from_taking_to_sending(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (inbound, outbound), clock = (Loopback(), Loopback()), Clock()
+    """What frees rows has none, since it belongs to no run."""
+    inbound, clock, spans = Loopback(), Clock(), Spans()
     monkeypatch.setattr("time.perf_counter", clock)
-    counting = CountingEnds(RingEnds(inbound, outbound), is_first=False)
-    counting.restart(has_spans=True)
     begin_s = clock.now
-    for kind, seconds in ((Kind.HIDDEN, 1.0), (Kind.FREE, 0.5), (Kind.VOID, 1.5)):
-        inbound.send(Message(kind))
-        message = counting.receive()
-        clock.advance(seconds)
-        counting.send(message)
-    spans = counting.traffic.spans
-    assert spans is not None and not spans.intervals(What.HEAD)
-    assert spans.intervals(What.STAGE) == [
-        (begin_s, begin_s + 1.0), (begin_s + 1.5, begin_s + 3.0),
-    ]  # fmt: skip
+    for run, kind in enumerate((Kind.HIDDEN, Kind.FREE, Kind.VOID, Kind.END)):
+        inbound.send(Message(kind, run))
+    StageLoop(Passing(clock, [1.0, 0.5, 1.5]), Ends(inbound, Loopback()), spans).serve()
+    assert list(spans) == [
+        Span(What.STAGE, 0, begin_s, begin_s + 1.0, 3),
+        Span(What.STAGE, 2, begin_s + 1.5, begin_s + 3.0, 3),
+    ]
 
 
 def test_curves_of_several_runs_share_a_plot(tmp_path: Path) -> None:
@@ -227,8 +239,8 @@ def test_a_clock_is_compared_by_the_fastest_round_trip(monkeypatch: pytest.Monke
 def test_spans_of_another_host_are_converted_to_the_clock_of_the_first_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    theirs = [Span(What.STAGE, 7, 102.5, 103.0, 3), Span(What.DRAFT, 2, 103.0, 103.25)]
-    ours, clocks = [Span(What.LAUNCH, 7, 1.0, 1.0, 2)], [Ahead(), Ahead(100.0)]
+    theirs = Spans([Span(What.STAGE, 7, 102.5, 103.0, 3), Span(What.DRAFT, 2, 103.0, 103.25)])
+    ours, clocks = Spans([Span(What.LAUNCH, 7, 1.0, 1.0, 2)]), [Ahead(), Ahead(100.0)]
     monkeypatch.setattr(tracing, "all_gather", lambda own, world_size: [own, theirs])
-    found = [Span(What.STAGE, 7, 2.5, 3.0, 3), Span(What.DRAFT, 2, 3.0, 3.25, 0)]
-    assert tracing.gather_spans(ours, clocks) == [ours, found]
+    expected = [Span(What.STAGE, 7, 2.5, 3.0, 3), Span(What.DRAFT, 2, 3.0, 3.25, 0)]
+    assert [list(each) for each in tracing.gather_spans(ours, clocks)] == [list(ours), expected]

@@ -20,7 +20,7 @@ from transformers.generation import (
     TopPLogitsWarper,
 )
 
-from magicdec.cli.front.run import read
+from magicdec.cli.drivers import RUN
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import SamplingSection
 from magicdec.request import Request, SamplingParams
@@ -257,8 +257,8 @@ def test_a_program_is_refused_what_a_user_is(name: str, value: Any, message: str
 def test_filters_are_refused_with_greedy_decoding(flag: str) -> None:
     message = re.escape("does nothing at --temperature 0 (greedy); give a --temperature larger")
     with pytest.raises(ValueError, match=message):
-        read(flag.split()).check(1)
-    read([*flag.split(), "--temperature", "0.1"]).check(1)
+        RUN.read(flag.split()).check(1)
+    RUN.read([*flag.split(), "--temperature", "0.1"]).check(1)
 
 
 def test_a_request_gets_the_parameters_of_the_section_and_its_own_seed() -> None:

@@ -6,6 +6,7 @@ from dataclasses import fields
 from typing import Any, cast
 
 import pytest
+from magicdec.serving.server import Served, Server
 
 from magicdec.request import Batch, Request, SamplingParams
 from magicdec.scheduling.plan import Part, Plan
@@ -20,7 +21,6 @@ from magicdec.serving.metrics import (
 from magicdec.serving.options import Pass, parse_goodput
 from magicdec.serving.record import RequestRecord, describe_requests
 from magicdec.serving.saturation import is_sustained, share_sustained
-from magicdec.serving.server import Served, Server
 from magicdec.workload.request_shapes import RequestShape
 
 

@@ -4,6 +4,7 @@ command prints, draws and records them."""
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,13 +12,18 @@ import numpy as np
 import pytest
 from conftest import ROOT
 
-from magicdec.cli.commands import console
 from magicdec.cli.simulate import build_parser
 from magicdec.cost_model.curves import conditional_rate
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Counts, Options
-from magicdec.simulator.machine import RESULT_BYTES, VOID_BYTES, Cluster, Machine, divisions
-from magicdec.simulator.pipeline import Pipeline
+from magicdec.simulator.machine import (
+    RESULT_BYTES,
+    VOID_BYTES,
+    Cluster,
+    Machine,
+    Pipeline,
+    divisions,
+)
 from magicdec.simulator.run import MODES, SimulatedMetrics, Work, measure, run_mode
 from magicdec.simulator.text import draw_ranks, replay_ranks
 
@@ -158,11 +164,11 @@ def test_nothing_is_cancelled_later_than_the_layer_that_runs() -> None:
 
 def test_recorded_counts_are_replayed() -> None:
     # Two of three, none of two, all of two: the token after that is as likely as the others.
-    ranks = replay_ranks([3, 2, 2], [2, 0, 2], 14, seed=0)
+    ranks = replay_ranks([(3, 2), (2, 0), (2, 2)], 14, seed=0)
     assert ranks[:6] == [0, 0, -1, -1, 0, 0] and ranks[7:13] == ranks[:6]
     assert ranks[6] in (0, -1)
     with pytest.raises(ValueError, match="no step"):
-        replay_ranks([0], [0], 5, seed=0)
+        replay_ranks([(0, 0)], 5, seed=0)
 
 
 def test_times_between_tokens_are_defined_as_in_records() -> None:
@@ -200,21 +206,15 @@ def test_a_cluster_divides_layers_and_nodes() -> None:
     assert list(divisions([4, 6], [2, 4], 32)) == [(4, 2), (4, 4), (6, 2)]
 
 
-def simulate(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    monkeypatch.setattr("sys.argv", ["magicdec", "simulate", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
-        console()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
+Command = Callable[..., tuple[int, str, str]]
 
 
-def test_the_command_prints_draws_and_records(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_command_prints_draws_and_records(command: Command, tmp_path: Path) -> None:
     out, chart = tmp_path / "new" / "out.jsonl", tmp_path / "chart.png"
     words = ("--gen_len", 40, "--np", 2, "--conditional_acceptance", 0.7, 0.2)
-    assert simulate(monkeypatch, *words, "--out", out, "--plot", chart) == 0
-    printed = capsys.readouterr().out.splitlines()
+    code, shown, _ = command("simulate", *words, "--out", out, "--plot", chart)
+    printed = shown.splitlines()
+    assert code == 0
     assert max(map(len, printed)) <= 80
     rows = {line.split()[0]: line.split() for line in printed if line[:10].strip() in MODES}
     assert list(rows) == list(MODES)
@@ -229,24 +229,19 @@ def test_the_command_prints_draws_and_records(
     assert config["options"]["np"] == 2 and len(config["machine"]["stage_s"]) == 4
 
 
-def test_many_clusters_are_compared(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_many_clusters_are_compared(command: Command, tmp_path: Path) -> None:
     out = tmp_path / "out.jsonl"
     words = ("--model_ms", 160, "--gen_len", 12, "--out", out)
-    assert simulate(monkeypatch, "--nodes", *range(4, 68, 4), *words) == 0
-    printed = capsys.readouterr().out
-    assert max(map(len, printed.splitlines())) <= 80
+    code, printed, _ = command("simulate", "--nodes", *range(4, 68, 4), *words)
+    assert code == 0 and max(map(len, printed.splitlines())) <= 80
     assert "Of 102 clusters" in printed
     assert len(out.read_text().splitlines()) == 4 * 102
 
 
-def test_a_file_of_records_is_replayed(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_of_records_is_replayed(command: Command) -> None:
     records = ROOT / "results" / "baselines" / "acceptance.jsonl"
-    assert simulate(monkeypatch, "--acceptance", records, "--modes", "sync") == 0
-    assert "sync" in capsys.readouterr().out
+    code, printed, _ = command("simulate", "--acceptance", records, "--modes", "sync")
+    assert code == 0 and "sync" in printed
 
 
 @pytest.mark.parametrize(
@@ -269,11 +264,7 @@ def test_a_file_of_records_is_replayed(
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    words: tuple[str, ...],
-    named: str,
+    command: Command, words: tuple[str, ...], named: str
 ) -> None:
-    assert simulate(monkeypatch, *words) == 2
-    told = capsys.readouterr()
-    assert named in told.err and len(told.err.strip().splitlines()) == 1 and not told.out
+    code, out, err = command("simulate", *words)
+    assert code == 2 and named in err and len(err.strip().splitlines()) == 1 and not out

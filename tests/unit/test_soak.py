@@ -7,8 +7,8 @@ import sys
 
 import pytest
 from conftest import ROOT
-
 from magicdec.cli.serving.pipeline import parse
+
 from magicdec.distributed.groups import Launch
 
 sys.path.insert(0, str(ROOT / "scripts"))

@@ -13,29 +13,29 @@ import pytest
 import torch
 from conftest import TINY, make_requests, make_runner
 from fake_clock import Clock, Device
+from magicdec.pipelined_run.measured.measure import observe
+from magicdec.pipelined_run.measured.metrics import pipeline_use
+from magicdec.pipelined_run.passes import Outcome
 from test_pipelined_parts import CHAIN
 from test_recurrent_order import CHUNK, LIMITS, Ring
 from threaded_pipeline import FakePart
 from torch import Tensor
 
-from magicdec.distributed.channels.connect import RingEnds
-from magicdec.distributed.channels.message import Kind, Message
+from magicdec.distributed.channels.message import Ends, Kind, Message, Traffic
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.executor.executor import Cancellation
 from magicdec.model.transformer import Transformer
 from magicdec.pipeline import speculation, stage
 from magicdec.pipeline.emulation import EmulatedStage
+from magicdec.pipeline.metrics import StageUse
 from magicdec.pipeline.recurrent import RecurrentPipeline
 from magicdec.pipeline.speculation import Speculation
-from magicdec.pipeline.stage import VERIFY, WANTED
-from magicdec.pipeline.tracing import Ahead, CountingEnds, Span, Spans, What, uses_of
+from magicdec.pipeline.stage import VERIFY, WANTED, StageLoop
+from magicdec.pipeline.tracing import Span, Spans, What, uses_of, without
 from magicdec.pipelined_run import stage as pipelined_stage
 from magicdec.pipelined_run.channels import CancelBoard
 from magicdec.pipelined_run.layout import Layout
-from magicdec.pipelined_run.measured.measure import observe
-from magicdec.pipelined_run.measured.metrics import pipeline_use
-from magicdec.pipelined_run.passes import Outcome
-from magicdec.pipelined_run.stage import Predictions, StageLoop
+from magicdec.pipelined_run.stage import CancellableStage, Predictions
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Counts
 from magicdec.serving.metrics import StepCounts
@@ -60,7 +60,7 @@ class Scripted:
     clock: Clock
     arrivals: deque[tuple[float, Message]]
     sent: list[Message] = field(default_factory=list)
-    num_bytes = 0
+    traffic = Traffic()
 
     def receive(self) -> Message:
         wait_s, message = self.arrivals.popleft()
@@ -75,20 +75,20 @@ class Scripted:
         """There is nothing to wait for."""
 
 
-def scripted(clock: Clock, arrivals: Iterable[tuple[float, Message]]) -> tuple[Scripted, RingEnds]:
+def scripted(clock: Clock, arrivals: Iterable[tuple[float, Message]]) -> tuple[Scripted, Ends]:
     ends = Scripted(clock, deque(arrivals))
-    return ends, RingEnds(ends, ends)
+    return ends, Ends(ends, ends)
 
 
-def hidden(num_tokens: int, status: int, words: tuple[int, ...] = (0,)) -> Message:
+def hidden(run: int, num_tokens: int, status: int, words: tuple[int, ...] = (0,)) -> Message:
     payload = torch.zeros(1, num_tokens, TINY.hidden_size)
-    return Message(Kind.HIDDEN, 0, status, words, payload)
+    return Message(Kind.HIDDEN, run, status, words, payload)
 
 
 # The first chunk of a prompt, its last one, a decoded token, rows that drafts follow, and the end.
 ARRIVALS = [
-    (9.0, hidden(8, 0)), (2.0, hidden(4, WANTED)), (1.0, hidden(1, WANTED)),
-    (4.0, hidden(3, VERIFY, (0, 13))), (0.25, Message(Kind.FREE, words=(0,))),
+    (9.0, hidden(0, 8, 0)), (2.0, hidden(1, 4, WANTED)), (1.0, hidden(2, 1, WANTED)),
+    (4.0, hidden(3, 3, VERIFY, (0, 13))), (0.25, Message(Kind.FREE, words=(0,))),
     (0.5, Message(Kind.END)),
 ]  # fmt: skip
 WAITS_S = 2.0 + 1.0 + 4.0 + 0.25 + 0.5  # all but the first
@@ -100,16 +100,33 @@ def make_stage(is_first: bool = False, num_rows: int = 1) -> EmulatedStage:
     return EmulatedStage(make_runner(model, num_rows, 60), not is_first, seconds=STAGE_S)
 
 
+def use_of(spans: Spans, end_s: float, decodes: set[int]) -> StageUse:
+    """The use of a second stage, if the head has the last run home at `end_s`."""
+    first = Spans(
+        Span(what, run, end_s, end_s)
+        for what in (What.STAGE, What.HEAD)
+        for run in range(len(spans))
+    )
+    return uses_of([first, spans], [Traffic()] * 2, decodes)[1]
+
+
 def test_another_stage_waits_from_its_first_message_on(clock: Clock) -> None:
     """The last stage sends VOID for the first chunk, and does not pass on what frees rows."""
-    spent, (ends, ring) = make_stage(), scripted(clock, ARRIVALS)
-    spent.serve(ring)
+    (ends, ring), spans = scripted(clock, ARRIVALS), Spans()
+    StageLoop(make_stage(), ring, spans).serve()
     assert [message.kind for message in ends.sent] == [
         *(Kind.VOID, Kind.HIDDEN, Kind.HIDDEN, Kind.HIDDEN, Kind.END),
     ]
-    assert spent.occupancy.waiting_s == WAITS_S
-    assert spent.occupancy.total_s == WAITS_S + 4 * (STAGE_S + LINK_S)
-    assert list(spent.occupancy.decodes_s) == [STAGE_S + LINK_S] * 2
+    use = use_of(spans, clock.now - LINK_S, {2, 3})
+    assert use.waiting_s == WAITS_S + 4 * LINK_S, "what it sends is under way meanwhile"
+    assert use.total_s == WAITS_S + 4 * (STAGE_S + LINK_S)
+    assert use.decode_s == STAGE_S
+
+
+def test_only_runs_that_decode_are_in_the_median(clock: Clock) -> None:
+    spans = Spans(Span(What.STAGE, run, 0.0, seconds) for run, seconds in enumerate([9, 8, 1, 3]))
+    assert use_of(spans, 9.0, {2, 3}).decode_s == 2.0
+    assert use_of(spans, 9.0, set()).decode_s == 0.0
 
 
 @dataclass
@@ -126,52 +143,44 @@ class Distant(Ring):
         return super().receive()
 
 
-def first_stage(clock: Clock) -> tuple[EmulatedStage, CountingEnds]:
+def first_stage(clock: Clock) -> RecurrentPipeline:
     """Five samples of two chunks and four tokens each, of which two are in flight."""
     first, ring = make_stage(is_first=True, num_rows=2), Distant(clock)
-    counting = CountingEnds(RingEnds(ring, ring), is_first=True)
-    counting.restart(has_spans=True)
-    pipeline = RecurrentPipeline(first, counting.ends, 2, 1, LIMITS, CHUNK)
-    pipeline.on_send = counting.begin
+    pipeline = RecurrentPipeline(first, Ends(ring, ring), 2, 1, LIMITS, CHUNK)
     pipeline.serve(make_requests([(5,) * 12] * 5, 4))
-    return first, counting
+    return pipeline
 
 
 NUM_MESSAGES = 5 * (2 + 3)
 
 
 def test_the_first_stage_waits_for_prompts_too(clock: Clock) -> None:
-    spent = first_stage(clock)[0].occupancy
-    assert spent.waiting_s == NUM_MESSAGES * LINK_S
-    assert spent.total_s == NUM_MESSAGES * (LINK_S + STAGE_S)
+    spans = first_stage(clock).spans
+    (use,) = uses_of([spans], [Traffic()], ())
+    assert use.waiting_s == NUM_MESSAGES * LINK_S
+    assert use.total_s == NUM_MESSAGES * (LINK_S + STAGE_S)
     # Of the three messages of a sample that decode, the last is followed by the next sample's
     # prompt, and does not count; or by nothing, as in the last sample of each lane.
-    assert sorted(spent.decodes_s) == [0.0] * 2 + [STAGE_S] * 5 * 2
+    decoded = sorted(span.seconds for span in spans.of(What.HEAD) if span.value)
+    assert decoded == [0.0] * 2 + [STAGE_S] * 5 * 2 and use.decode_s == STAGE_S
 
 
 def test_the_spans_of_the_first_stage_are_its_work_alone(clock: Clock) -> None:
-    begin_s, (_, counting) = clock.now, first_stage(clock)
-    spans = counting.traffic.spans
-    assert spans is not None
-    stages = spans.intervals(What.STAGE)
-    assert [end - begin for begin, end in stages] == [STAGE_S] * NUM_MESSAGES
-    assert stages[0][0] == begin_s
-    assert sum(end - begin for begin, end in spans.intervals(What.HEAD)) == 0.0
+    begin_s, spans = clock.now, first_stage(clock).spans
+    stages, heads = spans.of(What.STAGE), spans.of(What.HEAD)
+    assert [span.seconds for span in stages] == [STAGE_S] * NUM_MESSAGES
+    assert stages[0].begin_s == begin_s
+    assert sum(end - begin for begin, end in without(heads, stages)) == 0.0
 
 
 def test_a_message_is_queued_from_its_sending_until_it_is_taken(clock: Clock) -> None:
-    """It is sent when the sender begins to send."""
-    sender, taker = (CountingEnds(scripted(clock, [(1.0, hidden(1, 1))])[1], True) for _ in "ab")
-    for each in (sender, taker):
-        each.restart(has_spans=False)
-    sender.ends.outbound.send(hidden(1, 1))
-    taker.ends.inbound.receive()
-    sides = [
-        [1.0, 0.0, 0.0, 0, each.traffic.num_sent, each.traffic.sent_s, each.traffic.num_taken,
-         each.traffic.taken_s]
-        for each in (sender, taker)
-    ]  # fmt: skip
-    assert uses_of(sides, [Ahead(), Ahead()])[1].queued_s == LINK_S + 1.0
+    """It is sent when the sender begins to send. Before the taker waits, the end is sent too."""
+    sender, taker = Spans(), Spans()
+    for spans in (sender, taker):
+        arrivals = [(1.0, hidden(0, 1, WANTED)), (0.0, Message(Kind.END))]
+        StageLoop(make_stage(), scripted(clock, arrivals)[1], spans).serve()
+    sender._append(Span(What.HEAD, 0, clock.now, clock.now))
+    assert uses_of([sender, taker], [Traffic()] * 2, ())[1].queued_s == 2 * LINK_S + 1.0
 
 
 @pytest.fixture(params=["cpu", "cuda"], ids=["at_once", "meanwhile"])
@@ -197,9 +206,9 @@ class LaunchedStage(EmulatedStage):
 def test_a_message_that_decodes_takes_until_the_device_is_done(
     clock: Clock, device: Device
 ) -> None:
-    launched = LaunchedStage(make_stage().runner, is_last=True, device=device)
-    launched.serve(scripted(clock, ARRIVALS)[1])
-    assert list(launched.occupancy.decodes_s) == [STAGE_S + LINK_S] * 2
+    launched, spans = LaunchedStage(make_stage().runner, is_last=True, device=device), Spans()
+    StageLoop(launched, scripted(clock, ARRIVALS)[1], spans).serve()
+    assert [span.seconds for span in spans] == [STAGE_S] * 4
 
 
 def test_drafting_takes_until_the_device_is_done(device: Device) -> None:
@@ -217,9 +226,10 @@ class LaunchedPart(FakePart):
 
     def compute(
         self, launch: Launch, message: Message, cancellation: Cancellation
-    ) -> Tensor | Predictions:
+    ) -> Tensor | Predictions | None:
         self.device.launch(STAGE_S)
-        return super().compute(launch, message, cancellation)
+        super().compute(launch, message, cancellation)
+        return torch.zeros(1, launch.num_rows, 1)
 
 
 def runs(first: int, num_runs: int, wait_s: float) -> Iterator[tuple[float, Message]]:
@@ -227,12 +237,12 @@ def runs(first: int, num_runs: int, wait_s: float) -> Iterator[tuple[float, Mess
         yield wait_s, Message(Kind.HIDDEN, run, words=replace(CHAIN, run=run).to_words())
 
 
-def served(clock: Clock, device: Device) -> list[Span]:
+def served(clock: Clock, device: Device) -> Spans:
     """The spans of a stage that waits 2 s for each of two runs, and 4 s for each of two others."""
     arrivals = [*runs(0, 2, 2.0), *runs(2, 2, 4.0), (1.0, Message(Kind.END))]
-    (ends, _), spans = scripted(clock, arrivals), Spans()
-    part = LaunchedPart(3, is_last=False, device=device)
-    StageLoop(part, ends, ends, CancelBoard(), spans).serve()
+    (_, ends), spans = scripted(clock, arrivals), Spans()
+    part = CancellableStage(LaunchedPart(3, is_last=False, device=device), CancelBoard())
+    StageLoop(part, ends, spans).serve()
     return spans
 
 
@@ -241,7 +251,7 @@ def test_a_span_is_from_the_arrival_of_a_run_until_the_device_is_done(
 ) -> None:
     begin_s, each_s = clock.now, STAGE_S + LINK_S
     arrived_s = [2.0, 4.0 + each_s, 8.0 + 2 * each_s, 12.0 + 3 * each_s]
-    assert served(clock, device) == [
+    assert list(served(clock, device)) == [
         Span(What.STAGE, run, begin_s + at_s, begin_s + at_s + STAGE_S, 3)
         for run, at_s in enumerate(arrived_s)
     ]

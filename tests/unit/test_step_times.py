@@ -1,14 +1,27 @@
 """A time ends when the work is done and the host has read its result. On a CPU, and on a device
-that computes while the host goes on, as CUDA does; both are imitated under a fake clock."""
+that computes while the host goes on, as CUDA does; both are imitated under a fake clock. Also
+phases, warm-ups of prefill, and traced passes."""
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 import torch
-from conftest import TINY, decode, make_requests, make_runner, random_prompts, tiny_transformer
+from conftest import (
+    TINY,
+    Launch,
+    decode,
+    make_requests,
+    make_runner,
+    random_prompts,
+    tiny_transformer,
+)
 from fake_clock import Device, Event
 from torch import Tensor
 
@@ -22,6 +35,7 @@ from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.latency import forwards
 from magicdec.prefill import TimeStamps
 from magicdec.request import Batch
+from magicdec.run.resident import warm_up_prefill
 from magicdec.runner import ModelRunner
 
 FORWARD_S, READ_S = 0.5, 0.25
@@ -107,3 +121,71 @@ def test_a_forward_alone_is_timed_from_its_start_to_its_end(
     for _ in range(2):
         found = forwards.time_once(cast(Any, forward), cast(Any, runner), Group((0,), 0))
         assert found == FORWARD_S
+
+
+def test_phases_on_cuda_lie_between_events(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device("cuda")
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(device))
+    timer = PhaseTimer(torch.device("cuda"))
+    for name in ("draft", "verify", "draft"):
+        device.launch(1.0)  # of no phase
+        with timer(name):
+            device.launch(0.25)
+    for _ in "once more":  # read twice, counted once
+        assert dict(timer.seconds) == {"draft": [0.25, 0.25], "verify": [0.25]}
+    untimed = PhaseTimer(torch.device("cuda"), enabled=False)
+    with untimed("draft"):
+        pass
+    assert not untimed.seconds
+
+
+def test_phases_are_marked_whether_timed_or_not() -> None:
+    marked: list[str] = []
+
+    @contextmanager
+    def mark(name: str) -> Iterator[None]:
+        yield
+        marked.append(name)
+
+    for enabled in (True, False):
+        timer = PhaseTimer(torch.device("cpu"), enabled, mark)
+        with timer("draft"):
+            pass
+        assert len(timer.seconds["draft"] if enabled else ["none"]) == 1
+    assert marked == ["draft", "draft"]
+
+
+@pytest.mark.parametrize(("length", "chunks"), [(50, [16, 2]), (48, [16]), (9, [9]), (17, [16, 1])])
+def test_prefill_is_warmed_up_by_a_chunk_of_each_length(length: int, chunks: list[int]) -> None:
+    runner = make_runner(tiny_transformer(), 2, 64)
+    prompt = random_prompts([length], TINY.vocab_size)[0]
+    seen: list[int] = []
+    plan = runner.backend.plan
+
+    def watch(view: object) -> None:
+        seen.append(view.num_new)
+        plan(view)
+
+    runner.backend.plan = watch
+    engine = Engine(runner, 16)
+    warm_up_prefill(engine, prompt, 16)
+    assert seen == chunks and engine.scheduler.schedule() is None, "nothing is left to decode"
+
+
+def test_profile_writes_a_trace_a_strategy_and_rank(
+    launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """The traces are readable and contain the phases; the record's times come from other passes."""
+    few = "--device cpu --dtype float32 --B 1 --prefix_len 20 --gen_len 6 --num_batches 1 --gamma 2"
+    place = ("--model", tiny_checkpoint, "--dataset", text_file, "--profile", "traces")
+    budget = ("--draft_budget", 18, "--warmup_batches", 0, "--out", "runs.jsonl")
+    done = launch("selfspec_benchmark.py", *few.split(), *place, *budget, num_ranks=2)
+    assert done.returncode == 0, done.stderr
+    phases = {"autoregressive": {"decode"}, "speculative": {"draft", "verify"}}
+    for name, expected in phases.items():
+        for rank in (0, 1):
+            trace = json.loads((tmp_path / "traces" / f"{name}.rank{rank}.json").read_text())
+            assert expected <= {event.get("name") for event in trace["traceEvents"]}
+    record = json.loads((tmp_path / "runs.jsonl").read_text())
+    assert record["config"]["output"]["profile"] == "traces"
+    assert record["samples"]["autoregressive"]["num_tokens"] == [5], "one pass was measured"

@@ -16,7 +16,7 @@ from magicdec.names import ARCHITECTURES, ATTENTION_BACKENDS, DRAFTERS, KV_POLIC
 
 FILES = (
     "tests/distributed/test_matrix.py",
-    "tests/distributed/test_ragged.py",
+    "tests/distributed/test_engine_ranks.py",
     "tests/oracle/test_attention.py",
     "tests/oracle/test_families.py",
     "tests/oracle/test_logits.py",
@@ -68,7 +68,8 @@ def test_make_test_runs_every_drafter_and_policy_over_ranks(collected: set[str])
     """test_matrix.py holds its own table to the names of drafters and policies."""
     test = "test_matrix.py::test_every_drafter_and_policy_emits_the_baselines_tokens"
     assert {f"{test}[1]", f"{test}[2]", "test_matrix.py::test_the_table_is_complete"} <= collected
-    assert "test_ragged.py::test_ragged_batches_over_ranks[kv_heads0]" in collected, "on 3 ranks"
+    ragged = "test_engine_ranks.py::test_ragged_batches_over_ranks[kv_heads0]"
+    assert ragged in collected, "on 3 ranks"
     assert set(STRATEGIES) == {"autoregressive", "speculative"}, "the two that matrix.py compares"
     assert set(DRAFTERS) == {"self", "model", "ngram"}
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import pytest
 
 from magicdec.config.choices.choice import Choice, How
-from magicdec.config.choices.transport import (
+from magicdec.config.choices.collectives import (
     HOST_COPIES,
     IN_MESSAGES,
     NCCL,

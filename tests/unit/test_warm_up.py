@@ -11,19 +11,19 @@ import test_pipeline_command
 import test_pipeline_options
 import torch
 from fake_clock import Clock
+from magicdec.pipeline.passes import RingPass, serve_measured
+from magicdec.pipelined_run.measured.measure import describe_use
+from magicdec.pipelined_run.passes import Passes
+from magicdec.serving.server import WARM_UP_TOKENS
 
 from magicdec.config.sections import DecodingSection, SamplingSection
 from magicdec.console import Silent
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.start import make_stage_groups
-from magicdec.pipeline.passes import RingPass, serve_measured
 from magicdec.pipeline.tracing import What
 from magicdec.pipelined_run.head import Head
-from magicdec.pipelined_run.measured.measure import describe_use
-from magicdec.pipelined_run.passes import Passes
 from magicdec.request import Request
 from magicdec.serving.metrics import StepCounts
-from magicdec.serving.server import WARM_UP_TOKENS
 from magicdec.workload.request_shapes import RequestShape
 
 CPU, ALONE = torch.device("cpu"), Launch(0, 1, 0, 1)

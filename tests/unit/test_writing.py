@@ -17,7 +17,6 @@ from test_record import RECORDS
 from magicdec import gantt
 from magicdec.cli import report
 from magicdec.config.sections import OutputSection
-from magicdec.files import removed
 from magicdec.gantt import Bar, Look, Panel
 from magicdec.records.reading import load_records
 from magicdec.records.writing import append_line, check_directory, check_writable, write_text
@@ -139,16 +138,6 @@ def test_a_picture_that_could_not_be_drawn_leaves_no_part(
             gantt.draw("--gantt", tmp_path / name, [panel], {})
     assert [path.name for path in tmp_path.iterdir()] == ["old.png"]
     assert (tmp_path / "old.png").read_text() == "old"
-
-
-def test_an_error_of_a_partial_file_names_the_file_that_was_asked_for(tmp_path: Path) -> None:
-    out, partial = tmp_path / "model.safetensors", tmp_path / ".model.safetensors.1.partial"
-    with pytest.raises(OSError) as refused, removed(partial, out=out):
-        raise OSError(30, "Read-only file system", str(partial))
-    assert refused.value.filename == str(out)
-    with pytest.raises(OSError) as other, removed(partial, out=out):
-        raise OSError(2, "No such file or directory", "another")
-    assert other.value.filename == "another"
 
 
 @needs_full

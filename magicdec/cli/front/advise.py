@@ -4,9 +4,8 @@ runs a few drafts on a short workload, predicts longer contexts, and ends in one
     magicdec advise --model checkpoints/Llama-3.2-1B --dataset books.jsonl
     magicdec advise --model checkpoints/Llama-3.2-1B --dataset books.jsonl --nproc 2
 
-Owns the flags and the order of these steps. `magicdec probe` and `magicdec run` measure, each in a
-process of its own, so that advice for several ranks is the same code. The prediction is that of
-`magicdec plan`, and `advise` writes the sentence.
+`magicdec probe` and `magicdec run` measure, each in a process of its own, so that advice for
+several ranks is the same code. The prediction is that of `magicdec plan`.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
+from magicdec.cli.drivers import RUN
 from magicdec.cli.flags import refuse
-from magicdec.cli.front import run
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
@@ -63,15 +62,6 @@ class Measured:
     interval: tuple[float, float] | None = None
     predicted: float | None = None
 
-    @property
-    def is_clear(self) -> bool:
-        """Whether the interval lies on one side of 1."""
-        return self.interval is not None and not self.interval[0] <= 1 <= self.interval[1]
-
-    @property
-    def is_as_planned(self) -> bool:
-        return self.predicted is not None and abs(self.predicted / self.speedup - 1) <= CLOSE
-
 
 @dataclass(frozen=True)
 class Outlook:
@@ -89,49 +79,41 @@ def advise(measured: list[Measured], place: str, outlook: Outlook) -> str:
     """Whether speculation pays, with which draft, from which context on, and how sure that is.
     `place` says where it was measured, such as `B 4 and 2048 tokens of context`."""
     best = max(measured, key=lambda m: m.speedup)
+    verdict = f"pays here: at {place}, `{best.draft}` was"
+    if best.speedup <= 1:
+        verdict = f"does not pay here: at {place}, the best draft, `{best.draft}`, was"
     between = ""
     if best.interval is not None:
         between = f" (95 % interval {best.interval[0]:.2f} to {best.interval[1]:.2f})"
-    if best.speedup > 1:
-        said = f"Speculation pays here: at {place}, `{best.draft}` was {best.speedup:.2f} times"
-        said += f" as fast as decoding without drafts{between}"
-    else:
-        said = f"Speculation does not pay here: at {place}, the best draft, `{best.draft}`, was"
-        said += f" {best.speedup:.2f} times as fast as decoding without drafts{between}"
-    return f"{said}; {_expected(outlook)}; {_how_sure(best)}."
-
-
-def _expected(outlook: Outlook) -> str:
-    if outlook.pays_from is None:
-        return "the plan expects self-speculation to pay at no context"
-    far = "" if outlook.budget is None or outlook.gamma == 0 else (
-        f", and {outlook.speedup:.2f} times at {outlook.context} with `--budget {outlook.budget} "
-        f"--gamma {outlook.gamma}`"
-    )  # fmt: skip
-    return f"the plan expects self-speculation to pay from {outlook.pays_from} tokens on{far}"
+    expected = "pay at no context"
+    if outlook.pays_from is not None:
+        expected = f"pay from {outlook.pays_from} tokens on"
+        if outlook.budget is not None and outlook.gamma:
+            expected += (
+                f", and {outlook.speedup:.2f} times at {outlook.context} with "
+                f"`--budget {outlook.budget} --gamma {outlook.gamma}`"
+            )
+    return (
+        f"Speculation {verdict} {best.speedup:.2f} times as fast as decoding without drafts"
+        f"{between}; the plan expects self-speculation to {expected}; {_how_sure(best)}."
+    )
 
 
 def _how_sure(best: Measured) -> str:
     if best.interval is None:
         return "unsure, because so few batches have no interval: give --num_batches 3 or more"
-    if not best.is_clear:
+    if best.interval[0] <= 1 <= best.interval[1]:
         return "unsure, because the interval includes 1: give more --num_batches"
     if best.predicted is None:
         return "sure of this place, which says nothing of other contexts for this draft"
-    if best.is_as_planned:
-        return f"sure, because the plan expected {best.predicted:.2f} times here too"
-    return (
-        f"sure of this place but not of other contexts, because the plan expected "
-        f"{best.predicted:.2f} times here"
-    )
+    expectation = f"because the plan expected {best.predicted:.2f} times here"
+    if abs(best.predicted / best.speedup - 1) <= CLOSE:
+        return f"sure, {expectation} too"
+    return f"sure of this place but not of other contexts, {expectation}"
 
 
 ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
 LONGEST = 16  # the plan looks at contexts of up to so many times the measured one
-DESCRIPTION = (
-    "Find out whether speculation pays for a model on this machine: probe the machine, run several "
-    "drafts on the same prompts, predict longer contexts, and say it in one sentence."
-)
 
 
 def main() -> NoReturn:
@@ -178,7 +160,11 @@ class AdviceSection:
 
 
 def build_parser() -> Parser:
-    return Parser(DESCRIPTION, {"advice": AdviceSection()})
+    return Parser(
+        "Find out whether speculation pays for a model on this machine: probe the machine, run "
+        "several drafts on the same prompts, predict longer contexts, and say it in one sentence.",
+        {"advice": AdviceSection()},
+    )
 
 
 def read(words: Sequence[str]) -> AdviceSection:
@@ -201,7 +187,7 @@ def make_commands(args: AdviceSection) -> dict[str, list[str]]:
             flags += ["--dataset", args.dataset, "--B", args.B, "--prefix_len", args.prefix_len]
             flags += ["--gen_len", args.num_new_tokens, "--num_batches", args.num_batches]
             words = [*map(str, flags), "--nproc", str(args.num_ranks), "--ignore_eos"]
-            config = run.read(words)
+            config = RUN.read(words)
             config.check(args.num_ranks)
             with_local_models(config)
             commands[name] = ["run", *words]
@@ -216,7 +202,7 @@ def check_runs(commands: Iterable[list[str]], nproc: int) -> None:
     known, launch = Known(), Launch(0, nproc, 0, nproc)
     with spinner("checking the runs", True):
         for _, *words in commands:
-            inputs = find(with_local_models(run.read(words)), launch, known)
+            inputs = find(with_local_models(RUN.read(words)), launch, known)
             complete(inputs, known, agree=lambda _, check: check())
 
 
@@ -254,12 +240,12 @@ def measure(words: list[str], out: Path) -> RunRecord:
         if not file.exists():
             raise ValueError(ended.error)
         record = load_records(file)[-1]
-    metrics, shown = record.metrics, ""
+    metrics, speedup = record.metrics, ""
     if metrics is not None and metrics.net_speedup is not None:
         ends = metrics.net_speedup_interval
         between = f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends else ""
-        shown = f", {metrics.net_speedup:.2f}x{between}"
-    print(f"{'run':<10} {method(record)}: {record.status}{shown}", flush=True)
+        speedup = f", {metrics.net_speedup:.2f}x{between}"
+    print(f"{'run':<10} {method(record)}: {record.status}{speedup}", flush=True)
     return record
 
 
@@ -272,8 +258,9 @@ def find_advice(args: AdviceSection, records: dict[str, RunRecord]) -> str:
         if metrics is None or metrics.net_speedup is None:
             continue
         ends = metrics.net_speedup_interval
-        budget, predicted = record.config["kv"]["budget"], None
+        predicted = None
         if plan is not None and name.startswith(f"--draft {SELF}"):
+            budget = record.config["kv"]["budget"]
             candidate = next(c for c in plan.candidates() if c.budget == budget)
             here = candidate.predict(args.B, args.prefix_len, args.gamma)
             predicted = here.net_speedup(args.num_new_tokens)
@@ -282,8 +269,13 @@ def find_advice(args: AdviceSection, records: dict[str, RunRecord]) -> str:
         measured.append(Measured(draft, metrics.net_speedup, interval, predicted))
     if not measured:
         raise ValueError("no run has a speedup: their tokens differ, or the weights are random")
-    place = f"B {args.B} and {args.prefix_len} tokens of context"
-    return advise(measured, place, find_outlook(args, plan))
+    outlook = Outlook(None, args.prefix_len, 1.0, None, 0)
+    if plan is not None:
+        context = plan.prefix_lens[-1]
+        far = plan.predict(args.B, context)
+        net = far.net_speedup(args.num_new_tokens)
+        outlook = Outlook(plan.break_even(args.B), context, net, far.budget, far.gamma)
+    return advise(measured, f"B {args.B} and {args.prefix_len} tokens of context", outlook)
 
 
 def make_plan(args: AdviceSection, records: list[RunRecord]) -> Plan | None:
@@ -314,12 +306,3 @@ def make_plan(args: AdviceSection, records: list[RunRecord]) -> Plan | None:
                 prefix_len=tuple(contexts),
             )
         )
-
-
-def find_outlook(args: AdviceSection, plan: Plan | None) -> Outlook:
-    if plan is None:
-        return Outlook(None, args.prefix_len, 1.0, None, 0)
-    context = plan.prefix_lens[-1]
-    far = plan.predict(args.B, context)
-    net = far.net_speedup(args.num_new_tokens)
-    return Outlook(plan.break_even(args.B), context, net, far.budget, far.gamma)

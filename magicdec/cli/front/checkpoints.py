@@ -19,13 +19,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from magicdec.cli.flags import refuse
+from magicdec.cli.flags import exit_with
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.sections import ModelSection, StagesSection, WrittenSection
 from magicdec.config.setting import same, setting
-from magicdec.distributed.groups import Launch
 from magicdec.distributed.layer_split import count_stages, split_layers
-from magicdec.model.checkpoint.hub import DIRECTORY, announce, find_repository
+from magicdec.model.checkpoint.hub import DIRECTORY, find_repository
 from magicdec.model.checkpoint.hub import download as fetch_files
 
 ABOUT_MODEL = "Fetch a model from the Hugging Face hub, or write a checkpoint as one file."
@@ -43,7 +42,6 @@ ABOUT_SPLIT = (
     "Write a checkpoint as one file for each stage of a pipeline, with checksums beside it. A host "
     "needs its own file alone, the index, the config and, as the first one, the tokenizer."
 )
-ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
 OUTPUTS = (".safetensors", ".pth")
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8",)
@@ -141,21 +139,21 @@ def build_parser() -> Parser:
 
 def model() -> NoReturn:
     """`magicdec model`"""
+    conclude(run_action)
 
-    def run() -> int:
-        if not sys.argv[1:]:
-            raise ValueError(f"an action is missing; choose from {ACTIONS}")
-        action, *words = sys.argv[1:]
-        if action in ("-h", "--help"):
-            print(f"usage: magicdec model get | convert [flags]\n\n{ABOUT_MODEL}")
-            return 0
-        if action == "get":
-            return run_download(build_get_parser().read(words)[DownloadSection])
-        if action == "convert":
-            return run_convert(build_convert_parser().read(words)[ConvertSection], "DIR")
-        raise ValueError(f"{action} is not known; choose from {ACTIONS}")
 
-    conclude(run)
+def run_action() -> int:
+    """Fetch or convert a model, as the first argument says."""
+    action, *words = sys.argv[1:] or [""]
+    if action in ("-h", "--help"):
+        print(f"usage: magicdec model get | convert [flags]\n\n{ABOUT_MODEL}")
+        return 0
+    if action == "get":
+        return run_download(build_get_parser().read(words)[DownloadSection])
+    if action == "convert":
+        return run_convert(build_convert_parser().read(words)[ConvertSection], "DIR")
+    what = f"{action} is not known" if action else "an action is missing"
+    raise ValueError(f"{what}; choose from {ACTIONS}")
 
 
 def download() -> NoReturn:
@@ -176,17 +174,15 @@ def split() -> NoReturn:
 
 
 def conclude(run: Callable[[], int]) -> NoReturn:
-    """Exit with the code that `run` returns, or with 2 and one line that says why it cannot be
-    done."""
-    try:
-        code = run()
-    except ValueError as error:
-        refuse(error, ALONE)
-    except OSError as error:
-        refuse(ValueError(f"{error.filename or '--out'}: {error.strerror or error}"), ALONE)
-    except KeyboardInterrupt:
-        code = 130
-    sys.exit(code)
+    """As `exit_with`; an error of a file is refused too."""
+
+    def refusing() -> int:
+        try:
+            return run()
+        except OSError as error:
+            raise ValueError(f"{error.filename or '--out'}: {error.strerror or error}") from None
+
+    exit_with(refusing)
 
 
 def run_download(args: DownloadSection) -> int:
@@ -198,10 +194,10 @@ def run_download(args: DownloadSection) -> int:
     try:
         repository = find_repository(args.repo_id, args.revision, args.hf_token)
         print(f"{args.repo_id} at commit {repository.commit}", flush=True)
-        files = fetch_files(repository, directory, args.hf_token, announce)
+        files = fetch_files(repository, directory, args.hf_token)
     except KeyboardInterrupt:
         print("interrupted; the same command keeps the files that are complete", file=sys.stderr)
-        return 130
+        raise
     size = sum(file.size for file in files)
     print(
         f"{len(files)} files, {size / 1e9:.2f} GB, checksums verified; "
@@ -242,17 +238,17 @@ def write_one_file(
             f"--dtype {dtype}: {directory} holds int8 weights; leave --dtype out, or give "
             "--quantize int8 too: then --dtype applies to the other tensors"
         )
-    with make_progress(True).task(f"writing {out.name}", len(source.stored_shapes)) as advance:
-        manifest = convert(source, out, dtype, lambda name: advance())
-    types = sorted({entry.dtype for entry in manifest.tensors.values()})
+    with make_progress(True).task(f"writing {out.name}", len(source.tensors)) as advance:
+        tensors = convert(source, out, dtype, lambda name: advance())
+    dtypes = sorted({tensor.dtype for tensor in tensors.values()})
     print(
-        f"{out}: {len(manifest.tensors)} tensors, {' and '.join(types)}, "
-        f"{manifest.size / 1e9:.2f} GB, sha256 {manifest.sha256[:16]}; --model {out} runs it"
+        f"{out}: {len(tensors)} tensors, {' and '.join(dtypes)}, "
+        f"{out.stat().st_size / 1e9:.2f} GB; --model {out} runs it"
     )
 
 
 def verify(file: Path) -> int:
-    from magicdec.model.checkpoint.manifest import find_damage
+    from magicdec.model.checkpoint.convert import find_damage
 
     damage = find_damage(file)
     print(damage or f"{file}: matches its manifest", file=sys.stderr if damage else sys.stdout)
@@ -284,7 +280,7 @@ def run_split(args: SplitSection) -> int:
     if out.resolve() == args.checkpoint_dir.resolve():
         raise ValueError(f"--out {out} is the checkpoint itself; name another directory")
     layers = split_layers(args.layer_split, num_stages, source.config.num_layers)
-    with make_progress(True).task("writing chunks", len(source.stored_shapes)) as advance:
+    with make_progress(True).task("writing chunks", len(source.tensors)) as advance:
         files = split_checkpoint(source, out, layers, lambda name: advance())
     for file, part in zip(files, layers, strict=True):
         size = file.stat().st_size / 1e6

@@ -14,10 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
-from magicdec.cli.flags import refuse
+from magicdec.cli.flags import exit_with
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.setting import setting
-from magicdec.distributed.groups import read_launch
 
 SHELLS = ("bash", "zsh", "tcsh")
 
@@ -29,12 +28,12 @@ class CompletionSection:
 
 def main() -> NoReturn:
     """`magicdec completion`"""
-    try:
-        shell = build_parser().read(sys.argv[1:])[CompletionSection].shell
-    except ValueError as error:
-        refuse(error, read_launch())
-    print(script_of(shell))
-    sys.exit(0)
+    exit_with(complete)
+
+
+def complete() -> int:
+    print(script_of(build_parser().read(sys.argv[1:])[CompletionSection].shell))
+    return 0
 
 
 def build_parser() -> Parser:

@@ -1,6 +1,5 @@
-"""`magicdec doctor`: what works on this machine, a line each.
-
-Owns the checks and their order. Exit code 1 if something that every run needs does not work.
+"""`magicdec doctor`: what works on this machine, a line each. Exit code 1 if something that
+every run needs does not work.
 """
 
 from __future__ import annotations
@@ -24,10 +23,6 @@ if TYPE_CHECKING:
     from magicdec.config.machine import Machine
 
 ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
-DESCRIPTION = (
-    "Check what works on this machine: compiler, CPU kernels, shared memory, CUDA, Triton, the "
-    "packaged models, and which choices `auto` makes here."
-)
 HEAD_SIZE = 64  # of the demo model
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -49,20 +44,21 @@ def main() -> NoReturn:
         build_parser().read(sys.argv[1:])
     except ValueError as error:
         refuse(error, ALONE)
-    checks = []
+    is_missing = False
     for check in find_checks():
         mark = "works" if check.works else "MISSING" if check.is_needed else "absent"
+        is_missing = is_missing or mark == "MISSING"
         print(labelled(f"{mark:<8} {check.name}", check.detail, indent=26), flush=True)
-        checks.append(check)
-    if all(check.works or not check.is_needed for check in checks):
-        print("Everything that a run needs works.")
-        sys.exit(0)
-    print("A run needs what is MISSING.")
-    sys.exit(1)
+    print("A run needs what is MISSING." if is_missing else "Everything that a run needs works.")
+    sys.exit(int(is_missing))
 
 
 def build_parser() -> Parser:
-    return Parser(DESCRIPTION, {})
+    return Parser(
+        "Check what works on this machine: compiler, CPU kernels, shared memory, CUDA, Triton, the "
+        "packaged models, and which choices `auto` makes here.",
+        {},
+    )
 
 
 def find_checks() -> Iterator[Check]:

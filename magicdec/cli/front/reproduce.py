@@ -16,19 +16,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from magicdec.cli.flags import refuse
+from magicdec.cli.flags import exit_with
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.sections import OutputSection
 from magicdec.config.setting import same, setting
-from magicdec.distributed.groups import Launch
-from magicdec.distributed.ranks import INTERRUPTED, is_launched
+from magicdec.distributed.ranks import is_launched
 from magicdec.records.writing import check_writable
-from magicdec.reproduce.setting import TABLES
+from magicdec.reproduce.systems import TABLES
 
 if TYPE_CHECKING:
     from magicdec.reproduce.published_table import PublishedTable
 
-ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
 PUBLISHED = Path("results/paper")
 DESCRIPTION = (
     "Compare a published table with predictions and with runs, and write the comparison to its CSV "
@@ -39,13 +37,7 @@ DESCRIPTION = (
 
 def main() -> NoReturn:
     """`magicdec reproduce`"""
-    try:
-        args = read(sys.argv[1:])
-        sys.exit(reproduce(args))
-    except ValueError as error:
-        refuse(error, ALONE)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    exit_with(lambda: reproduce(read(sys.argv[1:])))
 
 
 @dataclass(frozen=True)
@@ -93,15 +85,14 @@ def read(words: Sequence[str]) -> TableSection:
 def reproduce(args: TableSection) -> int:
     """Do what the flags say. Returns the exit code. Raises ValueError if a file cannot be read or
     written, or if there are too few GPUs."""
-    from magicdec.reproduce.printed import print_table, print_tables
-    from magicdec.reproduce.published_table import PublishedTable, shown
+    from magicdec.reproduce.published_table import PublishedTable, print_tables
 
     if args.table is None:
         print_tables(args.tables)
         return 0
     table, num_failed = PublishedTable(args.table, args.tables), 0
     if args.commands:
-        print("\n".join(shown(command) for command in table.commands(is_demo=False)))
+        print("\n".join(f"magicdec {command}" for command in table.commands(is_demo=False)))
         return 0
     if not (args.demo or args.predict):
         check_hardware(table)
@@ -113,7 +104,7 @@ def reproduce(args: TableSection) -> int:
         check_writable("--out", args.out)
         num_failed = table.measure(args.demo, args.out)
     table.save()
-    print_table(table)
+    table.print()
     print(f"\nwritten to {table.path}, whose column `exists` says what is missing and why")
     return int(num_failed > 0)
 
@@ -121,15 +112,13 @@ def reproduce(args: TableSection) -> int:
 def check_hardware(table: PublishedTable) -> None:
     """Raises ValueError if the published runs need several hosts, or more GPUs than this machine
     has."""
-    hosts = max(line.setting.num_hosts for line in table.part(is_demo=False))
-    if hosts > 1:
+    words = [command.split() for command in table.commands(is_demo=False)]
+    needed = max(int(each[each.index("--nproc") + 1]) for each in words)
+    if not table.system.on_gpus:
         raise ValueError(
-            f"{table.name} needs {hosts} hosts, and this command starts runs on one; --commands "
+            f"{table.name} needs {needed} hosts, and this command starts runs on one; --commands "
             "prints what they run, --predict and --demo need no others"
         )
-    needed = max(line.setting.num_gpus for line in table.part(is_demo=False))
-    if not needed:
-        return
     import torch
 
     num_gpus = torch.cuda.device_count()

@@ -10,7 +10,7 @@ from magicdec.cli.parsing.parser import ConfigFile, Values
 from magicdec.config.checks import policy_called, policy_name
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import read_launch
-from magicdec.distributed.ranks import find_world_size
+from magicdec.distributed.ranks import is_other_start
 from magicdec.names import BASELINE, FULL_KV_POLICY
 
 # Fields, beside those of the KV section and the draft's, that only drafting uses.
@@ -24,19 +24,16 @@ OF_EVERY_POLICY = ("policy", "budget", "draft_kv_dtype")
 def refuse_ignored(config: RunConfig, values: Values, used: Sequence[str] = ()) -> None:
     """Raises ValueError for a flag on the command line that would do nothing in a run of `config`.
     If it is in a file, say so. `used` names settings that the command uses in any case."""
+    launch = read_launch()
+    # The first rank says so, unless it only starts the ranks that run.
+    is_leader = launch.rank == 0 and not is_other_start(config.parallel.nproc, launch)
     for name in sorted(values.given - set(used)):
-        reason = why_ignored(config, name)
-        values.refuse_typed([] if reason is None else [name], str(reason))
-        if reason is not None and is_working_leader(config):
+        if (reason := why_ignored(config, name)) is None:
+            continue
+        values.refuse_typed([name], reason)
+        if is_leader:
             message = f"{values.flag_of(name)} does nothing here: {reason}"
             print(f"--config {values[ConfigFile].config}: {message}", file=sys.stderr)
-
-
-def is_working_leader(config: RunConfig) -> bool:
-    """Whether this is the first rank, and it runs itself instead of starting ranks."""
-    launch = read_launch()
-    world_size = find_world_size(config.parallel.nproc, launch)
-    return launch.rank == 0 and launch.world_size == world_size
 
 
 def drafts_only(config: RunConfig, name: str) -> bool:

@@ -101,11 +101,11 @@ class Parser(argparse.ArgumentParser):
         self, group: Any, name: str, each: Declared, default: Any, aliases: Sequence[str]
     ) -> None:
         flags = list(dict.fromkeys([*each.flags, *aliases]))
-        options: dict[str, Any] = {"default": argparse.SUPPRESS}
-        self.settings[name] = replace(
-            each, default=default, setting=replace(each.setting, flags=tuple(flags))
-        )
-        options["help"] = help_text(self.settings[name])
+        spelt = replace(each.setting, flags=tuple(flags))
+        self.settings[name] = replace(each, default=default, setting=spelt)
+        options: dict[str, Any] = {
+            "default": argparse.SUPPRESS, "help": help_text(self.settings[name])
+        }  # fmt: skip
         if each.flag.startswith("-"):
             options |= {"dest": name, "required": default is MISSING}
         elif default is not MISSING and not each.is_list:
@@ -135,21 +135,18 @@ class Parser(argparse.ArgumentParser):
 
     def format_help(self) -> str:
         shown = {"-h", "--help_all", *self.everyday}
-        hidden = [
-            action
+        hidden = {
+            action: action.help
             for action in self._actions
             if action.help != argparse.SUPPRESS and not shown & set(action.option_strings)
-        ]
+        }
         if not self.everyday or not hidden:
             return super().format_help()
-        texts = [action.help for action in hidden]
         for action in hidden:
             action.help = argparse.SUPPRESS
-        try:
-            text = super().format_help()
-        finally:
-            for action, help_of_action in zip(hidden, texts, strict=True):
-                action.help = help_of_action
+        text = super().format_help()
+        for action, help_of_action in hidden.items():
+            action.help = help_of_action
         return f"{text}\n--help_all shows {len(hidden)} more flags.\n"
 
     def format_help_all(self) -> str:
@@ -174,11 +171,8 @@ class Parser(argparse.ArgumentParser):
         values = others | filed | typed
         sections = {}
         for name, section in self.sections.items():
-            own = {
-                key.partition(".")[2]: value
-                for key, value in values.items()
-                if key.partition(".")[0] == name
-            }
+            parts = ((key.partition("."), value) for key, value in values.items())
+            own = {field: value for (owner, _, field), value in parts if owner == name}
             sections[name] = (
                 section(**own) if isinstance(section, type) else replace(section, **own)
             )
@@ -214,13 +208,12 @@ class Parser(argparse.ArgumentParser):
             if key not in names or key == "config":
                 raise ValueError(f"{key!r} is not the name of a flag; {most_like(key, names)}")
             each = self.settings[names[key]]
-            if each.kind is bool and value is not True:
-                if value is not False:
-                    raise ValueError(f"{key} is a switch; give true or false")
-                continue
-            if each.kind is bool:
-                value = not each.default
-            result[names[key]] = each.read(value)
+            if each.kind is not bool:
+                result[names[key]] = each.read(value)
+            elif not isinstance(value, bool):
+                raise ValueError(f"{key} is a switch; give true or false")
+            elif value:
+                result[names[key]] = not each.default
         return result
 
 

@@ -1,8 +1,6 @@
 """What `--attention auto` means on a machine, and the choices that depend on the backend: the dtype
 of a draft's KV cache, and CUDA graphs. Imports no torch itself, but reading the capabilities of a
-backend does.
-
-Knows a backend only by its `Capabilities`. Must not know how a machine is probed.
+backend does. Knows a backend only by its `Capabilities`.
 """
 
 from __future__ import annotations
@@ -25,10 +23,14 @@ def choose_backend(
     head_dim: int,
     dtype: str = "float32",
     needs_trees: bool = False,
+    is_staged: bool = False,
 ) -> Choice:
     """The attention backend to use. Raises ValueError if the user named one that cannot serve. On
     CUDA, `auto` is the portable backend until a measurement has chosen. `needs_trees`: the run
-    drafts trees."""
+    drafts trees. `is_staged`: the ranks are stages of a pipeline."""
+    if value == "auto" and device == "cuda" and is_staged:
+        why = f"auto: {PORTABLE_BACKEND}, because the stages of a pipeline measure no backends"
+        return Choice(PORTABLE_BACKEND, why, How.SECOND_BEST)
     if value == "auto" and device == "cuda":
         return Choice(PORTABLE_BACKEND, "auto: to be measured", How.TO_BE_MEASURED)
     if value == "auto":
@@ -47,14 +49,6 @@ def choose_backend(
             f"{PORTABLE_BACKEND}"
         )
     return asked_for(value, capabilities.is_interpreted_on_cpu and device == "cpu")
-
-
-def unmeasured(choice: Choice) -> Choice:
-    """The choice of the stages of a pipeline, which measure no backends."""
-    if not choice.is_to_be_measured:
-        return choice
-    why = f"auto: {choice.name}, because the stages of a pipeline measure no backends"
-    return Choice(choice.name, why, How.SECOND_BEST)
 
 
 def _choose_on_cpu(
@@ -104,17 +98,22 @@ def check_returns_weights(backend: str, policy: str) -> None:
 
 
 def choose_graphs(
-    value: str, device: str, backends: Sequence[str | None], drafts_trees: bool = False
+    value: str,
+    device: str,
+    backends: Sequence[str | None],
+    drafts_trees: bool = False,
+    is_staged: bool = False,
 ) -> Choice:
     """Whether CUDA graphs are on or off. `backends` are the target's and a draft's; None stands for
-    one that a measurement will choose. Raises ValueError if the user asked for graphs that cannot
-    be captured."""
-    named = [name for name in backends if name is not None]
-    unfit = next((name for name in named if not capabilities_of(name).can_be_recorded), None)
+    one that a measurement will choose. `is_staged`: the ranks are stages of a pipeline. Raises
+    ValueError if the user asked for graphs that cannot be captured."""
+    names = [name for name in backends if name is not None]
+    unfit = next((name for name in names if not capabilities_of(name).can_be_recorded), None)
     obstacles = {
         f"--device {device} has none": device != "cuda",
         f"--attention {unfit} needs lengths on the host": unfit is not None,
         "steps with a --tree are not captured": drafts_trees,
+        "the steps of a pipeline are not captured": is_staged,
     }
     obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
     if value == "on" and obstacle:

@@ -1,7 +1,5 @@
 """Choice: the resolved value of a flag that can be `auto`, and the reason for it. Imports nothing
 of this package and no torch.
-
-Must not know what the alternatives are.
 """
 
 from __future__ import annotations

@@ -1,8 +1,6 @@
 """What `auto` means for a model's layers: the dtypes, how matrices are multiplied, what computes
 norms, rotation and gates, and whether a whole forward is one native call. Imports no torch itself,
 but reading capabilities does.
-
-Must not know how a machine is probed nor how a choice is implemented.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Typed messages from one rank to another, in order, and what both ends of a channel promise.
+"""Messages from one rank to another, in order: numbers, and a tensor of hidden states behind them.
 
-Owns the form of a message: a header of int64 numbers, then the tensor that it carries. Nothing is
-pickled. `pipeline` and `pipelined_run` give the kinds their meaning.
+Owns the form of a message and both ends of a channel. Nothing is pickled. `pipeline` and
+`pipelined_run` give the kinds their meaning.
 
 A rank that waits for a peer which has ended raises `PeerLost`, and so does one that waits for
 longer than PATIENCE_S.
@@ -9,18 +9,19 @@ longer than PATIENCE_S.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from array import array
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
-from math import prod
-from typing import Protocol
+from queue import SimpleQueue
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
 PATIENCE_S = 600.0  # the longest wait for a message, or for room to send one
-DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of a PackedForm
 WORD_BYTES = 8
+NUM_FIELDS = 6  # of a header, before its words
 
 
 class Kind(IntEnum):
@@ -32,11 +33,14 @@ class Kind(IntEnum):
     NUMBERS = 6  # results, drafts, or what is asked for
 
 
+COMPUTED = (Kind.HIDDEN, Kind.VOID)  # of runs, which every stage computes or skips
+
+
 @dataclass(frozen=True)
 class Message:
-    """`run` is the id of the run or lane that it belongs to. `words` are numbers whose meaning the
-    kind gives. `payload` is None if there is nothing behind them; hidden states are [rows, tokens,
-    hidden]."""
+    """`run` is the number of the run, or of the draft step, that it belongs to. `words` are numbers
+    whose meaning the kind gives. `payload` are hidden states [rows, tokens, hidden], None if there
+    are none."""
 
     kind: Kind
     run: int = 0
@@ -44,88 +48,62 @@ class Message:
     words: tuple[int, ...] = ()
     payload: Tensor | None = None
 
+    def on_host(self) -> Message:
+        """The same with its payload in the memory of the host."""
+        return self if self.payload is None else replace(self, payload=to_host(self.payload))
 
-Fill = Callable[[Tensor], None]
-"""Fills a tensor with what comes next through a channel."""
+
+def words_of(values: Iterable[float]) -> tuple[int, ...]:
+    """Words with the bits of float64 numbers."""
+    return tuple(array("q", array("d", values).tobytes()))
 
 
-class Form(Protocol):
-    """What both ends of a channel must agree on: which tensors a message travels as."""
-
-    def tensors(self, message: Message) -> list[Tensor]:
-        """The header, and what follows it."""
-
-    def receive(self, fill: Fill) -> Message: ...
+def floats_of(words: Sequence[int]) -> list[float]:
+    """The numbers whose bits the words have."""
+    return array("d", array("q", words).tobytes()).tolist()
 
 
 @dataclass(frozen=True)
 class MessageForm:
-    """Hidden states of `width` and `dtype`, and at most `max_words` words: a header of fixed size,
-    int64 [6 + max_words], and the payload as it is."""
+    """What both ends of a channel must agree on. A message is a header, int64 [6 + num_words]; the
+    words that do not fit there, as a tensor of their own; and the payload as it is, of `width` and
+    `dtype`."""
 
     width: int
     dtype: torch.dtype
-    max_words: int
+    num_words: int
 
-    def tensors(self, message: Message) -> list[Tensor]:
-        """The header has kind, run, rows, tokens, status, the number of words, and the words."""
-        rest = self.max_words - len(message.words)
-        assert rest >= 0, "a message has room for its words"
+    def numbers(self, message: Message) -> list[Tensor]:
+        """All but the payload. The header has kind, run, status, rows, tokens, the number of words,
+        and the first words."""
+        count, words = self.num_words, message.words
         rows, tokens = (0, 0) if message.payload is None else message.payload.shape[:2]
-        numbers = (message.kind, message.run, rows, tokens, message.status, len(message.words))
-        header = torch.tensor([*numbers, *message.words, *[0] * rest], dtype=torch.int64)
-        return [header] if message.payload is None else [header, message.payload.contiguous()]
+        fields = (message.kind, message.run, message.status, rows, tokens, len(words))
+        header = (*fields, *words[:count], *[0] * (count - len(words)))
+        tensors = [torch.tensor(header, dtype=torch.int64)]
+        if len(words) > count:
+            tensors.append(torch.tensor(words[count:], dtype=torch.int64))
+        return tensors
 
-    def receive(self, fill: Fill) -> Message:
-        header = torch.empty(6 + self.max_words, dtype=torch.int64)
-        fill(header)
-        kind, run, rows, tokens, status, num_words, *words = header.tolist()
-        payload = None
-        if rows * tokens:
-            payload = torch.empty(rows, tokens, self.width, dtype=self.dtype)
-            fill(payload)
-        return Message(Kind(kind), run, status, tuple(words[:num_words]), payload)
-
-    def num_bytes(self, num_tokens: int) -> int:
+    def num_bytes(self, num_tokens: int, num_words: int = 0) -> int:
         """Bytes of a message with the hidden states of so many tokens, of all rows together."""
-        header_bytes = WORD_BYTES * (6 + self.max_words)
+        header_bytes = WORD_BYTES * (NUM_FIELDS + max(self.num_words, num_words))
         return header_bytes + num_tokens * self.width * self.dtype.itemsize
 
 
-class PackedForm:
-    """Any number of words, and a payload of at most three dimensions and one of DTYPES: a header,
-    int64 [9], and the words and the bytes of the payload as one tensor of int64. A payload arrives
-    with three dimensions; an empty one does not."""
+class Traffic(NamedTuple):
+    """What was sent through a channel so far, headers included."""
 
-    def tensors(self, message: Message) -> list[Tensor]:
-        """The header has kind, run, status, the number of words, the length of what follows, and
-        the dtype and the shape of the payload."""
-        body, dtype, shape = torch.tensor(message.words, dtype=torch.int64), 0, [0, 0, 0]
-        if (payload := message.payload) is not None and payload.numel():
-            data = payload.contiguous().view(-1).view(torch.uint8)
-            data = torch.nn.functional.pad(data, (0, -len(data) % WORD_BYTES))
-            body = torch.cat([body, data.view(torch.int64)])
-            dtype, shape = DTYPES.index(payload.dtype), [1] * (3 - payload.dim()) + [*payload.shape]
-        numbers = (message.kind, message.run, message.status, len(message.words), len(body), dtype)
-        header = torch.tensor([*numbers, *shape], dtype=torch.int64)
-        return [header, body] if len(body) else [header]
+    num_messages: int = 0
+    num_bytes: int = 0
 
-    def receive(self, fill: Fill) -> Message:
-        header = torch.empty(9, dtype=torch.int64)
-        fill(header)
-        kind, run, status, num_words, length, dtype, *shape = header.tolist()
-        body, payload = torch.empty(length, dtype=torch.int64), None
-        if length:
-            fill(body)
-        if prod(shape):
-            payload = body[num_words:].view(DTYPES[dtype])[: prod(shape)].view(shape)
-        return Message(Kind(kind), run, status, tuple(body[:num_words].tolist()), payload)
+    def since(self, earlier: Traffic) -> Traffic:
+        return Traffic(*(now - before for now, before in zip(self, earlier, strict=True)))
 
 
 class Sender(Protocol):
     @property
-    def num_bytes(self) -> int:
-        """Bytes that were sent so far, headers included."""
+    def traffic(self) -> Traffic: ...
 
     def send(self, message: Message) -> None:
         """Returns before the receiver has the message, unless too many are under way."""
@@ -137,6 +115,14 @@ class Sender(Protocol):
 class Receiver(Protocol):
     def receive(self) -> Message:
         """The next message. Waits for it."""
+
+
+@dataclass(frozen=True)
+class Ends:
+    """This rank's ends of two channels: from the rank before it, and to the next."""
+
+    inbound: Receiver
+    outbound: Sender
 
 
 class TensorWriter(Protocol):
@@ -151,25 +137,103 @@ class TensorWriter(Protocol):
         """Wait until everything is sent."""
 
 
-class FormSender:
-    """Sends messages as the tensors of `form`."""
+Fill = Callable[[Tensor], None]
+"""Fills a tensor with what comes next through a channel."""
 
-    def __init__(self, form: Form, writer: TensorWriter) -> None:
-        self.form, self.writer, self.close = form, writer, writer.close
+
+class ChannelSender:
+    """Payloads that are on a GPU are copied through the memory of the host, unless `payloads`
+    carries them from device to device, apart from their headers."""
+
+    def __init__(
+        self, form: MessageForm, writer: TensorWriter, payloads: TensorWriter | None = None
+    ) -> None:
+        self.form, self.writer, self.payloads = form, writer, payloads
+        self._num_messages = 0
 
     @property
-    def num_bytes(self) -> int:
-        return self.writer.num_bytes
+    def traffic(self) -> Traffic:
+        apart = 0 if self.payloads is None else self.payloads.num_bytes
+        return Traffic(self._num_messages, self.writer.num_bytes + apart)
 
     def send(self, message: Message) -> None:
-        for tensor in self.form.tensors(message):
+        for tensor in self.form.numbers(message):
             self.writer.send(tensor)
+        if message.payload is not None and self.payloads is not None:
+            self.payloads.send(message.payload.contiguous())
+        elif message.payload is not None:
+            self.writer.send(to_host(message.payload).contiguous())
+        self._num_messages += 1
+
+    def close(self) -> None:
+        self.writer.close()
+        if self.payloads is not None:
+            self.payloads.close()
 
 
 @dataclass(frozen=True)
-class FormReceiver:
-    form: Form
+class ChannelReceiver:
+    """Payloads arrive on `device`: by `payloads` if they go apart from their headers."""
+
+    form: MessageForm
     fill: Fill
+    device: torch.device
+    payloads: Fill | None = None
 
     def receive(self) -> Message:
-        return self.form.receive(self.fill)
+        header = torch.empty(NUM_FIELDS + self.form.num_words, dtype=torch.int64)
+        self.fill(header)
+        kind, run, status, rows, tokens, num_words, *words = header.tolist()
+        if num_words > self.form.num_words:
+            others = torch.empty(num_words - self.form.num_words, dtype=torch.int64)
+            self.fill(others)
+            words += others.tolist()
+        payload = self._payload((rows, tokens, self.form.width)) if rows * tokens else None
+        return Message(Kind(kind), run, status, tuple(words[:num_words]), payload)
+
+    def _payload(self, shape: tuple[int, ...]) -> Tensor:
+        if self.payloads is not None:
+            payload = torch.empty(shape, dtype=self.form.dtype, device=self.device)
+            self.payloads(payload)
+            return payload
+        payload = torch.empty(shape, dtype=self.form.dtype)
+        self.fill(payload)
+        return to_device(payload, self.device)
+
+
+class Loopback:
+    """Both ends of a channel from a rank to itself: of a ring of one stage, or between two of its
+    threads. Nothing is copied."""
+
+    def __init__(self) -> None:
+        self._messages: SimpleQueue[Message] = SimpleQueue()
+        self.traffic = Traffic()
+
+    def send(self, message: Message) -> None:
+        self._messages.put(message)
+        self.traffic = Traffic(self.traffic.num_messages + 1)
+
+    def receive(self) -> Message:
+        return self._messages.get()
+
+    def close(self) -> None:
+        """There is nothing to wait for."""
+
+
+def to_host(tensor: Tensor) -> Tensor:
+    """A copy in pinned memory of the host; a tensor that is there is returned as it is. Waits for
+    the work on the tensor's stream."""
+    if tensor.device.type == "cpu":
+        return tensor
+    host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+    host.copy_(tensor, non_blocking=True)
+    torch.cuda.current_stream(tensor.device).synchronize()
+    return host
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """A copy on `device`, which is complete for all later work on its stream; a tensor that is on
+    such a device is returned as it is."""
+    if tensor.device.type == device.type:
+        return tensor
+    return tensor.pin_memory().to(device, non_blocking=True)

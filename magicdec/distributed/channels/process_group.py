@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -41,7 +41,6 @@ class TensorSender:
         """Returns before the receiver has it, unless too many are under way."""
         while len(self._under_way) >= self.depth:
             self._wait()
-        tensor = tensor.contiguous()
         try:
             work = dist.isend(tensor, self.peer, group=self.handle)
         except RuntimeError as error:
@@ -63,19 +62,11 @@ class TensorSender:
 class TensorReceiver:
     handle: ProcessGroup
     peer: int
-    dtype: torch.dtype
-    device: torch.device
     processes: Processes
     wait: Wait
 
-    def receive(self, shape: Sequence[int]) -> Tensor:
-        """The next tensor, which has this shape."""
-        tensor = torch.empty(*shape, dtype=self.dtype, device=self.device)
-        self.fill(tensor)
-        return tensor
-
     def fill(self, tensor: Tensor) -> None:
-        """Receive into `tensor`. Waits until it is in this rank's memory."""
+        """Receive into `tensor`. Waits until it is in the memory of this rank."""
         try:
             work = dist.irecv(tensor, self.peer, group=self.handle)
         except RuntimeError as error:
@@ -115,7 +106,6 @@ def wait_for_device(work: Any, peer: int, processes: Processes) -> None:
 def connect_tensors(
     edge: tuple[int, int],
     rank: int,
-    dtype: torch.dtype,
     device: torch.device,
     backend: str,
     depth: int,
@@ -132,10 +122,10 @@ def connect_tensors(
     wait = wait_for if backend == "gloo" else wait_for_device
     if rank == sender:
         outbound = TensorSender(handle, receiver, depth, processes, wait)
-        outbound.send(torch.zeros(1, dtype=dtype, device=device))
+        outbound.send(torch.zeros(1, device=device))
         outbound.close()
         outbound.num_bytes = 0
         return outbound, None
-    inbound = TensorReceiver(handle, sender, dtype, device, processes, wait)
-    inbound.receive([1])
+    inbound = TensorReceiver(handle, sender, processes, wait)
+    inbound.fill(torch.zeros(1, device=device))
     return None, inbound

@@ -16,7 +16,11 @@ from typing import Any
 from safetensors import safe_open
 from torch import Tensor
 
-from magicdec.model.checkpoint.weight_files import SafetensorsWeights, StoredWeights
+from magicdec.model.checkpoint.weight_files import (
+    SafetensorsWeights,
+    StoredTensor,
+    WeightSource,
+)
 from magicdec.model.checkpoint.weight_map import Piece
 
 INDEX = "model.safetensors.index.json"
@@ -29,7 +33,7 @@ def chunk_name(stage: int) -> str:
     return f"model_secondary{stage - 1}.safetensors" if stage else "model_starter.safetensors"
 
 
-class ChunkedWeights(StoredWeights):
+class ChunkedWeights(WeightSource):
     """The tensors of all chunks that an index names, of which some files may not be here. Shapes
     and dtypes are known of absent files too.
 
@@ -39,30 +43,36 @@ class ChunkedWeights(StoredWeights):
 
     def __init__(self, index: Path, table: dict[str, Any]) -> None:
         super().__init__(index)
+        self.index = index
         try:
-            self.fingerprint = str(table["metadata"][CHUNKS][FINGERPRINT])
-            self.model_sha256 = str(table["metadata"][CHUNKS][MODEL_SHA256])
-            self.layers = str(table["metadata"][CHUNKS]["layers"])
-            self._files = {n: index.parent / str(f) for n, f in table["weight_map"].items()}
-            tensors = {n: table["metadata"][CHUNKS]["tensors"][n] for n in self._files}
-            self._shapes = {n: tuple(map(int, entry["shape"])) for n, entry in tensors.items()}
-            self._dtypes = {n: str(entry["dtype"]) for n, entry in tensors.items()}
+            chunks = table["metadata"][CHUNKS]
+            self.fingerprint, self.model_sha256 = (
+                str(chunks[FINGERPRINT]),
+                str(chunks[MODEL_SHA256]),
+            )
+            self.layers = str(chunks["layers"])
+            for name, file in table["weight_map"].items():
+                header = chunks["tensors"][name]
+                shape = tuple(map(int, header["shape"]))
+                self.tensors[name] = StoredTensor(shape, str(header["dtype"]), index.parent / file)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{index}: not an index of chunks ({error!r})") from None
-        present = sorted({file for file in self._files.values() if file.is_file()})
-        self._opened = {file: self._open(file) for file in present}
+        files = {tensor.file for tensor in self.tensors.values() if tensor.file is not None}
+        self._opened = {file: self._open(file) for file in sorted(files) if file.is_file()}
 
     def read(self, piece: Piece) -> Tensor:
-        """The slice `piece` in the stored dtype: a view of the mapped file, read when copied."""
         self.check_present([piece.name])
-        return self._opened[self._files[piece.name]].read(piece)
+        return self._opened[self._file_of(piece.name)].read(piece)
+
+    def _file_of(self, name: str) -> Path:
+        return self.tensors[name].file or self.index
 
     def check_present(self, names: Iterable[str]) -> None:
         """Raises ValueError naming the first file of these tensors that is not here."""
         for name in names:
-            if self._files[name] not in self._opened:
+            if self._file_of(name) not in self._opened:
                 raise ValueError(
-                    f"{self._files[name]} is not on this host; it has {name}. The chunks were "
+                    f"{self._file_of(name)} is not on this host; it has {name}. The chunks were "
                     f"made with --layer_split {self.layers}"
                 )
 
@@ -72,11 +82,11 @@ class ChunkedWeights(StoredWeights):
             fingerprint = (handle.metadata() or {}).get(FINGERPRINT)
         if fingerprint != self.fingerprint:
             raise ValueError(
-                f"{file}: a chunk of another model or of another split than {self.path.name} says"
+                f"{file}: a chunk of another model or of another split than {self.index.name} says"
             )
-        for name, entry in weights.shapes().items():
-            if (entry, weights.dtypes()[name]) != (self._shapes.get(name), self._dtypes.get(name)):
-                raise ValueError(f"{file}: {name} is not the tensor that {self.path.name} lists")
+        for name, tensor in weights.tensors.items():
+            if tensor != self.tensors.get(name):
+                raise ValueError(f"{file}: {name} is not the tensor that {self.index.name} lists")
         return weights
 
 

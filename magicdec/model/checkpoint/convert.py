@@ -1,4 +1,5 @@
-"""Convert any readable checkpoint to one file of weights, tensor by tensor.
+"""Convert any readable checkpoint to one file of weights, tensor by tensor, with a checksum of it
+beside it (FILE.manifest.json).
 
 Owns the order of writing. A crash leaves no partial file: everything is written under a temporary
 name and renamed when it is complete. Holds a bounded part of one tensor in memory at a time. Must
@@ -7,12 +8,11 @@ not know of command lines.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -22,15 +22,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from magicdec.files import hash_file, removed
+from magicdec.files import complete_file, hash_file
 from magicdec.model.checkpoint.gpt_fast import GptFastWeights
-from magicdec.model.checkpoint.manifest import (
-    Manifest,
-    TensorEntry,
-    manifest_path,
-    raw_bytes,
-    row_parts,
-)
 from magicdec.model.checkpoint.quantization import QuantizedWeights
 from magicdec.model.checkpoint.source import ModelSource, check_weights, find_model
 from magicdec.model.checkpoint.weight_files import (
@@ -38,10 +31,12 @@ from magicdec.model.checkpoint.weight_files import (
     TORCH_NAMES,
     WEIGHT_FILES,
     PthWeights,
+    StoredTensor,
     WeightSource,
 )
-from magicdec.model.checkpoint.weight_map import SCALE
+from magicdec.model.checkpoint.weight_map import SCALE, Piece
 from magicdec.model.families.hf_config import load_model_config
+from magicdec.records.writing import to_json, write_text
 
 # Files that a checkpoint needs besides its weights; copied when the output is in another directory.
 COMPANIONS = (
@@ -49,8 +44,12 @@ COMPANIONS = (
     *("tokenizer.json", "tokenizer.model", "original/tokenizer.model", "tokenizer_config.json"),
 )
 SAFETENSORS_NAMES = {name: code for code, name in TORCH_NAMES.items()}
+READ_ELEMENTS = 1 << 22  # elements of a tensor in memory at a time
+MANIFEST_VERSION = 1
+FLAG = "--out"  # names what is written
 
-Shapes = Mapping[str, tuple[int, ...]]
+Tensors = Mapping[str, StoredTensor]
+"""The tensors to write, as they are to be stored."""
 
 
 def find_checkpoint(flag: str, directory: Path) -> ModelSource:
@@ -74,7 +73,7 @@ def _is_gpt_fast(path: Path) -> bool:
     """Whether the file has the gpt-fast layout. False for a broken file, so that `find_model` reads
     it and reports the error."""
     try:
-        names = PthWeights(path, gpt_fast=True).shapes()
+        names = PthWeights(path, gpt_fast=True).tensors
     except ValueError:
         return False
     return any(GPT_FAST_NAME.fullmatch(name) for name in names)
@@ -92,30 +91,34 @@ def convert(
     out: Path,
     dtype: str | None,
     progress: Callable[[str], None] = lambda name: None,
-) -> Manifest:
+) -> Tensors:
     """Write the model's tensors to `out` (`.safetensors` or `.pth`) and the manifest beside it.
+    Returns what was written.
 
     `dtype` None keeps the stored dtypes; int8 matrices and their scales are always kept. `progress`
     is called with each tensor's name. Raises ValueError when `out` is one of the files to read or
-    the disk has too little space, and OSError when writing fails; `out` is then unchanged.
+    the disk has too little space, or when writing fails; `out` is then unchanged.
     """
-    shapes = source.stored_shapes
-    sources = {source.weights.where(name) for name in shapes}
-    if out.exists() and any(path is not None and path.samefile(out) for path in sources):
-        raise ValueError(f"--out {out} is a file of the checkpoint to convert; name another file")
-    stored = source.weights.dtypes()
-    int8_names = {name for name in shapes if name.endswith(SCALE) or name + SCALE in shapes}
-    dtypes = {n: stored[n] if n in int8_names else dtype or stored[n] for n in shapes}
+    tensors = source.tensors
+    files = {tensor.file for tensor in tensors.values()}
+    if out.exists() and any(file is not None and file.samefile(out) for file in files):
+        raise ValueError(f"{FLAG} {out} is a file of the checkpoint to convert; name another file")
+    if dtype is not None:
+        int8_names = {name for name in tensors if name.endswith(SCALE) or name + SCALE in tensors}
+        tensors = {
+            name: tensor if name in int8_names else tensor._replace(dtype=dtype)
+            for name, tensor in tensors.items()
+        }
     out.parent.mkdir(parents=True, exist_ok=True)
-    check_disk(out, (2 if out.suffix == ".pth" else 1) * num_bytes(shapes, dtypes), out.parent)
-    manifest = write_checkpoint(out, source.weights, shapes, dtypes, progress)
+    check_disk(out, (2 if out.suffix == ".pth" else 1) * num_bytes(tensors), out.parent)
+    write_checkpoint(out, source.weights, tensors, progress)
     copy_companions(source, out.parent)
-    return manifest
+    return tensors
 
 
-def num_bytes(shapes: Shapes, dtypes: Mapping[str, str]) -> int:
+def num_bytes(tensors: Tensors) -> int:
     """The bytes of all values of these tensors."""
-    return sum(prod(shape) * _dtype(dtypes[name]).itemsize for name, shape in shapes.items())
+    return sum(prod(shape) * _dtype(dtype).itemsize for shape, dtype, _ in tensors.values())
 
 
 def check_disk(out: Path, size: int, directory: Path) -> None:
@@ -123,7 +126,7 @@ def check_disk(out: Path, size: int, directory: Path) -> None:
     free = shutil.disk_usage(directory).free
     if size > free:
         raise ValueError(
-            f"--out {out} needs {size / 1e9:.2f} GB of disk while it is written, "
+            f"{FLAG} {out} needs {size / 1e9:.2f} GB of disk while it is written, "
             f"{free / 1e9:.2f} GB are free there"
         )
 
@@ -131,99 +134,117 @@ def check_disk(out: Path, size: int, directory: Path) -> None:
 def write_checkpoint(
     out: Path,
     source: WeightSource,
-    shapes: Shapes,
-    dtypes: Mapping[str, str],
+    tensors: Tensors,
     progress: Callable[[str], None],
-    metadata: dict[str, str] | None = None,
-) -> Manifest:
-    """Write the tensors of `shapes` to `out`, and the manifest beside it. `metadata` is kept in the
-    header of a safetensors file."""
-    partial = out.with_name(f".{out.name}.{os.getpid()}.partial")
-    flat = partial.with_suffix(".tensors") if out.suffix == ".pth" else partial
-    with removed(partial, flat, out=out):
-        entries, digest, start = _write_safetensors(
-            flat, source, shapes, dtypes, progress, metadata
-        )
-        if flat != partial:
-            _write_pth(partial, flat, start, entries)
-            digest = hash_file(partial)
-        is_int8 = any(name.endswith(SCALE) for name in shapes)
-        size = partial.stat().st_size
-        manifest = Manifest(out.name, size, digest, entries, "int8" if is_int8 else None)
-        _publish(partial, out, manifest)
-    return manifest
+    metadata: Mapping[str, str] | None = None,
+) -> None:
+    """Write the tensors to `out`, and the manifest beside it. `metadata` is kept in the header of a
+    safetensors file. After a crash `out` may lack a manifest, but never has that of another
+    file."""
+    with complete_file(FLAG, out) as partial:
+        if out.suffix == ".pth":
+            flat = partial.with_suffix(".tensors")
+            try:
+                start = _write_safetensors(flat, source, tensors, progress, metadata)
+                _write_pth(partial, flat, start, tensors)
+            finally:
+                flat.unlink(missing_ok=True)
+        else:
+            _write_safetensors(partial, source, tensors, progress, metadata)
+        manifest = {"file": out.name, "size": partial.stat().st_size, "sha256": hash_file(partial)}
+        manifest_path(out).unlink(missing_ok=True)
+    content = to_json({"version": MANIFEST_VERSION, **manifest}, indent=1)
+    write_text(FLAG, manifest_path(out), content + "\n")
 
 
 def _write_safetensors(
     path: Path,
     source: WeightSource,
-    shapes: Shapes,
-    dtypes: Mapping[str, str],
+    tensors: Tensors,
     progress: Callable[[str], None],
-    metadata: dict[str, str] | None,
-) -> tuple[dict[str, TensorEntry], str, int]:
-    """Returns the entries of the manifest, the sha256 of the file, and the byte offset of the first
-    tensor."""
-    header = safetensors_header(shapes, dtypes, metadata)
-    whole, entries = hashlib.sha256(header), {}
-    with path.open("xb") as handle:
+    metadata: Mapping[str, str] | None,
+) -> int:
+    """Returns the byte offset of the first tensor."""
+    header = safetensors_header(tensors, metadata)
+    with path.open("wb") as handle:
         handle.write(header)
-        for name, shape in shapes.items():
+        for name, (shape, dtype, _) in tensors.items():
             progress(name)
-            digest = hashlib.sha256()
             for piece in row_parts(name, shape):
-                data = raw_bytes(source.read(piece).to(_dtype(dtypes[name])))
-                handle.write(data)
-                digest.update(data)
-                whole.update(data)
-            entries[name] = TensorEntry(shape, dtypes[name], digest.hexdigest())
+                handle.write(raw_bytes(source.read(piece).to(_dtype(dtype))))
         _sync(handle)
-    return entries, whole.hexdigest(), len(header)
+    return len(header)
 
 
-def safetensors_header(
-    shapes: Shapes, dtypes: Mapping[str, str], metadata: dict[str, str] | None = None
-) -> bytes:
+def row_parts(name: str, shape: tuple[int, ...]) -> Iterator[Piece]:
+    """Pieces of a tensor in stored order, each with a bounded number of elements."""
+    step = max(READ_ELEMENTS // max(prod(shape[1:]), 1), 1)
+    for first in range(0, shape[0], step):
+        yield Piece(name, (first, min(first + step, shape[0])), None, shape)
+
+
+def raw_bytes(tensor: Tensor) -> memoryview:
+    """The values of a CPU tensor, row by row; copied only if they are not contiguous."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    data: memoryview = flat.numpy().data
+    return data
+
+
+def safetensors_header(tensors: Tensors, metadata: Mapping[str, str] | None = None) -> bytes:
     """The header's length and JSON table, padded to align the tensors that follow it."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
     end = 0
-    for name, shape in shapes.items():
-        first, end = end, end + prod(shape) * _dtype(dtypes[name]).itemsize
-        code = SAFETENSORS_NAMES[dtypes[name]]
+    for name, (shape, dtype, _) in tensors.items():
+        first, end = end, end + prod(shape) * _dtype(dtype).itemsize
+        code = SAFETENSORS_NAMES[dtype]
         table[name] = {"dtype": code, "shape": list(shape), "data_offsets": [first, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 64)
     return struct.pack("<Q", len(text)) + text
 
 
-def _write_pth(path: Path, flat: Path, start: int, entries: dict[str, TensorEntry]) -> None:
+def _write_pth(path: Path, flat: Path, start: int, tensors: Tensors) -> None:
     """torch.save a dict of the tensors that are in the file `flat` from byte `start` on. The file
     is memory-mapped, so that the tensors are not loaded into memory."""
-    tensors: dict[str, Tensor] = {}
-    for name, entry in entries.items():
-        dtype = _dtype(entry.dtype)
-        size = prod(entry.shape) * dtype.itemsize
+    saved: dict[str, Tensor] = {}
+    for name, (shape, dtype, _) in tensors.items():
+        size = prod(shape) * _dtype(dtype).itemsize
         # Mapped as writable, because torch warns about read-only arrays; nothing is written.
         mapped = np.memmap(flat, np.uint8, "r+", start, (size,))
-        tensors[name] = torch.from_numpy(mapped).view(dtype).view(entry.shape)
+        saved[name] = torch.from_numpy(mapped).view(_dtype(dtype)).view(shape)
         start += size
-    with path.open("xb") as handle:
-        torch.save(tensors, handle)
+    with path.open("wb") as handle:
+        torch.save(saved, handle)
         _sync(handle)
 
 
-def _publish(partial: Path, out: Path, manifest: Manifest) -> None:
-    """Move the file and its manifest to their final names. After a crash between the steps the file
-    may lack a manifest, but never has the manifest of another file."""
-    beside = manifest_path(out)
-    partial_manifest = beside.with_name(f".{beside.name}.{os.getpid()}.partial")
-    with removed(partial_manifest, out=beside):
-        with partial_manifest.open("x", encoding="utf-8") as handle:
-            handle.write(manifest.to_json())
-            _sync(handle)
-        beside.unlink(missing_ok=True)
-        partial.replace(out)
-        partial_manifest.replace(beside)
+def manifest_path(file: Path) -> Path:
+    return file.with_name(file.name + ".manifest.json")
+
+
+def find_damage(file: Path) -> str | None:
+    """One line that says how `file` differs from its manifest; None if it does not. Raises
+    ValueError naming the manifest when it is missing, unreadable or of another version."""
+    path = manifest_path(file)
+    try:
+        manifest = json.loads(path.read_text(encoding="utf-8"))
+        if manifest["version"] != MANIFEST_VERSION:
+            raise ValueError(f"version {manifest['version']}, expected {MANIFEST_VERSION}")
+        size, sha256 = manifest["size"], manifest["sha256"]
+    except OSError as error:
+        raise ValueError(
+            f"{path}: {error.strerror}; without it {file.name} cannot be verified"
+        ) from None
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"{path}: not a manifest ({error})") from None
+    try:
+        if file.stat().st_size != size:
+            return f"{file} has {file.stat().st_size} bytes, its manifest says {size}"
+        if hash_file(file) != sha256:
+            return f"{file}: its sha256 differs from the manifest's"
+    except OSError as error:
+        return f"{file}: {error.strerror}"
+    return None
 
 
 def copy_companions(source: ModelSource, directory: Path) -> None:

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from magicdec.model.checkpoint.weight_files import PthWeights, StoredWeights
+from magicdec.model.checkpoint.weight_files import PthWeights, WeightSource
 from magicdec.model.checkpoint.weight_map import Piece
 from magicdec.model.config import ModelConfig
 
@@ -37,7 +37,7 @@ NAME = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 FUSED = "attention.wqkv"
 
 
-class GptFastWeights(StoredWeights):
+class GptFastWeights(WeightSource):
     """A `WeightSource` that reads such a file. Raises ValueError naming the file for tensors that
     are not part of the layout, and for a fused matrix that does not have the config's size."""
 
@@ -54,11 +54,12 @@ class GptFastWeights(StoredWeights):
         }
         # Hugging Face name -> (stored name, key of `_parts` or None for the whole tensor).
         self._places: dict[str, tuple[str, str | None]] = {}
-        for stored_name, (rows, *others) in self._file.shapes().items():
+        for stored_name, stored in self._file.tensors.items():
+            rows, *others = stored.shape
             for name, part in self._names_of(stored_name, rows).items():
                 self._places[name] = stored_name, part
-                self._shapes[name] = (rows if part is None else self._parts[part][1], *others)
-                self._dtypes[name] = self._file.dtypes()[stored_name]
+                shape = (rows if part is None else self._parts[part][1], *others)
+                self.tensors[name] = stored._replace(shape=shape)
 
     def _names_of(self, name: str, rows: int) -> dict[str, str | None]:
         """The Hugging Face tensors that the stored tensor `name` holds, with their keys of
@@ -82,7 +83,7 @@ class GptFastWeights(StoredWeights):
     def read(self, piece: Piece) -> Tensor:
         """The slice `piece` in the stored dtype, with rows in Hugging Face's order."""
         stored_name, part = self._places[piece.name]
-        stored = self._file.shapes()[stored_name]
+        stored = self._file.tensors[stored_name].shape
         if part is None:
             return self._file.read(replace(piece, name=stored_name, full_shape=stored))
         first, _, is_reordered = self._parts[part]

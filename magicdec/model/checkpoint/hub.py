@@ -14,7 +14,7 @@ import json
 import re
 import shutil
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -53,22 +53,22 @@ def _reason(error: BaseException, revision: str, token: str | None) -> str:
     from huggingface_hub import errors, get_token
 
     has_token = bool(token or get_token())
-    # Specific errors before those that they derive from.
-    if isinstance(error, errors.GatedRepoError):
-        state = "this token may not read it" if has_token else "no token was found"
-        return (
-            f" is gated and {state}; accept its terms on its page, then give --hf_token, "
-            "set HF_TOKEN or log in"
-        )
-    if isinstance(error, errors.RevisionNotFoundError):
-        return f" has no --revision {revision}"
-    if isinstance(error, errors.RepositoryNotFoundError):
-        state = "or this token may not see it" if has_token else "or is private (no token)"
-        return f" does not exist on the hub, {state}"
-    if isinstance(error, errors.HFValidationError):
-        return " is not a name on the hub; it looks like owner/model"
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return ": HF_HUB_OFFLINE is set; unset it to download"
+    gated = "this token may not read it" if has_token else "no token was found"
+    absent = "or this token may not see it" if has_token else "or is private (no token)"
+    reasons: tuple[tuple[type[BaseException], str], ...] = (  # before those that they derive from
+        (
+            errors.GatedRepoError,
+            f" is gated and {gated}; accept its terms on its page, then give --hf_token, set "
+            "HF_TOKEN or log in",
+        ),
+        (errors.RevisionNotFoundError, f" has no --revision {revision}"),
+        (errors.RepositoryNotFoundError, f" does not exist on the hub, {absent}"),
+        (errors.HFValidationError, " is not a name on the hub; it looks like owner/model"),
+        (errors.OfflineModeIsEnabled, ": HF_HUB_OFFLINE is set; unset it to download"),
+    )
+    for kind, reason in reasons:
+        if isinstance(error, kind):
+            return reason
     if isinstance(error, errors.HfHubHTTPError):
         status = error.response.status_code
         texts = {401: "the token is not valid", 403: "this token may not read it"}
@@ -80,10 +80,10 @@ CONFIG_FILES = ("config.json", "generation_config.json")
 # The first one found is needed to run; the extras are for other programs.
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
 TOKENIZER_EXTRAS = ("tokenizer_config.json", "special_tokens_map.json")
-# The preferred format first: (single file, index of the shards).
+# The preferred format first: a single file, or the index of the shards.
 WEIGHTS = (
-    ("model.safetensors", "model.safetensors.index.json"),
-    ("pytorch_model.bin", "pytorch_model.bin.index.json"),
+    *("model.safetensors", "model.safetensors.index.json"),
+    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
 )
 SOURCE_FILE = "download.json"  # the repository, the commit and the checksums of the files
 
@@ -126,85 +126,67 @@ def find_repository(repo_id: str, revision: str, token: str | None) -> Repositor
     return Repository(repo_id, info.sha, files)
 
 
-def choose_small(repository: Repository) -> list[RemoteFile]:
-    """Config, tokenizer and, for weights in shards, the index that names the shards.
+def choose_small(repository: Repository) -> tuple[list[str], str]:
+    """The config, one tokenizer and, for weights in shards, the index that names the shards; and
+    the file of weights or the index. Safetensors come before .bin.
 
     Raises ValueError when the repository holds no config or no weights that can be read.
     """
     files = repository.files
     if "config.json" not in files:
         raise ValueError(f"--repo_id {repository.repo_id} holds no config.json; is it a model?")
+    weights = next((name for name in WEIGHTS if name in files), None)
+    if weights is None:
+        suffixes = ", ".join(sorted({Path(name).suffix for name in files} - {""}))
+        raise ValueError(
+            f"--repo_id {repository.repo_id} holds no {' or '.join(WEIGHTS[::2])}, "
+            f"whole or in shards; its files end in {suffixes}"
+        )
     names = [name for name in (*CONFIG_FILES, *TOKENIZER_EXTRAS) if name in files]
     names += [name for name in TOKENIZER_FILES if name in files][:1]
-    weights = choose_weights(repository)
-    return [files[name] for name in (*names, *([weights] if weights.endswith(".json") else []))]
+    return [*names, *([weights] if weights.endswith(".json") else [])], weights
 
 
-def choose_weights(repository: Repository) -> str:
-    """The name of the single file of weights, or of their index. Safetensors come before .bin."""
-    for pair in WEIGHTS:
-        for name in pair:
-            if name in repository.files:
-                return name
-    suffixes = ", ".join(sorted({Path(name).suffix for name in repository.files} - {""}))
-    raise ValueError(
-        f"--repo_id {repository.repo_id} holds no {' or '.join(single for single, _ in WEIGHTS)}, "
-        f"whole or in shards; its files end in {suffixes}"
-    )
-
-
-def choose_large(repository: Repository, directory: Path) -> list[RemoteFile]:
-    """The files of weights. The index, if there is one, is already in `directory`."""
-    first = choose_weights(repository)
-    if not first.endswith(".json"):
-        return [repository.files[first]]
+def shards_of(repository: Repository, index: Path) -> list[str]:
+    """The files of weights that an index names. Raises ValueError if one is not there."""
     try:
-        table = json.loads((directory / first).read_text(encoding="utf-8"))["weight_map"]
+        table = json.loads(index.read_text(encoding="utf-8"))["weight_map"]
         names = sorted({str(name) for name in table.values()})
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{directory / first}: not an index of weight files ({error})") from None
+        raise ValueError(f"{index}: not an index of weight files ({error})") from None
     for name in names:
         if name not in repository.files or ".." in Path(name).parts or Path(name).is_absolute():
             raise ValueError(
-                f"--repo_id {repository.repo_id} lacks {name}, though its {first} names it"
+                f"--repo_id {repository.repo_id} lacks {name}, though its {index.name} names it"
             )
-    return [repository.files[name] for name in names]
+    return names
 
 
-def download(
-    repository: Repository,
-    directory: Path,
-    token: str | None,
-    announce: Callable[[RemoteFile], None] = lambda file: None,
-) -> list[RemoteFile]:
+def download(repository: Repository, directory: Path, token: str | None) -> list[RemoteFile]:
     """Fetch what is needed to run the model into `directory`. Returns the files, all verified.
 
-    `announce` is told of each file of weights that is about to be fetched. Raises ValueError before
-    any weights are fetched if the model cannot run or the disk is too full.
+    Raises ValueError before any weights are fetched if the model cannot run or the disk is too
+    full.
     """
-    small = choose_small(repository)
+    small, weights = choose_small(repository)
     directory.mkdir(parents=True, exist_ok=True)
     fetch(repository, small, directory, token)
     load_model_config(directory)
-    large = choose_large(repository, directory)
-    fetch(repository, large, directory, token, announce)
-    files = [*small, *large]
+    large = [weights] if weights not in small else shards_of(repository, directory / weights)
+    fetch(repository, large, directory, token)
+    files = [repository.files[name] for name in (*small, *large)]
     sums = {file.name: {"size": file.size, "sum": file.sha256 or file.blob} for file in files}
     source = {"repo_id": repository.repo_id, "commit": repository.commit, "files": sums}
     (directory / SOURCE_FILE).write_text(json.dumps(source, indent=1) + "\n")
     return files
 
 
-def fetch(
-    repository: Repository,
-    files: Sequence[RemoteFile],
-    directory: Path,
-    token: str | None,
-    announce: Callable[[RemoteFile], None] = lambda file: None,
-) -> None:
-    """Fetch those of `files` that are not in `directory` yet or are damaged there."""
+def fetch(repository: Repository, names: Sequence[str], directory: Path, token: str | None) -> None:
+    """Fetch those files that are not in `directory` yet or are damaged there. Prints a line for
+    each, which is also useful in a log file."""
     from huggingface_hub import snapshot_download
 
+    files = [repository.files[name] for name in names]
     missing = [file for file in files if not is_intact(directory, file)]
     if not missing:
         return
@@ -214,7 +196,7 @@ def fetch(
         rest.unlink()  # of a download that was killed; the library does not continue it
     check_space(missing, directory)
     for file in missing:
-        announce(file)
+        print(f"  {file.name}, {file.size / 1e9:.2f} GB", flush=True)
     with explained(repository.repo_id, repository.commit, token):
         snapshot_download(
             repository.repo_id,
@@ -279,15 +261,10 @@ def find_local(flag: str, name: str) -> str:
     try:
         repository = find_repository(name, "main", None)
         print(f"fetching {name} into {directory}", file=sys.stderr, flush=True)
-        download(repository, directory, None, announce)
+        download(repository, directory, None)
     except ValueError as error:
         reason = str(error).replace("--repo_id ", "")
         raise ValueError(f"{flag} {name} is no directory; on the hub: {reason}") from None
     except OSError as error:
         raise ValueError(f"{flag} {name}: {error.filename}: {error.strerror or error}") from None
     return str(directory)
-
-
-def announce(file: RemoteFile) -> None:
-    """Print a line for each file, which is also useful in a log file."""
-    print(f"  {file.name}, {file.size / 1e9:.2f} GB", flush=True)

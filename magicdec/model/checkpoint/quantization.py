@@ -9,12 +9,11 @@ row, even if the row is sharded over ranks. `linear/packed.py` has the modules.
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from magicdec.model.checkpoint.weight_files import WeightSource
+from magicdec.model.checkpoint.weight_files import StoredTensor, WeightSource
 from magicdec.model.checkpoint.weight_map import SCALE, Piece, expected_shapes, find_pieces
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.family import find_family
@@ -38,8 +37,8 @@ def quantize(weights: Tensor, scales: Tensor) -> Tensor:
 
 def holds_int8(source: WeightSource) -> bool:
     """Whether `source` has weights quantised by this project, recognised by its names of scales."""
-    dtypes = source.dtypes()
-    return any(d == "int8" and name + SCALE in dtypes for name, d in dtypes.items())
+    tensors = source.tensors
+    return any(t.dtype == "int8" and name + SCALE in tensors for name, t in tensors.items())
 
 
 def check_range(what: str, values: Tensor) -> None:
@@ -48,7 +47,7 @@ def check_range(what: str, values: Tensor) -> None:
         raise ValueError(f"{what} holds -128; int8 weights are -127 .. 127")
 
 
-class QuantizedWeights:
+class QuantizedWeights(WeightSource):
     """A `WeightSource` that quantises a floating-point checkpoint while it is read. The values do
     not depend on how the tensors are divided into pieces.
 
@@ -56,7 +55,8 @@ class QuantizedWeights:
     """
 
     def __init__(self, source: WeightSource, config: ModelConfig) -> None:
-        self._source, self._shapes = source, expected_shapes(config, is_int8=True)
+        super().__init__(source.path)
+        self._source, shapes = source, expected_shapes(config, is_int8=True)
         self._scales: dict[str, Tensor] = {}  # by matrix; NaN: not computed yet
         self._kept: tuple[str, tuple[int, int], Tensor] | None = None  # the rows read last
         names = find_family(config.architecture).names(config)
@@ -64,29 +64,18 @@ class QuantizedWeights:
         self._stored_as = tied if config.tie_word_embeddings else {}
         # The piece that covers all of a matrix as [out, in], by name.
         self._matrices = {
-            name: replace(piece, rows=(0, self._shapes[name + SCALE][0]), columns=None)
+            name: replace(piece, rows=(0, shapes[name + SCALE][0]), columns=None)
             for name, piece in find_pieces(config, is_int8=True).items()
-            if name + SCALE in self._shapes
+            if name + SCALE in shapes
         }
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shape of every tensor, the scales included."""
-        return self._shapes
-
-    def dtypes(self) -> dict[str, str]:
-        """torch's name of every tensor's type."""
-        stored = self._source.dtypes()
-        kinds = dict.fromkeys(self._matrices, "int8")
-        kinds |= {name + SCALE: "float32" for name in self._matrices}
-        return {name: kinds.get(name) or stored[name] for name in self._shapes}
-
-    def where(self, name: str) -> Path | None:
-        """The file that is read for `name`."""
-        name = name.removesuffix(SCALE)
-        return self._source.where(self._stored_as.get(name, name))
+        for name, shape in shapes.items():
+            matrix = name.removesuffix(SCALE)
+            stored = source.tensors[self._stored_as.get(matrix, matrix)]
+            kind = "float32" if matrix != name else "int8"
+            dtype = kind if matrix in self._matrices else stored.dtype
+            self.tensors[name] = StoredTensor(shape, dtype, stored.file)
 
     def read(self, piece: Piece) -> Tensor:
-        """The slice `piece` in the dtype given by `dtypes`."""
         matrix = self._matrices.get(piece.name.removesuffix(SCALE))
         if matrix is None:
             return self._source.read(piece)

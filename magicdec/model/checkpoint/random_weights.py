@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import hashlib
 import re
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
+from magicdec.model.checkpoint.weight_files import StoredTensor, WeightSource
 from magicdec.model.checkpoint.weight_map import Piece
 
 STANDARD_DEVIATION = 0.02
@@ -22,25 +24,15 @@ NORM = re.compile(r"(norm|\.ln_\w+)\.weight$")
 TILE_ROWS, TILE_COLUMNS = 256, 1024
 
 
-class RandomWeights:
+class RandomWeights(WeightSource):
     """Normally distributed weights and biases, and norm weights of one, all float32.
 
     `shapes` has the full shape of every tensor (`weight_map.expected_shapes(config)`).
     """
 
-    def __init__(self, shapes: dict[str, tuple[int, ...]]) -> None:
-        self._shapes = shapes
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shape of every tensor."""
-        return self._shapes
-
-    def dtypes(self) -> dict[str, str]:
-        """torch's name of every tensor's type."""
-        return dict.fromkeys(self._shapes, "float32")
-
-    def where(self, name: str) -> None:
-        """No file holds these weights."""
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        super().__init__()
+        self.tensors = {name: StoredTensor(shape, "float32") for name, shape in shapes.items()}
 
     def read(self, piece: Piece) -> Tensor:
         """The slice `piece`, float32. A weight's value does not depend on the slice."""

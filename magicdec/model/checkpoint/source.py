@@ -19,7 +19,12 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.chunks import ChunkedWeights, open_chunks
 from magicdec.model.checkpoint.quantization import QuantizedWeights, check_range, holds_int8
 from magicdec.model.checkpoint.random_weights import TILE_ROWS, RandomWeights
-from magicdec.model.checkpoint.weight_files import BodyWeights, WeightSource, open_weights
+from magicdec.model.checkpoint.weight_files import (
+    BodyWeights,
+    StoredTensor,
+    WeightSource,
+    open_weights,
+)
 from magicdec.model.checkpoint.weight_map import (
     SCALE,
     Piece,
@@ -43,8 +48,6 @@ from magicdec.model.transformer import Transformer
 
 PROBLEMS_SHOWN = 3
 
-Shapes = Mapping[str, tuple[int, ...]]
-
 
 def check_weights(config: ModelConfig, source: WeightSource) -> None:
     """Compare names, shapes and dtypes of the stored tensors with the config.
@@ -52,14 +55,14 @@ def check_weights(config: ModelConfig, source: WeightSource) -> None:
     Raises ValueError naming the file and the first tensors that are missing, have the wrong shape,
     are not part of the model or cannot be read as weights.
     """
-    num_tensors = len(source.shapes())
+    num_tensors = len(source.tensors)
     if config.num_layers > num_tensors:  # a broken config may ask for a huge number of layers
         raise ValueError(
             f"{source.where('') or config.name}: the weights do not fit the config: "
             f"{num_tensors} tensors cannot make {config.num_layers} layers"
         )
     expected = expected_shapes(config, holds_int8(source))
-    problems = _problems(config, source.shapes(), expected)
+    problems = _problems(config, source, expected)
     if problems:
         file = source.where(problems[0][0]) or config.name
         listing = "; ".join(text for _, text in problems[:PROBLEMS_SHOWN])
@@ -73,24 +76,25 @@ def _check_dtypes(source: WeightSource, expected: Collection[str]) -> None:
     """Raises ValueError naming the first tensor of the model that is not floating-point, or that is
     neither int8 nor float32 as int8 weights and their scales must be. Integer weights without
     scales are refused, because their values are unknown."""
-    dtypes = source.dtypes()
     for name in expected:
-        if name + SCALE in expected or name.endswith(SCALE):
-            kind = "float32" if name.endswith(SCALE) else "int8"
-            if dtypes[name] != kind:
-                raise ValueError(
-                    f"{source.where(name)}: tensor {name} is stored as {dtypes[name]}; "
-                    f"in a checkpoint of int8 weights it must be {kind}"
-                )
-        elif not dtypes[name].startswith(("float", "bfloat")):
-            raise ValueError(
-                f"{source.where(name)}: tensor {name} is stored as {dtypes[name]}; "
-                "choose a checkpoint of floating-point weights"
-            )
+        dtype, wanted = source.tensors[name].dtype, ""
+        if name.endswith(SCALE):
+            wanted = "float32"
+        elif name + SCALE in expected:
+            wanted = "int8"
+        if dtype == wanted or (not wanted and dtype.startswith(("float", "bfloat"))):
+            continue
+        advice = "choose a checkpoint of floating-point weights"
+        if wanted:
+            advice = f"in a checkpoint of int8 weights it must be {wanted}"
+        raise ValueError(f"{source.where(name)}: tensor {name} is stored as {dtype}; {advice}")
 
 
-def _problems(config: ModelConfig, stored: Shapes, expected: Shapes) -> list[tuple[str, str]]:
+def _problems(
+    config: ModelConfig, source: WeightSource, expected: Mapping[str, tuple[int, ...]]
+) -> list[tuple[str, str]]:
     """(tensor, description of the problem) for every faulty tensor, missing ones first."""
+    stored = {name: tensor.shape for name, tensor in source.tensors.items()}
     missing = [
         (name, f"{name} is missing, expected shape {shape}")
         for name, shape in expected.items()
@@ -101,19 +105,15 @@ def _problems(config: ModelConfig, stored: Shapes, expected: Shapes) -> list[tup
         for name, shape in expected.items()
         if name in stored and stored[name] != shape
     ]
+    # Rotary frequencies and masks that old checkpoints store, and a stored copy of a tied head.
+    buffers = find_family(config.architecture).buffers
+    tied_head = "lm_head.weight" if config.tie_word_embeddings else None
     unexpected = [
         (name, f"{name} of shape {shape} is not part of the model")
         for name, shape in stored.items()
-        if name not in expected and not _is_redundant(name, config)
+        if name not in expected and name != tied_head and not name.endswith(buffers)
     ]
     return missing + misshapen + unexpected
-
-
-def _is_redundant(name: str, config: ModelConfig) -> bool:
-    """Whether the tensor may be ignored: rotary frequencies and masks that old checkpoints store,
-    and a stored copy of a tied head."""
-    is_tied_head = name == "lm_head.weight" and config.tie_word_embeddings
-    return is_tied_head or name.endswith(find_family(config.architecture).buffers)
 
 
 CHOICES = (
@@ -141,9 +141,9 @@ class ModelSource:
         return holds_int8(self.weights)
 
     @property
-    def stored_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shape of every stored tensor that is part of the model."""
-        return expected_shapes(self.config, self.is_int8)
+    def tensors(self) -> dict[str, StoredTensor]:
+        """Every stored tensor that is part of the model."""
+        return {n: self.weights.tensors[n] for n in expected_shapes(self.config, self.is_int8)}
 
 
 def find_model(flag: str, name: str, is_part: bool = False) -> ModelSource:
@@ -169,7 +169,7 @@ def find_model(flag: str, name: str, is_part: bool = False) -> ModelSource:
         raise ValueError(f"{flag} {name!r} is not known; choose from {CHOICES}")
     check_weights(source.config, source.weights)
     if not is_part and isinstance(source.weights, ChunkedWeights):
-        source.weights.check_present(source.stored_shapes)
+        source.weights.check_present(source.tensors)
     return source
 
 
@@ -275,7 +275,7 @@ def _stored_model(directory: Path, weights: Path) -> ModelSource:
         raise ValueError(f"{directory / 'config.json'}: not a model's config ({error})") from None
     body = find_family(config.architecture).body
     stored: WeightSource = open_chunks(weights) or open_weights(weights)
-    is_bare = body and not any(name.startswith(body) for name in stored.shapes())
+    is_bare = body and not any(name.startswith(body) for name in stored.tensors)
     source = BodyWeights(stored, body) if is_bare else stored
     return ModelSource(config.name, config, source, directory, is_random=False)
 
@@ -285,7 +285,8 @@ def fingerprint(source: ModelSource) -> str:
     checkpoint have that of the whole checkpoint, whichever files are here."""
     if isinstance(source.weights, ChunkedWeights):
         return source.weights.model_sha256
-    digest = hashlib.sha256(repr(sorted(source.weights.shapes().items())).encode())
+    shapes = {name: tensor.shape for name, tensor in source.weights.tensors.items()}
+    digest = hashlib.sha256(repr(sorted(shapes.items())).encode())
     config = source.config
     for pieces in weight_map(config, Shard(), range(config.num_layers)).values():
         for piece in pieces:

@@ -11,9 +11,9 @@ import json
 import pickle
 import re
 from collections.abc import Collection
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -35,30 +35,34 @@ TORCH_NAMES = {
 }
 
 
-class StoredWeights:
-    """Tensors in files. `path` is the file that was named, or the index that names the files; a
-    subclass fills the tables of shapes, dtypes and files, which are by tensor."""
+class StoredTensor(NamedTuple):
+    """What a header says of a tensor: its full shape, and torch's name of its type, as "bfloat16".
+    `file` is None where no file holds it."""
 
-    def __init__(self, path: Path) -> None:
+    shape: tuple[int, ...]
+    dtype: str
+    file: Path | None = None
+
+
+class WeightSource:
+    """A source of a model's tensors, which `tensors` has by their Hugging Face names. `path` is the
+    file or the index that was named; None where there is no file."""
+
+    def __init__(self, path: Path | None = None) -> None:
         self.path = path
-        self._files: dict[str, Path] = {}
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._dtypes: dict[str, str] = {}
+        self.tensors: dict[str, StoredTensor] = {}
 
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shape of every tensor."""
-        return self._shapes
+    def where(self, name: str) -> Path | None:
+        """The file that holds `name`, or the one that should have it, for messages."""
+        return self.tensors[name].file if name in self.tensors else self.path
 
-    def dtypes(self) -> dict[str, str]:
-        """torch's name of every tensor's stored type, as "bfloat16"."""
-        return self._dtypes
-
-    def where(self, name: str) -> Path:
-        """The file that holds `name`, or the file that should have named it."""
-        return self._files.get(name, self.path)
+    def read(self, piece: Piece) -> Tensor:
+        """A slice of one tensor, on the CPU, in the stored dtype. From a file, it is a view of the
+        mapped file, which is read when it is copied."""
+        raise NotImplementedError
 
 
-class SafetensorsWeights(StoredWeights):
+class SafetensorsWeights(WeightSource):
     """Tensors of one `.safetensors` file, or of the files a `model.safetensors.index.json` names.
 
     Files are opened for each read. A rank therefore keeps no mapped pages of slices that it has
@@ -72,17 +76,15 @@ class SafetensorsWeights(StoredWeights):
             with _open(file) as handle:
                 for name in _check_placed(names, dict.fromkeys(handle.keys()), file, path):
                     header = handle.get_slice(name)
-                    self._files[name] = file
-                    self._shapes[name] = tuple(header.get_shape())
-                    self._dtypes[name] = TORCH_NAMES.get(header.get_dtype(), header.get_dtype())
+                    dtype = TORCH_NAMES.get(header.get_dtype(), header.get_dtype())
+                    self.tensors[name] = StoredTensor(tuple(header.get_shape()), dtype, file)
 
     def read(self, piece: Piece) -> Tensor:
-        """The slice `piece` in the stored dtype: a view of the mapped file, read when copied."""
-        with _open(self._files[piece.name]) as handle:
+        with _open(self.tensors[piece.name].file) as handle:
             return _cut(handle.get_slice(piece.name), piece)
 
 
-class PthWeights(StoredWeights):
+class PthWeights(WeightSource):
     """Tensors of a `.pth` or `.bin` file, a dict from Hugging Face names to tensors, or of the
     files that a `pytorch_model.bin.index.json` names; memory-mapped.
 
@@ -95,21 +97,33 @@ class PthWeights(StoredWeights):
     def __init__(self, path: Path, gpt_fast: bool = False) -> None:
         super().__init__(path)
         self.gpt_fast = gpt_fast
-        self._tensors: dict[str, Tensor] = {}
+        self._mapped: dict[str, Tensor] = {}
         for file, names in _names_by_file(path).items():
-            tensors = _load_tensors(file, gpt_fast)
-            for name in _check_placed(names, tensors, file, path):
-                self._tensors[name], self._files[name] = tensors[name], file
-                self._shapes[name] = tuple(tensors[name].shape)
-                self._dtypes[name] = str(tensors[name].dtype).removeprefix("torch.")
+            mapped = _load_tensors(file, gpt_fast)
+            for name in _check_placed(names, mapped, file, path):
+                self._mapped[name] = mapped[name]
+                dtype = str(mapped[name].dtype).removeprefix("torch.")
+                self.tensors[name] = StoredTensor(tuple(mapped[name].shape), dtype, file)
 
-    def __reduce__(self) -> tuple[type[PthWeights], tuple[Path, bool]]:
+    def __reduce__(self) -> tuple[type[PthWeights], tuple[Path | None, bool]]:
         # The other process maps the file itself; pickling the tensors would copy them.
         return PthWeights, (self.path, self.gpt_fast)
 
     def read(self, piece: Piece) -> Tensor:
-        """The slice `piece` in the stored dtype: a view of the mapped file, read when copied."""
-        return _cut(self._tensors[piece.name], piece)
+        return _cut(self._mapped[piece.name], piece)
+
+
+class BodyWeights(WeightSource):
+    """A checkpoint that was saved from the model without its head. Its names lack the prefix
+    `body`, as in "transformer.", and are returned with it."""
+
+    def __init__(self, source: WeightSource, body: str) -> None:
+        super().__init__(source.path)
+        self.source, self.body = source, body
+        self.tensors = {body + name: tensor for name, tensor in source.tensors.items()}
+
+    def read(self, piece: Piece) -> Tensor:
+        return self.source.read(replace(piece, name=piece.name.removeprefix(self.body)))
 
 
 def open_weights(path: Path) -> SafetensorsWeights | PthWeights:
@@ -133,7 +147,7 @@ def _cut(tensor: Any, piece: Piece) -> Tensor:
     return cut.T if piece.transposed else cut
 
 
-def _open(path: Path) -> Any:
+def _open(path: Path | None) -> Any:
     try:
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
@@ -207,40 +221,3 @@ def _load_tensors(path: Path, gpt_fast: bool = False) -> dict[str, Tensor]:
 
 def _one_line(error: Exception) -> str:
     return str(error).strip().split("\n")[0]
-
-
-class WeightSource(Protocol):
-    """A source of a model's tensors under their Hugging Face names."""
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Full shape of every tensor, from headers alone."""
-
-    def dtypes(self) -> dict[str, str]:
-        """torch's name of every tensor's stored type, as "bfloat16", from headers alone."""
-
-    def read(self, piece: Piece) -> Tensor:
-        """A slice of one tensor, on the CPU, in the stored dtype."""
-
-    def where(self, name: str) -> Path | None:
-        """The file that holds or should hold `name`, for messages; None where there is no file."""
-
-
-@dataclass(frozen=True)
-class BodyWeights:
-    """A checkpoint that was saved from the model without its head. Its names lack the prefix
-    `body`, as in "transformer.", and are returned with it."""
-
-    source: WeightSource
-    body: str
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        return {self.body + name: shape for name, shape in self.source.shapes().items()}
-
-    def dtypes(self) -> dict[str, str]:
-        return {self.body + name: dtype for name, dtype in self.source.dtypes().items()}
-
-    def read(self, piece: Piece) -> Tensor:
-        return self.source.read(replace(piece, name=piece.name.removeprefix(self.body)))
-
-    def where(self, name: str) -> Path | None:
-        return self.source.where(name.removeprefix(self.body))

@@ -1,0 +1,90 @@
+"""EmulatedModel: stands in for a model, or for a part of one, on a machine that is not there. A
+forward sleeps in place of computing, and token p + 1 follows position p.
+
+It has the shapes and the interface of a `Transformer`, so that caches, batches, rings and pipelined
+speculation serve it as they serve a model, and all of them emit the same tokens.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor, nn
+
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.block import Attend
+from magicdec.model.config import ModelConfig
+from magicdec.model.linear.packed import Reduce
+from magicdec.model.transformer import BeforeLayer, Transformer
+
+DIGITS = 3  # of a position in a hidden state
+BASE = 256  # integers up to it are exact in bfloat16
+
+
+def sleep_until(due_s: float) -> None:
+    """Return at that time of `time.perf_counter`, or at once if it is over."""
+    time.sleep(max(0.0, due_s - time.perf_counter()))
+
+
+class EmulatedModel(Transformer):
+    """Takes `seconds` for a forward of any size, in equal shares for each of its layers. What
+    leaves its last layer names the position of a token."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        shard: Shard,
+        layers: range | None,
+        has_ends: bool | None,
+        seconds: float,
+        like: Tensor,
+    ) -> None:
+        """`like` has the dtype and the device of the weights that there would be."""
+        nn.Module.__init__(self)
+        self.config, self.shard, self.seconds = config, shard, seconds
+        self.layers = range(config.num_layers) if layers is None else layers
+        self.is_last = self.layers.stop == config.num_layers
+        self.has_embedding = self.layers.start == 0 if has_ends is None else has_ends
+        self.has_head = self.is_last if has_ends is None else has_ends
+        self.head_rows = shard.split(config.vocab_size)
+        self.weight = nn.Parameter(like.new_zeros(1), requires_grad=False)
+
+    def set_positions(self, max_positions: int, device: torch.device) -> None:
+        """There is no position encoding."""
+
+    def forward(
+        self,
+        x: Tensor,
+        positions: Tensor,
+        attend: Attend,
+        reduce: Reduce,
+        last_only: bool = False,
+        before_layer: BeforeLayer = lambda layer: None,
+    ) -> Tensor:
+        """As `Transformer.forward`."""
+        begin_s, num_layers = time.perf_counter(), len(self.layers)
+        for number, layer in enumerate(self.layers, 1):
+            before_layer(layer)
+            sleep_until(begin_s + self.seconds * number / num_layers)
+        if not self.is_last:
+            return self.weight.new_zeros(*positions.shape, self.config.hidden_size)
+        positions = positions[:, -1:] if last_only else positions
+        digits = torch.stack([positions // BASE**i % BASE for i in range(DIGITS)], dim=-1)
+        hidden = self.weight.new_zeros(*positions.shape, self.config.hidden_size)
+        hidden[..., :DIGITS] = digits.to(hidden.dtype)
+        return self.logits(hidden) if self.has_head else hidden
+
+    def logits(self, x: Tensor) -> Tensor:
+        """This rank's logits [B, T, V]: 1 for the token that follows, 0 for all others."""
+        places = torch.tensor([BASE**i for i in range(DIGITS)], device=x.device)
+        positions = (x[..., :DIGITS].long() * places).sum(dim=-1)
+        first, last = self.head_rows
+        ids = torch.arange(first, last, device=x.device)
+        following = (positions + 1) % self.config.vocab_size
+        return (ids == following.unsqueeze(-1)).to(x.dtype)
+
+
+def following_tokens(prompt_len: int, count: int, vocab_size: int) -> list[int]:
+    """The output of a request, by an emulated model."""
+    return [(prompt_len + i) % vocab_size for i in range(count)]

@@ -1,0 +1,77 @@
+"""Speculation against the baseline over one prefill, as tests of lossless decoding run it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from conftest import decode_both, make_draft, make_requests, make_runner, random_prompts
+
+from magicdec.attention.backend import AttentionBackend
+from magicdec.attention.grouped import GroupedBackend
+from magicdec.config.sections import KVSection, SamplingSection
+from magicdec.drafting.drafter import DraftModel
+from magicdec.model.transformer import Transformer
+from magicdec.runner import ModelRunner
+
+RAGGED = (5, 70, 1, 33)
+
+
+@dataclass(frozen=True)
+class Speculated:
+    """What speculation emitted, which is what the baseline emits, and what it accepted."""
+
+    tokens: list[list[int]]
+    accepted: list[list[int]]  # of each step and row
+    num_drafts: int
+    runner: ModelRunner
+    draft: DraftModel | None
+
+    @property
+    def counts(self) -> set[int]:
+        """The numbers of drafts that some step accepted of some row."""
+        return {count for step in self.accepted for count in step}
+
+    @property
+    def accepts_all(self) -> bool:
+        return self.counts == {self.num_drafts}
+
+    @property
+    def rate(self) -> float:
+        drafted = sum(self.num_drafts * len(step) for step in self.accepted)
+        return sum(map(sum, self.accepted)) / drafted
+
+
+def speculate(
+    model: Transformer,
+    kv: KVSection,
+    num_drafts: int = 4,
+    *,
+    draft: Transformer | None = None,
+    drafter: str = "self",
+    lengths: Sequence[int] = RAGGED,
+    num_new: int | Sequence[int] = 60,
+    seed: int = 0,
+    backend: Callable[[], AttentionBackend] = GroupedBackend,
+    chunk: int = 64,
+    draft_chunk: int = 16,
+    block_size: int = 8,
+    sampling: SamplingSection = SamplingSection(),
+    eos: tuple[int, ...] = (),
+) -> Speculated:
+    """Decode random prompts of `lengths` tokens by the baseline and by speculation, and assert that
+    both emit the same tokens, as many as asked for. `draft` is the model of a standalone draft."""
+    each = [num_new] * len(lengths) if isinstance(num_new, int) else list(num_new)
+    size = len(lengths), max(lengths) + max(each) + num_drafts
+    runner, made = make_runner(model, *size, backend()), None
+    if draft is not None:
+        drafter = "model"
+        made = make_draft(
+            draft, kv, *size, backend(), draft_chunk, block_size, max(8, num_drafts)
+        )  # fmt: skip
+    prompts = random_prompts(lengths, model.config.vocab_size, seed)
+    requests = make_requests(prompts, each, eos, sampling)
+    baseline, tokens, accepted = decode_both(runner, requests, kv, num_drafts, chunk, drafter, made)
+    assert tokens == baseline
+    assert eos or [len(row) for row in tokens] == each
+    return Speculated(tokens, accepted, num_drafts, runner, made)
