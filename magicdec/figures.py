@@ -86,12 +86,7 @@ def styled(salt: str = "magicdec") -> Iterator[None]:
 
 @contextmanager
 def saved_figure(
-    flag: str,
-    path: Path,
-    size: tuple[float, float],
-    rows: int = 1,
-    columns: int = 1,
-    **more: Any,
+    flag: str, path: Path, size: tuple[float, float], rows: int = 1, columns: int = 1, **more: Any
 ) -> Iterator[tuple[Figure, list[Axes]]]:
     """Yields a figure of `size` (width and height in inches) and its panels, row by row, to draw
     on. When the block ends, the figure is written in the format that the name of `path` ends in.

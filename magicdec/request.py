@@ -115,6 +115,14 @@ class Request:
         return replace(self, output_ids=list(self.output_ids), token_times_s=times)
 
 
+@dataclass
+class Moves:
+    """When one request got a row of the running batch, and when it was preempted."""
+
+    joined_s: list[float] = field(default_factory=list)
+    preempted_s: list[float] = field(default_factory=list)
+
+
 @dataclass(frozen=True)
 class Batch:
     """The requests that a step advances, in row order."""

@@ -170,12 +170,12 @@ def csv_text(rows: Iterable[Sequence[object]]) -> str:
     return text.getvalue()
 
 
-def print_tables(tables: Iterable[Table], form: str = "text") -> None:
-    """Print tables one after the other: as text, or in one of `FORMATS` with a blank line
-    between."""
+def print_tables(tables: Iterable[Table], form: str = "text", width: int | None = None) -> None:
+    """Print tables one after the other: as text, as `Table.print` does, or in one of `FORMATS` with
+    a blank line between."""
     if form == "text":
         for table in tables:
-            table.print()
+            table.print(width)
     else:
         print("\n".join(filter(None, map(FORMATS[form], tables))), end="")
 

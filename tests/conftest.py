@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -77,6 +77,36 @@ def start_alike() -> None:
     torch.set_num_threads(THREADS)
 
 
+class Ended(NamedTuple):
+    """The exit code of a command, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+Command = Callable[..., Ended]
+
+
+@pytest.fixture
+def command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """Runs `magicdec` with these words in this process, or the `main` of a module of
+    `magicdec.cli`, which is then the first of them."""
+
+    def run(first: Any, *words: object) -> Ended:
+        name = first if isinstance(first, str) else first.__name__.rpartition(".")[2]
+        program = ["magicdec", name] if first is name else [f"magicdec {name}"]
+        monkeypatch.setattr(sys, "argv", [*program, *map(str, words)])
+        code = 0
+        try:
+            console() if first is name else first.main()
+        except SystemExit as stopped:
+            code = int(stopped.code or 0)
+        return Ended(code, *capsys.readouterr())
+
+    return run
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_fixture_setup() -> None:
     start_alike()
@@ -96,21 +126,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "cuda" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
-
-
-@pytest.fixture
-def command(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[int, str, str]]:
-    """Runs `magicdec` with these words in this process: (exit code, stdout, stderr)."""
-
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["magicdec", *map(str, words)])
-        with pytest.raises(SystemExit) as ended:
-            console()
-        return int(ended.value.code or 0), *capsys.readouterr()
-
-    return run
 
 
 def tiny_transformer(

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from synthetic_samples import Array, baseline_pass, draw_chances, draw_pass, prefill_of
+from synthetic_samples import Array, add_batch, baseline_pass, draw_chances, draw_pass, prefill_of
 
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
@@ -129,16 +129,8 @@ def _missing(samples: PassSamples, chance: float, rng: np.random.Generator) -> P
     for batch, wanted in enumerate(samples.sequence_tokens):
         gamma = max(samples.num_drafted[batch])
         rows = [_walk(right, gamma, wanted[i], rng, chance) for i, right in _rights(samples, batch)]
-        longest = max(map(len, rows))
-        steps = [[row[i] for row in rows if i < len(row)] for i in range(longest)]
-        found.begin_ms.append(0.0)
-        found.step_ms.append([1.0] * longest)
-        found.num_drafted.append([gamma] * longest)
-        found.num_accepted.append([[a for a, _ in step] for step in steps])
-        found.num_emitted.append([[e for _, e in step] for step in steps])
-        found.sequence_tokens.append(list(wanted))
-        found.num_tokens.append(sum(wanted))
-        found.sequence_ms.append([float(len(row)) for row in rows])
+        steps = [[row[i] for row in rows if i < len(row)] for i in range(max(map(len, rows)))]
+        add_batch(found, gamma, steps, wanted, [len(row) for row in rows])
     found.draft_kv_tokens, found.draft_rows = samples.draft_kv_tokens, samples.draft_rows
     found.bytes_read, found.peak_memory_bytes = samples.bytes_read, samples.peak_memory_bytes
     found.output_hashes = samples.output_hashes

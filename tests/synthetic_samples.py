@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -26,6 +27,27 @@ def draw_chances(rng: Rng, num: int, mean: float, spread: float) -> Array:
     return rng.beta(mean * size, (1 - mean) * size, num)
 
 
+def add_batch(
+    samples: PassSamples,
+    gamma: int,
+    steps: Sequence[Sequence[tuple[int, int]]],
+    tokens: Sequence[int],
+    num_steps: Sequence[float],
+) -> None:
+    """A batch whose steps take 1 ms each and have these (accepted, emitted) tokens of each running
+    row. The sequences have so many tokens after the first, and took part in so many steps."""
+    samples.begin_ms.append(0.0)
+    samples.step_ms.append([1.0] * len(steps))
+    samples.num_drafted.append([gamma] * len(steps))
+    samples.num_accepted.append([[a for a, _ in step] if gamma else [] for step in steps])
+    samples.num_emitted.append([[e for _, e in step] for step in steps])
+    samples.sequence_tokens.append(list(tokens))
+    samples.num_tokens.append(sum(tokens))
+    samples.sequence_ms.append([float(count) for count in num_steps])
+    samples.bytes_read.append([1])
+    samples.peak_memory_bytes.append([1])
+
+
 def draw_pass(
     rng: Rng, chances: Array, gamma: int, num_tokens: int, num_batches: int = 1
 ) -> PassSamples:
@@ -37,46 +59,29 @@ def draw_pass(
         counts = accepted[:, rows]
         before = np.cumsum(counts + 1, axis=0) - counts - 1  # tokens before each step [steps, rows]
         emitted = np.minimum(counts + 1, num_tokens - before)
-        steps = [(c[e > 0].tolist(), e[e > 0].tolist()) for c, e in zip(counts, emitted)]  # noqa: B905
-        steps = [(c, e) for c, e in steps if c]
-        samples.begin_ms.append(0.0)
-        samples.step_ms.append([1.0] * len(steps))
-        samples.num_drafted.append([gamma] * len(steps))
-        samples.num_accepted.append([c for c, _ in steps])
-        samples.num_emitted.append([e for _, e in steps])
-        samples.sequence_tokens.append([num_tokens] * len(rows))
-        samples.num_tokens.append(num_tokens * len(rows))
-        samples.sequence_ms.append([float(n) for n in (emitted > 0).sum(axis=0)])
-        samples.bytes_read.append([1])
-        samples.peak_memory_bytes.append([1])
+        is_running = emitted > 0
+        steps = [
+            list(zip(c[running].tolist(), e[running].tolist(), strict=True))
+            for c, e, running in zip(counts, emitted, is_running, strict=True)
+            if running.any()
+        ]
+        add_batch(samples, gamma, steps, [num_tokens] * len(rows), is_running.sum(axis=0))
     return samples
 
 
 def baseline_pass(samples: PassSamples) -> PassSamples:
     """What decodes the same tokens without drafts, in steps of 1 ms."""
-    found = PassSamples.empty()
+    baseline = PassSamples.empty()
     for tokens in samples.sequence_tokens:
-        longest = max(tokens)
-        found.begin_ms.append(0.0)
-        found.step_ms.append([1.0] * longest)
-        found.num_drafted.append([0] * longest)
-        found.num_accepted.append([[] for _ in range(longest)])
-        found.num_emitted.append([[1] * sum(n > i for n in tokens) for i in range(longest)])
-        found.sequence_tokens.append(list(tokens))
-        found.num_tokens.append(sum(tokens))
-        found.sequence_ms.append([float(n) for n in tokens])
-        found.bytes_read.append([1])
-        found.peak_memory_bytes.append([1])
-    return found
+        steps = [[(0, 1)] * sum(n > i for n in tokens) for i in range(max(tokens))]
+        add_batch(baseline, 0, steps, tokens, tokens)
+    return baseline
 
 
 def scaled(samples: PassSamples, factors: Array) -> PassSamples:
     """The pass with the times of each batch multiplied by a factor."""
-    factors = [float(f) for f in factors]
-    samples.step_ms = [[ms * f for ms in b] for b, f in zip(samples.step_ms, factors, strict=True)]
-    samples.sequence_ms = [
-        [ms * f for ms in b] for b, f in zip(samples.sequence_ms, factors, strict=True)
-    ]
+    for times in (samples.step_ms, samples.sequence_ms):
+        times[:] = [[ms * float(f) for ms in b] for b, f in zip(times, factors, strict=True)]
     return samples
 
 

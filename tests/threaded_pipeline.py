@@ -22,8 +22,7 @@ from magicdec.pipelined_run.stage import CancellableStage, Predictions, RunPart
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Options
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
-from magicdec.request import Request
-from magicdec.serving.metrics import Moves
+from magicdec.request import Moves, Request
 
 
 @dataclass

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.ranks import end_with_launcher
-from magicdec.names import load_named
+from magicdec.names import load_named, load_object
 
 if TYPE_CHECKING:
     from magicdec.cli.parsing.parser import Parser
@@ -120,6 +120,7 @@ OLD_SPELLINGS = {
     "convert": ("model convert", "magicdec.cli.front.checkpoints:convert"),
 }
 KNOWN = COMMANDS | OLD_SPELLINGS
+SERVE = "magicdec.cli.serve"  # the module of several commands
 GROUPS = ("model",)  # commands that have only actions
 # Actions of commands that have flags of their own.
 ACTIONS = {
@@ -132,8 +133,12 @@ ACTIONS = {
 def parser_of(command: str) -> Parser:
     """The parser of a command or of one of its actions."""
     _, place = COMMANDS.get(command, ("", ""))
-    builders = {command: f"{place.partition(':')[0]}:build_parser"} | ACTIONS
-    parser: Parser = load_named(builders, command)()
+    module = place.partition(":")[0]
+    if module == SERVE:
+        parser: Parser = load_object(f"{SERVE}:COMMANDS")[command].build_parser()
+        return parser
+    builders = {command: f"{module}:build_parser"} | ACTIONS
+    parser = load_named(builders, command)()
     return parser
 
 

@@ -17,7 +17,6 @@ from magicdec.cli.parsing.parser import Parser, Values
 from magicdec.cli.parsing.record_files import FilesSection
 from magicdec.config.setting import same, setting
 from magicdec.records.comparison.compare import (
-    DEFAULT_MARGIN,
     INCOMPARABLE,
     MISSING,
     Comparison,
@@ -41,31 +40,11 @@ EXIT_CODES = "exit codes: 0 passed, 1 regression, 2 wrong usage, 3 not comparabl
 
 
 @dataclass(frozen=True)
-class RuleSection:
+class RuleSection(Rule):
     """The rule of a comparison, and its reports."""
 
-    margin: float | None = setting(
-        None,
-        "Share of the acceptance rate whose loss is tolerated, in place of the margins of the "
-        f"baselines; 0: any loss is a regression. Default: {DEFAULT_MARGIN} unless a baseline has "
-        "its own.",
-        least=0,
-        below=1,
-    )
-    exact: bool = setting(False, "A change of the accepted counts is a regression, also a gain.")
-    performance: float | None = setting(
-        None,
-        "Also compare ratios within one run (speedup, roofline fraction); a loss of more than this "
-        "share is a regression. Default: they are not compared.",
-        least=0,
-        below=1,
-    )
     junit: Path | None = setting(None, "Write the comparisons as JUnit XML.")
     summary: Path | None = setting(None, "Write the comparisons as Markdown.")
-
-    @property
-    def rule(self) -> Rule:
-        return Rule(self.margin, self.exact, self.performance)
 
 
 @dataclass(frozen=True)
@@ -74,9 +53,7 @@ class CompareSection:
 
     new: Path = setting(..., "File with the records of new runs, as JSON lines.", "new")
     baseline: Path = setting(
-        ...,
-        "File with baseline records, such as results/baselines/acceptance.jsonl.",
-        "baseline",
+        ..., "File with baseline records, such as results/baselines/acceptance.jsonl.", "baseline"
     )
     require_all: bool = setting(False, "Also exit with code 3 if a baseline has no new record.")
     strict: bool = same(FilesSection, "strict")
@@ -102,7 +79,7 @@ def main() -> None:
         new, old = (load_records(path, args.strict) for path in (args.new, args.baseline))
         if not new:
             raise ValueError(f"{args.new} holds no records")
-        code = conclude(rule, compare_all(new, old, rule.rule, args.require_all))
+        code = conclude(rule, compare_all(new, old, rule, args.require_all))
     except ValueError as error:
         print(f"magicdec compare: {error}", file=sys.stderr)
         sys.exit(2)

@@ -120,7 +120,7 @@ def gate(args: GateSection, rule: RuleSection) -> int:
         for record in records:
             append_record(args.out, record)
     failed = not_run(baselines, cases, args.quick) + failures(cases, results)
-    return conclude(rule, failed + compare(records, cases, rule.rule))
+    return conclude(rule, failed + compare(records, cases, rule))
 
 
 def save(values: Values) -> int:

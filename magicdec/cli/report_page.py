@@ -8,13 +8,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from magicdec.cli.parsing.parser import Parser
-from magicdec.cli.parsing.record_files import FilesSection, read_every_kind
+from magicdec.cli.parsing.record_files import RUN, FilesSection, read_every_kind
 from magicdec.config.sections import DecodingSection, WrittenSection
 from magicdec.config.setting import same, setting
-from magicdec.records.record import RunRecord
-from magicdec.serving.record import ServingRecord
 
-KINDS = ("run", "serving")  # of records
+KINDS = (RUN, "serving")  # of records
 
 
 @dataclass(frozen=True)
@@ -44,16 +42,16 @@ def main() -> None:
         args = build_parser().read(sys.argv[1:])[ReportSection]
         if args.out.exists() and not args.out.is_dir():
             raise ValueError(f"--out {args.out} is not a directory; name one to write to")
-        from magicdec.report.frame import Row, run_rows, served_row
+        from magicdec.report.frame import report_rows
         from magicdec.report.page import PAGE, make_report, write_report
         from magicdec.report.prediction import load_predictor
 
-        predictor, rows, number = load_predictor(args.machine), list[Row](), 0
-        for number, (path, record) in enumerate(read_every_kind(args, KINDS), 1):
-            if isinstance(record, RunRecord):
-                rows += run_rows(number, str(path), record)
-            elif isinstance(record, ServingRecord):
-                rows.append(served_row(number, str(path), record))
+        predictor = load_predictor(args.machine)
+        rows = [
+            row
+            for number, (path, record) in enumerate(read_every_kind(args, KINDS), 1)
+            for row in report_rows(number, str(path), record)
+        ]
         command = ["magicdec", "report", *sys.argv[1:]]
         report = make_report(args.title, command, not args.no_figure_files, rows, predictor)
         write_report(args.out, report)
@@ -64,4 +62,4 @@ def main() -> None:
         for figure in section.left_out:
             print(f"left out: {figure.title}: {figure.reason}", file=sys.stderr)
     drawn = sum(len(section.figures) for section in report.sections)
-    print(f"{drawn} figures of {number} runs: {args.out / PAGE}")
+    print(f"{drawn} figures of {rows[-1]['run']} runs: {args.out / PAGE}")

@@ -64,10 +64,11 @@ EVERYDAY = (
     *("--modes", "--draft", "--gamma", "--B", "--n_samples", "--layer_split", "--temperature"),
     *("--goodput", "--nproc", "--plot", "--trace", "--out"),
 )
+WITHOUT_EOS = ("num_draft_tokens", "cuda_graphs")
 # Sections of which only some settings have a flag here.
 ONLY = {
     "draft": ("rank_group", "draft_dtype"),
-    "decoding": ("num_draft_tokens", "cuda_graphs", "ignore_eos"),
+    "decoding": (*WITHOUT_EOS, "ignore_eos"),
     "workload": ("dataset", "seed"),
     "speculation": ("pa", "ps", "pr", "pd", "np", "max_in_flight", "lanes"),
     "output": ("results",),
@@ -103,7 +104,8 @@ class FilesSection(PictureSection):
 @dataclass(frozen=True)
 class Command:
     """A name of the command: what its help says, and its defaults. `modes` are those that it
-    compares, of which a number of ranks can have some; `drafting` are added with a draft."""
+    compares, of which a number of ranks can have some; `drafting` are added with a draft. With
+    `ignore_eos` it always decodes to the full length."""
 
     description: str
     modes: tuple[str, ...]
@@ -121,7 +123,8 @@ class Command:
             "speculation": Options(),
             "files": FilesSection(),
         }
-        return Parser(self.description, sections, ONLY, everyday=EVERYDAY)
+        only = ONLY if not self.ignore_eos else ONLY | {"decoding": WITHOUT_EOS}
+        return Parser(self.description, sections, only, everyday=EVERYDAY)
 
     @property
     def base(self) -> RunConfig:
@@ -171,8 +174,6 @@ class Command:
         if names is None:
             every = default_names(self.modes, world_size, has_draft)
             names = (*every, *(self.drafting if draft != NONE and is_named else ()))
-            if options.emulate_stage_ms is not None:
-                names = tuple(n for n in names if Pass.named(n).ranks is Ranks.STAGES)
         if options.sweep_rate is not None and len(names) > 1:
             raise ValueError(
                 f"--sweep_rate serves in one mode; --modes names {len(names)}: {' '.join(names)}"
@@ -214,6 +215,8 @@ USED_BY = {
     "serving.cache_tokens": lambda each: each.system == BATCHING,
     "serving.batch_ranks": lambda each: each.ranks is Ranks.FIRST,
     "serving.prefill_tokens": lambda each: each.system != SPECULATIVE,
+    "serving.batch_size": lambda each: each.system != SPECULATIVE,
+    "serving.n_samples": lambda each: each.system != SPECULATIVE,
     "serving.pad_stage_ms": lambda each: each.system == RING,
 }
 

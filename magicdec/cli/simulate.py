@@ -27,7 +27,6 @@ from magicdec.pipelined_speculation.options import NUM_CANDIDATES, Options
 from magicdec.records.reading import load_records
 from magicdec.records.record import append_records
 from magicdec.records.writing import check_files
-from magicdec.serving.options import ServeOptions
 from magicdec.simulator.machine import Cluster, Machine, divisions
 from magicdec.simulator.run import (
     MODES,
@@ -109,7 +108,9 @@ class SimulationSection(PictureSection, AcceptanceSection, ClusterSection):
         None, "Requests at the same time in the ring. Default: one for each stage.", least=1
     )
     seed: int = same(WorkloadSection, "seed")
-    modes: tuple[str, ...] | None = same(ServeOptions, "modes", choices=MODES)
+    modes: tuple[str, ...] | None = setting(
+        None, "Ways to decode that are simulated. Default: all.", choices=MODES
+    )
     out: Path | None = same(OutputSection, "results", None, is_default=True)
 
     def check(self, given: Collection[str]) -> None:

@@ -6,12 +6,12 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 
 from magicdec.cli.parsing.parser import Parser, Values
-from magicdec.cli.parsing.record_files import TABLES, FilesSection, read_commands, read_files
+from magicdec.cli.parsing.record_files import RUN, TABLES, FilesSection, read_commands, read_kind
 from magicdec.config.sections import PictureSection
 from magicdec.config.setting import same, setting
 from magicdec.figures import check_picture
@@ -21,19 +21,11 @@ from magicdec.records.metrics import check_metrics
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 from magicdec.records.writing import check_writable
-from magicdec.report.listing import (
-    FORMATS,
-    SORT_KEYS,
-    Listing,
-    Noted,
-    list_records,
-    noise_lines,
-    print_text,
-)
+from magicdec.report.listing import MOST_RECORDS, NARROW, SORT_KEYS, list_records, noise_lines
 from magicdec.report.settings import SETTINGS
-from magicdec.tables import print_tables
+from magicdec.tables import FORMATS, print_tables
 
-RUN, DRAWN = "run", "serving"  # kinds of records
+DRAWN = "serving"  # the kind of record that --plot draws
 RUN_FLAGS = ("group_by", "sort", "reverse")
 
 
@@ -42,10 +34,7 @@ class TableSection(FilesSection):
     """Which records are printed, and how."""
 
     kind: str | None = setting(
-        None,
-        "Only records of this kind.",
-        choices=tuple(RECORDS),
-        other_defaults="run in config",
+        None, "Only records of this kind.", choices=tuple(RECORDS), other_defaults="run in config"
     )
     group_by: tuple[str, ...] = setting(
         (),
@@ -107,10 +96,11 @@ def show(args: TableSection, values: Values) -> None:
     """Print the runs as one table, and then the records of each other command as the command itself
     did. Raises ValueError for a flag that has nothing to work on."""
     others = Counter[str]()
-    files = read_files(args, can_be_empty=True, others=others)
-    records = Noted(record for _, record in files if args.kind in (None, RUN))
+    runs = read_kind(args, RUN, others)
+    records = (record for _, record in runs if args.kind in (None, RUN))
+    first = list(islice(records, MOST_RECORDS + 1))
     is_ascending = None if not args.reverse else args.sort not in SETTINGS
-    listing = list_records(records, args.group_by, args.sort, is_ascending)
+    listing = list_records(chain(first, records), args.group_by, args.sort, is_ascending)
     kinds = [kind for kind in others if args.kind in (None, kind)]
     if kinds and not listing.rows:
         reason = "it is for records of runs, and there are none"
@@ -126,7 +116,9 @@ def show(args: TableSection, values: Values) -> None:
         for command in read_commands(kind, args.files, args.strict)
     ]
     if listing.rows or not commands:
-        show_runs(listing, args.format, [] if args.group_by else noise_lines(records.few))
+        is_noted = args.format == "text" and not args.group_by
+        table = listing.table(args.format, noise_lines(first) if is_noted else ())
+        print_tables([table], args.format, NARROW)
     if listing.rows and commands and args.format == "csv":
         counts = " and ".join(f"{others[kind]} of kind {kind}" for kind in kinds)
         print(f"other records are left out, {counts}; see --kind", file=sys.stderr)
@@ -139,13 +131,6 @@ def show(args: TableSection, values: Values) -> None:
         from magicdec.serving.bars import draw_bars
 
         draw_bars("--plot", args.plot, [command for kind, command in commands if kind == DRAWN])
-
-
-def show_runs(listing: Listing, form: str, notes: Sequence[str]) -> None:
-    if form == "text":
-        print_text(listing, notes)
-    else:
-        print(FORMATS[form](listing), end="")
 
 
 def check(files: dict[Path, list[RunRecord]]) -> int:

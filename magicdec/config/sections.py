@@ -387,8 +387,8 @@ class DraftChoice:
         "model:NAME (a smaller model, named as --model is), ngram (text of the prompt and the "
         "output), or none. Commands that serve requests serve them without drafts too.",
         metavar="DRAFT",
-        other_defaults="none in inflight, recurrent and gate save, model:demo-draft in pipeline, "
-        "self ngram in advise",
+        other_defaults="none in serve, inflight, recurrent and gate save, model:demo-draft in "
+        "pipeline, self ngram in advise",
     )
 
 

@@ -47,8 +47,7 @@ from magicdec.pipelined_speculation.messages import (
 )
 from magicdec.pipelined_speculation.options import Counts
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
-from magicdec.request import Request
-from magicdec.serving.metrics import Moves
+from magicdec.request import Moves, Request
 
 Observer = Callable[[int], None]
 """A function that is called with the number of tokens of each commit."""

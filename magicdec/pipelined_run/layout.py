@@ -88,6 +88,18 @@ class SplitText:
     def __str__(self) -> str:
         return f"{self.head}{self.stages}{'' if self.draft is None else f'/{self.draft}'}"
 
+    @property
+    def num_apart(self) -> int:
+        """The number of ranks that only draft. Raises ValueError, naming the flag, if what is
+        behind the slash is none of its forms."""
+        if self.draft is None or self.draft == ON_HEAD:
+            return 0
+        return count_shares(str(self), self.draft)
+
+    def num_stages(self, world_size: int) -> int:
+        """The number of stages on so many ranks. Raises ValueError as `num_apart` does."""
+        return count_stages(self.stages, world_size - self.num_apart - bool(self.head))
+
 
 def read_split(text: str | None) -> SplitText:
     if text is None:
@@ -109,10 +121,9 @@ def make_layout(text: str | None, world_size: int, num_layers: int) -> Layout:
             f"{FLAG} {text}: {MDI_LLM} divides the layers of a ring (`magicdec recurrent`); choose "
             "from counts, shares and auto"
         )
-    num_apart, is_headless = count_draft_ranks(text), split.head != ""
-    num_others = num_apart + is_headless
-    num_stages = max(1, count_stages(split.stages, world_size - num_others))
-    if (count := num_stages + num_others) != world_size:
+    num_apart, is_headless = split.num_apart, split.head != ""
+    num_stages = max(1, split.num_stages(world_size))
+    if (count := num_stages + num_apart + is_headless) != world_size:
         raise ValueError(
             f"{FLAG} {text} names {count} ranks, but {world_size} were started; start {count}"
         )
@@ -121,12 +132,6 @@ def make_layout(text: str | None, world_size: int, num_layers: int) -> Layout:
     empty = (range(0),)
     layers = (*(empty if is_headless else ()), *layers, *(empty * num_apart))
     return Layout(layers, tuple(range(world_size - num_apart, world_size)) or (0,))
-
-
-def count_draft_ranks(text: str | None) -> int:
-    """The ranks of a split that only draft. Raises ValueError, naming the flag."""
-    draft = read_split(text).draft
-    return 0 if draft in (None, ON_HEAD) else count_shares(str(text), str(draft))
 
 
 def count_shares(text: str, draft: str) -> int:

@@ -35,19 +35,15 @@ def must_not_exceed(name: str, value: float, other: str, limit: float) -> None:
 
 def check_run(passes: Mapping[str, PassSamples], prefill: PrefillSamples) -> None:
     """The samples of all passes of a run, by the name of the pass. No record can be made of passes
-    with unequal threads (`RunRecord`)."""
-    check_prefill(prefill)
-    for name, samples in passes.items():
-        check_samples(name, samples)
-
-
-def check_prefill(prefill: PrefillSamples) -> None:
-    """The prompts of a batch are prefilled one after the other, and the last is the end of it."""
+    with unequal threads (`RunRecord`). The prompts of a batch are prefilled one after the other,
+    and the last is the end of it."""
     for batch, (ms, ttft_ms) in enumerate(zip(prefill.prefill_ms, prefill.ttft_ms, strict=True)):
         last = max(ttft_ms, default=0.0)
         must_not_exceed(f"batch {batch}: the last TTFT", last, "prefill_ms", ms)
         if any(later <= earlier for earlier, later in pairwise(ttft_ms)):
             raise AssertionError(f"batch {batch}: ttft_ms {ttft_ms} does not rise from row to row")
+    for name, samples in passes.items():
+        check_samples(name, samples)
 
 
 def unequal_threads(passes: Mapping[str, SamplesRecord]) -> str | None:
@@ -94,26 +90,27 @@ def check_steps(batch_name: str, samples: PassSamples, batch: int) -> None:
         running = [i for i, count in enumerate(left) if count > 0]
         must_equal(f"{name}: rows", len(emitted), "running sequences", len(running))
         verified = accepted if drafted or accepted else [0] * len(emitted)
-        is_possible = len(verified) == len(emitted) and all(
-            0 <= count <= drafted and 1 <= tokens <= count + 1
-            for count, tokens in zip(verified, emitted, strict=True)
-        )
-        if not is_possible or (accepted and not drafted):
+        counts = zip(verified, emitted, strict=False)
+        if (
+            len(verified) != len(emitted)
+            or any(not (0 <= n <= drafted and 1 <= tokens <= n + 1) for n, tokens in counts)
+            or (accepted and not drafted)
+        ):
             raise AssertionError(
                 f"{name}: num_drafted {drafted}, num_accepted {accepted}, num_emitted {emitted}"
             )
         steps_ms += ms
         for i, count, tokens in zip(running, verified, emitted, strict=True):
+            sequence = f"{name}, sequence {i}"
             left[i] -= tokens
             if left[i] == 0:
-                sequence = f"{batch_name}, sequence {i}: the time of its steps"
-                must_not_exceed(sequence, steps_ms, "its sequence_ms", ends_ms[i])
+                label = f"{sequence}: the time of its steps"
+                must_not_exceed(label, steps_ms, "its sequence_ms", ends_ms[i])
             else:
-                row = f"{name}, sequence {i}: num_emitted"
-                must_equal(row, tokens, "1 + num_accepted", 1 + count)
+                must_equal(f"{sequence}: num_emitted", tokens, "1 + num_accepted", 1 + count)
     for i, count in enumerate(left):
-        sequence = f"{batch_name}, sequence {i}: emitted tokens"
-        must_equal(sequence, wanted[i] - count, "its tokens", wanted[i])
+        label = f"{batch_name}, sequence {i}: emitted tokens"
+        must_equal(label, wanted[i] - count, "its tokens", wanted[i])
 
 
 def check_phases(name: str, samples: PassSamples) -> None:
@@ -122,13 +119,12 @@ def check_phases(name: str, samples: PassSamples) -> None:
     if not any(phases.values()):
         return
     drafted = list(chain.from_iterable(samples.num_drafted))
-    drafting = sum(count > 0 for count in drafted)
+    num_drafting = sum(count > 0 for count in drafted)
     for key, times in phases.items():
-        of_kind = len(drafted) - drafting if key == "decode_ms" else drafting
+        of_kind = len(drafted) - num_drafting if key == "decode_ms" else num_drafting
         must_equal(f"{name}: times in {key}", len(times), "steps that have it", of_kind)
     draft, verify, decode = map(iter, phases.values())
-    steps = zip(chain.from_iterable(samples.step_ms), drafted, strict=True)
-    for step, (ms, count) in enumerate(steps):
+    for step, (ms, count) in enumerate(zip(chain(*samples.step_ms), drafted, strict=True)):
         phases_ms = next(draft) + next(verify) if count else next(decode)
         label, limit = f"{name}, step {step}: the time of its phases", ms * (1 + PHASE_TOLERANCE)
         must_not_exceed(label, phases_ms, "its step_ms, with a tolerance,", limit)

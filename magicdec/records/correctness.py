@@ -63,8 +63,7 @@ class Correctness(Part):
         null=UNJUDGED,
     )
     expected_differing: float | None = recorded(
-        "mean number of sequences that the rounding of the run makes differ",
-        null=UNJUDGED,
+        "mean number of sequences that the rounding of the run makes differ", null=UNJUDGED
     )
     most_differing: int | None = recorded(
         "number of differing sequences that rounding exceeds with a probability of at most 0.001; "

@@ -86,8 +86,7 @@ class MemoryRecord(Part):
         "bytes",
     )
     working_bytes: int = recorded(
-        "planned: the largest amount of temporary memory in addition to these; an estimate",
-        "bytes",
+        "planned: the largest amount of temporary memory in addition to these; an estimate", "bytes"
     )
     total_bytes: int = recorded("the sum of the above", "bytes")
     free_bytes: int | None = recorded(

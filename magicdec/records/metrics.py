@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, replace
 from itertools import chain
 from typing import Any
@@ -110,12 +110,20 @@ def add_speedup(metrics: Metrics, baseline: PassSamples, ours: PassSamples) -> M
 
 def speedups(baseline: PassSamples, ours: PassSamples) -> list[float]:
     """The ratio of the tokens/s of decode steps to the baseline's, for each batch."""
-    return _ratios(baseline, map(sum, baseline.step_ms), ours, map(sum, ours.step_ms))
+    return _ratios(baseline, ours, lambda samples: map(sum, samples.step_ms))
 
 
 def net_speedups(baseline: PassSamples, ours: PassSamples) -> list[float]:
     """The same ratio, of the tokens/s from the end of prefill to the last token."""
-    return _ratios(baseline, net_ms(baseline), ours, net_ms(ours))
+    return _ratios(baseline, ours, net_ms)
+
+
+def _ratios(
+    baseline: PassSamples, ours: PassSamples, times: Callable[[PassSamples], Iterable[float]]
+) -> list[float]:
+    """The ratio of tokens per time, of the batches in which both emitted tokens after the first."""
+    batches = zip(ours.num_tokens, times(ours), baseline.num_tokens, times(baseline), strict=True)
+    return [(n / ms) / (base_n / base_ms) for n, ms, base_n, base_ms in batches if n and base_n]
 
 
 def net_ms(samples: PassSamples) -> list[float]:
@@ -152,18 +160,6 @@ def _break_even(added: float, base_added: float, each: float, base_each: float) 
     if each >= base_each:
         return math.inf
     return max(0, math.floor((added - base_added) / (base_each - each))) + 2
-
-
-def _ratios(
-    baseline: PassSamples, base_ms: Iterable[float], ours: PassSamples, ms: Iterable[float]
-) -> list[float]:
-    return [
-        (n / time) / (base_n / base_time)
-        for n, time, base_n, base_time in zip(
-            ours.num_tokens, ms, baseline.num_tokens, base_ms, strict=True
-        )
-        if n and base_n
-    ]
 
 
 def check_metrics(record: RunRecord) -> list[str]:
@@ -219,11 +215,7 @@ def calibration_ms(samples: PassSamples) -> float | None:
 
 def tpots(samples: SamplesRecord) -> list[float]:
     """TPOT of each sequence that decoded a token after its first, in ms."""
-    times = zip(
-        chain.from_iterable(samples.sequence_ms),
-        chain.from_iterable(samples.sequence_tokens),
-        strict=True,
-    )
+    times = zip(chain(*samples.sequence_ms), chain(*samples.sequence_tokens), strict=True)
     return [ms / tokens for ms, tokens in times if tokens]
 
 

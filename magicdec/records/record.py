@@ -99,8 +99,7 @@ class RunRecord(MeasuredRecord):
         null=f"if `failed`; if {UNJUDGED}",
     )
     prefill_samples: PrefillSamples | None = recorded(
-        "raw times of prefill, which the passes share",
-        null=f"if `failed`; if {UNJUDGED}",
+        "raw times of prefill, which the passes share", null=f"if `failed`; if {UNJUDGED}"
     )
     memory: MemoryRecord | None = recorded(
         "the planned and the measured memory of all ranks together",

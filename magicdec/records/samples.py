@@ -14,6 +14,7 @@ from magicdec.records.fields import Part, recorded
 from magicdec.request import Request, StepOutput
 
 UNDRAFTED = "for `autoregressive`; with random weights"
+UNCALIBRATED = "without `--gamma auto`; for `autoregressive`"
 
 
 def to_ms(seconds: float) -> float:
@@ -21,101 +22,84 @@ def to_ms(seconds: float) -> float:
     return round(1e3 * seconds, 6)
 
 
+def _ms(meaning: str, null: str | None = None) -> Any:
+    return recorded(meaning, "ms", null=null)
+
+
 @dataclass(kw_only=True)
 class SamplesRecord(Part):
     """The raw times and counts of one pass, by batch."""
 
-    begin_ms: list[float] = recorded(
-        "time between prefill and the first decode step, by batch, without `calibration_ms`",
-        "ms",
+    begin_ms: list[float] = _ms(
+        "time between prefill and the first decode step, by batch, without `calibration_ms`"
     )
-    calibration_ms: list[float] | None = recorded(
+    calibration_ms: list[float] | None = _ms(
         "time that `--gamma auto` spent on measuring steps between prefill and the first decode "
-        "step, by batch",
-        "ms",
-        null="without `--gamma auto`; for `autoregressive`",
+        "step, by batch", UNCALIBRATED
+    )  # fmt: skip
+    warmup_calibration_ms: float | None = _ms(
+        "time that `--gamma auto` spent on measuring steps in the warm-up", UNCALIBRATED
     )
-    warmup_calibration_ms: float | None = recorded(
-        "time that `--gamma auto` spent on measuring steps in the warm-up",
-        "ms",
-        null="without `--gamma auto`; for `autoregressive`",
-    )
-    draft_prefill_ms: list[float] | None = recorded(
+    draft_prefill_ms: list[float] | None = _ms(
         "`begin_ms` of a standalone draft, which is its own prefill",
-        "ms",
-        null="without a standalone draft; for `autoregressive`",
-    )
-    step_ms: list[list[float]] = recorded("time of each decode step, by batch and step", "ms")
+        "without a standalone draft; for `autoregressive`",
+    )  # fmt: skip
+    step_ms: list[list[float]] = _ms("time of each decode step, by batch and step")
     num_tokens: list[int] = recorded(
         "emitted tokens after the first ones, summed over rows, by batch", "tokens"
     )
     num_drafted: list[list[int]] | None = recorded(
         "draft tokens for each row, of a tree its levels, by batch and step; 0 in a step without "
-        "drafts",
-        "tokens",
-        null=UNDRAFTED,
-    )
+        "drafts", "tokens", null=UNDRAFTED
+    )  # fmt: skip
     num_accepted: list[list[list[int]]] | None = recorded(
         "accepted draft tokens by batch, step and row, including those past the row's end; rows "
         "that have ended are left out, and a step without drafts has no rows",
-        "tokens",
-        null=UNDRAFTED,
-    )
+        "tokens", null=UNDRAFTED,
+    )  # fmt: skip
     num_emitted: list[list[list[int]]] | None = recorded(
         "tokens that the step appended to the row's output, by batch, step and row, up to the "
         "row's end; rows that have ended are left out",
-        "tokens",
-        null="with random weights, where drafted",
-    )
+        "tokens", null="with random weights, where drafted",
+    )  # fmt: skip
     sequence_tokens: list[list[int]] = recorded(
-        "emitted tokens after the first one, by batch and sequence",
-        "tokens",
+        "emitted tokens after the first one, by batch and sequence", "tokens"
     )
-    sequence_ms: list[list[float]] = recorded(
+    sequence_ms: list[list[float]] = _ms(
         "time from the start of the batch's decode steps until the sequence ended, by batch and "
-        "sequence; 0 if it had ended with its first token",
-        "ms",
+        "sequence; 0 if it had ended with its first token"
     )
-    draft_ms: list[float] = recorded(
-        "time of drafting, of each step that drafts, over all batches; empty if not timed",
-        "ms",
+    draft_ms: list[float] = _ms(
+        "time of drafting, of each step that drafts, over all batches; empty if not timed"
     )
-    verify_ms: list[float] = recorded(
-        "time of verifying, of each step that drafts; empty if not timed",
-        "ms",
-    )
-    decode_ms: list[float] = recorded(
-        "time of the forward and of sampling, of each step without drafts; empty if not timed",
-        "ms",
+    verify_ms: list[float] = _ms("time of verifying, of each step that drafts; empty if not timed")
+    decode_ms: list[float] = _ms(
+        "time of the forward and of sampling, of each step without drafts; empty if not timed"
     )
     bytes_read: list[list[int]] = recorded(
-        "bytes to read in the decode steps, by batch and rank",
-        "bytes",
+        "bytes to read in the decode steps, by batch and rank", "bytes"
     )
     draft_kv_tokens: list[int] = recorded(
         "tokens whose K and V the draft forwards read, by batch, summed over rows and forwards",
         "tokens",
     )
     draft_rows: list[int] = recorded(
-        "rows of the draft forwards, by batch, summed over forwards",
-        "rows",
+        "rows of the draft forwards, by batch, summed over forwards", "rows"
     )
     peak_memory_bytes: list[list[int]] = recorded(
-        "largest memory use, by batch and rank; 0 if unknown",
-        "bytes",
+        "largest memory use, by batch and rank; 0 if unknown", "bytes"
     )
     threads: list[list[int]] = recorded(
         "CPU threads as measured in the pass, by batch and, in their order, rank; the same in all "
-        "passes and batches",
+        "passes and batches"
     )
     answer_scores: list[float] | None = recorded(
-        "answer score of each prompt",
-        "0 to 1",
+        "answer score of each prompt", "0 to 1",
         null="if the workload has no known answers; with random weights",
-    )
+    )  # fmt: skip
     output_hashes: list[str] = recorded(
         "hash of the emitted token ids of each prompt, the first 16 hexadecimal digits of SHA-256; "
-        "equal hashes stand for equal outputs",
+        "equal hashes stand for equal outputs"
     )
 
     def restored(self) -> PassSamples:
@@ -154,10 +138,8 @@ class PassSamples(SamplesRecord):
         return SamplesRecord(**values)
 
     def begin_batch(self) -> None:
-        self.step_ms.append([])
-        self.num_drafted.append([])
-        self.num_accepted.append([])
-        self.num_emitted.append([])
+        for steps in (self.step_ms, self.num_drafted, self.num_accepted, self.num_emitted):
+            steps.append([])
 
     def observe_begin(
         self, seconds: float, calibration_s: float | None, is_draft_prefill: bool

@@ -1,6 +1,5 @@
-"""Records as rows of pandas data frames: the runs of a report with their settings and metrics as
-columns, a row for each pass; and every kind of record as flat rows for other programs.
-"""
+"""Records of every kind as flat rows, for pandas data frames of a report and for other programs: a
+row for each pass, with its settings and metrics as columns."""
 
 from __future__ import annotations
 
@@ -15,13 +14,13 @@ from typing import Any
 import pandas as pd
 
 from magicdec.names import BASELINE
+from magicdec.records.acceptance import verifications
 from magicdec.records.fields import Part
+from magicdec.records.metrics import tpots
 from magicdec.records.performance import SUFFIX, Metrics
-from magicdec.records.record import Record, RunRecord
-from magicdec.records.samples import SamplesRecord
+from magicdec.records.record import MeasuredRecord, Record, RunRecord
 from magicdec.records.table import method
 from magicdec.report.settings import command_of, is_baseline, settings
-from magicdec.serving.record import ServingRecord
 
 Row = dict[str, Any]
 SUFFIXES = (".csv", ".parquet")  # of the files that `write_frame` writes
@@ -36,59 +35,96 @@ def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
     return frame.where(frame.notna(), None)
 
 
-def run_rows(number: int, source: str, record: RunRecord) -> Iterator[Row]:
-    """What a report keeps of a run, which is all but most of its samples: a row for the pass of the
-    baseline, if it has metrics, and one for the requested strategy, which `is_run`. `number` counts
-    the runs of a report from 1. Metrics have the names of their fields, and `_low` and `_high`
-    after the names of intervals."""
-    values = settings(record)
-    theirs = record.baseline_metrics
-    head: Row = {"kind": record.kind, "run": number, "file": source, "error": record.error}
-    head |= values | {"command": command_of(record.environment)}
-    head |= _prefixed(ENVIRONMENT, record.environment)
-    head["autoregressive_step_ms"] = None if theirs is None else theirs.mean_step_ms
-    drafts = (values["drafter"], values["kv_policy"])
-    for name, metrics in _passes(record):
-        is_run = name == record.config["decoding"]["strategy"]
-        # The times of a run that diverged are no result.
-        samples = record.samples.get(name) if record.samples and record.passed else None
-        prefill = record.prefill_samples if is_run and record.passed else None
-        yield (
-            head
-            | metric_row(metrics, Metrics)
-            | {
-                "is_run": is_run,
-                "has_result": metrics is not None,
-                "method": method(record) if is_run else BASELINE,
-                "series": BASELINE
-                if not is_run or is_baseline(record)
-                else ", ".join(str(part) for part in drafts if part is not None),
-                "ttft_ms": list(chain.from_iterable(prefill.ttft_ms)) if prefill else [],
-                "tpot_ms": _tpots(samples) if samples else [],
-                "accepted": _accepted(samples) if samples else {},
-            }
+def flat_rows(number: int, source: str, record: Record) -> Iterator[Row]:
+    """The rows of one record of any kind: of a run the baseline first, if it has metrics, and then
+    the requested strategy; of others their one pass, or each forward or prediction. There is a
+    column for each plain value; samples and single requests are left out. Metrics have the names
+    of their fields, and `_low` and `_high` after the names of intervals. `number` counts the
+    records and is the same in all rows of one."""
+    head: Row = {"kind": record.kind, "record": number, "file": source, "status": record.status}
+    head |= {"error": None, "command": None}
+    if isinstance(record, MeasuredRecord):
+        head["command"] = command_of(record.environment)
+    for section, values in record.config.items():
+        if isinstance(values, dict):
+            head |= {f"{section}.{key}": value for key, value in values.items()}
+    for name, value in vars(record).items():
+        if isinstance(value, Part) and name not in OF_PASSES:
+            head = head | _prefixed(f"{name}.", value) | head  # the config has more of a draft
+        elif name in ("error", "threads", "reference", "num_differing"):
+            head[name] = value
+    if isinstance(record, RunRecord):
+        strategy = str(record.config["decoding"]["strategy"])
+        for name, metrics in {BASELINE: record.baseline_metrics, strategy: record.metrics}.items():
+            if metrics is not None or name == strategy:
+                yield head | {"pass": name} | metric_row(metrics, Metrics)
+        return
+    values = vars(record)
+    for part in values.get("rows") or values.get("cells") or [values["metrics"]]:
+        yield head | {"pass": values.get("name")} | metric_row(part, type(part))
+
+
+def report_rows(number: int, source: str, record: Record) -> Iterator[Row]:
+    """What a report keeps of a record: its flat rows, and in them what figures are about, by the
+    names of the settings of a run. `number` counts the records of a report from 1. A pass that
+    served requests has the record itself in the column `object`."""
+    for row in flat_rows(number, source, record):
+        more = (
+            _about_run(record, row["pass"])
+            if isinstance(record, RunRecord)
+            else _about_service(record, row)
         )
+        yield row | {"run": number} | more
 
 
-def _passes(record: RunRecord) -> Iterator[tuple[str, Metrics | None]]:
-    """The passes of a run: the baseline if it has metrics, and the requested strategy."""
-    strategy = str(record.config["decoding"]["strategy"])
-    passes = {BASELINE: record.baseline_metrics, strategy: record.metrics}
-    return (each for each in passes.items() if each[1] is not None or each[0] == strategy)
+def _about_run(record: RunRecord, name: str) -> Row:
+    """The settings of a run, its methods, and the times of each sequence of the pass of that name.
+    The row of the requested strategy `is_run`."""
+    values, baseline = settings(record), record.baseline_metrics
+    drafts = (values["drafter"], values["kv_policy"])
+    is_run = name == record.config["decoding"]["strategy"]
+    # The times of a run that diverged are no result.
+    samples = record.samples.get(name) if record.samples and record.passed else None
+    prefill = record.prefill_samples if is_run and record.passed else None
+    accepted = verifications(samples.restored()) if samples else ()
+    return values | {
+        "autoregressive_step_ms": None if baseline is None else baseline.mean_step_ms,
+        "is_run": is_run,
+        "has_result": (record.metrics if is_run else baseline) is not None,
+        "method": method(record) if is_run else BASELINE,
+        "series": BASELINE
+        if not is_run or is_baseline(record)
+        else ", ".join(str(part) for part in drafts if part is not None),
+        "ttft_ms": list(chain.from_iterable(prefill.ttft_ms)) if prefill else [],
+        "tpot_ms": tpots(samples) if samples else [],
+        "accepted": Counter(count for _, _, count, _ in accepted),
+    }
+
+
+def _about_service(record: Record, row: Row) -> Row:
+    """The names that a run has for the settings of a pass that served requests."""
+    gpu, cpu = row[f"{ENVIRONMENT}gpu"], row[f"{ENVIRONMENT}cpu"]
+    return {
+        "model": row["model.model"],
+        "dtype": row["model.dtype"],
+        "device": gpu or cpu or row["parallel.device"],
+        "arrival": row.get("workload.arrival"),
+        "series": f"{record.kind}: {row['pass']}",
+        "has_result": record.status != "diverged",
+        "object": record,
+    }
 
 
 def _prefixed(prefix: str, part: Part) -> Row:
     return {f"{prefix}{name}": value for name, value in vars(part).items()}
 
 
-def metric_row(metrics: Part | None, kind: type[Part] | None = None) -> Row:
-    """One column for each metric, two for the ends of an interval, and one for each value of a part
-    inside. Without metrics, the columns are those of `kind`, if it is given."""
+def metric_row(metrics: Part | None, kind: Any) -> Row:
+    """One column for each metric of `kind`, two for the ends of an interval, and one for each value
+    of a part inside. Without metrics, all are None."""
     row: Row = {}
-    values = {} if metrics is None else vars(metrics)
-    columns: Any = kind or type(metrics)
-    for name, has_ends in _columns(columns):
-        value = values.get(name)
+    for name, has_ends in _columns(kind):
+        value = getattr(metrics, name, None)
         if isinstance(value, Part):
             row |= _prefixed(f"{name}.", value)
         elif has_ends:
@@ -105,65 +141,6 @@ def _columns(kind: Any) -> list[tuple[str, bool]]:
         (field.name, field.name.endswith(SUFFIX) and "list[list" not in str(field.type))
         for field in (fields(kind) if is_dataclass(kind) else ())
     ]
-
-
-def _tpots(samples: SamplesRecord) -> list[float]:
-    """TPOT of each sequence that decoded a token after its first, in ms."""
-    times = chain.from_iterable(samples.sequence_ms)
-    tokens = chain.from_iterable(samples.sequence_tokens)
-    return [ms / count for ms, count in zip(times, tokens, strict=True) if count]
-
-
-def _accepted(samples: SamplesRecord) -> dict[int, int]:
-    """How many verifications accepted 0, 1, ... drafts; empty if nothing was drafted."""
-    steps = zip(
-        chain.from_iterable(samples.num_drafted or ()),
-        chain.from_iterable(samples.num_accepted or ()),
-        strict=True,
-    )
-    return Counter(count for drafted, counts in steps if drafted for count in counts)
-
-
-def flat_rows(number: int, source: str, record: Record) -> Iterator[Row]:
-    """The rows of one record of any kind: of a run the baseline first, if it has metrics, and then
-    the requested strategy; of others their one pass, or each forward or prediction. There is a
-    column for each plain value; samples and single requests are left out. `number` counts the
-    records and is the same in all rows of one."""
-    head: Row = {"kind": record.kind, "record": number, "file": source, "status": record.status}
-    environment = getattr(record, "environment", None)
-    head |= {"error": None, "command": environment and command_of(environment)}
-    for section, values in record.config.items():
-        if isinstance(values, dict):
-            head |= {f"{section}.{key}": value for key, value in values.items()}
-    for name, value in vars(record).items():
-        if isinstance(value, Part) and name not in OF_PASSES:
-            head = head | _prefixed(f"{name}.", value) | head  # the config has more of a draft
-        elif name in ("error", "threads", "reference", "num_differing"):
-            head[name] = value
-    if isinstance(record, RunRecord):
-        for name, metrics in _passes(record):
-            yield head | {"pass": name} | metric_row(metrics, Metrics)
-        return
-    values = vars(record)
-    for part in values.get("rows") or values.get("cells") or [values["metrics"]]:
-        yield head | {"pass": values.get("name")} | metric_row(part)
-
-
-def served_row(number: int, source: str, record: ServingRecord) -> Row:
-    """What a report keeps of a pass that served requests: its flat row, the names that a run has
-    for its settings, and the record itself."""
-    (row,) = flat_rows(number, source, record)
-    e = record.environment
-    return row | {
-        "run": number,
-        "model": row["model.model"],
-        "dtype": row["model.dtype"],
-        "device": e.gpu or e.cpu or row["parallel.device"],
-        "arrival": row.get("workload.arrival"),
-        "series": f"{record.kind}: {row['pass']}",
-        "has_result": row["status"] != "diverged",
-        "object": record,
-    }
 
 
 def write_frame(path: Path, frame: pd.DataFrame) -> None:

@@ -1,21 +1,20 @@
-"""Many records as one table, with a line for each run or for each group of runs: as text, Markdown,
-LaTeX or CSV; and which of them differ in acceptance by no more than the noise: records that decoded
-the same prompts of the same model are compared, prompt by prompt, with the one that accepted most.
+"""Many records as one table, with a line for each run or for each group of runs; and which of them
+differ in acceptance by no more than the noise: records that decoded the same prompts of the same
+model are compared, prompt by prompt, with the one that accepted most.
 
 Owns the choice of rows and columns and their order. Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
-from itertools import islice
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, fields
 
 from magicdec.records.comparison.change import change_of, pair_of
-from magicdec.records.performance import Metrics
+from magicdec.records.performance import SUFFIX, Metrics
 from magicdec.records.record import RunRecord
 from magicdec.records.table import method
-from magicdec.report.settings import SETTINGS, Setting, settings
+from magicdec.report.settings import SETTINGS, Setting, rank, settings
 from magicdec.tables import Column, Shown, Table
 
 Row = dict[str, Setting]
@@ -45,17 +44,37 @@ SORT_KEYS = (*SETTINGS, *METRICS)
 
 @dataclass(frozen=True)
 class Listing:
-    """The rows of a table. `columns` are keys of the rows, in order. `constants` are left out of
-    the columns, because they have the same value in every row."""
+    """The rows of a table. `columns` are keys of the rows, in order."""
 
-    columns: tuple[str, ...]
+    columns: Sequence[str]
     rows: list[Row]
-    constants: dict[str, Setting]
 
-    def said(self) -> str:
-        """What holds for every row, in a line; empty if there is nothing to say."""
-        values = (f"{LABELS.get(key, key)} {_cell(key, v)}" for key, v in self.constants.items())
-        return f"in every row: {', '.join(values)}" if self.constants else ""
+    def table(self, form: str, notes: Sequence[str] = ()) -> Table:
+        """The table with `notes` below it. As CSV it has every column. Otherwise a setting that is
+        the same in every row of several is said in a line of text, and a column without a value is
+        left out. As text it is narrow."""
+        columns, rows, labels = self.columns, self.rows, LABELS
+        above, below = list[str](), list(notes)
+        if form != "csv":
+            values = {key: {row[key] for row in rows} for key in columns}
+            same = [
+                key for key in columns if len(values[key]) == 1 and key not in (*DIGITS, "runs")
+            ]
+            constants = {k: rows[0][k] for k in same if len(rows) > 1 and rows[0][k] is not None}
+            columns = [key for key in columns if key not in constants and values[key] != {None}]
+            texts = [f"{LABELS.get(key, key)} {_cell(key, v)}" for key, v in constants.items()]
+            lines = [f"in every row: {', '.join(texts)}"] if texts else []
+            above, below = (lines, below) if form == "text" else (above, below or lines)
+        if form == "text":
+            columns, rows, labels = *_compact(columns, rows), NARROW_LABELS
+        return Table(
+            [Column(labels.get(key, key), key in TEXT_COLUMNS, key) for key in columns],
+            [
+                [Shown(_cell(key, row[key], row.get(HALF + key)), row[key]) for key in columns]
+                for row in rows
+            ],
+            above=above, below=below, is_framed=False,
+        )  # fmt: skip
 
 
 def list_records(
@@ -85,13 +104,7 @@ def list_records(
         known = [row for row in rows if row[sort] is not None]
         known.sort(key=lambda row: rank(row[sort]), reverse=not rising)
         rows = known + [row for row in rows if row[sort] is None]
-    return Listing(columns, rows, {})
-
-
-def rank(value: Setting) -> tuple[bool, float, str]:
-    """Orders text before numbers, and numbers by size."""
-    is_number = isinstance(value, int | float)
-    return is_number, float(value) if is_number else 0.0, str(value)  # type: ignore[arg-type]
+    return Listing(columns, rows)
 
 
 def _grouped(rows: list[Row], group_by: list[str]) -> list[Row]:
@@ -108,68 +121,24 @@ def _grouped(rows: list[Row], group_by: list[str]) -> list[Row]:
 
 def _halves(metrics: Metrics | None) -> Row:
     """Half the width of the 95 % interval of each metric that has one."""
-    ends = {name: getattr(metrics, f"{name}_interval", None) for name in DIGITS}
+    ends = {name: getattr(metrics, f"{name}{SUFFIX}", None) for name in DIGITS}
     return {f"{HALF}{name}": (e[1] - e[0]) / 2 for name, e in ends.items() if e}
 
 
-def without_constants(listing: Listing) -> Listing:
-    """The listing without the columns that say nothing: those without a value, and settings that
-    are the same in every row of several."""
-    values = {key: {row[key] for row in listing.rows} for key in listing.columns}
-    filled = [key for key in listing.columns if values[key] != {None}]
-    can_go = [key for key in filled if key not in DIGITS and key != "runs"]
-    constants: dict[str, Setting] = {}
-    if len(listing.rows) > 1:
-        constants = {k: listing.rows[0][k] for k in can_go if len(values[k]) == 1}
-    columns = tuple(key for key in filled if key not in constants)
-    return Listing(columns, listing.rows, constants)
-
-
-def compact(listing: Listing) -> Listing:
-    """The listing with fewer columns for the same: the draft is a model or what else drafts, and
-    the budget stands behind its policy. Columns that are not all there stay as they are."""
-    columns, rows = listing.columns, listing.rows
+def _compact(columns: Sequence[str], rows: list[Row]) -> tuple[Sequence[str], list[Row]]:
+    """Fewer columns for the same: the draft is a model or what else drafts, and the budget stands
+    behind its policy. Columns that are not all there stay as they are."""
     if {"draft_model", "drafter"} <= {*columns}:
-        columns = tuple(key for key in columns if key != "drafter")
+        columns = [key for key in columns if key != "drafter"]
         rows = [row | {"draft_model": row["draft_model"] or row["drafter"]} for row in rows]
-    if {"kv_policy", "budget"} <= {*columns}:
-        columns = tuple(key for key in columns if key != "budget")
-        parts = ("kv_policy", "budget")
+    parts = ("kv_policy", "budget")
+    if {*parts} <= {*columns}:
+        columns = [key for key in columns if key != "budget"]
         rows = [
             row | {"kv_policy": " ".join(str(row[key]) for key in parts if row[key] is not None)}
             for row in rows
         ]
-    return Listing(columns, rows, listing.constants)
-
-
-def make_table(
-    listing: Listing, labels: Mapping[str, str] = LABELS, notes: Sequence[str] = ()
-) -> Table:
-    """The table of a listing, whose constants stand below it unless there are `notes`."""
-    return Table(
-        [Column(labels.get(key, key), key in TEXT_COLUMNS, key) for key in listing.columns],
-        [
-            [Shown(_cell(key, row[key], row.get(HALF + key)), row[key]) for key in listing.columns]
-            for row in listing.rows
-        ],
-        below=notes or [listing.said()] if listing.constants else notes,
-        is_framed=False,
-    )
-
-
-def print_text(listing: Listing, notes: Sequence[str] = ()) -> None:
-    """Print it for people, in the width of the terminal, and notes below it. In a file or a pipe it
-    is 80 columns wide. Names are folded where that is narrow; numbers are never cut."""
-    listing = compact(without_constants(listing))
-    table = make_table(replace(listing, constants={}), NARROW_LABELS, notes)
-    replace(table, above=[listing.said()] if listing.constants else []).print(NARROW)
-
-
-FORMATS: Mapping[str, Callable[[Listing], str]] = {
-    "md": lambda listing: make_table(without_constants(listing)).markdown(),
-    "latex": lambda listing: make_table(without_constants(listing)).latex(),
-    "csv": lambda listing: make_table(listing).csv(),
-}
+    return columns, rows
 
 
 def _cell(key: str, value: Setting, half: Setting = None) -> str:
@@ -187,45 +156,27 @@ def _cell(key: str, value: Setting, half: Setting = None) -> str:
 MOST_RECORDS = 100  # of a table; a longer one is for programs, and is not compared
 
 
-class Noted:
-    """Passes records on, and keeps them if they are few."""
-
-    def __init__(self, records: Iterable[RunRecord]) -> None:
-        self._records = iter(records)
-        self.few: list[RunRecord] = []
-
-    def __iter__(self) -> Iterator[RunRecord]:
-        self.few = list(islice(self._records, MOST_RECORDS + 1))
-        yield from self.few
-        if len(self.few) > MOST_RECORDS:
-            self.few = []
-            yield from self._records
-
-
 def noise_lines(records: Sequence[RunRecord]) -> list[str]:
     """A line for each set of records with the same prompts and gamma in which some differ from the
-    best by no more than the noise."""
+    best by no more than the noise; none of more than `MOST_RECORDS`."""
     sets: dict[object, list[RunRecord]] = {}
-    for record in records:
+    for record in records if len(records) <= MOST_RECORDS else ():
         if record.workload is not None and _rate(record) is not None:
             decoding, dtype = record.config["decoding"], record.config["model"]["dtype"]
             gamma = decoding.get("tree") or decoding["num_draft_tokens"]
             key = record.workload.sha256, record.workload.model_sha256, gamma, dtype
             sets.setdefault(key, []).append(record)
-    return [line for same in sets.values() if len(same) > 1 and (line := _line(same))]
-
-
-def _line(records: list[RunRecord]) -> str:
-    best = max(records, key=lambda record: _rate(record) or 0.0)
-    alike = [r for r in records if r is not best and _is_noise(r, best)]
-    if not alike:
-        return ""
-    names = "; ".join(dict.fromkeys(method(record) for record in alike))
-    assert best.workload is not None
-    return (
-        f"acceptance inside the noise of the best ({method(best)}: {_rate(best):.3f}), over "
-        f"{best.workload.num_prompts} prompts: {names}"
-    )
+    lines = []
+    for same in sets.values():
+        best = max(same, key=lambda record: _rate(record) or 0.0)
+        alike = [method(r) for r in same if r is not best and _is_noise(r, best)]
+        if alike:
+            assert best.workload is not None
+            lines.append(
+                f"acceptance inside the noise of the best ({method(best)}: {_rate(best):.3f}), "
+                f"over {best.workload.num_prompts} prompts: {'; '.join(dict.fromkeys(alike))}"
+            )
+    return lines
 
 
 def _is_noise(record: RunRecord, best: RunRecord) -> bool:

@@ -3,16 +3,32 @@ figures as PNG and SVG and every table as CSV. `page.html` is the template."""
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING
 
+import numpy as np
 import pandas as pd
 
+from magicdec.figures import styled
 from magicdec.names import BASELINE
-from magicdec.report.figures.all import draw_runs, save
 from magicdec.report.figures.panels import Drawn, LeftOut
+from magicdec.report.figures.passes import (
+    draw_by_budget,
+    draw_by_position,
+    draw_lengths,
+    draw_pareto,
+    draw_roofline,
+    draw_throughput,
+    draw_tpot,
+    draw_ttft,
+)
+from magicdec.report.figures.speedup import draw_predicted, draw_speedup
+from magicdec.report.figures.steps import draw_drift, draw_phases
 from magicdec.report.frame import Row, frame_of
 from magicdec.report.prediction import Predictor
 from magicdec.report.tables import (
@@ -23,6 +39,12 @@ from magicdec.report.tables import (
     runs_table,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DOTS_PER_INCH = 160
+MOST_MARKS = 2000  # a cloud of more marks is drawn as an image inside the SVG
+ID = re.compile(r'(\bid="|xlink:href="#|url\(#)')
 PAGE, RERUN = "index.html", "rerun.sh"
 RERUN_HEAD = """#!/usr/bin/env bash
 # Runs every command of the report again, from the root of the repository.
@@ -70,7 +92,7 @@ def make_report(
     rows: Sequence[Row],
     predictor: Predictor,
 ) -> Report:
-    """Draw the figures and make the tables of records: rows of `run_rows` and of `served_row`."""
+    """Draw the figures and make the tables of records: rows of `report_rows`."""
     frame = frame_of(rows)
     kinds = dict(iter(frame.groupby("kind", sort=False)))
     sections = []
@@ -82,9 +104,9 @@ def make_report(
         tables = [runs_table(runs), failures_table(runs)]
         sections.append(Section("Runs", summary(runs), outcomes, tables))
     for kind, of in kinds.items():
-        lines = [f"{len(of):,} passes: {', '.join(of['pass'].unique())}."]
         from magicdec.report.figures.served import draw_kind, tables_of
 
+        lines = [f"{len(of):,} passes: {', '.join(of['pass'].unique())}."]
         outcomes = draw_kind(kind, of)
         sections.append(Section(SECTIONS[kind], lines, outcomes, tables_of(kind, of)))
     tables = [environments_table(frame), commands_table(frame)]
@@ -92,6 +114,28 @@ def make_report(
     revisions = sorted(frame["environment.revision"].dropna().unique())
     return Report(title, shlex.join(command), has_figure_files, sections, tables, commands,
                   revisions)  # fmt: skip
+
+
+def draw_runs(frame: pd.DataFrame, predictor: Predictor) -> list[Drawn | LeftOut]:
+    """Draw every figure that the passes of runs can feed. `frame` has the rows of all records."""
+    frame = frame[frame["has_result"].astype(bool)]
+    passes = frame[frame["kind"] == "run"]
+    runs = passes[passes["is_run"].astype(bool)]
+    with styled():
+        return [
+            draw_speedup(runs, predictor),
+            draw_throughput(passes),
+            draw_pareto(frame[frame["kind"].isin(("run", "serving"))]),
+            draw_by_budget(runs),
+            draw_by_position(runs),
+            draw_lengths(runs),
+            draw_phases(runs),
+            draw_roofline(passes),
+            draw_ttft(passes),
+            draw_tpot(passes),
+            draw_predicted(runs, predictor),
+            draw_drift(passes),
+        ]
 
 
 def write_report(out: Path, report: Report) -> None:
@@ -105,12 +149,48 @@ def write_report(out: Path, report: Report) -> None:
     files[RERUN] = "\n".join([RERUN_HEAD, *report.commands, ""])
     try:
         out.mkdir(parents=True, exist_ok=True)
-        svg = {f.name: save(f, out if report.has_figure_files else None) for f in figures}
+        svg = {f.name: save_figure(f, out if report.has_figure_files else None) for f in figures}
         for name, text in (files | {PAGE: render(report, svg)}).items():
             (out / name).write_text(text, encoding="utf-8")
     except OSError as error:
         place = error.filename or out
         raise ValueError(f"--out {place}: {error.strerror}; name a directory to write to") from None
+
+
+def save_figure(drawn: Drawn, directory: Path | None) -> str:
+    """Write the figure as PNG and as SVG into the directory, if there is one, and return the SVG
+    for a page. Raises OSError."""
+    with TemporaryDirectory() as folder:
+        png, svg = (Path(directory or folder, f"{drawn.name}{end}") for end in (".png", ".svg"))
+        if callable(drawn.figure):
+            drawn.figure(png)
+            drawn.figure(svg)
+        else:
+            write(drawn.figure, drawn.title, png, svg)
+        return inline(svg.read_text(encoding="utf-8"), drawn.name)
+
+
+def write(figure: Figure, title: str, png: Path, svg: Path) -> None:
+    """Write both files. Large clouds of marks are images inside the SVG."""
+    for ax in figure.axes:
+        for marks in ax.collections:
+            if len(marks.get_offsets()) > MOST_MARKS:  # type: ignore[arg-type]
+                marks.set_rasterized(True)
+        for line in ax.lines:
+            line.set_rasterized(np.size(line.get_xdata()) > MOST_MARKS)
+    with styled(svg.stem):
+        figure.savefig(png, dpi=DOTS_PER_INCH)  # this finds the places, too
+        figure.set_layout_engine("none")
+        figure.savefig(svg, dpi=DOTS_PER_INCH, metadata={"Title": title, "Date": None})
+
+
+def inline(svg: str, name: str) -> str:
+    """An SVG document as an element of a page: without its head, as wide as the page lets it be,
+    and with ids of its own, because a page has one space of ids."""
+    element = svg[svg.index("<svg") :]
+    head, rest = element.split(">", 1)
+    head = re.sub(r' (width|height)="[^"]*"', "", head)
+    return ID.sub(rf"\g<1>{name}-", f'{head} aria-hidden="true">{rest}')
 
 
 def render(report: Report, svg: Mapping[str, str]) -> str:

@@ -69,6 +69,12 @@ def settings(record: RunRecord) -> dict[str, Setting]:
     return {name: read(record) for name, read in SETTINGS.items()}
 
 
+def rank(value: Setting) -> tuple[bool, float, str]:
+    """Orders numbers before text, and numbers by size."""
+    is_number = isinstance(value, int | float)
+    return not is_number, float(value) if is_number else 0.0, str(value)  # type: ignore[arg-type]
+
+
 def is_baseline(record: RunRecord) -> bool:
     return bool(record.config["decoding"]["strategy"] == BASELINE)
 

@@ -4,14 +4,14 @@ commands."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import pandas as pd
 
-from magicdec.records.performance import SUFFIX
-from magicdec.report.frame import ENVIRONMENT
+from magicdec.records.fields import Recorded, described_fields
+from magicdec.records.performance import SUFFIX, Metrics
+from magicdec.report.frame import ENVIRONMENT, Row, frame_of
 from magicdec.report.listing import LABELS, METRICS
 from magicdec.report.settings import SETTINGS
 from magicdec.tables import Shown, Table
@@ -19,16 +19,9 @@ from magicdec.tables import Shown, Table
 MOST_ROWS = 1000  # on the page; the CSV files have all
 SHOWN_SETTINGS = ("model", "draft_model", "drafter", "kv_policy", "budget", "gamma", "B",
                   "prefix_len", "gen_len", "ranks", "threads", "dataset", "dtype")  # fmt: skip
-# (metric, label, digits, factor)
 SHOWN_METRICS = (
-    ("decode_tokens_per_s", "decode, tokens/s", 1, 1),
-    ("speedup", "speedup of steps, x", 2, 1),
-    ("net_speedup", "net speedup, x", 2, 1),
-    ("acceptance_rate", "acceptance rate", 3, 1),
-    ("acceptance_length", "acceptance length, tokens", 2, 1),
-    ("p50_tpot_ms", "TPOT p50, ms", 1, 1),
-    ("mean_ttft_ms", "TTFT mean, ms", 0, 1),
-    ("roofline_fraction", "of roofline, %", 0, 100),
+    *("decode_tokens_per_s", "speedup", "net_speedup", "acceptance_rate", "acceptance_length"),
+    *("p50_tpot_ms", "mean_ttft_ms", "roofline_fraction"),
 )
 PER_RUN = ("time_utc", "argv", "host_load", "read_bandwidth_bytes_per_s", "gpu_sm_mhz",
            "gpu_most_sm_mhz", "gpu_slowed_by")  # fmt: skip
@@ -52,6 +45,12 @@ class PageTable(Table):
             return super().csv()
         return str(self.frame.to_csv(index=False, lineterminator="\n"))
 
+    @classmethod
+    def of(cls, title: str, name: str, frame: pd.DataFrame) -> PageTable:
+        """The first rows of a frame."""
+        rows, note = frame[:MOST_ROWS].to_numpy().tolist(), _note([], len(frame))
+        return cls(list(frame), rows, title, name=name, note=note, frame=frame)
+
     @property
     def cells(self) -> Iterator[list[tuple[str, object]]]:
         """The text of each cell, and the value that it is sorted by."""
@@ -67,33 +66,33 @@ def runs_table(runs: pd.DataFrame) -> PageTable:
     keys = [key for key in SHOWN_SETTINGS if key not in same and runs[key].notna().any()]
     first = runs.iloc[0]
     said = [f"{LABELS.get(key, key)} {first[key]}" for key in same if first[key] is not None]
-    known = [metric for metric in SHOWN_METRICS if runs[metric[0]].notna().any()]
+    metrics = [m for m in described_fields(Metrics)
+               if m[0] in SHOWN_METRICS and runs[m[0]].notna().any()]  # fmt: skip
+    metrics.sort(key=lambda metric: SHOWN_METRICS.index(metric[0]))
     rows = [
-        [run["run"], *(run[key] for key in keys), *(metric_cell(run, *m) for m in known),
-         run["status"]]
+        [run["run"], *(run[key] for key in keys),
+         *(metric_cell(run, name, described) for name, _, described in metrics), run["status"]]
         for run in runs[:MOST_ROWS].to_dict("records")
     ]  # fmt: skip
-    labels = ["run", *(LABELS.get(key, key) for key in keys), *(m[1] for m in known), "status"]
-    has_interval = any(runs[f"{name}_interval_low"].notna().any() for name, *_ in known
-                       if f"{name}_interval_low" in runs)  # fmt: skip
-    notes = ["In brackets: 95 % intervals"] if has_interval else []
+    labels = [LABELS.get(key, key) for key in keys]
+    columns = ["run", *labels, *(described.label for _, _, described in metrics), "status"]
+    ends = [name for name in runs if name.endswith((f"{SUFFIX}_low", f"{SUFFIX}_high"))]
+    notes = ["In brackets: 95 % intervals"] if runs[ends].notna().any(axis=None) else []
     notes += [f"In every run: {', '.join(said)}"] if said else []
-    intervals = [name for name in runs if name.endswith((f"{SUFFIX}_low", f"{SUFFIX}_high"))]
     last = ["environment.time_utc", "environment.revision", "command", "error", "file"]
-    frame = runs[["run", *SETTINGS, *METRICS, *intervals, *last]]
+    frame = runs[["run", *SETTINGS, *METRICS, *ends, *last]]
     frame = frame.rename(columns=lambda name: name.removeprefix(ENVIRONMENT))
     note = _note(notes, len(runs))
-    return PageTable(labels, rows, "Runs", name="runs", note=note, frame=frame)
+    return PageTable(columns, rows, "Runs", name="runs", note=note, frame=frame)
 
 
 def failures_table(runs: pd.DataFrame) -> PageTable:
     """The runs without a result."""
     bad = runs[runs["status"].isin(("failed", "diverged"))]
     bad = bad.assign(reason=bad["error"].fillna("outputs differ"))
-    title, frame = "Runs without a result", bad[["run", "method", "status", "reason"]]
-    rows = frame[:MOST_ROWS].to_numpy().tolist()
-    return PageTable(list(frame), rows, title, name="failures", note=_note([], len(bad)),
-                     frame=frame)  # fmt: skip
+    return PageTable.of(
+        "Runs without a result", "failures", bad[["run", "method", "status", "reason"]]
+    )
 
 
 def environments_table(every: pd.DataFrame) -> PageTable:
@@ -113,28 +112,25 @@ def environments_table(every: pd.DataFrame) -> PageTable:
         ])  # fmt: skip
     labels = [name.replace("_", " ") for name in names]
     columns = ["runs", *labels, "host load", "read, GB/s", "first start", "last start"]
-    frame = pd.DataFrame(rows, columns=columns)
-    return PageTable(columns, rows, "Environments", name="environments", frame=frame)
+    frame = frame_of(dict(zip(columns, row, strict=True)) for row in rows)
+    return PageTable.of("Environments", "environments", frame)
 
 
 def commands_table(every: pd.DataFrame) -> PageTable:
-    """The exact command of every run, with its commit and start."""
+    """The exact command of every run, with its commit and start. The page has the names of files
+    without their folders."""
     frame = every.rename(columns=COMMANDS)[list(COMMANDS.values())]
     first = frame[:MOST_ROWS].fillna({"commit": "unknown"})
     first["file"] = first["file"].map(lambda file: Path(file).name)
-    rows, note = first.to_numpy().tolist(), _note([], len(every))
-    return PageTable(list(frame), rows, "Commands", name="commands", note=note, frame=frame)
+    return replace(PageTable.of("Commands", "commands", frame), rows=first.to_numpy().tolist())
 
 
-def metric_cell(run: dict[str, Any], name: str, label: str, digits: int, factor: float) -> Shown:
-    value = run[name]
+def metric_cell(run: Row, name: str, described: Recorded) -> Shown:
+    value, low = run[name], run.get(f"{name}{SUFFIX}_low")
     if value is None:
         return MISSING
-    text = f"{value * factor:,.{digits}f}"
-    if run.get(f"{name}_interval_low") is not None:
-        ends = (run[f"{name}_interval_{end}"] * factor for end in ("low", "high"))
-        text += " [{}, {}]".format(*(f"{end:,.{digits}f}" for end in ends))
-    return Shown(text, value)
+    ends = None if low is None else [low, run[f"{name}{SUFFIX}_high"]]
+    return Shown(described.show_between(value, ends), value)
 
 
 def ranges(numbers: Sequence[int]) -> str:

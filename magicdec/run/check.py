@@ -47,9 +47,22 @@ def first_difference(
     return None
 
 
+def differences(expected: Sequence[Request], found: Sequence[Request]) -> list[Divergence]:
+    """The first differences of all sequences that differ."""
+    pairs = enumerate(zip(expected, found, strict=True))
+    firsts = [first_difference(i, a.output_ids, b.output_ids) for i, (a, b) in pairs]
+    return [first for first in firsts if first is not None]
+
+
 def uncompared(requests: Sequence[Request]) -> Correctness:
     """The result for outputs that were compared with nothing."""
     return Correctness(num_tokens=sum(len(r.output_ids) for r in requests))
+
+
+def identical(reference: str, requests: Sequence[Request]) -> Correctness:
+    """The result for outputs that are all equal to those of the reference."""
+    result = uncompared(requests)
+    return replace(result, reference=reference, identical=True, num_excused=0, num_diverged=0)
 
 
 @dataclass(frozen=True)
@@ -73,12 +86,9 @@ def check_outputs(
     (`view_of`). If more sequences differ than rounding explains, only the first is replayed there.
     A few other sequences are replayed too if the errors would be measured over few tokens.
     """
-    pairs = enumerate(zip(expected, found, strict=True))
-    firsts = [first_difference(i, a.output_ids, b.output_ids) for i, (a, b) in pairs]
-    differing = [first for first in firsts if first is not None]
-    result = replace(uncompared(found), reference=reference)
+    differing = differences(expected, found)
     if not differing:
-        return replace(result, identical=True, num_excused=0, num_diverged=0)
+        return identical(reference, found)
     gaps = measure_gaps(replays.runner, expected, replays.num_drafts, replays.prefill_chunk)
     chances = chances_to_differ(gaps)
     most = most_by_chance(chances)
@@ -100,7 +110,8 @@ def check_outputs(
     worst = diverged[0] if diverged else 0
     value = margins[worst]
     return replace(
-        result,
+        uncompared(found),
+        reference=reference,
         identical=False,
         first_divergence=replace(judged[worst], margin=None if math.isinf(value) else value),
         num_excused=len(differing) - num_diverged,

@@ -34,13 +34,20 @@ from magicdec.hardware.timing import (
 )
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.memory.plan import max_tokens
-from magicdec.memory.sampler import MemoryTaken, MemoryWatch
+from magicdec.memory.sampler import NOT_MEASURED, MemoryTaken, MemoryWatch
 from magicdec.names import BASELINE, REFERENCE_BACKEND
 from magicdec.records.correctness import Correctness
 from magicdec.records.samples import PassSamples, PrefillSamples, to_ms
 from magicdec.request import Request
 from magicdec.run.check import WIDER, Replays, check_outputs, uncompared
-from magicdec.run.outcome import Measured, Outcome, make_record
+from magicdec.run.outcome import (
+    Interrupted,
+    Measured,
+    Outcome,
+    first_batches,
+    make_record,
+    outcome_of_done,
+)
 from magicdec.run.resident import Resident, Room
 from magicdec.runner import ModelRunner
 from magicdec.setup.loading import Kinds, load_model, make_backend, make_draft, make_target
@@ -235,12 +242,33 @@ class Run:
             samples.observe_phases(self.timers[name].seconds)
         return Measured(self.samples, self.finished, self.prefill, memory)
 
+    def measured_batches(self) -> Measured | None:
+        """The measurements of the batches that every pass has decoded; None if there is none."""
+        count = min(len(samples.peak_memory_bytes) for samples in self.samples.values())
+        if count == 0:
+            return None
+        num_requests = count * self.config.workload.batch_size
+        return Measured(
+            {
+                name: first_batches(samples, count, self.timers[name].seconds)
+                for name, samples in self.samples.items()
+            },
+            {name: requests[:num_requests] for name, requests in self.finished.items()},
+            PrefillSamples(**{key: values[:count] for key, values in vars(self.prefill).items()}),
+            NOT_MEASURED,
+        )
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the outputs are compared with the baseline's. Sampled tokens differ between
+        passes, so they cannot be compared; the tests check that speculation keeps their
+        distribution."""
+        return BASELINE in self.passes[:-1] and self.config.sampling.temperature == 0
+
     def check(self) -> Correctness:
         """Compare the tokens of the requested strategy with those of the baseline of this run."""
         requests = self.finished[self.passes[-1]]
-        # Sampled tokens differ between passes; tests check that speculation keeps their
-        # distribution.
-        if BASELINE not in self.passes[:-1] or self.config.sampling.temperature > 0:
+        if not self.is_compared:
             return uncompared(requests)
         replays = Replays(
             self.runner, self.make_reference, self.config.decoding.most_draft_tokens,
@@ -263,7 +291,8 @@ def mark_phase(name: str) -> Iterator[None]:
 
 
 def execute(prepared: Prepared, is_leader: bool) -> Outcome:
-    """Execute the run on this rank. Exceptions propagate; the caller writes them to a record."""
+    """Execute the run on this rank. Exceptions propagate; the caller writes them to a record.
+    Raises `Interrupted`, with the batches that are done, on Ctrl-C."""
     with session_of(prepared) as session:
         return execute_in(session, prepared, make_progress(is_leader))
 
@@ -282,7 +311,14 @@ def execute_in(
     config = settle(prepared.config, model, draft, group, device)
     run = Run(replace(prepared, config=config), session, progress, resident, room)
     bandwidth = read_bandwidth(group, device)
-    run.measure()
+    try:
+        run.measure()
+    except KeyboardInterrupt:
+        environment = session.describe_environment(bandwidth)
+        done, outcome = run.measured_batches(), None
+        if done is not None:
+            outcome = outcome_of_done(run.prepared, done, run.is_compared, environment)
+        raise Interrupted(outcome) from None
     # The larger of two measurements counts, because a busy host rarely slows down both.
     bandwidth = max(bandwidth, read_bandwidth(group, device))
     taken = run.memory.measured(group)

@@ -264,7 +264,7 @@ class Batching(System):
             limits.check(request)
         strategy = self._strategy(each)
         chunk, window_s = self.run.config.attention.prefill_chunk, self.options.window_ms or 0.0
-        engine = Engine(self.runner, chunk, limits)
+        engine = Engine(self.runner, chunk, limits, clock=self.clock.clock)
 
         def observe(output: StepOutput, seconds: float) -> None:
             watch.tokens(sum(map(len, output.token_ids)))

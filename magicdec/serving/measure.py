@@ -167,9 +167,8 @@ class Experiment:
         ends = () if config.decoding.ignore_eos else run.source.config.eos_token_ids
         is_coupled = self.prepared.options.is_coupled and not rejects_drafts(each)
         is_reset, now_s = reset_peak_memory(device), system.now()
-        requests = make_requests(
-            run.workload.prompts, shapes, now_s, config.sampling, ends, is_coupled
-        )
+        prompts = self.prepared.run.workload.prompts
+        requests = make_requests(prompts, shapes, now_s, config.sampling, ends, is_coupled)
         if watch.view is not None:
             watch.view.begin(requests, now_s, watch.counts.now)
         extras = system.serve(each, requests, watch)
@@ -195,7 +194,8 @@ class Experiment:
         status = status_of(num_differing, config["model"]["dtype"])
         is_right, counts = status != "diverged", served.watch.counts
         workload, goodput = system.run.config.workload, options.goodput or {}
-        settings = {"dataset": workload.dataset, "seed": system.run.workload.seed}
+        prompts = self.prepared.run.workload
+        settings = {"dataset": workload.dataset, "seed": prompts.seed}
         settings |= options.describe() | {"mode": each.mode}
         if system.layer_split is not None:
             settings["layer_split"] = system.layer_split
@@ -206,7 +206,7 @@ class Experiment:
             config=parts_of(config, has_draft) | {"workload": settings},
             environment=session.describe_environment(),
             threads=served.threads,
-            workload=system.run.describe_workload(),
+            workload=replace(system.run, workload=prompts).describe_workload(),
             reference=reference.each.name if has_others else None,
             num_differing=num_differing,
             metrics=serving_metrics(requests, counts, goodput, served.peak_memory, self.lone_s)

@@ -17,16 +17,8 @@ from typing import Any
 
 from magicdec.records.fields import Part, recorded
 from magicdec.records.metrics import mean, percentile
-from magicdec.request import Request
+from magicdec.request import Moves, Request
 from magicdec.scheduling.plan import Plan
-
-
-@dataclass
-class Moves:
-    """When one request got a row of the running batch, and when it was preempted."""
-
-    joined_s: list[float] = field(default_factory=list)
-    preempted_s: list[float] = field(default_factory=list)
 
 
 @dataclass

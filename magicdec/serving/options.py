@@ -20,9 +20,9 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.config.setting import same, setting
-from magicdec.distributed.layer_split import FLAG, count_stages, is_auto
+from magicdec.distributed.layer_split import FLAG, is_auto
 from magicdec.distributed.stages import StageGrid, make_grid
-from magicdec.pipelined_run.layout import count_draft_ranks, read_split
+from magicdec.pipelined_run.layout import read_split
 from magicdec.pipelined_speculation.options import Options
 from magicdec.serving.metrics import GOODPUT_OF
 from magicdec.serving.modes import (
@@ -77,9 +77,9 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
 @dataclass(frozen=True)
 class ServeOptions(StagesSection):
     """The settings, and what follows from them: `shapes` are all requests in the order of arrival,
-    `passes` the modes in which they are served, and `speculation` how pipelined speculation
-    drafts. `own_draft_dtype` is that of a draft that is the target itself. `gen_len` is None if a
-    trace has the lengths."""
+    `passes` the modes in which they are served, and `speculation` how pipelined speculation drafts.
+    `own_draft_dtype` is that of a draft that is the target itself. `gen_len` is None if a trace has
+    the lengths."""
 
     num_requests: int | None = setting(
         None, "Requests to serve. Default: 8, or all of a trace.", least=1
@@ -312,10 +312,7 @@ class ServeOptions(StagesSection):
         return replace(self, arrival=f"poisson:{1e3 / rate:.6g}", shapes=shapes)
 
     def num_stages(self, world_size: int) -> int:
-        """The stages on so many ranks, without a head that has no layers and ranks that only
-        draft. Raises ValueError, naming the flag."""
-        split, num_draft_ranks = read_split(self.layer_split), count_draft_ranks(self.layer_split)
-        return count_stages(split.stages, world_size - num_draft_ranks - bool(split.head))
+        return read_split(self.layer_split).num_stages(world_size)
 
     def grid(self, world_size: int) -> StageGrid:
         """The stages of a ring on so many ranks, without those that draft in other modes. Raises
@@ -326,10 +323,10 @@ class ServeOptions(StagesSection):
                 f"{flag_text}: a ring has no head without layers; leave the first share of 0 out, "
                 "or ring out of --modes"
             )
-        num_ranks = world_size - count_draft_ranks(self.layer_split)
+        num_ranks = world_size - split.num_apart
         if num_ranks < 1:
             raise ValueError(f"{flag_text} leaves no rank for a stage of the {world_size} ranks")
-        return make_grid(flag_text, self.num_stages(world_size), num_ranks)
+        return make_grid(flag_text, split.num_stages(world_size), num_ranks)
 
     @property
     def rows(self) -> int:

@@ -17,8 +17,8 @@ from magicdec.pipelined_speculation.metrics import SpeculationMetrics
 from magicdec.records.fields import Part, recorded
 from magicdec.records.record import MeasuredRecord
 from magicdec.records.workload import WorkloadRecord
-from magicdec.request import Request
-from magicdec.serving.metrics import Moves, ServingMetrics
+from magicdec.request import Moves, Request
+from magicdec.serving.metrics import ServingMetrics
 
 PARTS = ("model", "parallel", "attention", "decoding", "sampling")  # of a config that are recorded
 OF_DRAFTS = ("draft", "kv")  # and those of a pass with drafts

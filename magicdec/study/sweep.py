@@ -19,7 +19,7 @@ from magicdec.distributed.start import close_groups
 from magicdec.distributed.watching.watch import stop_watching
 from magicdec.hardware.environment import describe_environment
 from magicdec.records.record import RunRecord, append_record
-from magicdec.run.outcome import failed_record
+from magicdec.run.outcome import unfinished_record
 from magicdec.run.resident import Resident
 from magicdec.run.run import execute_in
 from magicdec.setup.session import RankSession, session_of
@@ -95,7 +95,7 @@ class Sweep:
         config = cell.found.config
         now = datetime.datetime.now(datetime.timezone.utc)
         environment = describe_environment(self.launch, config.parallel.device, now)
-        return failed_record(config, cell.prepared, environment, error)
+        return unfinished_record(config, cell.prepared, environment, error)
 
 
 def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:

@@ -1,6 +1,5 @@
 """The shapes of all requests of a serving workload: arrival, prompt length and output length, by a
-process and a distribution or from a trace,. Imports no
-torch.
+process and a distribution or from a trace. Imports no torch.
 
 An arrival process is a function of the mean time between two arrivals, the number of requests and a
 random generator; the times are in ms after the first arrival. `names.ARRIVALS` names them.

@@ -11,11 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HANG
+from conftest import HANG, Command
 from synthetic_records import ENVIRONMENT, IDENTICAL, WORKLOAD, parse_record
 from synthetic_samples import pass_samples
 
-from magicdec.cli import compare as command
+from magicdec.cli import compare
 from magicdec.cli import table as table_command
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
@@ -53,14 +53,9 @@ def failed() -> Record:
 
 def with_ties() -> Record:
     correctness = diverged(0.07)["correctness"] | {
-        "num_excused": 2,
-        "num_diverged": 0,
-        "margin_bound": 0.15,
-        "expected_differing": 2.6,
-        "most_differing": 7,
-        "num_short": 3,
-        "num_short_reference": 4,
-    }
+        "num_excused": 2, "num_diverged": 0, "margin_bound": 0.15, "expected_differing": 2.6,
+        "most_differing": 7, "num_short": 3, "num_short_reference": 4,
+    }  # fmt: skip
     return make(status="ok_with_ties", correctness=correctness)
 
 
@@ -102,46 +97,34 @@ def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
         (b'{"kind": "run", "schema_version": 2}', ":1: not a record; it has no "),
     ],
 )
-@pytest.mark.parametrize("tool", [command, table_command])
+@pytest.mark.parametrize("tool", [compare, table_command])
 def test_unreadable_files_are_refused_in_one_line(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tool: Any,
-    content: bytes | None,
-    message: str,
+    tmp_path: Path, command: Command, tool: Any, content: bytes | None, message: str
 ) -> None:
     if tool is table_command and content == b"":
         return  # an empty table
     if content is not None:
         (tmp_path / "new").write_bytes(content)
-    arguments = [tmp_path / "new", *([write(tmp_path / "old", [make()])] * (tool is command))]
-    monkeypatch.setattr(sys, "argv", ["magicdec", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stopped:
-        tool.main()
-    out, err = capsys.readouterr()
-    assert (stopped.value.code, out) == (2, "")
+    old = [write(tmp_path / "old", [make()])] * (tool is compare)
+    code, out, err = command(tool, tmp_path / "new", *old)
+    assert (code, out) == (2, "")
     assert f"{tmp_path / 'new'}{message}" in err and err.count("\n") == 1
     assert err.startswith(f"magicdec {tool.__name__.rpartition('.')[2]}: ")
 
 
 def test_the_table_has_a_line_a_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """Also for runs without numbers; and no number is cut, nor a name read as markup."""
     odd = make()
     odd["config"]["model"]["model"] = "/m/[bold]:fire:"
     odd["metrics"] = dict.fromkeys(odd["metrics"]) | {"bytes_read": 0}
-    first, second = tmp_path / "a", tmp_path / "b"
-    write(first, [make(), odd])
-    write(second, [failed(), diverged(), with_ties()])
-    monkeypatch.setattr(sys, "argv", ["magicdec table", str(first), str(second)])
+    first = write(tmp_path / "a", [make(), odd])
+    second = write(tmp_path / "b", [failed(), diverged(), with_ties()])
     monkeypatch.setenv("COLUMNS", "80")
-    table_command.main()
-    out, err = capsys.readouterr()
-    ends = tuple(f" {status}" for status in STATUSES)
+    _, out, err = command(table_command, first, second)
     lines = [line.rstrip() for line in out.splitlines()]
-    rows = [line for line in lines if line.endswith(ends)]
+    rows = [line for line in lines if line.endswith(tuple(f" {status}" for status in STATUSES))]
     assert [row.split()[-1] for row in rows] == ["ok", "ok", "failed", "diverged", "ok_with_ties"]
     assert all(n in rows[0] for n in ("demo", "1234567.8", "1.50", "0.800"))
     assert "/m/[bold]:fire:" in rows[1]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -11,12 +10,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Command
 from synthetic_records import drawn, parse_record, record_of, with_fields, with_losses
 from synthetic_samples import draw_chances, draw_pass
 from test_compare import diverged, failed, with_ties
 
-from magicdec.cli import compare as command
+from magicdec.cli import compare as compare_command
 from magicdec.records.acceptance import PromptCounts, count_by_prompt
 from magicdec.records.comparison.change import Pair, change_of, pair_of
 from magicdec.records.comparison.compare import (
@@ -29,7 +28,7 @@ from magicdec.records.comparison.compare import (
 from magicdec.records.comparison.conditions import weight_dtypes
 from magicdec.records.metrics import check_metrics
 from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord, append_record
+from magicdec.records.record import RunRecord
 
 Gate = Callable[..., tuple[int, str]]
 BASELINES = load_records(ROOT / "results" / "baselines" / "acceptance.jsonl")
@@ -38,23 +37,16 @@ OTHERS = [b for b in BASELINES if b not in CERTAIN]
 
 
 @pytest.fixture
-def gate(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Gate:
+def gate(tmp_path: Path, command: Command) -> Gate:
     """Exit code and output of `magicdec compare`, for new and baseline records."""
 
     def run(new: Sequence[RunRecord], old: Sequence[RunRecord], *flags: str) -> tuple[int, str]:
         files = tmp_path / "new", tmp_path / "old"
         for path, records in zip(files, (new, old), strict=True):
-            path.write_text("")
-            for record in records:
-                append_record(path, record)
-        monkeypatch.setattr(sys, "argv", ["magicdec compare", *map(str, files), *flags])
-        with pytest.raises(SystemExit) as stopped:
-            command.main()
-        out, err = capsys.readouterr()
+            path.write_text("".join(f"{record.to_json()}\n" for record in records))
+        code, out, err = command(compare_command, *files, *flags)
         assert err == ""
-        return int(stopped.value.code or 0), out
+        return code, out
 
     return run
 

@@ -3,7 +3,6 @@ numbers is refused with the names and values."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -66,13 +65,19 @@ class Run:
     prefill: PrefillSamples
     metrics: dict[str, Metrics]
 
-    def check(self) -> None:
-        passes = {"autoregressive": self.base, "speculative": self.ours}
-        check_identities(self.metrics, passes, self.prefill, BANDWIDTH)
+    @property
+    def passes(self) -> dict[str, PassSamples]:
+        return {"autoregressive": self.base, "speculative": self.ours}
 
-    def compute(self) -> None:
-        passes = {"autoregressive": self.base, "speculative": self.ours}
-        self.metrics = run_metrics(passes, self.prefill, BANDWIDTH, is_random=False)
+    def check(self) -> None:
+        check_identities(self.metrics, self.passes, self.prefill, BANDWIDTH)
+
+    def compute(self, is_random: bool = False) -> None:
+        self.metrics = run_metrics(self.passes, self.prefill, BANDWIDTH, is_random)
+
+    def change(self, **values: Any) -> None:
+        """Other values in the metrics of the strategy."""
+        self.metrics["speculative"] = replace(self.metrics["speculative"], **values)
 
 
 def make_run() -> Run:
@@ -104,92 +109,58 @@ def test_they_hold_where_nothing_was_emitted_after_the_first_tokens() -> None:
 
 def test_metrics_that_random_weights_withhold_are_not_checked() -> None:
     run = make_run()
-    passes = {"autoregressive": run.base, "speculative": run.ours}
-    run.metrics = run_metrics(passes, run.prefill, BANDWIDTH, is_random=True)
+    run.compute(is_random=True)
     run.check()
 
 
-SAMPLES: dict[str, tuple[Callable[[Run], Any], str]] = {
-    "a step's time is halved where it drafts": (
-        lambda run: run.ours.step_ms[0].__setitem__(0, 10.0),
-        "step 0: the time of its phases",
-    ),
-    "the clock of sequences starts late": (
-        lambda run: run.ours.sequence_ms.__setitem__(1, [59.5, 59.5]),
-        "its sequence_ms",
-    ),
-    "all sequences have the TTFT of the first": (
-        lambda run: run.prefill.ttft_ms.__setitem__(0, [100.0, 100.0]),
-        "does not rise",
-    ),
-    "a TTFT after the end of prefill": (
-        lambda run: run.prefill.ttft_ms.__setitem__(0, [100.0, 301.0]),
-        "the last TTFT",
-    ),
-    "a token is counted that no step emitted": (
-        lambda run: run.ours.sequence_tokens.__setitem__(1, [6, 3]),
-        "1 + num_accepted|its tokens",
-    ),
-    "more is accepted than was drafted": (
-        lambda run: run.ours.num_accepted[1].__setitem__(0, [3, 1]),
-        r"num_drafted 2, num_accepted \[3, 1\]",
-    ),
-    "more is emitted than was accepted": (
-        lambda run: run.ours.num_emitted[0].__setitem__(0, [3, 2]),
-        "num_emitted",
-    ),
-    "an accepted token is lost": (
-        lambda run: run.ours.num_emitted[0].__setitem__(0, [2, 1]),
-        "num_emitted",
-    ),
-    "a row is missing from a step": (
-        lambda run: run.base.num_emitted[0].__setitem__(3, []),
-        "running sequences",
-    ),
-    "a step is not counted as drafting": (
-        lambda run: run.ours.num_drafted[1].__setitem__(0, 0),
-        "num_drafted 0",
-    ),
-    "a phase is missing": (lambda run: run.ours.draft_ms.pop(), "times in draft_ms"),
-    "calibration is counted twice": (
-        lambda run: run.ours.begin_ms.__setitem__(0, -35.0),
-        "begin_ms is -35.0",
-    ),
-    "the baseline has a thread fewer": (
-        lambda run: setattr(run.base, "threads", [[1, 1], [1, 1]]),
-        r"speculative, batch 0: the ranks had \[2, 1\] threads, but \[1, 1\]",
-    ),
-    "one batch has a rank fewer": (
-        lambda run: run.base.threads.__setitem__(1, [2]),  # type: ignore[union-attr]
-        r"autoregressive, batch 1: the ranks had \[2\] threads, but \[2, 1\]",
-    ),
-    "the threads of no batch are measured": (
-        lambda run: run.base.threads.clear(),
-        "autoregressive has the threads of 0 batches, but there are 2",
-    ),
-    "the threads of one batch are not measured": (
-        lambda run: run.ours.threads.pop(),  # type: ignore[union-attr]
-        "speculative has the threads of 1 batches, but there are 2",
-    ),
-    "a batch is missing": (lambda run: run.ours.begin_ms.pop(), "numbers of batches differ"),
-}
+# A statement that changes the samples `ours`, `base` or `prefill`, and what is said then.
+FAULTS = {
+    "a step's time is halved where it drafts":
+        ("ours.step_ms[0][0] = 10.0", "step 0: the time of its phases"),
+    "the clock of sequences starts late":
+        ("ours.sequence_ms[1] = [59.5, 59.5]", "its sequence_ms"),
+    "all sequences have the TTFT of the first":
+        ("prefill.ttft_ms[0] = [100.0, 100.0]", "does not rise"),
+    "a TTFT after the end of prefill":
+        ("prefill.ttft_ms[0] = [100.0, 301.0]", "the last TTFT"),
+    "a token is counted that no step emitted":
+        ("ours.sequence_tokens[1] = [6, 3]", "1 \\+ num_accepted|its tokens"),
+    "more is accepted than was drafted":
+        ("ours.num_accepted[1][0] = [3, 1]", r"num_drafted 2, num_accepted \[3, 1\]"),
+    "more is emitted than was accepted": ("ours.num_emitted[0][0] = [3, 2]", "num_emitted"),
+    "an accepted token is lost": ("ours.num_emitted[0][0] = [2, 1]", "num_emitted"),
+    "a row is missing from a step": ("base.num_emitted[0][3] = []", "running sequences"),
+    "a step is not counted as drafting": ("ours.num_drafted[1][0] = 0", "num_drafted 0"),
+    "a phase is missing": ("ours.draft_ms.pop()", "times in draft_ms"),
+    "calibration is counted twice": ("ours.begin_ms[0] = -35.0", "begin_ms is -35.0"),
+    "the baseline has a thread fewer":
+        ("base.threads = [[1, 1], [1, 1]]",
+         r"speculative, batch 0: the ranks had \[2, 1\] threads, but \[1, 1\]"),
+    "one batch has a rank fewer":
+        ("base.threads[1] = [2]",
+         r"autoregressive, batch 1: the ranks had \[2\] threads, but \[2, 1\]"),
+    "the threads of no batch are measured":
+        ("base.threads.clear()", "autoregressive has the threads of 0 batches, but there are 2"),
+    "the threads of one batch are not measured":
+        ("ours.threads.pop()", "speculative has the threads of 1 batches, but there are 2"),
+    "a batch is missing": ("ours.begin_ms.pop()", "numbers of batches differ"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("fault", SAMPLES)
+@pytest.mark.parametrize("fault", FAULTS)
 def test_a_fault_in_the_samples_is_refused(fault: str) -> None:
     run = make_run()
-    plant, named = SAMPLES[fault]
-    plant(run)
-    with pytest.raises(AssertionError, match=named):
+    statement, message = FAULTS[fault]
+    exec(statement, dict(vars(run)))
+    with pytest.raises(AssertionError, match=message):
         run.check()
 
 
 def test_a_rate_outside_its_interval_is_refused() -> None:
     run = make_run()
-    metrics = run.metrics["speculative"]
-    assert metrics.acceptance_rate_interval is not None
+    assert run.metrics["speculative"].acceptance_rate_interval is not None
     for ends in ([0.0, 0.01], [0.99, 1.0]):
-        run.metrics["speculative"] = replace(metrics, acceptance_rate_interval=ends)
+        run.change(acceptance_rate_interval=ends)
         with pytest.raises(AssertionError, match="acceptance_rate"):
             run.check()
 
@@ -204,8 +175,7 @@ DOUBLED = (
 @pytest.mark.parametrize("key", DOUBLED)
 def test_a_metric_that_is_doubled_is_refused(key: str) -> None:
     run = make_run()
-    metrics = run.metrics["speculative"]
-    run.metrics["speculative"] = replace(metrics, **{key: 2 * getattr(metrics, key)})
+    run.change(**{key: 2 * getattr(run.metrics["speculative"], key)})
     with pytest.raises(AssertionError, match=r" is .* but .* is "):
         run.check()
 
@@ -213,11 +183,11 @@ def test_a_metric_that_is_doubled_is_refused(key: str) -> None:
 @pytest.mark.parametrize("key", ["speedup", "net_speedup"])
 def test_a_speedup_other_than_the_median_of_those_of_the_batches_is_refused(key: str) -> None:
     run = make_run()
-    metrics = run.metrics["speculative"]
-    each = getattr(metrics, f"{key}_per_batch")
-    run.metrics["speculative"] = replace(metrics, **{key: max(each)})
+    median = getattr(run.metrics["speculative"], key)
+    each = getattr(run.metrics["speculative"], f"{key}_per_batch")
+    run.change(**{key: max(each)})
     with pytest.raises(AssertionError, match="the median"):
         run.check()
-    run.metrics["speculative"] = replace(metrics, **{f"{key}_per_batch": each[::-1]})
+    run.change(**{key: median, f"{key}_per_batch": each[::-1]})
     with pytest.raises(AssertionError, match=f"batch 0: {key} x ms"):
         run.check()

@@ -6,30 +6,17 @@ from __future__ import annotations
 import csv
 import io
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Command
 from test_compare import failed, make, write
 
 from magicdec.cli import export, table
 
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
-
-
-@pytest.fixture
-def run(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
-    """Runs a command that is expected to succeed, and returns what it prints."""
-
-    def start(tool: Any, *words: object) -> str:
-        monkeypatch.setattr(sys, "argv", [tool.__name__, *map(str, words)])
-        tool.main()
-        return capsys.readouterr().out
-
-    return start
 
 
 def record(B: int, speedup: float | None, policy: str = "streaming_llm") -> dict[str, Any]:
@@ -52,9 +39,9 @@ def rows_of(text: str) -> list[dict[str, str]]:
 
 
 def test_a_group_has_the_median_of_those_that_have_the_metric(
-    tmp_path: Path, run: Callable[..., str]
+    tmp_path: Path, command: Command
 ) -> None:
-    rows = rows_of(run(table, records(tmp_path), "--group_by", "B", "--format", "csv"))
+    rows = rows_of(command(table, records(tmp_path), "--group_by", "B", "--format", "csv").out)
     found = {row["B"]: (row["runs"], row["speedup"]) for row in rows}
     assert found["8"] == ("3", "1.75") and found["1"][1] == "0.5"
     assert sum(int(row["runs"]) for row in rows) == 6
@@ -69,39 +56,39 @@ def test_a_group_has_the_median_of_those_that_have_the_metric(
     ],
 )
 def test_rows_without_the_value_come_last(
-    tmp_path: Path, run: Callable[..., str], words: list[str], expected: list[str]
+    tmp_path: Path, command: Command, words: list[str], expected: list[str]
 ) -> None:
-    rows = rows_of(run(table, records(tmp_path), "--format", "csv", *words))
+    rows = rows_of(command(table, records(tmp_path), "--format", "csv", *words).out)
     assert [row["speedup"] for row in rows] == expected
 
 
-def test_settings_are_sorted_as_numbers(tmp_path: Path, run: Callable[..., str]) -> None:
+def test_settings_are_sorted_as_numbers(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "runs.jsonl"
     write(path, [record(B, 1.0) for B in (16, 2, 128)])
-    rows = rows_of(run(table, path, "--sort", "B", "--format", "csv"))
+    rows = rows_of(command(table, path, "--sort", "B", "--format", "csv").out)
     assert [row["B"] for row in rows] == ["2", "16", "128"]
 
 
 def test_markdown_and_latex_say_once_what_is_the_same_in_every_row(
-    tmp_path: Path, run: Callable[..., str]
+    tmp_path: Path, command: Command
 ) -> None:
     path = tmp_path / "runs.jsonl"
     odd = [record(B, 1.25) for B in (1, 8)]
     for made in odd:
         made["config"]["model"]["model"] = "a_b|100%"
     write(path, odd)
-    md = run(table, path, "--format", "md")
+    md = command(table, path, "--format", "md").out
     assert "| 1 |" in md and "1.25" in md and "model a_b" in md.splitlines()[-1]
-    latex = run(table, path, "--format", "latex")
+    latex = command(table, path, "--format", "latex").out
     assert latex.startswith("% in every row: model a_b|100%")
     assert r"\begin{tabular}{" in latex and latex.rstrip().endswith(r"\end{tabular}")
     assert latex.count(r"\\") == 3
-    one = run(table, path, "--group_by", "model", "B", "--format", "latex")
+    one = command(table, path, "--group_by", "model", "B", "--format", "latex").out
     assert "a_b" not in one.splitlines()[3], "it is the same in both groups"
     write(path, [*odd, record(1, 2.0)])
-    mixed = run(table, path, "--format", "latex")
+    mixed = command(table, path, "--format", "latex").out
     assert r"a\_b|100\%" in mixed
-    assert r"a_b\|100%" in run(table, path, "--format", "md")
+    assert r"a_b\|100%" in command(table, path, "--format", "md").out
 
 
 @pytest.mark.parametrize(
@@ -112,24 +99,15 @@ def test_markdown_and_latex_say_once_what_is_the_same_in_every_row(
         (["--sort", "gamma", "--group_by", "B"], "--sort gamma is not in the table"),
     ],
 )
-def test_unknown_keys_are_refused(
-    words: list[str], message: str, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    monkeypatch.setattr(sys, "argv", ["magicdec table", str(BASELINES), *words])
-    with pytest.raises(SystemExit) as stopped:
-        table.main()
-    err = capsys.readouterr().err
-    assert stopped.value.code == 2 and message in err and err.count("\n") == 1
+def test_unknown_keys_are_refused(words: list[str], message: str, command: Command) -> None:
+    code, _, err = command(table, BASELINES, *words)
+    assert code == 2 and message in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
-def test_an_export_has_a_row_for_each_pass(
-    tmp_path: Path, run: Callable[..., str], suffix: str
-) -> None:
-    pandas = pytest.importorskip("pandas")
+def test_an_export_has_a_row_for_each_pass(tmp_path: Path, command: Command, suffix: str) -> None:
     out = tmp_path / f"runs.{suffix}"
-    run(export, BASELINES, "--out", out)
+    assert command(export, BASELINES, "--out", out).code == 0
     frame = getattr(pandas, f"read_{suffix}")(out)
     raw = [json.loads(line) for line in BASELINES.read_text().splitlines()]
     baselines = [r["baseline_metrics"] for r in raw if r["baseline_metrics"] is not None]
@@ -145,14 +123,11 @@ def test_an_export_has_a_row_for_each_pass(
     assert theirs["decode_tokens_per_s"].tolist() == pytest.approx(expected)
 
 
-def test_an_export_keeps_a_failed_run_and_mixed_gammas(
-    tmp_path: Path, run: Callable[..., str]
-) -> None:
-    pandas = pytest.importorskip("pandas")
+def test_an_export_keeps_a_failed_run_and_mixed_gammas(tmp_path: Path, command: Command) -> None:
     auto = make()
     auto["config"]["decoding"]["num_draft_tokens"] = "auto"
     write(tmp_path / "runs.jsonl", [make(), auto, failed()])
-    run(export, tmp_path / "runs.jsonl", "--out", tmp_path / "runs.parquet")
+    assert command(export, tmp_path / "runs.jsonl", "--out", tmp_path / "runs.parquet").code == 0
     frame = pandas.read_parquet(tmp_path / "runs.parquet")
     assert set(frame["decoding.num_draft_tokens"]) == {"4", "auto"}
     last = frame.iloc[-1]
@@ -169,21 +144,16 @@ def test_an_export_keeps_a_failed_run_and_mixed_gammas(
     ],
 )
 def test_an_export_that_cannot_be_written_is_one_line(
-    tmp_path: Path, out: str, message: str, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
+    tmp_path: Path, out: str, message: str, command: Command
+) -> None:
     (tmp_path / "folder.csv").mkdir()
     (tmp_path / "file").touch()
-    words = ["magicdec export", str(BASELINES), "--out", str(tmp_path / out)]
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit) as stopped:
-        export.main()
-    err = capsys.readouterr().err
-    assert stopped.value.code == 2 and message in err and err.count("\n") == 1
+    code, _, err = command(export, BASELINES, "--out", tmp_path / out)
+    assert code == 2 and message in err and err.count("\n") == 1
 
 
-def test_a_text_table_has_a_line_of_80_columns_for_each_run(run: Callable[..., str]) -> None:
-    lines = run(table, ROOT / "results" / "cpu" / "records.jsonl.gz").splitlines()
+def test_a_text_table_has_a_line_of_80_columns_for_each_run(command: Command) -> None:
+    lines = command(table, ROOT / "results" / "cpu" / "records.jsonl.gz").out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("draft "))
     rows = lines[start + 1 : start + 79]
     assert all(len(line) <= 80 for line in lines[: start + 79])

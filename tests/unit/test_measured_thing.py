@@ -27,13 +27,9 @@ def of(policy: str, drafter: str = "self", **settings: Any) -> dict[str, Any]:
 
 
 SETTINGS: dict[str, Any] = {
-    "budget": 99,
-    "num_sink_tokens": 5,
-    "window_size": 9,
-    "pooling": "max",
-    "reselect_every": 7,
+    "budget": 99, "num_sink_tokens": 5, "window_size": 9, "pooling": "max", "reselect_every": 7,
     "recent_window": 3,
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("policy", KV_POLICIES)

@@ -2,36 +2,20 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
+from conftest import Command
 from synthetic_records import drawn, with_fields, with_losses
 
 from magicdec.cli import table
-from magicdec.records.record import RunRecord, append_record
+from magicdec.records.record import append_record
 from magicdec.report import listing
-from magicdec.report.listing import Noted, noise_lines
+from magicdec.report.listing import noise_lines
 
 BEST = drawn(budget=129)
 NEAR = with_losses(drawn(budget=65), 0.01, seed=3)
 FAR = with_losses(drawn(budget=33), 0.3)
-
-
-def printed(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    records: list[RunRecord],
-    *flags: str,
-) -> str:
-    path = tmp_path / "runs.jsonl"
-    path.unlink(missing_ok=True)
-    for record in records:
-        append_record(path, record)
-    monkeypatch.setattr(sys, "argv", ["magicdec table", str(path), *flags])
-    table.main()
-    return " ".join(capsys.readouterr().out.split())
 
 
 def test_differences_inside_the_noise_are_said() -> None:
@@ -49,20 +33,19 @@ def test_records_of_other_prompts_and_without_samples_are_not_compared() -> None
     assert noise_lines([BEST, FAR]) == [] and noise_lines([BEST]) == [] and noise_lines([]) == []
 
 
-def test_a_table_has_the_interval_and_the_statement(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = printed(tmp_path, monkeypatch, capsys, [BEST, NEAR])
+def test_a_table_has_the_interval_and_the_statement(tmp_path: Path, command: Command) -> None:
+    path = tmp_path / "runs.jsonl"
+    append_record(path, BEST)
+    assert "±" not in command(table, path, "--format", "csv").out
+    append_record(path, NEAR)
+    out = " ".join(command(table, path).out.split())
     assert BEST.metrics is not None and BEST.metrics.acceptance_rate_interval is not None
     low, high = BEST.metrics.acceptance_rate_interval
     assert f"{BEST.metrics.acceptance_rate:.2f}±{(high - low) / 2:.2f}" in out
     assert "inside the noise of the best" in out
-    assert "noise" not in printed(tmp_path, monkeypatch, capsys, [BEST, NEAR], "--group_by", "B")
-    assert "±" not in printed(tmp_path, monkeypatch, capsys, [BEST], "--format", "csv")
+    assert "noise" not in command(table, path, "--group_by", "B").out
 
 
-def test_a_long_table_is_passed_on_and_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_long_table_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listing, "MOST_RECORDS", 2)
-    for count, kept in ((2, 2), (3, 0)):
-        noted = Noted([BEST] * count)
-        assert len(list(noted)) == count and len(noted.few) == kept
+    assert noise_lines([BEST, NEAR]) != [] and noise_lines([BEST, NEAR, FAR]) == []

@@ -18,7 +18,6 @@ from magicdec.request import Request
 from magicdec.serving.metrics import Moves, ServingMetrics, StepCounts, serving_metrics
 
 EMULATED = ("--emulate_stage_ms", "20", "--emulate_acceptance", "0.5", "--modes", "async")
-NO_STAGES = "--emulate_stage_ms 20.0: sequential has no stages; leave it out of --modes"
 NEEDS_TOKENS = "--emulate_acceptance 0.5 needs the tokens of a mode that comes before; name"
 
 
@@ -62,7 +61,6 @@ NEEDS_TOKENS = "--emulate_acceptance 0.5 needs the tokens of a mode that comes b
         (["--sampling_seed", "5"], "--sampling_seed does nothing here: --temperature 0 is greedy"),
         ([*EMULATED, "--temperature", "1"], "--temperature 1 does nothing with --emulate_stage_ms"),
         (["--emulate_stage_ms", "20"], "give --emulate_acceptance"),
-        ([*EMULATED[:-2], "--modes", "sequential", "sync"], NO_STAGES),
         ([*EMULATED[2:]], NEEDS_TOKENS),
         (["--emulate_draft_ms", "4"], "--emulate_draft_ms is for --emulate_acceptance"),
         (["--plot", "plot.txt"], "--plot plot.txt: the name must end in .png or .svg or .pdf"),

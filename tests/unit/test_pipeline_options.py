@@ -68,10 +68,15 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> PreparedServin
         (["--modes", "ring", "--cuda_graphs", "off"], 2, "no mode of --modes ring uses it"),
         (["--modes", "ring", "--window_ms", "5"], 2, "--window_ms does nothing here"),
         (["--modes", "inflight", "--layer_split", "3,3"], 2, "no mode of --modes has stages"),
-        (["--layer_split", "3,3/head"], 2, "3,3/head: a ring has no draft rank and no head"),
+        (["--layer_split", "0,1.0/head"], 2, "0,1.0/head: a ring has no head without layers"),
+        (["--layer_split", "1.0/0.5,0.5"], 2, "1.0/0.5,0.5 leaves no rank for a stage"),
         (["--emulate_link_ms", "1"], 1, "--emulate_link_ms and --emulate_link_mbps: one rank"),
         (["--gamma", "3"], 2, "--gamma does nothing here"),
         (["--draft", "ngram", "--budget", "99"], 2, "--budget does nothing here"),
+        (
+            ["--modes", "ring+draft", "--draft", "ngram", "--emulate_stage_ms", "5"],
+            *(2, "--emulate_stage_ms 5.0: --modes ring+draft drafts by the model"),
+        ),
         (["--pad_stage_ms", "9", "--emulate_stage_ms", "9"], 2, "--pad_stage_ms 9.0 is for stages"),
         (["--plot_ms", "5"], 2, "--plot_ms does nothing without --plot"),
         (["--plot", "g.bmp"], 2, "--plot g.bmp: the name must end in .png or .svg or .pdf"),
@@ -180,7 +185,7 @@ def test_times_of_layers_are_measured_or_come_from_a_machine_file(
     monkeypatch.setattr("magicdec.pipeline.auto_split.ENOUGH_S", 0.0)
     ring = prepared(tmp_path, "--layer_split", "auto", world_size=1).system_of(Pass.named("ring"))
     assert isinstance(ring, Ring)
-    assert ring.layer_split == ring.options.describe()["layer_split"] == "6" and ring.split == ""
+    assert ring.layer_split == "6" and ring.split == ""
     config, source, threads = ring.run.config, ring.run.source, torch.get_num_threads()
     step, computed = DecodeStep(rows=2, context=50), list[tuple[int, int]]()
     compute = Stage.compute

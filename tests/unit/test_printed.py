@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -34,15 +34,9 @@ def test_the_first_speedup_is_the_ratio_of_the_rates_beside_it(record: RunRecord
 def test_medians_say_over_how_many_batches(record: RunRecord) -> None:
     metrics = record.metrics
     assert metrics is not None and metrics.speedup_per_batch is not None
-    labels = [label for label, _ in table_rows(record)]
     for count, words in ((1, "1 batch"), (2, "2 batches"), (5, "5 batches")):
         each = dict.fromkeys(("speedup_per_batch", "net_speedup_per_batch"), [1.5] * count)
-        labels = [
-            label
-            for label, _ in table_rows(
-                dataclasses.replace(record, metrics=dataclasses.replace(metrics, **each))
-            )
-        ]
+        labels = dict(table_rows(replace(record, metrics=replace(metrics, **each))))
         assert f"  median of {words}" in labels and f"net speedup, median of {words}" in labels
 
 
@@ -56,14 +50,14 @@ def test_a_percentile_needs_enough_sequences(
 ) -> None:
     assert record.samples is not None
     samples = {
-        name: dataclasses.replace(
+        name: replace(
             record.samples[name],
             sequence_tokens=[[3] * num_sequences],
             sequence_ms=[[3.0 * n for n in range(1, num_sequences + 1)]],
         )
         for name in (BASELINE, record.config["decoding"]["strategy"])
     }
-    rows = dict(table_rows(dataclasses.replace(record, samples=samples)))
+    rows = dict(table_rows(replace(record, samples=samples)))
     found = {m[1] for label in rows if (m := re.match(r"TPOT (p\d+|max)", label))}
     assert found == shown
     if "max" in shown:
@@ -72,5 +66,5 @@ def test_a_percentile_needs_enough_sequences(
 
 
 def test_a_record_without_samples_is_printed_as_it_is(record: RunRecord) -> None:
-    labels = [label for label, _ in table_rows(dataclasses.replace(record, samples=None))]
+    labels = [label for label, _ in table_rows(replace(record, samples=None))]
     assert "TPOT p99, ms" in labels and not any("max of" in label for label in labels)

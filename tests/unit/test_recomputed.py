@@ -3,51 +3,38 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Command
 from test_record import RECORDS
 
 from magicdec.cli import table
 from magicdec.records.record import append_record
 
 
-def check(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *paths: Path
-) -> tuple[int, str]:
-    """Exit code and output of `magicdec table --check`."""
-    monkeypatch.setattr(sys, "argv", ["magicdec table", "--check", *map(str, paths)])
-    with pytest.raises(SystemExit) as stopped:
-        table.main()
-    return int(stopped.value.code or 0), capsys.readouterr().out
-
-
 @pytest.mark.parametrize("kind", RECORDS)
 def test_every_metric_is_computed_again_from_the_record_alone(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, command: Command
 ) -> None:
     """And a metric that was changed in the file is named with its record."""
     path = tmp_path / "runs.jsonl"
     append_record(path, RECORDS[kind]())
-    assert check(monkeypatch, capsys, path)[0] == 0
+    assert command(table, "--check", path).code == 0
     raw = json.loads(path.read_text())
     for part in ("metrics", "baseline_metrics"):
         for name, value in (raw[part] or {}).items():
             wrong = raw | {part: raw[part] | {name: other_than(name, value)}}
             path.write_text(f"{json.dumps(raw)}\n{json.dumps(wrong)}\n")
-            code, out = check(monkeypatch, capsys, path)
+            code, out, _ = command(table, "--check", path)
             assert code == 1 and "1 of 2 records have" in out
             assert "record 2 (strategy=" in out and f"{part}.{name} differs" in out
 
 
-def test_the_committed_baselines_have_the_metrics_of_their_samples(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_committed_baselines_have_the_metrics_of_their_samples(command: Command) -> None:
     baselines = ROOT / "results" / "baselines" / "acceptance.jsonl"
-    code, out = check(monkeypatch, capsys, baselines)
+    code, out, _ = command(table, "--check", baselines)
     assert code == 0, out
 
 
@@ -64,9 +51,7 @@ def other_than(name: str, value: Any) -> Any:
     return value + (1 if isinstance(value, int) else 1e-6 * value)
 
 
-def test_samples_that_lack_something_cannot_be_checked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_samples_that_lack_something_cannot_be_checked(tmp_path: Path, command: Command) -> None:
     raw = json.loads(RECORDS["speculative"]().to_json())
     (tmp_path / "none").write_text(json.dumps(raw | {"samples": None}))
     raw = json.loads(RECORDS["speculative"]().to_json())
@@ -75,7 +60,7 @@ def test_samples_that_lack_something_cannot_be_checked(
     raw = json.loads(RECORDS["speculative"]().to_json())
     raw["samples"]["speculative"]["num_emitted"][1][0][0] += 1
     (tmp_path / "emitted").write_text(json.dumps(raw))
-    code, out = check(monkeypatch, capsys, *(tmp_path / n for n in ("none", "tokens", "emitted")))
+    code, out, _ = command(table, "--check", *(tmp_path / n for n in ("none", "tokens", "emitted")))
     assert code == 1 and "0 of 3 records have" in out
     for name, message in (
         ("none", "its metrics cannot be computed again, it has no samples"),

@@ -16,13 +16,13 @@ import pytest
 from conftest import ROOT
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
+from record_pages import DOCS, PAGES, SCHEMA, TABLE, renewed, schema_text
 from synthetic_records import parse_record
 from test_record import RECORDS, small
 
 from magicdec import names
 from magicdec.latency.record import LatencyRecord, Row, raw_table, tables
 from magicdec.names import load_named
-from magicdec.records.document import DOCS, PAGES, SCHEMA, TABLE, renewed, schema_text
 from magicdec.records.fields import described_fields, description_of, without_none
 from magicdec.records.performance import Metrics
 from magicdec.records.reading import load_records, read_records
@@ -44,7 +44,7 @@ def kinds(kind: type) -> Iterator[type]:
 
 
 def test_the_committed_documents_are_what_the_code_makes() -> None:
-    """Else run `python -m magicdec.records.document`."""
+    """Else run `python scripts/record_pages.py`."""
     for name in PAGES:
         text = (DOCS / name).read_text(encoding="utf-8")
         assert renewed(text) == text, name

@@ -7,7 +7,6 @@ import csv
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
@@ -15,7 +14,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Command
 from matplotlib.text import Text
 from synthetic_records import parse_record
 from test_compare import failed, write
@@ -26,12 +25,11 @@ from magicdec.cost_model.speculation import Speculation
 from magicdec.figures import styled
 from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.model.presets.presets import find_config
-from magicdec.report.figures.bandwidth import relative_steps
 from magicdec.report.figures.panels import choose, make_axes, put_title, summarize
-from magicdec.report.figures.phases import drafting_share
+from magicdec.report.figures.passes import pareto
 from magicdec.report.figures.speedup import position
-from magicdec.report.figures.throughput import pareto
-from magicdec.report.frame import Row, frame_of, run_rows
+from magicdec.report.figures.steps import drafting_share, relative_steps
+from magicdec.report.frame import Row, frame_of, report_rows
 from magicdec.report.prediction import NotPredicted, Predictor
 from magicdec.report.settings import command_of
 from magicdec.report.tables import ranges
@@ -40,16 +38,8 @@ BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
 RAW = [json.loads(line) for line in BASELINES.read_text(encoding="utf-8").splitlines()]
 FIGURES = (
     *("speedup_map", "throughput_tpot", "pareto_front", "acceptance_by_budget"),
-    *(
-        "acceptance_by_position",
-        "acceptance_lengths",
-        "step_phases",
-        "bandwidth",
-        "ttft",
-        "tpot",
-        "predicted_measured",
-        "drift",
-    ),
+    *("acceptance_by_position", "acceptance_lengths", "step_phases", "bandwidth", "ttft", "tpot"),
+    *("predicted_measured", "drift"),
 )
 Record = dict[str, Any]
 
@@ -79,7 +69,7 @@ def variant(number: int = 0, **changed: Any) -> Record:
 
 def row(**changed: Any) -> Row:
     """The row of the requested strategy of a run."""
-    return list(run_rows(1, "runs.jsonl", parse_record(variant(**changed))))[-1]
+    return list(report_rows(1, "runs.jsonl", parse_record(variant(**changed))))[-1]
 
 
 def machine(**description: Any) -> MachineFile:
@@ -91,19 +81,19 @@ def machine(**description: Any) -> MachineFile:
     )  # fmt: skip
 
 
+Report = Callable[..., tuple[Path, str]]
+
+
 @pytest.fixture
-def report(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Callable[..., tuple[Path, str]]:
+def report(tmp_path: Path, command: Command) -> Report:
     """Writes a report of records; returns its directory and what was said on stderr."""
 
     def make(records: list[Record], *words: object) -> tuple[Path, str]:
         write(tmp_path / "runs.jsonl", records)
         out = tmp_path / "out"
-        argv = ["report", tmp_path / "runs.jsonl", "--out", out, *words]
-        monkeypatch.setattr(sys, "argv", list(map(str, argv)))
-        report_page.main()
-        return out, capsys.readouterr().err
+        code, _, err = command(report_page, tmp_path / "runs.jsonl", "--out", out, *words)
+        assert code == 0
+        return out, err
 
     return make
 
@@ -124,9 +114,7 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_every_figure_is_drawn_or_left_out_with_a_reason(
-    report: Callable[..., tuple[Path, str]], tmp_path: Path
-) -> None:
+def test_every_figure_is_drawn_or_left_out_with_a_reason(report: Report, tmp_path: Path) -> None:
     machine().save(tmp_path / "machine.json")
     out, said = report([*study(), *RAW], "--machine", tmp_path / "machine.json")
     assert said == ""
@@ -145,9 +133,7 @@ def test_every_figure_is_drawn_or_left_out_with_a_reason(
         assert line.rpartition(": ")[2] in page
 
 
-def test_a_report_of_failed_runs_says_why_they_failed(
-    report: Callable[..., tuple[Path, str]],
-) -> None:
+def test_a_report_of_failed_runs_says_why_they_failed(report: Report) -> None:
     out, said = report([failed(), failed()])
     assert len(said.splitlines()) == len(FIGURES)
     (first, _) = rows(out / "failures.csv")
@@ -160,9 +146,7 @@ def links(page: str) -> list[str]:
 
 
 @pytest.mark.wide
-def test_a_page_without_figure_files_does_not_link_to_them(
-    report: Callable[..., tuple[Path, str]],
-) -> None:
+def test_a_page_without_figure_files_does_not_link_to_them(report: Report) -> None:
     out, _ = report(study())
     whole = (out / "index.html").read_text(encoding="utf-8")
     shutil.rmtree(out)
@@ -194,7 +178,7 @@ def test_a_row_is_on_the_front_of_its_own_kind() -> None:
             assert (row["on_front"] == "True") != beaten
 
 
-def test_the_page_needs_nothing_else(report: Callable[..., tuple[Path, str]]) -> None:
+def test_the_page_needs_nothing_else(report: Report) -> None:
     evil = ["selfspec_benchmark.py", "--model", "</td><script>alert(1)</script>"]
     out, _ = report([*RAW, *study(), variant(argv=evil)])
     page = (out / "index.html").read_text(encoding="utf-8")
@@ -208,7 +192,7 @@ def test_the_page_needs_nothing_else(report: Callable[..., tuple[Path, str]]) ->
     assert used and set(used) <= set(ids)
 
 
-def test_the_map_shows_the_best_of_each_place(report: Callable[..., tuple[Path, str]]) -> None:
+def test_the_map_shows_the_best_of_each_place(report: Report) -> None:
     out, _ = report(study())
     found = {(r["B"], r["prefix_len"]): r for r in rows(out / "speedup_map.csv")}
     assert found["8", "4096"]["speedup"] == "1.9" and found["8", "4096"]["runs"] == "2"
@@ -217,9 +201,7 @@ def test_the_map_shows_the_best_of_each_place(report: Callable[..., tuple[Path, 
     assert {r["predicted_break_even_prefix_len"] for r in found.values()} == {""}
 
 
-def test_the_files_hold_every_run_and_its_command(
-    report: Callable[..., tuple[Path, str]],
-) -> None:
+def test_the_files_hold_every_run_and_its_command(report: Report) -> None:
     out, _ = report([*RAW, failed()])
     runs, commands = rows(out / "runs.csv"), rows(out / "commands.csv")
     assert [r["run"] for r in runs] == [r["run"] for r in commands]
@@ -312,7 +294,9 @@ def test_drift_compares_only_what_was_repeated() -> None:
     slow["baseline_metrics"]["mean_step_ms"] = 3 * step
 
     def relative(*records: Record) -> list[float]:
-        rows = [row for n, raw in enumerate(records) for row in run_rows(n, "", parse_record(raw))]
+        rows = [
+            row for n, raw in enumerate(records) for row in report_rows(n, "", parse_record(raw))
+        ]
         return list(relative_steps(frame_of(rows)))
 
     once = float("nan")
@@ -367,19 +351,14 @@ def test_numbers_of_runs_are_short() -> None:
 )
 def test_bad_input_is_one_line(
     words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    command: Command,
 ) -> None:  # fmt: skip
     monkeypatch.chdir(tmp_path)
     for name in ("file", "empty.jsonl"):
         (tmp_path / name).touch()
     write(tmp_path / "runs.jsonl", [variant()])
     (tmp_path / "torn.jsonl").write_text((tmp_path / "runs.jsonl").read_text() + '{"cut')
-    files = (
-        [] if len(words) > 2 and words[2] in (".", "empty.jsonl", "torn.jsonl") else ["runs.jsonl"]
-    )
-    monkeypatch.setattr(sys, "argv", ["magicdec report", *files, *words])
-    with pytest.raises(SystemExit) as stopped:
-        report_page.main()
-    err = capsys.readouterr().err
-    assert stopped.value.code == 2 and message in err and err.count("\n") == 1
+    has_file = len(words) > 2 and words[2] in (".", "empty.jsonl", "torn.jsonl")
+    code, _, err = command(report_page, *([] if has_file else ["runs.jsonl"]), *words)
+    assert code == 2 and message in err and err.count("\n") == 1
     assert not (tmp_path / "out").exists()

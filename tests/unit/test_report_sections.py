@@ -3,19 +3,20 @@ numbers of their figures, and the rows of the export."""
 
 from __future__ import annotations
 
-import csv
 import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import pandas
 import pytest
+from conftest import Command
 from synthetic_records import drawn
 from test_compare import write
 from test_pass_records import measured, record
 from test_pipeline_command import finished
-from test_report import links, variant
+from test_report import links, rows, variant
 
 from magicdec.cli import export, report_page
 from magicdec.pipeline.metrics import StageUse, ring_metrics
@@ -58,11 +59,6 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
         patched.setattr(sys, "argv", argv)
         report_page.main()
     return folder / "out"
-
-
-def rows(path: Path) -> list[dict[str, str]]:
-    with path.open(newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
 
 
 def test_each_kind_of_record_has_a_section(out: Path) -> None:
@@ -111,27 +107,19 @@ def test_the_front_is_over_runs_and_requests_in_every_mode(out: Path) -> None:
     assert front == unbeaten != set()
 
 
-def test_the_mean_of_the_lengths_is_the_acceptance_length(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_mean_of_the_lengths_is_the_acceptance_length(tmp_path: Path, command: Command) -> None:
     made = drawn()
     (tmp_path / "run.jsonl").write_text(made.to_json() + "\n")
-    argv = ["report", str(tmp_path / "run.jsonl"), "--out", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", argv)
-    report_page.main()
+    command(report_page, tmp_path / "run.jsonl", "--out", tmp_path / "out")
     lengths = rows(tmp_path / "out" / "acceptance_lengths.csv")
     assert sum(float(r["share"]) for r in lengths) == pytest.approx(1)
     mean = sum(int(r["tokens"]) * float(r["share"]) for r in lengths)
     assert made.metrics is not None and mean == pytest.approx(made.metrics.acceptance_length)
 
 
-def test_a_report_of_passes_alone_has_no_section_of_runs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_report_of_passes_alone_has_no_section_of_runs(tmp_path: Path, command: Command) -> None:
     write(tmp_path / "passes.jsonl", [record("static")])
-    argv = ["report", str(tmp_path / "passes.jsonl"), "--out", str(tmp_path / "out")]
-    monkeypatch.setattr(sys, "argv", argv)
-    report_page.main()
+    command(report_page, tmp_path / "passes.jsonl", "--out", tmp_path / "out")
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert "<h2>Runs</h2>" not in page and "<h2>Requests that were served</h2>" in page
     assert "<figure" not in page, "the tokens of its only pass are wrong"
@@ -139,13 +127,11 @@ def test_a_report_of_passes_alone_has_no_section_of_runs(
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_an_export_has_a_row_for_each_pass_of_every_kind(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, suffix: str
+    tmp_path: Path, command: Command, suffix: str
 ) -> None:
-    pandas = pytest.importorskip("pandas")
     write(tmp_path / "all.jsonl", [variant(), *EVERY])
     out = tmp_path / f"all.{suffix}"
-    monkeypatch.setattr(sys, "argv", ["export", str(tmp_path / "all.jsonl"), "--out", str(out)])
-    export.main()
+    command(export, tmp_path / "all.jsonl", "--out", out)
     frame = getattr(pandas, f"read_{suffix}")(out)
     kinds = frame.groupby("kind", sort=False)["pass"].agg(list).to_dict()
     assert kinds == {

@@ -28,8 +28,9 @@ SETTINGS = {
     for command, parser in (PARSERS | DRIVER_PARSERS).items()
     for each in parser.settings.values()
 }
-# A flag that names the file of records in some commands, and what a command writes in others.
-TWO_MEANINGS = {"--out"}
+# `--out` names the file of records in some commands, and what a command writes in others;
+# `--modes` what is served, or what is simulated.
+TWO_MEANINGS = {"--out", "--modes"}
 # Choices of these belong to the command, or to the policies that it knows.
 OWN_CHOICES = {"--modes", "--kv_policy", "--dtype", "--kind"}
 # Spellings that other projects, or earlier versions, have for a concept of the vocabulary.

@@ -32,12 +32,7 @@ from magicdec.records.writing import write_text
 
 ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
 # The command of each kind of record that has the flags of one run or pass.
-COMMANDS = {
-    "run": "run",
-    "serving": "inflight",
-    "pipeline": "recurrent",
-    "speculation": "pipeline",
-}
+COMMANDS = {"run": "run", "serving": "inflight", "pipeline": "recurrent", "speculation": "pipeline"}
 # Sections that name files, which belong to one run.
 OF_FILES = ("file", "files", "output", "picture")
 # What other flags of the file say: `--draft`, `--gen_len`, and layers that were resolved.

@@ -7,14 +7,16 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 from magicdec.config.setting import setting
 from magicdec.names import RECORDS, load_named
 from magicdec.records.reading import read_records
-from magicdec.records.record import MeasuredRecord, Record, RunRecord
+from magicdec.records.record import MeasuredRecord, Record
+
+RUN = "run"  # the kind of record that most files have
 
 
 @dataclass(frozen=True)
@@ -31,40 +33,28 @@ class FilesSection:
     )
 
 
-def read_files(
-    args: FilesSection, can_be_empty: bool = False, others: Counter[str] | None = None
-) -> Iterator[tuple[Path, RunRecord]]:
-    """Each record of a run in the files with its file, one after the other. Records of other kinds
-    are counted in `others`, as by `read_records`. Raises ValueError, one line, if a file cannot be
-    read or holds something else, and if there is no record, unless `can_be_empty`."""
-    is_empty = not can_be_empty
+def read_kind(args: FilesSection, kind: str, others: Counter[str]) -> Iterator[tuple[Path, Any]]:
+    """Each record of this kind in the files with its file, one after the other. Records of other
+    kinds are counted in `others`. Raises ValueError as `read_records` does."""
     for path in args.files:
-        for record in read_records(path, RunRecord, args.strict, others):
-            is_empty = False
+        for record in read_records(path, load_named(RECORDS, kind), args.strict, others):
             yield path, record
-    if is_empty:
-        raise ValueError(f"{', '.join(map(str, args.files))}: there are no records")
 
 
 def read_every_kind(
     args: FilesSection, kinds: Sequence[str] = tuple(RECORDS)
 ) -> Iterator[tuple[Path, Record]]:
     """Each record of these kinds in the files with its file: first those of runs, then one kind
-    after the other. Raises ValueError as `read_files` does."""
+    after the other. Raises ValueError as `read_records` does, and if there is no record."""
     others = Counter[str]()
-    is_empty = True
-    runs = read_files(args, can_be_empty=True, others=others)
-    passes = (
-        (path, record)
-        for kind in kinds
-        if kind in others
-        for path in args.files
-        for record in read_records(path, load_named(RECORDS, kind), args.strict, Counter())
-    )
-    for each in chain(runs, passes):
-        is_empty = False
+    num_runs = 0
+    for each in read_kind(args, RUN, others):
+        num_runs += 1
         yield each
-    if is_empty:
+    present = [kind for kind in kinds if kind in others]
+    for kind in present:
+        yield from read_kind(args, kind, Counter())
+    if not num_runs and not present:
         files = ", ".join(map(str, args.files))
         raise ValueError(f"{files}: there are no records of kind {', '.join(kinds)}")
 

@@ -11,6 +11,7 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from magicdec.config.setting import setting
 from magicdec.records.comparison.change import Change, Pair, change_of, pair_of
 from magicdec.records.comparison.conditions import (
     compared_with_nothing,
@@ -22,6 +23,7 @@ from magicdec.records.comparison.conditions import (
 from magicdec.records.intervals import FEWEST_PROMPTS, LEVEL
 from magicdec.records.metrics import check_metrics
 from magicdec.records.record import RunRecord
+from magicdec.tables import Column, Table
 
 REGRESSION, INCOMPARABLE, CHANGED = "regression", "not comparable", "changed"
 GAIN, SAME, MISSING = "gain", "same", "missing"
@@ -40,12 +42,24 @@ EXIT_CODES = {REGRESSION: 1, INCOMPARABLE: 3}
 
 @dataclass(frozen=True)
 class Rule:
-    """What the user may choose. `margin` replaces that of the baselines; `is_exact` lets no change
-    pass; `performance` is the share that a ratio within one run may lose (None: not compared)."""
+    """What the user may choose."""
 
-    margin: float | None = None
-    is_exact: bool = False
-    performance: float | None = None
+    margin: float | None = setting(
+        None,
+        "Share of the acceptance rate whose loss is tolerated, in place of the margins of the "
+        f"baselines; 0: any loss is a regression. Default: {DEFAULT_MARGIN} unless a baseline has "
+        "its own.",
+        least=0,
+        below=1,
+    )
+    exact: bool = setting(False, "A change of the accepted counts is a regression, also a gain.")
+    performance: float | None = setting(
+        None,
+        "Also compare ratios within one run (speedup, roofline fraction); a loss of more than this "
+        "share is a regression. Default: they are not compared.",
+        least=0,
+        below=1,
+    )
 
     def margin_of(self, baseline: RunRecord) -> float:
         margin = baseline.margin if self.margin is None else self.margin
@@ -107,7 +121,7 @@ def compare(
         if rule.performance is not None:
             comparisons += judge_ratios(each[-1], rule.performance)
     comparisons += compare_methods(matches, rule, level)
-    return [exactly(c) for c in comparisons] if rule.is_exact else comparisons
+    return [exactly(c) for c in comparisons] if rule.exact else comparisons
 
 
 def match(record: RunRecord, baselines: Sequence[RunRecord]) -> list[Match] | Comparison:
@@ -173,25 +187,22 @@ def judge_match(m: Match, rule: Rule, level: float) -> Comparison:
     reads = other_reads(m.new, m.old)
     if reads is not None:
         return Comparison(m.name, REGRESSION, reads, m.pair.rates())
-    return judge(m.name, m.pair, rule.margin_of(m.old), LEVEL if m.is_certain else level)
+    return judge(m.name, [m.pair], rule.margin_of(m.old), LEVEL if m.is_certain else level)
 
 
-def compare_methods(matches: Sequence[Match], rule: Rule, level: float) -> list[Comparison]:
+def compare_methods(matches: Sequence[Match], rule: Rule, level: float) -> Iterator[Comparison]:
     """The verdict on each method with several rows of which one has changed, rows without a margin
-    aside."""
+    aside. Losses may be too small to see in each row."""
     methods: dict[str, list[Match]] = {}
     for m in matches:
         if rule.margin_of(m.old) > 0 and all(m.pair.rates()):
             methods.setdefault(method_of(m.new), []).append(m)
-    return [
-        judge_together(
-            f"{method}, all rows", [m.pair for m in of_method],
-            max(rule.margin_of(m.old) for m in of_method),
-            LEVEL if all(m.is_certain for m in of_method) else level,
-        )
-        for method, of_method in methods.items()
-        if len(of_method) > 1 and not all(m.pair.is_equal for m in of_method)
-    ]  # fmt: skip
+    for method, of_method in methods.items():
+        pairs = [m.pair for m in of_method]
+        if len(pairs) > 1 and not all(pair.is_equal for pair in pairs):
+            margin = max(rule.margin_of(m.old) for m in of_method)
+            of_rows = LEVEL if all(m.is_certain for m in of_method) else level
+            yield judge(f"{method}, all rows", pairs, margin, of_rows)
 
 
 def other_reads(new: RunRecord, old: RunRecord) -> str | None:
@@ -204,25 +215,22 @@ def other_reads(new: RunRecord, old: RunRecord) -> str | None:
     return f"regression: a draft forward reads {after:.1f} tokens of a row's KV, was {before:.1f}"
 
 
-def judge(name: str, pair: Pair, margin: float, level: float = LEVEL) -> Comparison:
-    """The verdict on the acceptance rate of one pair of records."""
-    rates = pair.rates()
-    forks = f"; {pair.num_different} outputs differ" if pair.num_different else ""
-    if pair.is_equal:
-        text = f"acceptance rate {rates[1]:.4f}, all counts as before{forks}"
-        return Comparison(name, SAME, text, rates, Change(0.0, None, pair.after.num_prompts))
-    change = change_of([pair], level)
-    verdict, why = decide(rates, change, margin)
-    text = f"acceptance rate {rates[0]:.4f} -> {rates[1]:.4f}, {change}{forks}: {verdict}, {why}"
-    return Comparison(name, verdict, text, rates, change)
-
-
-def judge_together(name: str, pairs: list[Pair], margin: float, level: float) -> Comparison:
-    """The verdict on several pairs of one method, whose losses may be too small to see in each."""
+def judge(name: str, pairs: Sequence[Pair], margin: float, level: float = LEVEL) -> Comparison:
+    """The verdict on the acceptance rate of one pair of records, or of several together."""
+    if len(pairs) > 1:
+        rates, what, forks = None, f"of {len(pairs)} rows", ""
+    else:
+        rates, num_different = pairs[0].rates(), pairs[0].num_different
+        what = f"{rates[0]:.4f} -> {rates[1]:.4f},"
+        forks = f"; {num_different} outputs differ" if num_different else ""
+        if pairs[0].is_equal:
+            text = f"acceptance rate {rates[1]:.4f}, all counts as before{forks}"
+            unchanged = Change(0.0, None, pairs[0].after.num_prompts)
+            return Comparison(name, SAME, text, rates, unchanged)
     change = change_of(pairs, level)
-    verdict, why = decide(None, change, margin)
-    text = f"acceptance rate of {len(pairs)} rows {change}: {verdict}, {why}"
-    return Comparison(name, verdict, text, None, change)
+    verdict, why = decide(rates, change, margin)
+    text = f"acceptance rate {what} {change}{forks}: {verdict}, {why}"
+    return Comparison(name, verdict, text, rates, change)
 
 
 def decide(rates: tuple[float, float] | None, change: Change, margin: float) -> tuple[str, str]:
@@ -319,9 +327,7 @@ def junit(comparisons: Sequence[Comparison]) -> str:
 
 def markdown(comparisons: Sequence[Comparison]) -> str:
     """A heading with the outcome, and a table with the worst verdicts first."""
-    lines = [f"## {TITLE}: {summarize(comparisons)}", "", "| verdict | case | what was found |"]
-    lines.append("|---|---|---|")
-    for comparison in sorted(comparisons, key=lambda c: c.severity):
-        cells = (comparison.verdict, comparison.name, comparison.text)
-        lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    return "\n".join(lines) + "\n"
+    columns = [Column(label, is_text=True) for label in ("verdict", "case", "what was found")]
+    ordered = sorted(comparisons, key=lambda c: c.severity)
+    table = Table(columns, [(c.verdict, c.name, c.text) for c in ordered])
+    return f"## {TITLE}: {summarize(comparisons)}\n\n{table.markdown()}"

@@ -5,7 +5,7 @@ the figure is about. A figure is drawn, with the numbers that it shows, or left 
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
 from pathlib import Path
@@ -17,7 +17,7 @@ from magicdec.figures import COLOURS, GREY, Look, look
 from magicdec.names import BASELINE
 from magicdec.report.frame import Row, frame_of
 from magicdec.report.listing import LABELS
-from magicdec.report.settings import Setting
+from magicdec.report.settings import Setting, rank
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,7 +63,8 @@ class Panel:
     table: pd.DataFrame = field(default_factory=pd.DataFrame)
 
 
-Looks = Mapping[str, Look]
+Series = list[tuple[str, pd.DataFrame, Look]]
+"""Each series that is drawn in a panel, with its rows and its look."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,14 +72,14 @@ class Form:
     """The form of a figure with panels. `held` are the settings that are equal in a panel; panels
     whose runs differ most in the columns `places` are shown. `show` makes the numbers of a panel of
     its runs; those with equal values in the column `series` have one look. `draw` draws the numbers
-    on the axes of a panel, and returns the handles of the legend. `labels` are those of the axes.
-    `caption` says how to read the figure, and then what else is to be known. `axes` goes to
-    `make_axes`."""
+    and the series among them on the axes of a panel, and returns the handles of the legend.
+    `labels` are those of the axes. `caption` says how to read the figure, and then what else is to
+    be known. `axes` goes to `make_axes`."""
 
     held: Sequence[str]
     places: Sequence[str]
     show: Callable[[pd.DataFrame], pd.DataFrame]
-    draw: Callable[[Axes, pd.DataFrame, Looks], Mapping[str, Any]]
+    draw: Callable[[Axes, pd.DataFrame, Series], Mapping[str, Any]]
     labels: tuple[str, str]
     caption: Sequence[str]
     series: str = "series"
@@ -102,7 +103,9 @@ class Form:
         figure, axes = make_axes(len(panels), **self.axes)
         handles: dict[str, Any] = {}
         for number, (panel, ax) in enumerate(zip(panels, axes, strict=True)):
-            handles |= self.draw(ax, panel.table, looks)
+            of_series = panel.table.groupby(self.series, sort=False)
+            series = [(str(name), of, looks[name]) for name, of in of_series if name in looks]
+            handles |= self.draw(ax, panel.table, series)
             ax.set_xlabel(self.labels[0])
             if number % 2 == 0 or not self.axes.get("sharey"):
                 ax.set_ylabel(self.labels[1])
@@ -149,21 +152,6 @@ def looks_of(inside: Sequence[Iterable[str]], most: int = MOST_SERIES) -> dict[s
     has_baseline = any(BASELINE in names for names in inside)
     grey = {BASELINE: Look(GREY, "o", (0, (4, 2)), is_filled=False)}
     return grey | looks if has_baseline else looks
-
-
-def each_series(
-    table: pd.DataFrame, looks: Looks, column: str = "series"
-) -> Iterator[tuple[str, pd.DataFrame, Look]]:
-    """Each series that is drawn, with its rows and its look."""
-    for series, rows in table.groupby(column, sort=False):
-        if series in looks:
-            yield str(series), rows, looks[str(series)]
-
-
-def rank(value: Setting) -> tuple[bool, float, str]:
-    """Orders numbers before text, and numbers by size."""
-    is_number = isinstance(value, int | float)
-    return not is_number, float(value) if is_number else 0.0, str(value)  # type: ignore[arg-type]
 
 
 def choose(series: Sequence[Iterable[str]], limit: int) -> list[str]:
@@ -228,6 +216,17 @@ def legend_below(figure: Figure, handles: Mapping[str, Any], columns: int = 4) -
     figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=columns)
 
 
+def draw_marks(ax: Axes, series: Series, x: str, y: str, scale: float = 1.0) -> dict[str, Any]:
+    """A mark for each row of each series. Returns the handles of the legend."""
+    return {
+        name: ax.scatter(
+            of[x].astype(float) / scale, of[y].astype(float) / scale, s=28, marker=style.marker,
+            edgecolors=style.colour, facecolors=style.colour if style.is_filled else "none",
+        )
+        for name, of, style in series
+    }  # fmt: skip
+
+
 def plot_values(ax: Axes, rows: pd.DataFrame, x: str, y: str, style: Look) -> Any:
     """A line through the column `y` with a bar from `low` to `high` around each of its values.
     Returns the handle for a legend."""
@@ -248,19 +247,14 @@ def summarize(runs: pd.DataFrame, metric: str) -> Row:
     return {metric: values.median(), "low": low, "high": high, "runs": len(runs)}
 
 
-def plain_ticks(axis: Any, values: Sequence[Any]) -> None:
-    """Ticks at these values alone, written as plain numbers: for log axes with few values."""
-    from matplotlib.ticker import FixedLocator, FuncFormatter, NullLocator
+def plain_ticks(axis: Any, values: Sequence[Any] | None = None) -> None:
+    """Plain numbers on an axis, at these values alone. Without values, the axis is logarithmic and
+    may span less than a decade."""
+    from matplotlib import ticker
 
-    axis.set_major_locator(FixedLocator(values))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_locator(NullLocator())
-
-
-def log_ticks(axis: Any) -> None:
-    """Plain numbers on a log axis, also where it spans less than a decade."""
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
-
-    axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
-    axis.set_minor_formatter(NullFormatter())
+    of_log = ticker.LogLocator(subs=(1.0, 2.0, 5.0))
+    axis.set_major_locator(of_log if values is None else ticker.FixedLocator(values))
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
+    if values is not None:
+        axis.set_minor_locator(ticker.NullLocator())

@@ -16,12 +16,12 @@ from magicdec.report.figures.panels import (
     Drawn,
     Form,
     LeftOut,
-    Looks,
+    Series,
+    draw_marks,
     legend_below,
     make_axes,
     shown_of,
 )
-from magicdec.report.figures.throughput import draw_marks
 from magicdec.report.frame import Row, frame_of
 from magicdec.report.tables import PageTable
 from magicdec.serving import bars
@@ -81,8 +81,8 @@ def draw_batchings(passes: pd.DataFrame, metric: str, label: str) -> Drawn | Lef
     def show(of: pd.DataFrame) -> pd.DataFrame:
         return of[["series", "run", "arrival", "p90_ttft_ms", metric]]
 
-    def draw(ax: Axes, table: pd.DataFrame, looks: Looks) -> dict[str, Any]:
-        handles = draw_marks(ax, table, looks, "p90_ttft_ms", metric)
+    def draw(ax: Axes, table: pd.DataFrame, series: Series) -> dict[str, Any]:
+        handles = draw_marks(ax, series, "p90_ttft_ms", metric)
         ax.margins(0.12)
         ax.set(xlim=(0, None), ylim=(0, None))
         return handles
@@ -169,7 +169,7 @@ def draw_stages(passes: pd.DataFrame, key: str) -> Drawn | LeftOut:
         idle = 1 - stages["busy"].astype(float)
         return stages.assign(stage=numbers.to_numpy(object), idle=idle)
 
-    def draw(ax: Axes, table: pd.DataFrame, looks: Looks) -> dict[str, Any]:
+    def draw(ax: Axes, table: pd.DataFrame, series: Series) -> dict[str, Any]:
         places, busy = range(len(table)), table["busy"].astype(float)
         handles = {
             "busy": ax.barh(places, busy, color=COLOURS[0], height=0.76),

@@ -1,7 +1,7 @@
 """Writes the documentation of a record's fields, and their JSON Schema (draft 2020-12), from their
 descriptions in the code.
 
-    python -m magicdec.records.document
+    python scripts/record_pages.py
 
 updates the tables in the pages of `PAGES` and `docs/record.schema.json`. Each table is between the
 lines `<!-- fields: MODULE:CLASS -->` and `<!-- end of fields -->`. Imports no torch.
@@ -20,7 +20,7 @@ from pydantic.json_schema import GenerateJsonSchema
 
 from magicdec.records.record import RunRecord
 
-DOCS = Path(__file__).parents[2] / "docs"
+DOCS = Path(__file__).parents[1] / "docs"
 PAGES = (
     *("record.md", "latency.md", "plan.md", "serving.md", "pipeline.md"),
     "pipelined_speculation.md",

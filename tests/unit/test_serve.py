@@ -1,0 +1,464 @@
+"""`magicdec serve`: what is refused, the same tokens in every mode, and how any system is served:
+warm-ups count in nothing, wrong tokens have no metrics, and what was measured is kept."""
+
+from __future__ import annotations
+
+import errno
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from conftest import Launch
+from fake_clock import VirtualClock
+
+from magicdec.cli import serve
+from magicdec.cli.serve import COMMANDS
+from magicdec.config.run_config import RunConfig
+from magicdec.console import Progress
+from magicdec.distributed.groups import Launch as Ranks
+from magicdec.memory.plan import MemoryPlan
+from magicdec.request import Batch, Request
+from magicdec.scheduling.plan import Plan
+from magicdec.serving.batching import Batching
+from magicdec.serving.configs import complete_run
+from magicdec.serving.modes import MODES, NAMES, Drafts, Pass
+from magicdec.serving.options import ServeOptions
+from magicdec.serving.system import WARM_UP_TOKENS, Extras, System, Watch
+from magicdec.setup.prepare import Known, Prepared, find
+
+ALONE = Ranks(0, 1, 0, 1)
+UNUSED = "does nothing here: no mode of --modes"
+REFUSALS = [  # (ranks, flags, message)
+    (1, "--modes nonsense", "--modes nonsense is not known; choose from sequential, static, "),
+    (1, "--modes ring ring", "--modes names ring twice"),
+    (1, "--modes iterative+draft --draft ngram", "--modes iterative+draft is not known; choose"),
+    (1, "--modes sync", "--modes sync drafts; say by --draft what drafts"),
+    (1, "--modes ring+draft", "--modes ring+draft drafts; say by --draft what drafts"),
+    (1, "--draft ngram --modes static ring", "static ring drafts; add one, such as static+draft"),
+    (1, "--modes tensor_parallel", "--modes tensor_parallel needs several ranks; see --nproc"),
+    (1, "--layer_split 2 --modes inflight", "--layer_split 2 does nothing here: no mode"),
+    (3, "--layer_split 0,1 --modes ring", "--layer_split 0,1: a ring has no draft rank and no "),
+    (1, "--machine a.json", "--machine a.json does nothing here: it is for --layer_split auto"),
+    (2, "--modes async --draft ngram --gamma auto", "--gamma auto: --modes async drafts a fixed"),
+    (2, "--modes ring+draft --draft ngram --gamma auto", "--gamma auto: --modes ring+draft drafts"),
+    (1, "--modes ring+draft --draft self", "--draft self: --modes ring+draft lacks layers"),
+    (1, "--gamma 4", "--gamma does nothing here: autoregressive decoding drafts nothing"),
+    (1, "--draft ngram --budget 65", "--budget does nothing here: prompt lookup reads no KV"),
+    (1, "--draft other", "--draft other is not known; choose from self, model:NAME, ngram, none"),
+    (1, "--modes inflight --pa 0.3", f"--pa {UNUSED} inflight uses it; leave it out"),
+    (1, "--modes static --window_ms 5", f"--window_ms {UNUSED} static uses it"),
+    (1, "--modes ring --cache_tokens 16", f"--cache_tokens {UNUSED} ring uses it"),
+    (1, "--modes ring --batch_ranks all", f"--batch_ranks {UNUSED} ring uses it"),
+    (1, "--modes iterative --prefill_tokens 9", f"--prefill_tokens {UNUSED} iterative uses it"),
+    (1, "--modes iterative --B 2", f"--B {UNUSED} iterative uses it"),
+    (1, "--modes inflight --pad_stage_ms 3", f"--pad_stage_ms {UNUSED} inflight uses it"),
+    (1, "--modes inflight --emulate_stage_ms 3", "--emulate_stage_ms 3.0 does nothing here"),
+    (1, "--emulate_link_ms 3", "--emulate_link_ms and --emulate_link_mbps: one rank has no link"),
+    (1, "--emulate_draft_ms 3", "--emulate_draft_ms is for --emulate_acceptance"),
+    (1, "--emulate_acceptance 0.5 --modes inflight", "it is for --modes sync async"),
+    (1, "--emulate_acceptance 0.5 --modes sync", "name sequential first in --modes"),
+    (1, "--emulate_acceptance 0.5 --draft ngram --modes sequential sync", "--draft does nothing"),
+    (1, "--emulate_stage_ms 3 --modes sync ring --draft ngram", "give --emulate_acceptance"),
+    (1, "--emulate_stage_ms 3 --temperature 1", "--temperature 1 does nothing with --emulate_st"),
+    (1, "--emulate_stage_ms 3 --modes ring static", "--emulate_stage_ms 3.0: static has no stages"),
+    (1, "--modes iterative --presence_penalty 1 --temperature 1", "--modes iterative has no pen"),
+    (3, "--modes ring --n_samples 3 --B 2", "--n_samples 3 is not a multiple of --B 2"),
+    (3, "--modes ring --num_requests 2 --n_samples 4", "--num_requests 2 is less than the samples"),
+    (1, "--sweep_rate 3 --modes inflight ring", "--sweep_rate serves in one mode; --modes names 2"),
+    (1, "--sweep_rate --arrival burst", "--arrival does nothing here: --sweep_rate serves Poisson"),
+    (1, "--sweep_rate --num_requests 1", "--num_requests 1 is too small for --sweep_rate"),
+    (1, "--arrival sometimes", "--arrival sometimes is not known; choose from burst, "),
+    (1, "--arrival trace:a.jsonl --gen_len 8", "--gen_len does nothing here: the trace has the"),
+    (1, "--arrival trace:nowhere.jsonl", "--arrival trace: nowhere.jsonl: No such file"),
+    (1, "--gen_len -3", "--gen_len -3: lengths are at least 1"),
+    (1, "--goodput speed:3", "--goodput speed:3 is not known; choose from ttft:MS, tpot:MS, "),
+    (1, "--top_k 5", "--top_k 5 does nothing at --temperature 0 (greedy)"),
+    (1, "--rank_group 0 1", "--rank_group 0 1 names rank 1, which does not exist"),
+    (1, "--out .", "--out .: Is a directory"),
+    (1, "--plot x.jpeg", "--plot x.jpeg: the name must end in .png or .svg or .pdf"),
+    (1, "--plot_ms 3", "--plot_ms does nothing without --plot; leave it out"),
+    (1, "--rate 4", "unknown argument --rate"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("world_size", "flags", "message"), REFUSALS)
+def test_what_cannot_be_served_is_refused_in_one_line(
+    world_size: int, flags: str, message: str
+) -> None:
+    with pytest.raises(ValueError) as refused:
+        COMMANDS["serve"].parse(flags.split(), Ranks(0, world_size, 0, world_size))
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+BATCHED = ["sequential", "static", "dynamic", "inflight"]
+PIPELINED = "iterative", "sync", "async"
+DEFAULTS = [  # (command, ranks, flags, modes)
+    ("serve", 1, "", ["sequential", "static", "inflight", "ring", "iterative"]),
+    ("serve", 2, "", ["sequential", "static", "inflight", "tensor_parallel", "ring", "iterative"]),
+    (
+        *("serve", 1, "--draft ngram"),
+        ["sequential", "static", "inflight", "ring", *PIPELINED, "inflight+draft"],
+    ),
+    ("serve", 2, "--sweep_rate 3", ["inflight"]),
+    ("serve", 2, "--sweep_rate 3 --draft ngram", ["inflight+draft"]),
+    ("inflight", 2, "", BATCHED),
+    ("inflight", 1, "--draft self", [*BATCHED, "inflight+draft"]),
+    ("recurrent", 1, "", ["sequential", "inflight", "ring"]),
+    (
+        *("recurrent", 2, "--draft ngram"),
+        ["sequential", "inflight", "tensor_parallel", "ring", "ring+draft"],
+    ),
+    ("recurrent", 2, "--emulate_stage_ms 3", ["ring"]),
+    ("pipeline", 2, "", ["sequential", *PIPELINED]),
+    ("pipeline", 2, "--draft none", ["sequential", "iterative"]),
+    ("pipeline", 2, "--emulate_stage_ms 3 --emulate_acceptance 0.4", [*PIPELINED]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("command", "world_size", "flags", "names"), DEFAULTS)
+def test_a_command_serves_in_the_modes_that_its_ranks_and_draft_allow(
+    command: str, world_size: int, flags: str, names: list[str]
+) -> None:
+    launch = Ranks(0, world_size, 0, world_size)
+    options = COMMANDS[command].parse(flags.split(), launch).options
+    assert [each.name for each in options.passes] == names
+
+
+def test_a_name_of_a_mode_says_whether_it_drafts() -> None:
+    for name in NAMES:
+        each = Pass.named(name)
+        assert each.name == name and each.mode in MODES
+        drafts = MODES[each.mode].drafts
+        is_always = drafts is Drafts.ALWAYS
+        assert each.is_drafting == (is_always or name.endswith("+draft"))
+        assert not (drafts is Drafts.NEVER and each.is_drafting)
+
+
+@pytest.fixture
+def words(tiny_checkpoint: Path, text_file: Path, tmp_path: Path) -> list[str]:
+    """The flags of a small command in float32 on one thread."""
+    return [
+        *("--model", str(tiny_checkpoint), "--dataset", str(text_file), "--dtype", "float32"),
+        *("--device", "cpu", "--threads", "1", "--out", str(tmp_path / "out.jsonl")),
+    ]
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+ALL = (
+    *("sequential", "static", "dynamic", "inflight", "inflight+draft", "ring", "ring+draft"),
+    *PIPELINED,
+)
+
+
+@pytest.mark.parametrize("draft", ["ngram", "model"])
+def test_every_mode_serves_the_tokens_of_the_first(
+    draft: str, words: list[str], tiny_checkpoint: Path, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """With all files that the command can write. The model that drafts is the target itself."""
+    drafter = "ngram" if draft == "ngram" else f"model:{tiny_checkpoint}"
+    files = {f"--{kind}": tmp_path / f"{kind}.{end}" for kind, end in KINDS.items()}
+    flags = [
+        *("--modes", *ALL, "--draft", drafter, "--gamma", "3", "--arrival", "poisson:10"),
+        *("--num_requests", "4", "--prefix_len", "uniform:5:40", "--gen_len", "uniform:3:12"),
+        *("--B", "2", "--pa", "0", "--ps", "0"),
+        *(word for flag, path in files.items() for word in (flag, str(path))),
+    ]
+    assert COMMANDS["serve"].parse([*words, *flags], ALONE).run([*words, *flags], ALONE) == 0
+    records = read(tmp_path / "out.jsonl")
+    assert [record["name"] for record in records] == list(ALL)
+    for record in records:
+        assert (record["kind"], record["reference"]) == ("serving", "sequential")
+        assert (record["status"], record["num_differing"]) == ("ok", 0), record["name"]
+        each, config = Pass.named(record["name"]), record["config"]
+        assert config["workload"]["mode"] == each.mode and len(record["requests"]) == 4
+        assert config["workload"]["batch_size"] == 2
+        if each.is_drafting and each.mode in ("inflight", "ring"):
+            assert config["decoding"]["drafter"] == draft
+        assert (record["ring"] is not None) == (each.mode == "ring")
+        assert (record["speculation"] is not None) == (each.mode in PIPELINED)
+    by_name = {record["name"]: record for record in records}
+    if draft == "model":
+        assert by_name["ring+draft"]["ring"]["acceptance_rate"] == 1
+        assert by_name["sync"]["speculation"]["acceptance_rate"] == 1
+    said = capsys.readouterr()
+    assert "async: all 4 requests have the tokens of sequential" in said.out
+    assert "10 records appended" in said.err
+    assert files["--plot"].read_bytes().startswith(b"\x89PNG")
+    assert "ring+draft: 4 of 4 requests have ended" in files["--view"].read_text()
+    check_events(json.loads(files["--trace"].read_text())["traceEvents"])
+
+
+SMALL = ("--num_requests", "1", "--prefix_len", "8", "--gen_len", "2")
+KINDS = {"plot": "png", "trace": "json", "view": "txt"}
+
+
+def check_events(events: list[dict[str, Any]]) -> None:
+    """Each mode has a process for its requests, and one for each of its stages."""
+    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
+    assert [name for name in names if name.endswith(": requests")] == [
+        f"{name}: requests" for name in ALL
+    ]
+    assert "ring: stage 0" in names and sum(name.startswith("async: rank 0") for name in names) == 1
+    spans = [event for event in events if event["ph"] == "X"]
+    assert {event["pid"] for event in spans} == set(range(len(names)))
+    assert min(event["ts"] for event in spans) >= 0 <= min(event["dur"] for event in spans)
+
+
+def test_a_lost_record_still_prints_the_table(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    def full(path: Path, line: str) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(serve, "append_line", full)
+    words += [
+        "--modes",
+        "sequential",
+        "ring",
+        "--num_requests",
+        "1",
+        "--prefix_len",
+        "8",
+        "--gen_len",
+        "2",
+    ]
+    code, out = COMMANDS["recurrent"].parse(words, ALONE).run(words, ALONE), tmp_path / "out.jsonl"
+    said = capsys.readouterr()
+    assert code == 1 and "output tokens/s" in said.out
+    lost = [line for line in said.err.splitlines() if line.endswith("the record is lost")]
+    assert len(lost) == 2 and lost[0].startswith(f"--out {out}: No space left on device")
+    assert f"0 records appended to {out}" in said.err
+
+
+def test_an_interruption_leaves_readable_records(
+    words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    original, out = Batching.serve, tmp_path / "out.jsonl"
+
+    def interrupted(batching: Batching, each: Pass, *work: Any) -> Extras:
+        if each.mode == "inflight":
+            raise KeyboardInterrupt
+        return original(batching, each, *work)
+
+    monkeypatch.setattr(Batching, "serve", interrupted)
+    words += [
+        "--modes",
+        "sequential",
+        "inflight",
+        "--num_requests",
+        "2",
+        "--prefix_len",
+        "8",
+        "--gen_len",
+        "3",
+    ]
+    monkeypatch.setattr("sys.argv", ["magicdec inflight", *words])
+    with pytest.raises(SystemExit) as ended:
+        serve.inflight()
+    assert ended.value.code == 130
+    assert f"interrupted; 1 records are in {out}" in capsys.readouterr().err
+    (record,) = read(out)
+    assert record["config"]["workload"]["mode"] == "sequential" and record["metrics"]
+
+
+def test_the_driver_prints_one_table(launch: Launch, tiny_checkpoint: Path, tmp_path: Path) -> None:
+    done = launch(
+        "inflight_benchmark.py", "--model", tiny_checkpoint, "--num_requests", 3, "--prefix_len",
+        20, "--gen_len", "uniform:2:5", "--arrival", "constant:1", "--modes", "inflight",
+        "static", "--dtype", "float32", "--out", tmp_path / "out.jsonl",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert "static: all 3 requests have the tokens of inflight" in done.stdout
+    assert "makespan, s" in done.stdout and "2 records appended" in done.stderr
+    assert len(read(tmp_path / "out.jsonl")) == 2
+
+
+Toy = Callable[..., tuple[int, list[dict[str, Any]]]]
+"""Serves in the passes of these names. Returns the exit code and the records."""
+
+# --- A system that is not of the package: the newest token of each request in turn.
+
+
+@dataclass
+class RoundRobin(System):
+    """Requests get one token each in turn, whose numbers follow from their prompts. A token takes a
+    second. `log` has the lengths of the prompts and outputs of what was served in which pass."""
+
+    run: Prepared
+    passes: Sequence[Pass]
+    clock: VirtualClock = field(default_factory=lambda: VirtualClock(1.0))
+    log: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)
+    made: ClassVar[list[RoundRobin]] = []
+    wrong: ClassVar[str | None] = None  # the pass that emits other tokens
+    interrupted: ClassVar[str | None] = None  # the pass that a user interrupts
+
+    @classmethod
+    def prepare(
+        cls,
+        run_config: RunConfig,
+        options: ServeOptions,
+        passes: Sequence[Pass],
+        launch: Ranks,
+        known: Known,
+    ) -> RoundRobin:
+        workload = options.batch_of(run_config.workload, 1)
+        models = find(replace(run_config, workload=workload), launch, known)
+        cls.made.append(cls(complete_run(models, known, options), passes))
+        return cls.made[-1]
+
+    def check_files(self) -> None:
+        """It reads none."""
+
+    def plans(self, each: Pass, ranks: Sequence[int]) -> Iterator[MemoryPlan]:
+        return iter(())
+
+    def config_of(self, each: Pass) -> Mapping[str, Any]:
+        return self.run.config.to_dict()
+
+    def facts(self) -> dict[str, object]:
+        return {}
+
+    def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
+        """It holds nothing."""
+
+    def warm_up_rows(self, each: Pass) -> int:
+        return 2
+
+    def expected_threads(self, each: Pass) -> int:
+        return 1
+
+    def now(self) -> float:
+        return self.clock.now()
+
+    def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
+        lengths = [(len(r.prompt_ids), r.sampling.max_new_tokens) for r in requests]
+        self.log.append((each.name, lengths))
+        if watch.is_measured and each.name == self.interrupted:
+            raise KeyboardInterrupt
+        watch.counts.now = self.clock.now
+        waiting, order = list(requests), list[Request]()
+        with watch.threads.during():
+            while waiting or order:
+                self.clock.wait_until(0.0 if order else waiting[0].arrived_s)
+                arrived = [r for r in waiting if r.arrived_s <= self.clock.now()]
+                waiting, order = waiting[len(arrived) :], order + arrived
+                request = order.pop(0)
+                row = request.request_id
+                watch.step(Plan(Batch((request,)), admitted=tuple((r, row) for r in arrived)))
+                self.clock.after_step()
+                self.emit(each, request, watch)
+                order += [request] * (request.finished_s is None)
+        return Extras()
+
+    def close(self) -> None:
+        """It took nothing."""
+
+    def emit(self, each: Pass, request: Request, watch: Watch) -> None:
+        token = sum(request.prompt_ids) + len(request.output_ids)
+        request.output_ids.append(token + (each.name == self.wrong and request.request_id == 1))
+        request.token_times_s.append(self.clock.now())
+        watch.tokens(1)
+        if len(request.output_ids) == 1:
+            request.first_token_s = self.clock.now()
+        if len(request.output_ids) == request.sampling.max_new_tokens:
+            request.finished_s = self.clock.now()
+
+
+SHAPES = [(0, 6, 5), (500, 3, 1), (60_000, 9, 4)]  # ms of the arrival, prompt, output
+CHUNK = 4
+
+
+@pytest.fixture
+def toy(words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Toy:
+    for name, mode in MODES.items():
+        monkeypatch.setitem(MODES, name, replace(mode, system="test_serve:RoundRobin"))
+    monkeypatch.setattr(RoundRobin, "made", [])
+    trace = tmp_path / "trace.jsonl"
+    names = "arrival_ms", "prompt_len", "output_len"
+    lines = [json.dumps(dict(zip(names, shape, strict=True))) for shape in SHAPES]
+    trace.write_text("\n".join(lines))
+    words += ["--arrival", f"trace:{trace}", "--prefill_chunk", str(CHUNK)]
+
+    def serve_toy(*names: str) -> tuple[int, list[dict[str, Any]]]:
+        experiment = COMMANDS["serve"].parse(words, ALONE)
+        passes = tuple(Pass.named(name) for name in names)
+        experiment = replace(experiment, options=replace(experiment.options, passes=passes))
+        return experiment.run(words, ALONE), read(tmp_path / "out.jsonl")
+
+    return serve_toy
+
+
+def first_of(name: str) -> str:
+    return "sequential" if name != "sequential" else "static"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_warm_up_counts_in_nothing(name: str, toy: Toy) -> None:
+    """The requests of the trace: the second arrives while the first is served, and the last when
+    the others have ended. Tokens come at 1, 2, 4, 5 and 6 s, at 3 s, and from 61 to 64 s."""
+    code, records = toy(first_of(name), name)
+    (system,) = RoundRobin.made
+    warm_up = [(CHUNK, WARM_UP_TOKENS), (3, 1)]
+    lengths = [(prompt, output) for _, prompt, output in SHAPES]
+    assert system.log == [
+        (each, work) for each in (first_of(name), name) for work in (warm_up, lengths)
+    ]
+    assert code == 0 and [record["name"] for record in records] == [first_of(name), name]
+    for record in records:
+        metrics = record["metrics"]
+        assert (record["status"], record["threads"], metrics["num_steps"]) == ("ok", [1], 10)
+        assert metrics["makespan_s"] == 64 and metrics["output_throughput"] == 10 / 64
+        assert metrics["mean_ttft_ms"] == pytest.approx((1000 + 2500 + 1000) / 3)
+        assert metrics["mean_in_flight"] == 1
+        stamps = [(r["arrival_ms"], r["joined_ms"], r["finished_ms"]) for r in record["requests"]]
+        assert stamps == [
+            (0, [0], 6000), (500, [1000], 3000), (60_000, [60_000], 64_000),
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_diverged_pass_gets_no_metrics(
+    name: str, toy: Toy, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(RoundRobin, "wrong", name)
+    code, (first, record) = toy(first_of(name), name)
+    assert code == 1 and first["status"] == "ok" and first["metrics"]
+    assert (record["status"], record["num_differing"]) == ("diverged", 1)
+    assert record["metrics"] is record["ring"] is record["speculation"] is None
+    assert f"{name}: DIVERGED, 1 of 3 requests differ from {first_of(name)}" in (
+        capsys.readouterr().out
+    )
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_records_of_finished_passes_are_kept(
+    name: str, toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RoundRobin, "interrupted", name)
+    code, (record,) = toy(first_of(name), name)
+    assert code == 130 and record["name"] == first_of(name) and record["metrics"]
+
+
+def test_rounding_may_be_why_tokens_differ(
+    words: list[str], toy: Toy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(RoundRobin, "wrong", "inflight")
+    words[words.index("float32")] = "bfloat16"
+    code, (_, record) = toy("sequential", "inflight")
+    assert code == 0 and (record["status"], record["num_differing"]) == ("differs", 1)
+    assert record["metrics"]
+
+
+def test_a_single_pass_has_no_reference(toy: Toy) -> None:
+    _, (record,) = toy("ring")
+    assert (record["status"], record["reference"]) == ("unchecked", None) and record["metrics"]
