@@ -8,13 +8,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-COMMANDS = {"run": "magicdec.cli.drivers", "latency": "magicdec.cli.latency"}
+from magicdec.cli.commands import start
+
 # Where the rank is killed: a function or a method, and in which of its calls. While serving, the
 # others go on meanwhile; in the phases before, they have the time to wait for the rank.
 PHASES = {
     "preparing": ("magicdec.memory.check", "first_refusal", 1),
     "timing": ("magicdec.pipeline.auto_split", "time_passing", 3),
-    "timing runs": ("magicdec.pipelined_run.prepare", "time_part", 1),
+    "timing runs": ("magicdec.serving.speculative_pipeline", "time_part", 1),
     "starting": ("torch.distributed", "init_process_group", 1),
     "grouping": ("torch.distributed", "new_group", 1),
     "loading": ("magicdec.setup.loading", "LoadedModels.get", 1),
@@ -48,4 +49,4 @@ def count(*args: Any, **kwargs: Any) -> Any:
 
 
 setattr(owner, name, count)
-import_module(COMMANDS.get(command, f"magicdec.cli.serving.{command}")).main()
+start(command)

@@ -5,8 +5,7 @@ import json
 import os
 from pathlib import Path
 
-from magicdec.cli.serving.recurrent import main
-
+from magicdec.cli.serve import recurrent
 from magicdec.pipeline.stage import Stage
 
 INTERVAL = 100
@@ -48,4 +47,4 @@ def note(self: Stage, rows: list[int]) -> None:
 
 
 Stage.free = note  # type: ignore[method-assign]
-main()
+recurrent()
