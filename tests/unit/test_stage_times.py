@@ -13,9 +13,6 @@ import pytest
 import torch
 from conftest import TINY, make_requests, make_runner
 from fake_clock import Clock, Device
-from magicdec.pipelined_run.measured.measure import observe
-from magicdec.pipelined_run.measured.metrics import pipeline_use
-from magicdec.pipelined_run.passes import Outcome
 from test_pipelined_parts import CHAIN
 from test_recurrent_order import CHUNK, LIMITS, Ring
 from threaded_pipeline import FakePart
@@ -35,10 +32,10 @@ from magicdec.pipeline.tracing import Span, Spans, What, uses_of, without
 from magicdec.pipelined_run import stage as pipelined_stage
 from magicdec.pipelined_run.channels import CancelBoard
 from magicdec.pipelined_run.layout import Layout
+from magicdec.pipelined_run.metrics import Observed, speculation_metrics
 from magicdec.pipelined_run.stage import CancellableStage, Predictions
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Counts
-from magicdec.serving.metrics import StepCounts
 
 STAGE_S, LINK_S = 0.5, 0.25
 
@@ -266,11 +263,8 @@ def test_a_rank_is_idle_from_the_first_token_on(clock: Clock) -> None:
     second.append([1], 1000.0)
     second.append([2, 3], 1006.0)
     head = [Span(What.RESULT, run, 1019.0, 1019.0) for run in range(4)]
-    outcome = Outcome(
-        [first, second], StepCounts(), 0.0, spans=[head, served(clock, Device("cpu", clock))]
-    )
-    layout = Layout((range(0), range(3)), (0,))
-    observed = observe(cast(Any, SimpleNamespace(layout=layout)), outcome)
-    use = pipeline_use(observed, Counts(), has_drafts=False)
+    layout, spans = Layout((range(0), range(3)), (0,)), served(clock, Device("cpu", clock))
+    observed = Observed.of_requests(layout, [head, spans], [first, second])
+    use = speculation_metrics(observed, Counts(), has_drafts=False)
     assert use.idle_s == [14.5, 14.5 - 3.5 * STAGE_S]
     assert use.busy == [0.0, 3.5 * STAGE_S / 14.5]
