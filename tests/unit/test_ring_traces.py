@@ -15,11 +15,10 @@ from test_recurrent_order import CHUNK, LIMITS, Ring
 
 from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message, Traffic
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.transformer import Transformer
+from magicdec.model.emulated import EmulatedModel
 from magicdec.pipeline import tracing
-from magicdec.pipeline.emulation import EmulatedStage
 from magicdec.pipeline.recurrent import RecurrentPipeline
-from magicdec.pipeline.stage import StageLoop
+from magicdec.pipeline.stage import Stage, StageLoop
 from magicdec.pipeline.tracing import Ahead, RingTrace, Span, Spans, What, uses_of, without
 from magicdec.request import Request
 from magicdec.serving.ring import trace_of
@@ -35,8 +34,8 @@ from magicdec.serving.showing import (
 
 def served() -> tuple[RecurrentPipeline, list[Request]]:
     """Five samples of two chunks and four tokens each, three of them in flight."""
-    model = Transformer(TINY, Shard(), range(1), has_ends=True).eval()
-    stage, ring = EmulatedStage(make_runner(model, 3, 60), is_last=False), Ring()
+    model = EmulatedModel(TINY, Shard(), range(1), True, 0.0, torch.zeros(1))
+    stage, ring = Stage(make_runner(model, 3, 60), is_last=False), Ring()
     pipeline = RecurrentPipeline(stage, Ends(ring, ring), 3, 1, LIMITS, CHUNK)
     requests = make_requests([(5,) * 12] * 5, 4)
     pipeline.serve(requests)
@@ -95,14 +94,14 @@ def make_trace(num_samples: int = 3) -> RingTrace:
 
 def test_a_chart_has_a_row_for_each_stage() -> None:
     trace = trace_of(make_trace())
-    panel = stages_panel("ring", trace, 4500.0)
-    assert list(panel.rows) == ["stage 0", "stage 1"] and (panel.begin_s, panel.end_s) == (0, 4.5)
+    panel = stages_panel("ring", trace, 60e3)
+    assert list(panel.rows) == ["stage 0", "stage 1"] and (panel.begin_s, panel.end_s) == (0, 7.25)
     first = [bar for bar in panel.bars if bar.row == 0 and bar.text]
     assert [(bar.begin_s, bar.text) for bar in first] == [
-        (0.0, "0"), (1.0, "1"), (2.0, "2"), (3.0, "0"), (4.0, "1"),
+        (0.0, "0"), (1.0, "1"), (2.0, "2"), (3.0, "0"), (4.0, "1"), (5.0, "2"),
     ]  # fmt: skip
     assert [bar.look.hatch for bar in first[:4]] == [OF_STAGES[PROMPT].hatch] * 3 + [""]
-    assert sum(bar.look == OF_STAGES[HEAD] for bar in panel.bars) == 3
+    assert sum(bar.look == OF_STAGES[HEAD] for bar in panel.bars) == 6
     late = replace(
         trace,
         spans=[

@@ -21,13 +21,12 @@ from torch import Tensor
 from magicdec.distributed.channels.message import Ends, Kind, Message, Traffic
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.executor.executor import Cancellation
-from magicdec.model.transformer import Transformer
+from magicdec.model.emulated import EmulatedModel
 from magicdec.pipeline import speculation, stage
-from magicdec.pipeline.emulation import EmulatedStage
 from magicdec.pipeline.metrics import StageUse
 from magicdec.pipeline.recurrent import RecurrentPipeline
 from magicdec.pipeline.speculation import Speculation
-from magicdec.pipeline.stage import VERIFY, WANTED, StageLoop
+from magicdec.pipeline.stage import VERIFY, WANTED, Stage, StageLoop
 from magicdec.pipeline.tracing import Span, Spans, What, uses_of, without
 from magicdec.pipelined_run import stage as pipelined_stage
 from magicdec.pipelined_run.channels import CancelBoard
@@ -91,10 +90,10 @@ ARRIVALS = [
 WAITS_S = 2.0 + 1.0 + 4.0 + 0.25 + 0.5  # all but the first
 
 
-def make_stage(is_first: bool = False, num_rows: int = 1) -> EmulatedStage:
+def make_stage(is_first: bool = False, num_rows: int = 1, seconds: float = STAGE_S) -> Stage:
     layers = range(1) if is_first else range(1, 2)
-    model = Transformer(TINY, Shard(), layers, has_ends=is_first).eval()
-    return EmulatedStage(make_runner(model, num_rows, 60), not is_first, seconds=STAGE_S)
+    model = EmulatedModel(TINY, Shard(), layers, is_first, seconds, torch.zeros(1))
+    return Stage(make_runner(model, num_rows, 60), not is_first)
 
 
 def use_of(spans: Spans, end_s: float, decodes: set[int]) -> StageUse:
@@ -190,7 +189,7 @@ def device(request: pytest.FixtureRequest, clock: Clock, monkeypatch: pytest.Mon
 
 
 @dataclass
-class LaunchedStage(EmulatedStage):
+class LaunchedStage(Stage):
     """Computes on a device."""
 
     device: Device = field(default_factory=lambda: Device("cpu"))
@@ -203,7 +202,10 @@ class LaunchedStage(EmulatedStage):
 def test_a_message_that_decodes_takes_until_the_device_is_done(
     clock: Clock, device: Device
 ) -> None:
-    launched, spans = LaunchedStage(make_stage().runner, is_last=True, device=device), Spans()
+    launched, spans = (
+        LaunchedStage(make_stage(seconds=0.0).runner, is_last=True, device=device),
+        Spans(),
+    )
     StageLoop(launched, scripted(clock, ARRIVALS)[1], spans).serve()
     assert [span.seconds for span in spans] == [STAGE_S] * 4
 
