@@ -23,7 +23,6 @@ from typing import Any, TypeVar, overload
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from magicdec.distributed.channels.message import Traffic
 from magicdec.distributed.groups import Launch
@@ -203,16 +202,6 @@ def gather_spans(spans: Spans, clocks: Sequence[Ahead]) -> list[Spans]:
             for span in of_rank
         )
         for of_rank, clock in zip(all_gather(spans, len(clocks)), clocks, strict=True)
-    ]
-
-
-def gather_memory(samples: Sequence[float], clocks: Sequence[Ahead]) -> list[Tensor]:
-    """The samples of every rank's `MemorySampler`, [N, 2]: seconds by the clock of the first rank,
-    and bytes. All ranks must call it; the times are right on rank 0 alone."""
-    by_rank = all_gather(torch.tensor(samples, dtype=torch.float64).view(-1, 2), len(clocks))
-    return [
-        each - torch.tensor([clock.ahead_s, 0.0], dtype=torch.float64)
-        for each, clock in zip(by_rank, clocks, strict=True)
     ]
 
 
