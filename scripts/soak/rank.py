@@ -45,9 +45,7 @@ READINGS = 5  # of a count, which may be larger for an instant, while a thread e
 serve = Experiment.serve
 
 
-def repeat(
-    self: Experiment, each: Pass, shapes: Sequence[RequestShape], watch: Watch
-) -> Served:
+def repeat(self: Experiment, each: Pass, shapes: Sequence[RequestShape], watch: Watch) -> Served:
     served = serve(self, each, shapes, watch)
     if each.system != SPECULATIVE or not watch.is_measured:
         return served
