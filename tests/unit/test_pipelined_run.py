@@ -24,6 +24,8 @@ from several_ranks import arrive_over_time, generate_alone
 from threaded_pipeline import FakePart, Served, divide, serve
 
 from magicdec.config.sections import KVSection, SamplingSection
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.emulated import EmulatedModel
 from magicdec.model.transformer import Transformer
 from magicdec.pipeline.tracing import Span, What
 from magicdec.pipelined_run.channels import (
@@ -35,7 +37,7 @@ from magicdec.pipelined_run.channels import (
     pack_candidates,
 )
 from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter, ScriptedDrafter
-from magicdec.pipelined_run.stage import EmulatedPart, ModelPart, is_appended
+from magicdec.pipelined_run.stage import ModelPart, is_appended
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Options
 from magicdec.request import Request
@@ -333,7 +335,12 @@ def signs(found: Served) -> list[bool]:
 def test_it_is_asynchronous(mode: str, expected: bool) -> None:
     """The stages and the drafter sleep, so that this needs no cores."""
     drafter = ScriptedDrafter([list(range(1, 30))], [1], [[0] * 29], [0.9], 0.002)
-    parts = [EmulatedPart(2, 0.01, i == 2) for i in range(3)]
+    config = replace(TINY, num_layers=6)
+    stages = [
+        EmulatedModel(config, Shard(), range(2 * i, 2 * i + 2), None, 0.01, torch.zeros(1))
+        for i in range(3)
+    ]
+    parts = [ModelPart(make_runner(stage, 1, 60)) for stage in stages]
     found = serve(parts, drafter, Options(mode=mode, gamma=2), make_requests([(9,)], 29))
     assert signs(found) == [expected] * 3
 
