@@ -138,7 +138,7 @@ def wait_for_end(ranks: Ranks) -> list[dict[str, Any]]:
 
 
 def count_runs(records: list[dict[str, Any]]) -> int:
-    uses = [record["metrics"]["use"] for record in records]
+    uses = [record["speculation"] for record in records]
     return sum(use["runs"] for use in uses if use is not None)
 
 

@@ -14,6 +14,7 @@ from magicdec.pipeline.tracing import Span, What
 from magicdec.pipelined_run.layout import Layout
 from magicdec.pipelined_speculation.metrics import SpeculationMetrics
 from magicdec.pipelined_speculation.options import Counts
+from magicdec.request import Request
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,15 @@ class Observed:
     by_rank: Sequence[Sequence[Span]]
     begin_s: float
     end_s: float
+
+    @classmethod
+    def of_requests(
+        cls, layout: Layout, by_rank: Sequence[Sequence[Span]], requests: Sequence[Request]
+    ) -> Observed:
+        """What counts is the time between the first token of all requests and the last."""
+        begin_s = min(request.token_times_s[0] for request in requests)
+        end_s = max(request.token_times_s[-1] for request in requests)
+        return cls(layout, by_rank, begin_s, end_s)
 
     def of(self, rank: int, what: What) -> list[Span]:
         return [span for span in self.by_rank[rank] if span.what is what]

@@ -244,9 +244,7 @@ class SpeculativePipeline(System):
         spans = gather_spans(self.member.serve(lead, watch.threads), clocks_of(self.launch))
         if self.rank != 0 or not watch.is_measured:
             return Extras()
-        begin_s = min(request.token_times_s[0] for request in requests)
-        end_s = max(request.token_times_s[-1] for request in requests)
-        observed = Observed(self.layout, spans, begin_s, end_s)
+        observed = Observed.of_requests(self.layout, spans, requests)
         prompts = frozenset(span.run for span in spans[0] if span.what is What.PROMPT)
         ranks = [f"rank {n}: {self.layout.describe(n)}" for n in range(len(spans))]
         return Extras(

@@ -44,10 +44,12 @@ def draw(chooser: random.Random, is_repeated: bool) -> tuple[int, list[str]]:
     the same number of them, and one mode; the others have all modes."""
     num_ranks = chooser.choice([2, 3, 4])
     values = {flag: chooser.choice(choices) for flag, choices in CHOICES.items()}
+    modes = [chooser.choice(["async", "async", *MODES])] if is_repeated else MODES
+    if modes == ["iterative"]:
+        values |= dict.fromkeys(("--draft", "--gamma", "--emulate_acceptance"))
     if values["--emulate_acceptance"] is not None:
         values["--draft"] = None  # it would do nothing
-    modes = [chooser.choice(["async", "async", *MODES])] if is_repeated else MODES
-    if values["--draft"] in (None, "ngram") or modes == ["iterative"]:
+    if values["--draft"] in (None, "ngram"):
         values["--budget"] = None  # no draft has a KV cache
     has_model = values["--draft"] not in (None, "ngram")
     splits = SPLITS[num_ranks] + SHARED[num_ranks] * has_model

@@ -15,50 +15,55 @@ import gc
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from queue import Queue, SimpleQueue
 from threading import Event, Thread
 from typing import Any
 
 import torch.distributed as dist
-from magicdec.cli.serving.pipeline import main
-from magicdec.pipelined_run.passes import Outcome, Passes
 
+from magicdec.cli.serve import pipeline
 from magicdec.distributed import shared_memory
 from magicdec.distributed.ranks import end_with_launcher
-from magicdec.names import SEQUENTIAL
-from magicdec.pipelined_run.head import Wires
+from magicdec.hardware.threads import ThreadCount
+from magicdec.pipelined_run.channels import Wires
 from magicdec.pipelined_run.stage import ModelPart
+from magicdec.serving.measure import Experiment, Served
+from magicdec.serving.metrics import StepCounts
+from magicdec.serving.modes import SPECULATIVE, Pass
+from magicdec.serving.speculative_pipeline import SpeculativePipeline
+from magicdec.serving.system import Watch
+from magicdec.workload.request_shapes import RequestShape
 
 DIRECTORY, PASSES, IS_MEASURED = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1"
 PLANTED = sys.argv[4]
 del sys.argv[1:5]
 SEGMENTS = DIRECTORY / "segments"
 READINGS = 5  # of a count, which may be larger for an instant, while a thread ends
-serve = Passes.serve
+serve = Experiment.serve
 
 
-def repeat(self: Passes, name: str, observe: Callable[[int], None]) -> Outcome | None:
-    outcome = serve(self, name, observe)
-    if name == SEQUENTIAL:
-        return outcome
+def repeat(self: Experiment, each: Pass, shapes: Sequence[RequestShape], watch: Watch) -> Served:
+    served = serve(self, each, shapes, watch)
+    if each.system != SPECULATIVE or not watch.is_measured:
+        return served
+    system = self.prepared.system_of(each)
+    assert isinstance(system, SpeculativePipeline) and system.member is not None, "it has served"
     for number in range(PASSES):
-        assert self.member is not None, "it has served"
-        line = {"mode": name, "pass": number} | tokens_of(outcome)
-        outcome = None  # how many drafts it holds depends on the time that messages took
-        note(self.rank, line, self.member.wires)
+        line = {"mode": each.name, "pass": number} | tokens_of(served)
+        note(self.launch.rank, line, system.member.wires)
         if IS_MEASURED:
             dist.barrier()  # the next pass begins when all have measured
-        outcome = serve(self, name, lambda num_tokens: None)
-    return outcome
+        again = replace(watch, counts=StepCounts(), threads=ThreadCount(), is_measured=False)
+        served = serve(self, each, shapes, again)
+    return served
 
 
-def tokens_of(outcome: Outcome | None) -> dict[str, Any]:
-    outputs = [] if outcome is None else [request.output_ids for request in outcome.requests]
-    scheduled = None if outcome is None else outcome.scheduled
-    runs = 0 if scheduled is None else scheduled.runs
-    return {"outputs": outputs, "runs": runs}
+def tokens_of(served: Served) -> dict[str, Any]:
+    outputs = [request.output_ids for request in served.requests]
+    return {"outputs": outputs, "runs": served.watch.counts.num_steps}
 
 
 def note(rank: int, line: dict[str, Any], wires: Wires) -> None:
@@ -129,6 +134,6 @@ if __name__ == "__main__":
     sys.argv[0] = "magicdec pipeline"
     end_with_launcher()
     shared_memory.DIRECTORY = SEGMENTS
-    Passes.serve = repeat  # type: ignore[method-assign]
+    Experiment.serve = repeat  # type: ignore[method-assign]
     plant(PLANTED)
-    main()
+    pipeline()

@@ -8,7 +8,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-COMMANDS = {"run": "magicdec.cli.drivers", "latency": "magicdec.cli.latency"}
+from magicdec.cli.commands import start
+
 # Where the rank is killed: a function or a method, and in which of its calls. While serving, the
 # others go on meanwhile; in the phases before, they have the time to wait for the rank.
 PHASES = {
@@ -48,7 +49,4 @@ def count(*args: Any, **kwargs: Any) -> Any:
 
 
 setattr(owner, name, count)
-if command in COMMANDS:
-    import_module(COMMANDS[command]).main()
-else:
-    import_module("magicdec.cli.serve").run(command)
+start(command)

@@ -25,7 +25,7 @@ GLOO = ("--collectives", "gloo")
 TIMED = (*RING, "--layer_split", "auto:2")
 PIPELINE = ("pipeline", "--draft", "ngram", "--modes", "async")
 SERVING = (
-    *("recurrent", "--modes", "sequential", "batched", "ring", "--num_requests", 9),
+    *("recurrent", "--modes", "sequential", "inflight", "ring", "--num_requests", 9),
     *("--prefix_len", "uniform:20:110", "--gen_len", "uniform:4:20"),
 )
 RUNS = (
@@ -70,7 +70,7 @@ QUICK = (
     *("pipeline, serving", "pipeline, serving drafts"),
 )
 # While a pass is served, the records of the passes before it are there already.
-PASSES_BEFORE = {"serving": ["sequential", "batched"]}
+PASSES_BEFORE = {"serving": ["sequential", "inflight"]}
 PASSES_BEFORE |= {"serving runs": ["sequential"], "serving drafts": ["sequential"]}
 
 

@@ -16,7 +16,6 @@ FLAGS = (
     *("--prefix_len", "uniform:20:110", "--prefill_chunk", 32, "--gen_len", "uniform:4:20"),
     *("--num_requests", 9, "--threads", 1, "--dtype", "float32", "--out", "r.jsonl"),
 )
-CURVES = "time_vs_tokens", "memory_vs_time"
 DRAFTS = "--draft", "ngram", "--gamma", 3
 
 
@@ -25,7 +24,7 @@ DRAFTS = "--draft", "ngram", "--gamma", 3
     [
         (1, ["--n_samples", 3], [2]),
         (2, ["--n_samples", 6, "--B", 2, "--layer_split", "0.5,0.5", "--plot", "gantt.png",
-             "--curves", "plots", "--time_run", "runs.csv", *DRAFTS], [1, 1]),
+             *DRAFTS], [1, 1]),
         pytest.param(4, ["--layer_split", "auto:2", "--collectives", "gloo"], [1, 1],
                      marks=pytest.mark.wide),
     ],
@@ -44,10 +43,10 @@ def test_every_pass_has_the_same_tokens_and_a_record(
     assert done.returncode == 0, done.stderr
     records = read_records(tmp_path / "r.jsonl")
     several = ["tensor_parallel"] if num_ranks > 1 else []
-    *names, last = ["sequential", "batched", *several, "ring", "ring_speculative"]
+    *names, last = ["sequential", "inflight", *several, "ring", "ring+draft"]
     assert [r["name"] for r in records] == names + ([last] if DRAFTS[0] in flags else [])
     assert all(r["status"] == "ok" and r["num_differing"] == 0 for r in records)
-    assert all(r["reference"] == "sequential" and r["kind"] == "pipeline" for r in records)
+    assert all(r["reference"] == "sequential" and r["kind"] == "serving" for r in records)
     one_process = [num_ranks] + [0] * (num_ranks - 1)  # has the threads of those that wait
     threads = [one_process] * 2 + [[1] * num_ranks] * (len(records) - 2)
     assert [r["threads"] for r in records] == threads
@@ -68,20 +67,7 @@ def test_every_pass_has_the_same_tokens_and_a_record(
         assert ring["sent_bytes"][0] > sum(prompts) * 48 * 4 > ring["sent_bytes"][1] > 0
     assert min(ring["queue_depth"]) >= 0 and max(ring["queue_depth"]) < 20
     assert min(ring["sent_messages"]) > sum(lengths[0]) / ring["lane_size"]
-    drawn = {path.name for path in tmp_path.glob("**/*.png")}
-    charts = {"gantt.png", "gantt_ring_speculative.png"}
-    curves = [f"{of}_{tiny_checkpoint.name}_9samples.png" for of in CURVES]
-    plots = {*curves, *charts}
-    assert drawn == (plots if "--plot" in flags else set())
-    if drawn:
-        assert len((tmp_path / "runs.csv").read_text().splitlines()) == 3, "a head and two runs"
-        assert len(list((tmp_path / "plots").glob("*_2nodes_*.csv"))) == 3
-        for num_nodes in (1, 2):  # the first rank alone, and both
-            memory = next((tmp_path / "plots").glob(f"memory_{num_nodes}nodes_*.csv"))
-            _, *rows = (line.split(",") for line in memory.read_text().splitlines())
-            assert sorted({int(row[0]) for row in rows}) == list(range(num_nodes))
-            assert all(float(row[2]) > 50 for row in rows), "MB of a process with torch"
-            assert float(rows[0][1]) < 0 < float(rows[-1][1]), "from the loading on"
+    assert (tmp_path / "gantt.png").exists() == ("--plot" in flags)
     assert records[-1]["config"]["parallel"]["rank_group"] == list(range(ring["tensor_parallel"]))
     assert ring["num_drafted"] is None and records[-1]["config"]["decoding"]["drafter"] is None
     if drafted is not None:
@@ -114,11 +100,11 @@ def test_in_bfloat16_too_where_a_row_has_the_same_bits_in_any_batch(
     done = launch(
         "recurrent_benchmark.py", "--model", deep_checkpoint, "--dataset", text_file, *FLAGS,
         "--dtype", "bfloat16", "--attention", "native", "--linear", "packed", "--B", 2,
-        "--modes", "sequential", "batched", "ring", num_ranks=3,
+        "--modes", "sequential", "inflight", "ring", num_ranks=3,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     records = read_records(tmp_path / "r.jsonl")
-    assert [r["name"] for r in records] == ["sequential", "batched", "ring"]
+    assert [r["name"] for r in records] == ["sequential", "inflight", "ring"]
     assert [(r["status"], r["num_differing"]) for r in records] == [("ok", 0)] * 3
     config = records[-1]["config"]
     assert config["model"]["dtype"] == "bfloat16" and records[-1]["ring"]["lane_size"] == 2

@@ -105,22 +105,22 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
     records = read_records(tmp_path / "r.jsonl")
     assert [record["name"] for record in records] == ["sequential", *MODES]
     assert all(record["status"] == "ok" for record in records)
-    assert all(record["kind"] == "speculation" for record in records)
+    assert all(record["kind"] == "serving" for record in records)
     assert [record["threads"] for record in records] == [[3, 0, 0], *[[1, 1, 1]] * 3]
     assert all(record["config"]["sampling"]["top_p"] == 0.95 for record in records)
-    splits = {record["config"]["workload"]["layer_split"] for record in records}
+    splits = {record["config"]["workload"]["layer_split"] for record in records[1:]}
     assert splits == {"1,1/1.0"}, "two layers for two stages, in place of auto"
     assert "--layer_split 1,1/1.0: the stages are predicted to take" in done.stdout
-    uses = [record["metrics"]["use"] for record in records[1:]]
-    assert records[0]["metrics"]["use"] is None
+    uses = [record["speculation"] for record in records[1:]]
+    assert records[0]["speculation"] is None
     assert [use["drafted"] > 0 for use in uses][:2] == [False, True]
     assert [use["num_layers"] for use in uses] == [[1, 1, 0]] * 3
-    assert uses[0]["draft_rank"] == 2 and uses[0]["draft_ms"] is None
+    assert uses[1]["draft_rank"] == 2 and uses[0]["draft_rank"] is uses[0]["draft_ms"] is None
     for use in uses:
         assert use["layers_computed"] + use["layers_skipped"] == 2 * use["runs"]
         assert all(0 <= busy <= 1 for busy in use["busy"]) and min(use["stage_ms"]) > 0
     assert uses[1]["accepted"] == uses[1]["drafted"], "its drafts read all of the short texts"
-    assert all(record["config"]["kv"]["policy"] == "snapkv" for record in records[1:])
+    assert all(record["config"]["kv"]["policy"] == "snapkv" for record in records[2:])
     assert records[2]["workload"]["draft"] == {
         key: records[2]["workload"][key] for key in ("model", "random_weights", "model_sha256")
     }
@@ -136,8 +136,10 @@ def test_the_command_makes_a_record_of_each_mode_a_plot_and_a_trace(
         assert speed == pytest.approx(fmean(70e3 / ms for ms in times))
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
     names = {event["args"]["name"] for event in events if event["ph"] == "M"}
-    assert names == {"rank 0: head, stage 0", "rank 1: stage 1", "rank 2: draft"}
-    assert {event["cat"] for event in events if event["ph"] == "X"} == set(MODES)
+    ranks = "rank 0: head, stage 0", "rank 1: stage 1", "rank 2: draft"
+    assert names == {f"{mode}: requests" for mode in ("sequential", *MODES)} | {
+        f"{mode}: {rank}" for mode in MODES for rank in ranks
+    }
 
 
 def test_two_ranks_that_share_a_draft_are_in_its_record_and_trace(
@@ -151,17 +153,16 @@ def test_two_ranks_that_share_a_draft_are_in_its_record_and_trace(
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     _, record = read_records(tmp_path / "r.jsonl")
-    use, draft = record["metrics"]["use"], record["config"]["draft"]
+    use, draft = record["speculation"], record["config"]["draft"]
     assert record["status"] == "ok" and use["accepted"] == use["drafted"] > 0
     assert (use["draft_rank"], use["draft_ranks"], draft["rank_group"]) == (1, [1, 2], [1, 2])
     assert draft["native_steps"] == record["config"]["model"]["native_steps"]
     assert use["num_layers"] == [2, 0, 0] and min(use["busy"][1:]) > 0
     events = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
-    names = [event["args"]["name"] for event in events if event["ph"] == "M"]
-    assert names == ["rank 0: head, stage 0", "rank 1: draft shard 0", "rank 2: draft shard 1"]
+    processes = {e["args"]["name"]: e["pid"] for e in events if e["ph"] == "M"}
     steps = [
-        {event["name"] for event in events if event["ph"] == "X" and event["pid"] == rank}
-        for rank in (1, 2)
+        {event["name"] for event in events if event["ph"] == "X" and event["pid"] == process}
+        for process in (processes[f"sync: rank {n + 1}: draft shard {n}"] for n in (0, 1))
     ]
     assert steps[0] == steps[1] != set(), "both do every step"
 
@@ -179,8 +180,8 @@ def test_auto_divides_the_layers_by_times_that_the_ranks_measure(
     assert done.returncode == 0, done.stderr
     records = read_records(tmp_path / "r.jsonl")
     assert [record["status"] for record in records] == ["ok"] * 3
-    counts = records[-1]["metrics"]["use"]["num_layers"]
+    counts = records[-1]["speculation"]["num_layers"]
     assert sum(counts) == 6 and min(counts) >= 1
     split = f"{counts[0]},{counts[1]}/head"
-    assert {record["config"]["workload"]["layer_split"] for record in records} == {split}
+    assert {record["config"]["workload"]["layer_split"] for record in records[1:]} == {split}
     assert f"--layer_split {split}: the stages are predicted to take" in done.stdout

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from conftest import Command
 from test_compare import make
 from test_pipeline_command import finished, observed
 
-from magicdec.cli import compare, table
-from magicdec.cli.commands import console
+from magicdec.cli import compare, plan, simulate, table
 from magicdec.cli.parsing.record_files import TABLES, read_commands
 from magicdec.names import RECORDS, load_named
 from magicdec.pipelined_run.metrics import speculation_metrics
@@ -60,11 +59,6 @@ def write(path: Path, *records: dict[str, Any]) -> Path:
     return path
 
 
-def run(monkeypatch: pytest.MonkeyPatch, *words: object) -> None:
-    monkeypatch.setattr(sys, "argv", ["magicdec table", *map(str, words)])
-    table.main()
-
-
 @pytest.mark.parametrize(
     ("status", "said"),
     [
@@ -80,15 +74,14 @@ def test_the_verdict_says_what_may_excuse_a_difference(status: str, said: str) -
 
 
 def test_the_table_is_that_of_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "passes.jsonl", record("one"), record("two"))
     (records,) = read_commands("serving", [path], is_strict=True)
     print_tables(load_named(TABLES, "serving")(records))
     shown = capsys.readouterr().out
     assert "DIVERGED, 1 of 0 requests differ from sequential" in shown
-    run(monkeypatch, path)
-    assert capsys.readouterr().out == shown
+    assert command(table, path).out == shown
 
 
 def test_each_kind_but_runs_has_tables() -> None:
@@ -100,7 +93,7 @@ RATES = "--bandwidth 100 --flops 10 --link 10 --link_latency_us 5 --B 1 4 --pref
 
 
 @pytest.mark.parametrize(
-    ("kind", "command", "count"),
+    ("kind", "flags", "count"),
     [
         ("plan", f"plan --acceptance 0.8 --tp 2 {RATES}", 1),
         ("stage_plan", f"plan --stages 2 {RATES}", 1),
@@ -109,24 +102,17 @@ RATES = "--bandwidth 100 --flops 10 --link 10 --link_latency_us 5 --B 1 4 --pref
     ],
 )
 def test_the_table_of_what_was_predicted_is_that_of_the_command(
-    kind: str, command: str, count: int, tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
-) -> None:  # fmt: skip
-    path = tmp_path / "runs.jsonl"
-    monkeypatch.setattr(sys, "argv", ["magicdec", *command.split(), "--out", str(path)])
-    with pytest.raises(SystemExit) as ended:
-        console()
-    shown = capsys.readouterr().out
-    assert ended.value.code == 0 and len(path.read_text().splitlines()) == count
-    run(monkeypatch, path)
-    assert capsys.readouterr().out == shown
-    run(monkeypatch, path, "--kind", kind, "--format", "latex")
-    assert r"\begin{tabular}" in capsys.readouterr().out
-
-
-def test_each_command_has_a_table_and_a_series(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str, flags: str, count: int, tmp_path: Path, command: Command
 ) -> None:
+    name, *words = flags.split()
+    path = tmp_path / "runs.jsonl"
+    code, shown, _ = command({"plan": plan, "simulate": simulate}[name], *words, "--out", path)
+    assert code == 0 and len(path.read_text().splitlines()) == count
+    assert command(table, path).out == shown
+    assert r"\begin{tabular}" in command(table, path, "--kind", kind, "--format", "latex").out
+
+
+def test_each_command_has_a_table_and_a_series(tmp_path: Path, command: Command) -> None:
     passes = [measured("sync"), measured("async"), record("async", "third")]
     passes[2:2] = [measured(name, "second", layer_split="2,4") for name in ("sync", "async")]
     path = write(tmp_path / "passes.jsonl", *passes)
@@ -135,8 +121,8 @@ def test_each_command_has_a_table_and_a_series(
         ["async"]
     ]
     assert labels_of(commands[:2]) == ["demo, 3,3", "demo, 2,4"]
-    run(monkeypatch, path, "--plot", tmp_path / "bars.svg")
-    assert len(re.findall(r"[^,] tokens/s of a request", capsys.readouterr().out)) == 2
+    out = command(table, path, "--plot", tmp_path / "bars.svg").out
+    assert len(re.findall(r"[^,] tokens/s of a request", out)) == 2
     picture = (tmp_path / "bars.svg").read_text()
     assert "<!-- demo, 2,4 -->" in picture and picture.count("<!-- async -->") == 3
 
@@ -151,19 +137,12 @@ def test_each_command_has_a_table_and_a_series(
     ],
 )
 def test_refuses_in_one_line(
-    words: list[str],
-    said: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     monkeypatch.chdir(tmp_path)
     write(Path("passes.jsonl"), record("async"))
-    with pytest.raises(SystemExit) as ended:
-        run(monkeypatch, "passes.jsonl", *words)
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert said in error and error.count("\n") == 1
+    code, _, err = command(table, "passes.jsonl", *words)
+    assert code == 2 and said in err and err.count("\n") == 1
 
 
 def test_commands_that_read_runs_name_the_kind(tmp_path: Path) -> None:
@@ -173,59 +152,43 @@ def test_commands_that_read_runs_name_the_kind(tmp_path: Path) -> None:
 
 
 def test_a_file_may_have_records_of_several_kinds(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All commands append to one file. The table shows the runs, and then the commands of each
     kind; commands that read runs leave the others out and say so."""
     path = write(tmp_path / "runs.jsonl", record("static"), make())
-    simulate = f"magicdec simulate --gen_len 8 --modes async --out {path}"
-    monkeypatch.setattr(sys, "argv", simulate.split())
-    with pytest.raises(SystemExit):
-        console()
+    command(simulate, "--gen_len", 8, "--modes", "async", "--out", path)
     write(path, *map(json.loads, path.read_text().splitlines()), make())
-    capsys.readouterr()
     assert len(load_records(path)) == 2
     others = "left out, 1 of kind serving and 1 of kind simulation"
     assert others in capsys.readouterr().err
-    run(monkeypatch, path)
-    shown = capsys.readouterr().out
+    shown = command(table, path).out
     places = [shown.index(text) for text in ("streaming_llm", "static", "async")]
     assert places == sorted(places)
-    run(monkeypatch, path, "--format", "csv")
-    printed = capsys.readouterr()
-    assert len(printed.out.splitlines()) == 3
-    assert f"{others}; see --kind" in printed.err
-    run(monkeypatch, path, "--format", "csv", "--kind", "serving")
-    assert capsys.readouterr().out.splitlines()[0] == "metric,static"
+    _, out, err = command(table, path, "--format", "csv")
+    assert len(out.splitlines()) == 3
+    assert f"{others}; see --kind" in err
+    of_kind = command(table, path, "--format", "csv", "--kind", "serving")
+    assert of_kind.out.splitlines()[0] == "metric,static"
 
 
-def compared(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
-    monkeypatch.setattr(sys, "argv", ["magicdec compare", *map(str, words)])
-    with pytest.raises(SystemExit) as ended:
-        compare.main()
-    assert isinstance(ended.value.code, int)
-    return ended.value.code
-
-
-def test_metrics_of_passes_are_compared_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_metrics_of_passes_are_compared_by_name(tmp_path: Path, command: Command) -> None:
     old, new = measured("async"), measured("async", "later")
     new["metrics"] |= {"makespan_s": 1.25 * old["metrics"]["makespan_s"]}
     first = write(tmp_path / "old.jsonl", measured("sync"), old)
     second = write(tmp_path / "new.jsonl", new, measured("sync", lanes=2))
     summary = tmp_path / "summary.md"
-    assert compared(monkeypatch, second, first, "--summary", summary) == 0
-    shown = capsys.readouterr().out
+    code, shown, _ = command(compare, second, first, "--summary", summary)
+    assert code == 0
     assert "1 of 2 passes are in both files" in shown and "async: demo" in shown
     rows = {
         cells[0]: cells[1:] for cells in map(cells_of, summary.read_text().splitlines()) if cells
     }
     assert rows["makespan, s"][2] == "+25.0 %" and rows["output tokens/s"][2] == "+0.0 %"
-    assert compared(monkeypatch, second, first, "--margin", 0.1) == 2
-    assert "--margin does nothing here: it is for records of runs" in capsys.readouterr().err
+    code, _, err = command(compare, second, first, "--margin", 0.1)
+    assert code == 2 and "--margin does nothing here: it is for records of runs" in err
     other = write(tmp_path / "other.jsonl", measured("async", gamma=9))
-    assert compared(monkeypatch, second, other) == 3
+    assert command(compare, second, other).code == 3
 
 
 def cells_of(line: str) -> list[str]:

@@ -18,7 +18,6 @@ from magicdec.request import Request
 from magicdec.serving.metrics import Moves, ServingMetrics, StepCounts, serving_metrics
 
 EMULATED = ("--emulate_stage_ms", "20", "--emulate_acceptance", "0.5", "--modes", "async")
-NO_STAGES = "--emulate_stage_ms 20.0: sequential has no stages; leave it out of --modes"
 NEEDS_TOKENS = "--emulate_acceptance 0.5 needs the tokens of a mode that comes before; name"
 
 
@@ -61,7 +60,6 @@ NEEDS_TOKENS = "--emulate_acceptance 0.5 needs the tokens of a mode that comes b
         ([*EMULATED, "--temperature", "1"], "--temperature 1 does nothing with --emulate_stage_ms"),
         ([*EMULATED, "--repetition_penalty", "1.1"], "--repetition_penalty 1.1 does nothing with"),
         (["--emulate_stage_ms", "20"], "give --emulate_acceptance"),
-        ([*EMULATED[:-2], "--modes", "sequential", "sync"], NO_STAGES),
         ([*EMULATED[2:]], NEEDS_TOKENS),
         (["--emulate_draft_ms", "4"], "--emulate_draft_ms is for --emulate_acceptance"),
         (["--plot", "plot.txt"], "--plot plot.txt: the name must end in .png or .svg or .pdf"),

@@ -13,12 +13,13 @@ import pytest
 import torch
 from serving_command import parse_as, prepare_as
 
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.hardware.environment import describe_environment
 from magicdec.memory.plan import max_tokens
-from magicdec.model.checkpoint.source import find_model, fingerprint
+from magicdec.model.checkpoint.source import ModelSource, find_model, fingerprint
 from magicdec.model.checkpoint.split import split_checkpoint
 from magicdec.pipeline.auto_split import DecodeStep, RingTiming, check_source
 from magicdec.pipeline.metrics import DraftCounts, StageUse, predict_round, ring_metrics
@@ -67,10 +68,15 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> PreparedServin
         (["--modes", "ring", "--cuda_graphs", "off"], 2, "no mode of --modes ring uses it"),
         (["--modes", "ring", "--window_ms", "5"], 2, "--window_ms does nothing here"),
         (["--modes", "inflight", "--layer_split", "3,3"], 2, "no mode of --modes has stages"),
-        (["--layer_split", "3,3/head"], 2, "3,3/head: a ring has no draft rank and no head"),
+        (["--layer_split", "0,1.0/head"], 2, "0,1.0/head: a ring has no head without layers"),
+        (["--layer_split", "1.0/0.5,0.5"], 2, "1.0/0.5,0.5 leaves no rank for a stage"),
         (["--emulate_link_ms", "1"], 1, "--emulate_link_ms and --emulate_link_mbps: one rank"),
         (["--gamma", "3"], 2, "--gamma does nothing here"),
         (["--draft", "ngram", "--budget", "99"], 2, "--budget does nothing here"),
+        (
+            ["--modes", "ring+draft", "--draft", "ngram", "--emulate_stage_ms", "5"],
+            *(2, "--emulate_stage_ms 5.0: --modes ring+draft drafts by the model"),
+        ),
         (["--pad_stage_ms", "9", "--emulate_stage_ms", "9"], 2, "--pad_stage_ms 9.0 is for stages"),
         (["--plot_ms", "5"], 2, "--plot_ms does nothing without --plot"),
         (["--plot", "g.bmp"], 2, "--plot g.bmp: the name must end in .png or .svg or .pdf"),
@@ -177,10 +183,9 @@ def test_times_of_layers_are_measured_or_come_from_a_machine_file(
 ) -> None:
     """What is measured has no bounds, so only its order is known: the first stage does more."""
     monkeypatch.setattr("magicdec.pipeline.auto_split.ENOUGH_S", 0.0)
-    launch = Launch(0, 1, 0, 1)
     ring = prepared(tmp_path, "--layer_split", "auto", world_size=1).system_of(Pass.named("ring"))
     assert isinstance(ring, Ring)
-    assert ring.layer_split == ring.options.describe()["layer_split"] == "6" and ring.split == ""
+    assert ring.layer_split == "6" and ring.split == ""
     config, source, threads = ring.run.config, ring.run.source, torch.get_num_threads()
     step, computed = DecodeStep(rows=2, context=50), list[tuple[int, int]]()
     compute = Stage.compute
@@ -202,19 +207,27 @@ def test_times_of_layers_are_measured_or_come_from_a_machine_file(
     other = RingTiming(second, [(0,), (1,)], step).measure()
     assert other.layer_s > 0 and other.own_fixed_s is None
     assert torch.get_num_threads() == threads
-    here = describe_environment(launch, "cpu", datetime.datetime.now(datetime.timezone.utc))
-    machine = {"cpu": here.cpu, "gpu": None, "world_size": 1, "threads": config.parallel.threads}
-    dtype, path = config.model.dtype, tmp_path / "machine.json"
-    rates = {dtype: 1e12}, {dtype: 1e-3}, {dtype: 1e9}, None, None, {dtype: 1e9}, {dtype: 0.0}
-    MachineFile(machine, 1e9, *rates).save(path)
-    timing = RingTiming(ring.run, [(0,)], step)
+    timing, path = RingTiming(ring.run, [(0,)], step), tmp_path / "machine.json"
+    head_s = save_machine(config, source, path)
     known = timing.find_times(path)
     assert known is not None and known.layer_s > 1e-3 and known.fixed_s == 0
-    head_bytes = source.config.vocab_size * source.config.hidden_size * DTYPE_BYTES[dtype]
-    assert known.own_fixed_s == pytest.approx(head_bytes / 1e9, rel=0.01)
-    MachineFile(machine | {"world_size": 2}, 1e9, *rates).save(path)
+    assert known.own_fixed_s == pytest.approx(head_s, rel=0.01)
+    save_machine(config, source, path, world_size=2)
     with pytest.raises(ValueError, match="was measured with world_size 2, this run has 1"):
         timing.find_times(path)
+
+
+def save_machine(
+    config: ResolvedConfig, source: ModelSource, path: Path, world_size: int = 1
+) -> float:
+    """A file of this machine, which reads 1 GB/s; the seconds of the head."""
+    now = datetime.datetime.now(datetime.timezone.utc)
+    cpu, dtype = describe_environment(Launch(0, 1, 0, 1), "cpu", now).cpu, config.model.dtype
+    description = {"cpu": cpu, "gpu": None, "world_size": world_size}
+    description["threads"] = config.parallel.threads
+    rates = {dtype: 1e12}, {dtype: 1e-3}, {dtype: 1e9}, None, None, {dtype: 1e9}, {dtype: 0.0}
+    MachineFile(description, 1e9, *rates).save(path)
+    return source.config.vocab_size * source.config.hidden_size * DTYPE_BYTES[dtype] / 1e9
 
 
 def test_auto_is_refused_for_files_that_have_a_split(tiny_checkpoint: Path, tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TINY, make_requests, make_runner, tiny_transformer
+from conftest import TINY, make_requests, make_runner
 from fake_clock import VirtualClock
 
 from magicdec.distributed.channels.message import (
@@ -23,11 +23,11 @@ from magicdec.distributed.channels.message import (
 )
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.ngram import NgramDrafter
-from magicdec.model.transformer import Transformer
-from magicdec.pipeline.emulation import DelayedSender, EmulatedStage, Link
+from magicdec.model.emulated import EmulatedModel
+from magicdec.pipeline.emulation import DelayedSender, Link
 from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
 from magicdec.pipeline.speculation import Speculation
-from magicdec.pipeline.stage import VERIFY, WANTED
+from magicdec.pipeline.stage import VERIFY, WANTED, Stage
 from magicdec.request import Request
 from magicdec.scheduling.plan import Limits
 
@@ -75,8 +75,8 @@ def serve(
     num_drafts: int = 0,
     clock: VirtualClock | None = None,
 ) -> Ring:
-    model = Transformer(TINY, Shard(), range(1), has_ends=True).eval()
-    stage = EmulatedStage(make_runner(model, num_lanes * lane_size, 60), is_last=False)
+    model = EmulatedModel(TINY, Shard(), range(1), True, 0.0, torch.zeros(1))
+    stage = Stage(make_runner(model, num_lanes * lane_size, 60), is_last=False)
     ring, runner, speculation = Ring(clock), stage.runner, None
     if num_drafts:
         drafter = NgramDrafter(runner.num_rows, num_drafts, runner.device)
@@ -91,7 +91,7 @@ def serve(
 def test_a_message_of_every_lane_is_under_way_until_no_prompt_waits() -> None:
     requests = make_requests([(5,) * 20] * 10, 6)
     ring = serve(requests, num_lanes=3, lane_size=1)
-    assert all(request.output_ids == [0] * 6 for request in requests)
+    assert all(request.output_ids == [1] * 6 for request in requests)
     # Prompts of 20 tokens: a step of two chunks and one of a chunk; then 5 tokens are decoded.
     assert len(ring.depths) == 10 * (3 + 5)
     ending = next(i for i, depth in enumerate(ring.depths) if depth < 3)
@@ -118,7 +118,7 @@ def test_a_ring_drains_and_begins_again_with_the_next_request() -> None:
     for request, arrived_s in zip(requests, arrivals, strict=True):
         request.arrived_s = arrived_s
     ring = serve([requests[i] for i in (2, 0, 1)], num_lanes=2, lane_size=1, clock=clock)
-    assert all(request.output_ids == [0] * 6 for request in requests)
+    assert all(request.output_ids == [1] * 6 for request in requests)
     assert [request.arrived_s for request in requests] == arrivals
     assert set(ring.depths) == {1}, "one after the other"
     # A message takes a second, and each request has 6.
@@ -134,7 +134,7 @@ def test_a_request_that_arrives_takes_an_idle_lane_or_a_free_row() -> None:
     for request, arrived_s in zip(requests, [0.0, 2.5, 4.5, 4.75], strict=True):
         request.arrived_s = arrived_s
     ring = serve(requests, num_lanes=2, lane_size=2, clock=VirtualClock())
-    assert all(request.output_ids == [0] * 12 for request in requests)
+    assert all(request.output_ids == [1] * 12 for request in requests)
     prompts = [
         (place, m.words)
         for place, m in enumerate(ring.sent)
@@ -152,11 +152,11 @@ def test_one_sample_alone_takes_turns() -> None:
 
 
 def test_a_message_says_how_many_tokens_its_rows_keep() -> None:
-    """The emulated model continues every prompt with zeros, which the drafter proposes. Of the two
+    """The emulated model continues every prompt with ones, which the drafter proposes. Of the two
     samples of the lane one ends, and another takes its row, while the other still runs."""
     requests = make_requests([(5,) * 4, (5,) * 6, (5,) * 9], [3, 9, 2])
     ring = serve(requests, num_lanes=1, lane_size=2, num_drafts=3)
-    assert [request.output_ids for request in requests] == [[0] * 3, [0] * 9, [0] * 2]
+    assert [request.output_ids for request in requests] == [[1] * 3, [1] * 9, [1] * 2]
     assert [(m.status, m.words) for m in ring.sent if m.kind is Kind.HIDDEN and m.status] == [
         (WANTED, (0,)), (WANTED, (1,)), (VERIFY, (0, 1, 4, 6)),
         (WANTED, (0,)), (VERIFY, (1, 10)), (VERIFY, (0, 9)),
@@ -188,8 +188,9 @@ def test_an_emulated_link_passes_errors_on() -> None:
 
 
 def test_a_whole_model_may_be_emulated() -> None:
-    stage = EmulatedStage(make_runner(tiny_transformer(), 2, 60), is_last=True)
+    model = EmulatedModel(TINY, Shard(), None, None, 0.0, torch.zeros(1))
+    stage = Stage(make_runner(model, 2, 60), is_last=True)
     loop = Loopback()
     requests = make_requests([(5,) * 20] * 3, 4)
     RecurrentPipeline(stage, Ends(loop, loop), 2, 1, LIMITS, CHUNK).serve(requests)
-    assert all(request.output_ids == [0] * 4 for request in requests)
+    assert all(request.output_ids == [20, 21, 22, 23] for request in requests)

@@ -1,55 +1,41 @@
-"""What a ring shows of its time: the spans of its stages, the queues between them, Gantt charts,
-and tokens against time."""
+"""What a ring shows of its time: the spans of its stages, the queues between them, and charts."""
 
 from __future__ import annotations
 
-import mmap
-import threading
-import time
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from conftest import TINY, make_requests, make_runner
 from fake_clock import Clock
-from magicdec.pipeline.showing import (
-    ALL_SAMPLES,
-    EACH_SAMPLE,
-    HEAD,
-    LEGEND,
-    MEMORY,
-    PROMPT,
-    RUN_COLUMNS,
-    Curves,
-    append_run,
-    by_first,
-    decoding_window,
-    draw_ring,
-    memory_label,
-    panels_of,
-    points_of,
-)
 from test_recurrent_order import CHUNK, LIMITS, Ring
 
 from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message, Traffic
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.memory.sampler import MemorySampler
-from magicdec.model.transformer import Transformer
+from magicdec.model.emulated import EmulatedModel
 from magicdec.pipeline import tracing
-from magicdec.pipeline.emulation import EmulatedStage
 from magicdec.pipeline.recurrent import RecurrentPipeline
-from magicdec.pipeline.stage import StageLoop
+from magicdec.pipeline.stage import Stage, StageLoop
 from magicdec.pipeline.tracing import Ahead, RingTrace, Span, Spans, What, uses_of, without
 from magicdec.request import Request
+from magicdec.serving.ring import trace_of
+from magicdec.serving.showing import (
+    HEAD,
+    OF_STAGES,
+    PROMPT,
+    decoding_window,
+    stages_panel,
+    trace_events,
+)
 
 
 def served() -> tuple[RecurrentPipeline, list[Request]]:
     """Five samples of two chunks and four tokens each, three of them in flight."""
-    model = Transformer(TINY, Shard(), range(1), has_ends=True).eval()
-    stage, ring = EmulatedStage(make_runner(model, 3, 60), is_last=False), Ring()
+    model = EmulatedModel(TINY, Shard(), range(1), True, 0.0, torch.zeros(1))
+    stage, ring = Stage(make_runner(model, 3, 60), is_last=False), Ring()
     pipeline = RecurrentPipeline(stage, Ends(ring, ring), 3, 1, LIMITS, CHUNK)
     requests = make_requests([(5,) * 12] * 5, 4)
     pipeline.serve(requests)
@@ -106,28 +92,43 @@ def make_trace(num_samples: int = 3) -> RingTrace:
     return RingTrace(stages, heads, samples, [i < num_samples for i in range(count)], 0.0)
 
 
-def test_a_chart_has_a_row_for_each_stage_and_for_each_sample(tmp_path: Path) -> None:
-    trace = make_trace()
-    stages, samples = panels_of(trace, 100.0, 0.0, 4.5)
-    assert list(stages.rows) == ["stage 0", "stage 1"]
-    assert list(samples.rows) == ["sample 0", "sample 1", "sample 2"]
-    of_first = [(bar.begin_s, bar.text) for bar in stages.bars if bar.row == 0 and bar.text]
-    assert of_first == [(0.0, "0"), (1.0, "1"), (2.0, "2"), (3.0, "0"), (4.0, "1")]
-    assert [bar.look.hatch for bar in stages.bars[:4]] == [LEGEND[PROMPT].hatch] * 3 + [""]
-    assert sum(bar.look == LEGEND[HEAD] for bar in stages.bars) == 3
-    of_sample = [(bar.begin_s, bar.text) for bar in samples.bars if bar.row == 0]
-    assert of_sample == [(0.0, "0"), (3.0, "0"), (1.0, "1"), (4.0, "1")]
-    assert decoding_window(trace) == (0.0, 60.0)
-    stages_late = [[(b + 20, e + 20) if b >= 103 else (b, e) for b, e in of] for of in trace.stages]
-    late = replace(trace, stages=stages_late)
-    assert decoding_window(late) == (24 - 60 / 4, 24 - 60 / 4 + 60)
-    later, _ = panels_of(late, 100.0, 23.5, 80.0)
-    assert (later.begin_s, later.end_s) == (23.5, 80.0) and len(later.bars) < len(stages.bars)
-    path = tmp_path / "new" / "chart.png"
-    draw_ring("--plot", path, replace(trace, clock_error_s=0.01), None)
-    assert path.read_bytes().startswith(b"\x89PNG")
-    with pytest.raises(ValueError, match="--plot: 80 rows are too many to draw; at most 64"):
-        draw_ring("--plot", path, make_trace(80), 1e9)
+def test_a_chart_has_a_row_for_each_stage() -> None:
+    trace = trace_of(make_trace())
+    panel = stages_panel("ring", trace, 60e3)
+    assert list(panel.rows) == ["stage 0", "stage 1"] and (panel.begin_s, panel.end_s) == (0, 7.25)
+    first = [bar for bar in panel.bars if bar.row == 0 and bar.text]
+    assert [(bar.begin_s, bar.text) for bar in first] == [
+        (0.0, "0"), (1.0, "1"), (2.0, "2"), (3.0, "0"), (4.0, "1"), (5.0, "2"),
+    ]  # fmt: skip
+    assert [bar.look.hatch for bar in first[:4]] == [OF_STAGES[PROMPT].hatch] * 3 + [""]
+    assert sum(bar.look == OF_STAGES[HEAD] for bar in panel.bars) == 6
+    late = replace(
+        trace,
+        spans=[
+            [
+                replace(span, begin_s=span.begin_s + 20, end_s=span.end_s + 20)
+                if span.begin_s >= 103
+                else span
+                for span in spans
+            ]
+            for spans in trace.spans
+        ],
+        clock_error_s=0.01,
+    )
+    begin_s, end_s = decoding_window(late, None)
+    assert begin_s == 124 - 60 / 4 and end_s == max(s.end_s for of in late.spans for s in of)
+    assert "clocks within 10.00 ms" in stages_panel("ring", late, None).title
+
+
+def test_a_trace_has_an_event_for_each_span() -> None:
+    trace = trace_of(make_trace())
+    record = cast(Any, SimpleNamespace(name="ring", requests=[]))
+    events = trace_events([record], [trace])
+    names = [each["args"] for each in events if each["ph"] == "M"]
+    assert names == [{"name": f"ring: {of}"} for of in ("requests", "stage 0", "stage 1")]
+    event = next(e for e in events if e["name"] == "stage 1" and e["pid"] == 2)
+    assert (event["ph"], event["ts"], event["dur"]) == ("X", 2e6, 1e6)
+    assert len(events) == 3 + 3 * 6
 
 
 class Passing:
@@ -155,70 +156,6 @@ def test_a_stage_between_others_has_a_span_from_taking_to_sending(
         Span(What.STAGE, 0, begin_s, begin_s + 1.0, 3),
         Span(What.STAGE, 2, begin_s + 1.5, begin_s + 3.0, 3),
     ]
-
-
-def test_curves_of_several_runs_share_a_plot(tmp_path: Path) -> None:
-    curves = Curves("--curves", tmp_path / "plots", "/some/where/TinyLlama-1.1B/", 2)
-    requests = make_requests([(5,)] * 2, 2)
-    for request, times in zip(requests, ([10.5, 12.0], [10.75, 11.0]), strict=True):
-        request.token_times_s = list(times)
-    assert points_of(requests, 10.0) == [(0.0, 0), (0.5, 1), (0.75, 2), (1.0, 3), (2.0, 4)]
-    for num_nodes in (12, 1, 3):
-        curves.write(num_nodes, requests, [], 10.0)
-    replace(curves, model="other").write(2, requests, [], 10.0)
-    assert curves.numbers_of_nodes(ALL_SAMPLES) == [1, 3, 12]
-    lines = curves.path(ALL_SAMPLES, 3).read_text().splitlines()
-    assert (
-        curves.path(ALL_SAMPLES, 3).name == "tokens_time_samples_3nodes_TinyLlama-1.1B_2samples.csv"
-    )
-    assert lines[:2] == ["0.000000,0", "0.500000,1"] and len(lines) == 5
-    each = [line.split(",") for line in curves.path(EACH_SAMPLE, 3).read_text().splitlines()]
-    assert each[0] == ["sample", "tokens", "time_s"]
-    rows = curves.rows(curves.path(EACH_SAMPLE, 3), has_head=True)
-    assert by_first(rows) == [[(1, 0.5), (2, 2.0)], [(1, 0.75), (2, 1.0)]]
-    curves.draw_tokens()
-    assert curves.plot("time_vs_tokens").read_bytes().startswith(b"\x89PNG")
-    curves.path(EACH_SAMPLE, 12).unlink()
-    with pytest.raises(ValueError, match=r"--curves .*12nodes.* cannot be read"):
-        curves.draw()
-
-
-def test_memory_of_ranks_is_sampled_and_drawn(tmp_path: Path) -> None:
-    before = threading.active_count()
-    with MemorySampler(torch.device("cpu"), interval_s=0.001) as sampler:
-        held = mmap.mmap(-1, 64 << 20)  # the C library may take a bytearray from what it kept
-        held.write(b"x" * len(held))
-        while len(sampler.samples) < 2 * 4:
-            time.sleep(0.001)
-    assert threading.active_count() == before, "the thread ends with the block"
-    times_s, sizes = sampler.samples[::2], sampler.samples[1::2]
-    assert list(times_s) == sorted(times_s) and max(sizes) - sizes[0] > 0.9 * len(held)
-    curves = Curves("--curves", tmp_path, "demo", 2)
-    requests = make_requests([(5,)] * 2, 2)
-    for request in requests:
-        request.token_times_s = [11.0, 12.0]
-    ranks = [torch.tensor([[9.0, 2e6], [11.0, 3.5e6]]), torch.tensor([[9.5, 1e6]])]
-    for num_nodes in (1, 2):
-        curves.write(num_nodes, requests, ranks[:num_nodes], 10.0)
-    lines = curves.path(MEMORY, 2).read_text().splitlines()
-    assert curves.path(MEMORY, 2).name == "memory_2nodes_demo_2samples.csv"
-    assert lines == [
-        *("rank,time_s,memory_mb", "0,-1.000,2.000", "0,1.000,3.500", "1,-0.500,1.000"),
-    ]
-    found = by_first(curves.rows(curves.path(MEMORY, 2), has_head=True))
-    assert found == [[(-1.0, 2.0), (1.0, 3.5)], [(-0.5, 1.0)]]
-    assert memory_label(2, 0, found[0]) == "2 nodes, rank 0: at most 4 MB"
-    curves.draw()
-    assert curves.plot("memory_vs_time").read_bytes().startswith(b"\x89PNG")
-
-
-def test_run_times_are_appended_below_one_head(tmp_path: Path) -> None:
-    path = tmp_path / "runs.csv"
-    append_run(path, ("2026-01-02 03:04:05", 3, 6, 210, "1.500000", 2))
-    append_run(path, ("2026-01-02 03:04:06", 3, 6, 210, "1.250000", 3))
-    head, first, second = path.read_text().splitlines()
-    assert head.split(",") == list(RUN_COLUMNS)
-    assert first.endswith(",3,6,210,1.500000,2") and second.endswith(",1.250000,3")
 
 
 def test_a_clock_is_compared_by_the_fastest_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:

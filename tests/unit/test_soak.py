@@ -7,9 +7,10 @@ import sys
 
 import pytest
 from conftest import ROOT
-from magicdec.cli.serving.pipeline import parse
 
+from magicdec.cli.serve import COMMANDS
 from magicdec.distributed.groups import Launch
+from magicdec.serving.modes import SPECULATIVE
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from soak.choices import draw
@@ -54,5 +55,6 @@ def test_every_case_is_a_command_that_is_not_refused() -> None:
     """Before a model is looked at."""
     for seed in range(100):
         num_ranks, flags = draw(random.Random(seed), is_repeated=seed % 2 == 0)
-        asked = parse(flags, Launch(1, num_ranks, 1, num_ranks))
-        assert len(asked.options.pipelined) == (1 if seed % 2 == 0 else 3)
+        experiment = COMMANDS["pipeline"].parse(flags, Launch(1, num_ranks, 1, num_ranks))
+        passes = experiment.options.of_system(SPECULATIVE)
+        assert len(passes) == (1 if seed % 2 == 0 else 3)

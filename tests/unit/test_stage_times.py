@@ -13,9 +13,6 @@ import pytest
 import torch
 from conftest import TINY, make_requests, make_runner
 from fake_clock import Clock, Device
-from magicdec.pipelined_run.measured.measure import observe
-from magicdec.pipelined_run.measured.metrics import pipeline_use
-from magicdec.pipelined_run.passes import Outcome
 from test_pipelined_parts import CHAIN
 from test_recurrent_order import CHUNK, LIMITS, Ring
 from threaded_pipeline import FakePart
@@ -24,21 +21,20 @@ from torch import Tensor
 from magicdec.distributed.channels.message import Ends, Kind, Message, Traffic
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.executor.executor import Cancellation
-from magicdec.model.transformer import Transformer
+from magicdec.model.emulated import EmulatedModel
 from magicdec.pipeline import speculation, stage
-from magicdec.pipeline.emulation import EmulatedStage
 from magicdec.pipeline.metrics import StageUse
 from magicdec.pipeline.recurrent import RecurrentPipeline
 from magicdec.pipeline.speculation import Speculation
-from magicdec.pipeline.stage import VERIFY, WANTED, StageLoop
+from magicdec.pipeline.stage import VERIFY, WANTED, Stage, StageLoop
 from magicdec.pipeline.tracing import Span, Spans, What, uses_of, without
 from magicdec.pipelined_run import stage as pipelined_stage
 from magicdec.pipelined_run.channels import CancelBoard
 from magicdec.pipelined_run.layout import Layout
+from magicdec.pipelined_run.metrics import Observed, speculation_metrics
 from magicdec.pipelined_run.stage import CancellableStage, Predictions
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Counts
-from magicdec.serving.metrics import StepCounts
 
 STAGE_S, LINK_S = 0.5, 0.25
 
@@ -94,10 +90,10 @@ ARRIVALS = [
 WAITS_S = 2.0 + 1.0 + 4.0 + 0.25 + 0.5  # all but the first
 
 
-def make_stage(is_first: bool = False, num_rows: int = 1) -> EmulatedStage:
+def make_stage(is_first: bool = False, num_rows: int = 1, seconds: float = STAGE_S) -> Stage:
     layers = range(1) if is_first else range(1, 2)
-    model = Transformer(TINY, Shard(), layers, has_ends=is_first).eval()
-    return EmulatedStage(make_runner(model, num_rows, 60), not is_first, seconds=STAGE_S)
+    model = EmulatedModel(TINY, Shard(), layers, is_first, seconds, torch.zeros(1))
+    return Stage(make_runner(model, num_rows, 60), not is_first)
 
 
 def use_of(spans: Spans, end_s: float, decodes: set[int]) -> StageUse:
@@ -193,7 +189,7 @@ def device(request: pytest.FixtureRequest, clock: Clock, monkeypatch: pytest.Mon
 
 
 @dataclass
-class LaunchedStage(EmulatedStage):
+class LaunchedStage(Stage):
     """Computes on a device."""
 
     device: Device = field(default_factory=lambda: Device("cpu"))
@@ -206,7 +202,10 @@ class LaunchedStage(EmulatedStage):
 def test_a_message_that_decodes_takes_until_the_device_is_done(
     clock: Clock, device: Device
 ) -> None:
-    launched, spans = LaunchedStage(make_stage().runner, is_last=True, device=device), Spans()
+    launched, spans = (
+        LaunchedStage(make_stage(seconds=0.0).runner, is_last=True, device=device),
+        Spans(),
+    )
     StageLoop(launched, scripted(clock, ARRIVALS)[1], spans).serve()
     assert [span.seconds for span in spans] == [STAGE_S] * 4
 
@@ -266,11 +265,8 @@ def test_a_rank_is_idle_from_the_first_token_on(clock: Clock) -> None:
     second.append([1], 1000.0)
     second.append([2, 3], 1006.0)
     head = [Span(What.RESULT, run, 1019.0, 1019.0) for run in range(4)]
-    outcome = Outcome(
-        [first, second], StepCounts(), 0.0, spans=[head, served(clock, Device("cpu", clock))]
-    )
-    layout = Layout((range(0), range(3)), (0,))
-    observed = observe(cast(Any, SimpleNamespace(layout=layout)), outcome)
-    use = pipeline_use(observed, Counts(), has_drafts=False)
+    layout, spans = Layout((range(0), range(3)), (0,)), served(clock, Device("cpu", clock))
+    observed = Observed.of_requests(layout, [head, spans], [first, second])
+    use = speculation_metrics(observed, Counts(), has_drafts=False)
     assert use.idle_s == [14.5, 14.5 - 3.5 * STAGE_S]
     assert use.busy == [0.0, 3.5 * STAGE_S / 14.5]
