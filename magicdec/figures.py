@@ -24,28 +24,7 @@ LINES: tuple[Any, ...] = (
     "-", "--", "-.", ":", (0, (5, 1)), (0, (3, 1, 1, 1)), (0, (1, 1)), (0, (8, 2)),
 )  # fmt: skip
 HATCHES = ("", "//", "\\\\", "xx", "--", "||", "++", "/")
-SETTINGS: dict[Any, Any] = {
-    "font.size": 9,
-    "font.family": "DejaVu Sans",
-    "axes.titlesize": 9,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.labelsize": 9,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "axes.axisbelow": True,
-    "grid.color": "#dddddd",
-    "grid.linewidth": 0.6,
-    "legend.fontsize": 8,
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 5.5,
-    "xtick.labelsize": 8,
-    "ytick.labelsize": 8,
-    "figure.dpi": 100,
-    "svg.fonttype": "path",
-}
+STYLE = Path(__file__).with_name("figures.mplstyle")
 DOTS_PER_INCH = 150
 FORMATS = (".png", ".svg", ".pdf")
 
@@ -80,7 +59,7 @@ def styled(salt: str = "magicdec") -> Iterator[None]:
     `salt` makes the same SVG."""
     import matplotlib
 
-    with matplotlib.rc_context({**SETTINGS, "svg.hashsalt": salt}):
+    with matplotlib.rc_context({"svg.hashsalt": salt}, STYLE):
         yield
 
 

@@ -203,5 +203,5 @@ def _latex_row(cells: Sequence[str]) -> str:
 
 
 def _escape_latex(text: str) -> str:
-    named = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
-    return "".join(named.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)
+    escapes = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
+    return "".join(escapes.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)

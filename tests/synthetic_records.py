@@ -13,6 +13,7 @@ from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.records.acceptance import count_by_prompt, estimates_of
 from magicdec.records.correctness import Correctness
 from magicdec.records.environment import Environment
 from magicdec.records.metrics import run_metrics
@@ -91,6 +92,10 @@ def with_fields(record: RunRecord, **fields: Any) -> RunRecord:
     return parse_record(raw)
 
 
+def rate_of(samples: PassSamples) -> float:
+    return float(estimates_of(count_by_prompt(samples)).rate[0])
+
+
 def with_losses(record: RunRecord, share: float, seed: int = 0) -> RunRecord:
     """The record of a worse draft for the same outputs: it misses each token that it had right with
     a chance such that about `share` of the acceptance rate is lost."""
@@ -100,7 +105,7 @@ def with_losses(record: RunRecord, share: float, seed: int = 0) -> RunRecord:
     for _ in range(12):  # the chance is found by halving
         chance = (low + high) / 2
         lossy = _missing(samples, chance, np.random.default_rng(seed))
-        lost = 1 - _rate(lossy) / _rate(samples)
+        lost = 1 - rate_of(lossy) / rate_of(samples)
         low, high = (chance, high) if lost < share else (low, chance)
     metrics = run_metrics(
         {"autoregressive": record.samples["autoregressive"].restored(), "speculative": lossy},
@@ -111,16 +116,6 @@ def with_losses(record: RunRecord, share: float, seed: int = 0) -> RunRecord:
         record, metrics=metrics["speculative"], samples=record.samples | {"speculative": kept},
         prefill_samples=prefill_of(lossy),
     )  # fmt: skip
-
-
-def _rate(samples: PassSamples) -> float:
-    pairs = [
-        (d, count)
-        for drafts, steps in zip(samples.num_drafted, samples.num_accepted, strict=True)
-        for d, counts in zip(drafts, steps, strict=True)
-        for count in counts
-    ]
-    return sum(count for _, count in pairs) / sum(d for d, _ in pairs)
 
 
 def _missing(samples: PassSamples, chance: float, rng: np.random.Generator) -> PassSamples:

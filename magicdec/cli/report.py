@@ -96,6 +96,6 @@ def describe_config(config: ResolvedConfig) -> str:
     for section, values in config.to_dict().items():
         if values is None:
             continue
-        shown = " ".join(f"{k}={v}" for k, v in values.items() if v is not None)
-        lines.append(labelled(section, shown))
+        text = " ".join(f"{k}={v}" for k, v in values.items() if v is not None)
+        lines.append(labelled(section, text))
     return "\n".join(lines)

@@ -79,15 +79,15 @@ def check_samples(name: str, samples: PassSamples) -> None:
 def check_steps(batch_name: str, samples: PassSamples, batch: int) -> None:
     """A step emits a token of each running sequence and one for each of its accepted drafts, up to
     the sequence's end. No sequence ends before the steps that it took part in."""
-    wanted, ends_ms = samples.sequence_tokens[batch], samples.sequence_ms[batch]
-    left, steps_ms = list(wanted), 0.0
+    lengths, ends_ms = samples.sequence_tokens[batch], samples.sequence_ms[batch]
+    remaining, steps_ms = list(lengths), 0.0
     steps = zip(
         samples.step_ms[batch], samples.num_drafted[batch], samples.num_accepted[batch],
         samples.num_emitted[batch], strict=True,
     )  # fmt: skip
     for step, (ms, drafted, accepted, emitted) in enumerate(steps):
         name = f"{batch_name}, step {step}"
-        running = [i for i, count in enumerate(left) if count > 0]
+        running = [i for i, count in enumerate(remaining) if count > 0]
         must_equal(f"{name}: rows", len(emitted), "running sequences", len(running))
         verified = accepted if drafted or accepted else [0] * len(emitted)
         counts = zip(verified, emitted, strict=False)
@@ -102,15 +102,15 @@ def check_steps(batch_name: str, samples: PassSamples, batch: int) -> None:
         steps_ms += ms
         for i, count, tokens in zip(running, verified, emitted, strict=True):
             sequence = f"{name}, sequence {i}"
-            left[i] -= tokens
-            if left[i] == 0:
+            remaining[i] -= tokens
+            if remaining[i] == 0:
                 label = f"{sequence}: the time of its steps"
                 must_not_exceed(label, steps_ms, "its sequence_ms", ends_ms[i])
             else:
                 must_equal(f"{sequence}: num_emitted", tokens, "1 + num_accepted", 1 + count)
-    for i, count in enumerate(left):
+    for i, count in enumerate(remaining):
         label = f"{batch_name}, sequence {i}: emitted tokens"
-        must_equal(label, wanted[i] - count, "its tokens", wanted[i])
+        must_equal(label, lengths[i] - count, "its tokens", lengths[i])
 
 
 def check_phases(name: str, samples: PassSamples) -> None:

@@ -54,10 +54,11 @@ class Metrics(Part):
     not apply is None, never 0. The intervals of acceptance are over prompts, those of speeds over
     batches."""
 
+    # fmt: off
     prefill_tokens_per_s_interval: list[float] | None = recorded(
         "lower and upper end of the 95 % interval of `prefill_tokens_per_s`",
         "tokens/s", null=FEW_BATCHES,
-    )  # fmt: skip
+    )
     decode_tokens_per_s_interval: list[float] | None = _interval(
         "decode_tokens_per_s", "tokens/s", FEW_BATCHES
     )
@@ -69,52 +70,52 @@ class Metrics(Part):
     acceptance_per_position_interval: list[list[float]] | None = _chance(
         "lower and upper end of the 95 % interval of each of `acceptance_per_position`; an empty "
         "list where there is none", "0 to 1", FEW_PROMPTS
-    )  # fmt: skip
+    )
     judged_per_position: list[int] | None = _chance(
         "number of verifications that judged the position: they drafted it and accepted all drafts "
         "before it", "verifications", "if nothing was drafted; with random weights"
-    )  # fmt: skip
+    )
     prefill_tokens_per_s: float | None = recorded(
         "prompt tokens divided by the time of all prefills; both passes share one prefill",
         "tokens/s", null="if no batch was measured", label="prefill, tokens/s",
-    )  # fmt: skip
+    )
     mean_ttft_ms: float | None = _ms(
         "mean TTFT; both passes share one prefill and therefore this value",
         "if no batch was measured", "TTFT mean, ms (shared prefill)", 0,
-    )  # fmt: skip
+    )
     decode_tokens_per_s: float | None = _chance(
         "emitted tokens of all rows, divided by the time of all decode steps", "tokens/s",
         NO_STEP + "; with random weights, where drafted", "decode, tokens/s", digits=1,
-    )  # fmt: skip
+    )
     mean_step_ms: float | None = _ms(
         "mean time of a decode step, which is one forward, or drafting and one verification",
         NO_STEP, "step, ms",
-    )  # fmt: skip
+    )
     begin_ms: float | None = _ms(
         "mean time for each batch between prefill and the first decode step, without calibration: "
         "what a KV policy chooses, a standalone draft's own prefill, the capture of CUDA graphs",
         "if no batch was measured", "before the first step, ms/batch",
-    )  # fmt: skip
+    )
     draft_prefill_ms: float | None = _ms(
         "`begin_ms` of a standalone draft, which is its own prefill; it is not part of the decode "
         "steps or of TTFT",
         "without a standalone draft; in `baseline_metrics`", "draft's own prefill, ms/batch", 0,
-    )  # fmt: skip
+    )
     calibration_ms: float | None = _ms(
         "time that `--gamma auto` spends on measuring steps, over all batches and the warm-up; it "
         "is not part of the decode steps, of `begin_ms` or of TTFT",
         UNCALIBRATED, "calibration for gamma, ms in all", 0,
-    )  # fmt: skip
+    )
     warmup_calibration_ms: float | None = _ms(
         "the part of `calibration_ms` that was spent in the warm-up; `net_speedup` leaves it out",
         UNCALIBRATED, "  of it in the warm-up, ms", 0,
-    )  # fmt: skip
+    )
     draft_ms: float | None = _phase("mean time of drafting, over the steps that draft", "draft")
     verify_ms: float | None = _phase("mean time of verifying, over the same steps", "verify")
     decode_ms: float | None = _phase(
         "mean time of the forward and of sampling, over the steps without drafts", "decode",
         "if every step drafts; " + UNTIMED,
-    )  # fmt: skip
+    )
     other_ms: float | None = _phase(
         "the rest of `mean_step_ms` without these phases", "other", "if no phase is known"
     )
@@ -122,37 +123,37 @@ class Metrics(Part):
         "mean number of draft tokens for each row in a step, of a tree its levels, over all steps, "
         "including those without drafts", "tokens",
         "in `baseline_metrics`; " + NO_STEP + CHANCE, "draft positions a step", digits=2,
-    )  # fmt: skip
+    )
     bytes_read: int = recorded(
         "smallest number of bytes that the decode steps, including drafting, must read from "
         "memory, summed over ranks: the weights once in each forward, and the KV cache as far as "
         "each forward sees it", "bytes", label="bytes to read, GB", digits=2, scale=1e-9,
-    )  # fmt: skip
+    )
     kv_tokens_read: float | None = recorded(
         "mean number of tokens whose K and V a draft forward reads for each row: of the context at "
         "most the budget, and the step's own tokens", "tokens",
         null="in `baseline_metrics`; if no model drafted",
         label="KV tokens read by a draft forward", digits=1,
-    )  # fmt: skip
+    )
     roofline_fraction: float | None = recorded(
         "share of the memory roofline that was reached; above 1 if part of the data was read from "
         "CPU or GPU caches, or if the host was slower when its bandwidth was measured", "ratio",
         null=NO_STEP, label="of the memory roofline", digits=1, scale=100, suffix=" %",
-    )  # fmt: skip
+    )
     peak_memory_bytes: int | None = recorded(
         "largest memory use of a batch, summed over ranks: allocated device memory on CUDA, "
         "resident memory on CPU", "bytes",
         null="if unknown", label="peak memory, all ranks, MB", scale=1e-6,
-    )  # fmt: skip
+    )
     answer_score: float | None = recorded(
         "see *Definitions*; mean over prompts", "0 to 1",
         null="if the workload has no known answers" + CHANCE, label="answer score", digits=3,
-    )  # fmt: skip
+    )
     speedup: float | None = _chance(
         "speedup of the decode steps over the baseline's of the same run: the median of "
         "`speedup_per_batch`", "ratio",
         NO_BASELINE, "speedup of decode steps (median)", digits=2, suffix="x",
-    )  # fmt: skip
+    )
     speedup_per_batch: list[float] | None = _chance(
         "the speedup of each batch, in order", "ratio", NO_BASELINE
     )
@@ -160,7 +161,7 @@ class Metrics(Part):
         "speedup from the end of prefill to the last token: the median of "
         "`net_speedup_per_batch`; see *Definitions*", "ratio",
         NO_BASELINE, "net speedup (median)", digits=2, suffix="x",
-    )  # fmt: skip
+    )
     net_speedup_per_batch: list[float] | None = _chance(
         "the net speedup of each batch, in order", "ratio", NO_BASELINE
     )
@@ -170,7 +171,7 @@ class Metrics(Part):
         "even number the larger of the two middle ones", "tokens",
         "if the net speedup is above 1 for no length; " + NO_BASELINE,
         "net speedup is above 1x from, tokens",
-    )  # fmt: skip
+    )
     mean_tpot_ms: float | None = _tpot("mean TPOT over sequences", "mean")
     p50_tpot_ms: float | None = _tpot("median TPOT over sequences", "p50")
     p90_tpot_ms: float | None = _tpot(
@@ -187,11 +188,12 @@ class Metrics(Part):
         "mean number of tokens that a verification appends to its row's output; less than "
         "`acceptance_length` where drafts past a row's end were accepted", "tokens",
         NOT_DRAFTED, "emitted tokens a verification", digits=2,
-    )  # fmt: skip
+    )
     acceptance_per_position: list[float] | None = _chance(
         "see *Definitions*; one for each draft position", "0 to 1",
         NOT_DRAFTED, "acceptance per position", digits=2,
-    )  # fmt: skip
+    )
+    # fmt: on
 
 
 def without_chance(metrics: Metrics) -> Metrics:

@@ -47,11 +47,11 @@ def read_records(
     without any record among its lines, for a file that cannot be read, and for a record of another
     schema version."""
     unreadable, num_records, left_out = list[str](), 0, Counter[str]()
-    wanted = vars(record_type)["kind"]  # the default of the field
+    record_kind = vars(record_type)["kind"]  # the default of the field
     for number, line in _lines(path):
         try:
             kind = kind_of(line)
-            record = parse_line(line, record_type) if kind == wanted else None
+            record = parse_line(line, record_type) if kind == record_kind else None
         except Unreadable as error:
             unreadable.append(f"{path}:{number}: {error}")
             if is_strict:

@@ -30,20 +30,21 @@ def _ms(meaning: str, null: str | None = None) -> Any:
 class SamplesRecord(Part):
     """The raw times and counts of one pass, by batch."""
 
+    # fmt: off
     begin_ms: list[float] = _ms(
         "time between prefill and the first decode step, by batch, without `calibration_ms`"
     )
     calibration_ms: list[float] | None = _ms(
         "time that `--gamma auto` spent on measuring steps between prefill and the first decode "
         "step, by batch", UNCALIBRATED
-    )  # fmt: skip
+    )
     warmup_calibration_ms: float | None = _ms(
         "time that `--gamma auto` spent on measuring steps in the warm-up", UNCALIBRATED
     )
     draft_prefill_ms: list[float] | None = _ms(
         "`begin_ms` of a standalone draft, which is its own prefill",
         "without a standalone draft; for `autoregressive`",
-    )  # fmt: skip
+    )
     step_ms: list[list[float]] = _ms("time of each decode step, by batch and step")
     num_tokens: list[int] = recorded(
         "emitted tokens after the first ones, summed over rows, by batch", "tokens"
@@ -51,17 +52,17 @@ class SamplesRecord(Part):
     num_drafted: list[list[int]] | None = recorded(
         "draft tokens for each row, of a tree its levels, by batch and step; 0 in a step without "
         "drafts", "tokens", null=UNDRAFTED
-    )  # fmt: skip
+    )
     num_accepted: list[list[list[int]]] | None = recorded(
         "accepted draft tokens by batch, step and row, including those past the row's end; rows "
         "that have ended are left out, and a step without drafts has no rows",
         "tokens", null=UNDRAFTED,
-    )  # fmt: skip
+    )
     num_emitted: list[list[list[int]]] | None = recorded(
         "tokens that the step appended to the row's output, by batch, step and row, up to the "
         "row's end; rows that have ended are left out",
         "tokens", null="with random weights, where drafted",
-    )  # fmt: skip
+    )
     sequence_tokens: list[list[int]] = recorded(
         "emitted tokens after the first one, by batch and sequence", "tokens"
     )
@@ -96,11 +97,12 @@ class SamplesRecord(Part):
     answer_scores: list[float] | None = recorded(
         "answer score of each prompt", "0 to 1",
         null="if the workload has no known answers; with random weights",
-    )  # fmt: skip
+    )
     output_hashes: list[str] = recorded(
         "hash of the emitted token ids of each prompt, the first 16 hexadecimal digits of SHA-256; "
         "equal hashes stand for equal outputs"
     )
+    # fmt: on
 
     def restored(self) -> PassSamples:
         """The samples as they were collected. In place of counts that were withheld, no step

@@ -13,6 +13,7 @@ from dataclasses import fields
 from typing import Any
 
 from magicdec.names import BASELINE, FULL_KV_POLICY
+from magicdec.records.comparison.conditions import policy_of
 from magicdec.records.correctness import Correctness, Divergence
 from magicdec.records.environment import threads_of_ranks
 from magicdec.records.fields import Recorded, description_of
@@ -55,8 +56,7 @@ def method_of(config: dict[str, Any]) -> str:
     tree, gamma = decoding.get("tree"), f"gamma {decoding['num_draft_tokens']}"
     if tree is not None:
         gamma = f"tree {tree} ({decoding['tree_nodes']} tokens)"
-    # Prompt lookup reads no cache, whatever policy the run names.
-    return ", ".join([drafter, *([budget] if decoding["drafter"] in names else []), gamma])
+    return ", ".join([drafter, *([budget] if policy_of(config) else []), gamma])
 
 
 def _title(record: RunRecord) -> str:

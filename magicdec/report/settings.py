@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Callable
 
 from magicdec.names import BASELINE, FULL_KV_POLICY
+from magicdec.records.comparison.conditions import policy_of
 from magicdec.records.environment import Environment, threads_of_ranks
 from magicdec.records.record import RunRecord
 
@@ -26,10 +27,7 @@ def _drafted(section: str, key: str) -> Callable[[RunRecord], Setting]:
 
 
 def _policy(record: RunRecord) -> Setting:
-    """The KV policy, if a model drafts. Prompt lookup reads no cache, whatever policy the run
-    names."""
-    is_read = not is_baseline(record) and record.config["decoding"]["drafter"] != "ngram"
-    return record.config["kv"]["policy"] if is_read else None
+    return None if is_baseline(record) else policy_of(record.config)
 
 
 def _budget(record: RunRecord) -> Setting:

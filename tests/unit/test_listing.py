@@ -1,5 +1,6 @@
-"""`magicdec table` of many records, and `magicdec export`: rows, their order and groups, and each
-format."""
+"""`magicdec table` of many records, and `magicdec export`: rows, their order and groups, each
+format, intervals, and which differences are inside the noise; and `magicdec table --check`: every
+metric of a record is what its samples give."""
 
 from __future__ import annotations
 
@@ -12,11 +13,19 @@ from typing import Any
 import pandas
 import pytest
 from conftest import ROOT, Command
+from synthetic_records import drawn, with_fields, with_losses
 from test_compare import failed, make, write
+from test_record import RECORDS
 
 from magicdec.cli import export, table
+from magicdec.records.record import append_record
+from magicdec.report import listing
+from magicdec.report.listing import noise_lines
 
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
+BEST = drawn(budget=129)
+NEAR = with_losses(drawn(budget=65), 0.01, seed=3)
+FAR = with_losses(drawn(budget=33), 0.3)
 
 
 def record(B: int, speedup: float | None, policy: str = "streaming_llm") -> dict[str, Any]:
@@ -160,3 +169,92 @@ def test_a_text_table_has_a_line_of_80_columns_for_each_run(command: Command) ->
     known = ("none", "self", "ngram", "demo-draft")
     assert all(line.startswith(known) for line in rows), "no name is folded"
     assert any(line.startswith("self       streaming_llm 257 ") for line in rows)
+
+
+def test_differences_inside_the_noise_are_said() -> None:
+    (line,) = noise_lines([FAR, BEST, NEAR])
+    assert BEST.metrics is not None
+    rate = f"{BEST.metrics.acceptance_rate:.3f}"
+    assert f"the best (self-speculation, streaming_llm 129, gamma 4: {rate})" in line
+    assert line.endswith("over 8 prompts: self-speculation, streaming_llm 65, gamma 4")
+
+
+def test_records_of_other_prompts_and_without_samples_are_not_compared() -> None:
+    assert noise_lines([BEST, with_fields(NEAR, workload__sha256="x")]) == []
+    assert noise_lines([BEST, with_fields(NEAR, config__decoding__num_draft_tokens=2)]) == []
+    assert noise_lines([BEST, with_fields(NEAR, samples=None)]) == []
+    assert noise_lines([BEST, FAR]) == [] and noise_lines([BEST]) == [] and noise_lines([]) == []
+
+
+def test_a_table_has_the_interval_and_the_statement(tmp_path: Path, command: Command) -> None:
+    path = tmp_path / "runs.jsonl"
+    append_record(path, BEST)
+    assert "±" not in command(table, path, "--format", "csv").out
+    append_record(path, NEAR)
+    out = " ".join(command(table, path).out.split())
+    assert BEST.metrics is not None and BEST.metrics.acceptance_rate_interval is not None
+    low, high = BEST.metrics.acceptance_rate_interval
+    assert f"{BEST.metrics.acceptance_rate:.2f}±{(high - low) / 2:.2f}" in out
+    assert "inside the noise of the best" in out
+    assert "noise" not in command(table, path, "--group_by", "B").out
+
+
+def test_a_long_table_is_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listing, "MOST_RECORDS", 2)
+    assert noise_lines([BEST, NEAR]) != [] and noise_lines([BEST, NEAR, FAR]) == []
+
+
+@pytest.mark.parametrize("kind", RECORDS)
+def test_every_metric_is_computed_again_from_the_record_alone(
+    kind: str, tmp_path: Path, command: Command
+) -> None:
+    """And a metric that was changed in the file is named with its record."""
+    path = tmp_path / "runs.jsonl"
+    append_record(path, RECORDS[kind]())
+    assert command(table, "--check", path).code == 0
+    raw = json.loads(path.read_text())
+    for part in ("metrics", "baseline_metrics"):
+        for name, value in (raw[part] or {}).items():
+            wrong = raw | {part: raw[part] | {name: other_than(name, value)}}
+            path.write_text(f"{json.dumps(raw)}\n{json.dumps(wrong)}\n")
+            code, out, _ = command(table, "--check", path)
+            assert code == 1 and "1 of 2 records have" in out
+            assert "record 2 (strategy=" in out and f"{part}.{name} differs" in out
+
+
+def test_the_committed_baselines_have_the_metrics_of_their_samples(command: Command) -> None:
+    code, out, _ = command(table, "--check", BASELINES)
+    assert code == 0, out
+
+
+def other_than(name: str, value: Any) -> Any:
+    """Another value that this metric could have."""
+    if value is None and name.endswith("_interval"):
+        return [[0.5, 0.6]] if "position" in name else [0.5, 0.6]
+    if value is None and name == "judged_per_position":
+        return [1]
+    if value is None:
+        return [0.5] if name.endswith(("_per_batch", "_per_position")) else 1
+    if isinstance(value, list):
+        return [*value[:-1], value[-1] + (1 if isinstance(value[-1], int) else 1e-6)]
+    return value + (1 if isinstance(value, int) else 1e-6 * value)
+
+
+def test_samples_that_lack_something_cannot_be_checked(tmp_path: Path, command: Command) -> None:
+    raw = json.loads(RECORDS["speculative"]().to_json())
+    (tmp_path / "none").write_text(json.dumps(raw | {"samples": None}))
+    raw = json.loads(RECORDS["speculative"]().to_json())
+    raw["samples"]["speculative"]["num_tokens"][0] += 1
+    (tmp_path / "tokens").write_text(json.dumps(raw))
+    raw = json.loads(RECORDS["speculative"]().to_json())
+    raw["samples"]["speculative"]["num_emitted"][1][0][0] += 1
+    (tmp_path / "emitted").write_text(json.dumps(raw))
+    code, out, _ = command(table, "--check", *(tmp_path / n for n in ("none", "tokens", "emitted")))
+    assert code == 1 and "0 of 3 records have" in out
+    for name, message in (
+        ("none", "its metrics cannot be computed again, it has no samples"),
+        ("emitted", "its samples contradict each other: speculative, batch 1"),
+        ("tokens", "samples.speculative.num_tokens differs from its samples"),
+    ):
+        (line,) = (line for line in out.splitlines() if line.startswith(str(tmp_path / name)))
+        assert message in line and "record 1 (strategy=speculative" in line

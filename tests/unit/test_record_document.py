@@ -6,6 +6,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import sys
 import typing
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
@@ -16,7 +17,6 @@ import pytest
 from conftest import ROOT
 from jsonschema import Draft202012Validator
 from jsonschema.exceptions import best_match
-from record_pages import DOCS, PAGES, SCHEMA, TABLE, renewed, schema_text
 from synthetic_records import parse_record
 from test_record import RECORDS, small
 
@@ -28,6 +28,9 @@ from magicdec.records.performance import Metrics
 from magicdec.records.reading import load_records, read_records
 from magicdec.records.record import RunRecord, append_record
 from magicdec.records.table import SHOWN
+
+sys.path.insert(0, str(ROOT / "scripts"))
+from record_pages import DOCS, PAGES, SCHEMA, TABLE, renewed, schema_text
 
 TOPS = tuple(load_named(names.RECORDS, kind) for kind in names.RECORDS)
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"

@@ -150,6 +150,14 @@ def test_a_run_whose_files_cannot_be_written_does_not_start(flag: str, launch: L
     ]
 
 
+def publish(folder: Path) -> bool:
+    """Publish a run that saves its tokens, in this folder."""
+    output = OutputSection(save_tokens=str(folder / "t.jsonl"))
+    prepared = SimpleNamespace(config=SimpleNamespace(output=output))
+    outcome = Outcome(RECORDS["baseline"]())
+    return report.publish(cast("Prepared", prepared), outcome, folder / "runs.jsonl")
+
+
 def test_a_reader_that_ends_early_costs_no_record(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,11 +167,8 @@ def test_a_reader_that_ends_early_costs_no_record(
         raise BrokenPipeError
 
     monkeypatch.setattr(report, "print_record", closed)
-    output = OutputSection(save_tokens=str(tmp_path / "t.jsonl"))
-    prepared = SimpleNamespace(config=SimpleNamespace(output=output))
-    outcome = Outcome(RECORDS["baseline"]())
     with pytest.raises(BrokenPipeError):
-        report.publish(cast("Prepared", prepared), outcome, tmp_path / "runs.jsonl")
+        publish(tmp_path)
     assert len(load_records(tmp_path / "runs.jsonl")) == 1 and (tmp_path / "t.jsonl").exists()
 
 
@@ -174,11 +179,7 @@ def test_a_lost_record_costs_no_tokens(
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(report, "append_record", full)
-    output = OutputSection(save_tokens=str(tmp_path / "t.jsonl"))
-    prepared = SimpleNamespace(config=SimpleNamespace(output=output))
-    outcome = Outcome(RECORDS["baseline"]())
-    assert not report.publish(cast("Prepared", prepared), outcome, tmp_path / "runs.jsonl")
-    assert (tmp_path / "t.jsonl").exists()
+    assert not publish(tmp_path) and (tmp_path / "t.jsonl").exists()
     out, err = capsys.readouterr()
     assert "decode, tokens/s" in out and err.endswith("the record is lost\n")
 

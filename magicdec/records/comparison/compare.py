@@ -171,9 +171,10 @@ def contradiction_of(record: RunRecord) -> str | None:
         differing = check_metrics(record)
     except ValueError as error:
         return f"contradicts itself: {error}"
-    names = [f"metrics.{name}" for name in COUNTED if getattr(metrics, name) is not None]
-    wrong = [name for name in names if name in differing]
-    return f"contradicts itself: its samples give another {wrong[0]}" if wrong else None
+    for name in COUNTED:
+        if getattr(metrics, name) is not None and f"metrics.{name}" in differing:
+            return f"contradicts itself: its samples give another metrics.{name}"
+    return None
 
 
 def level_for(matches: Sequence[Match]) -> float:

@@ -6,6 +6,7 @@ judged. Imports no torch.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from magicdec.config.checks import policy_called
@@ -27,13 +28,19 @@ SHORT_NAMES = {
 OF_TEXT = ("dataset", "prefix_len", "num_prompts", "seed", "skip_tokens", "tokenizer")
 
 
+def policy_of(config: Mapping[str, Any]) -> str | None:
+    """The KV policy of what drafts, from the config of a record. Prompt lookup reads no cache,
+    whatever policy the run names: then None."""
+    policy: str = config["kv"]["policy"]
+    return None if config["decoding"]["drafter"] == "ngram" else policy
+
+
 def measured_thing(record: RunRecord) -> Key:
     """What a record measures: two records of the same thing are meant to be compared. A setting
     that its policy does not read is None."""
     decoding, kv = record.config["decoding"], record.config["kv"]
     draft = None if record.workload is None else record.workload.draft
-    # Prompt lookup reads no cache, whatever policy the run names.
-    policy = None if decoding["drafter"] == "ngram" else kv["policy"]
+    policy = policy_of(record.config)
     # A policy that this version does not know reads all, so that it is never taken for another.
     settings = policy_called(policy).settings if policy in KV_POLICIES else tuple(SHORT_NAMES)
     if policy is None:
