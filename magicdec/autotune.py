@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
-from magicdec.config.capabilities import Capabilities, capabilities_of
-from magicdec.config.checks import policy_called
+from magicdec.config.capabilities import Capabilities, capabilities_of, policy_called
 from magicdec.config.choices.choice import Choice, How
 from magicdec.config.machine import Machine
 from magicdec.config.resolved import ResolvedConfig

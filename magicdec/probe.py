@@ -13,14 +13,10 @@ from typing import Any
 
 import torch
 
-from magicdec.config.choices.layers import (
-    StepParts,
-    choose_elementwise,
-    choose_linear,
-    choose_native_steps,
-)
 from magicdec.config.machine import Machine
+from magicdec.config.resolve import resolve, without_collectives
 from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.sections import ModelSection
 from magicdec.cost_model.costs import Deployment, attention_flops, kv_bytes_per_token
 from magicdec.distributed.groups import Group, Launch
 from magicdec.distributed.tensor_parallel import Shard
@@ -30,7 +26,7 @@ from magicdec.model.checkpoint.source import find_model
 from magicdec.names import ATTENTION_BACKENDS, DTYPES, load_named
 from magicdec.runner import ModelRunner
 from magicdec.sampling.model_tokens import greedy
-from magicdec.setup.loading import Kinds, load_kind, make_executor
+from magicdec.setup.loading import Kinds, kinds_of, load_kind, make_executor
 from magicdec.setup.session import RankSession
 
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 24  # all-reduces bound by latency and by bandwidth
@@ -175,7 +171,8 @@ def forward_stretches(
 def measure(config: ResolvedConfig, machine: Machine, launch: Launch) -> Iterator[MachineFile]:
     """Measure all ceilings: the machine file as it is after each dtype. All ranks must go through
     this together."""
-    kind, spreads, by_dtype = config.parallel.device, Spreads(), dict[str, Hardware]()
+    spreads = Spreads()
+    by_dtype: dict[str, Hardware] = {}
     with RankSession(launch, config.parallel) as session:
         group, device = session.groups.target, session.device
         description = asdict(session.describe_environment())
@@ -189,14 +186,9 @@ def measure(config: ResolvedConfig, machine: Machine, launch: Launch) -> Iterato
         spans_nodes = launch.world_size > launch.local_world_size
         for dtype in DTYPES:
             hardware = measure_hardware(group, device, dtype, bandwidth, spreads)
-            linear = choose_linear("auto", kind, dtype, machine)
-            elementwise = choose_elementwise("auto", kind, dtype, linear, machine).name
-            parts = StepParts(
-                *(kind, config.attention.backend_choice, linear, elementwise, None),
-                machine.avoids_native_steps,
-            )
-            steps = choose_native_steps("auto", parts, None).name
-            kinds = Kinds(dtype, dtype, linear, elementwise, steps)
+            run_config = replace(config.run_config, model=ModelSection(dtype=dtype))
+            alone = without_collectives(resolve(run_config, machine), machine, None)
+            kinds = kinds_of(alone.model, dtype)
             by_dtype[dtype] = measure_forwards(
                 group, device, hardware, kinds, config.attention.backend, spreads
             )

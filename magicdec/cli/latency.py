@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from magicdec.cli.flags import announce_backend, config_of, refuse, run_on_ranks
 from magicdec.cli.parsing.parser import ConfigFile, Parser
 from magicdec.cli.parsing.rank_checks import check_heads
-from magicdec.config.checks import MOST_WATCHED, check_budget, policy_called
+from magicdec.config.capabilities import MOST_WATCHED, check_budget, policy_called
 from magicdec.config.choices.backend import check_returns_weights
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from magicdec.config.checks import (
+from magicdec.config.capabilities import (
     check_budget,
     check_standalone,
     list_policies,

@@ -8,7 +8,7 @@ import dataclasses
 from dataclasses import dataclass
 from pathlib import Path
 
-from magicdec.config.checks import policy_called, policy_name
+from magicdec.config.capabilities import policy_called, policy_name
 from magicdec.config.setting import flag_of as flag_of
 from magicdec.config.setting import same, setting
 from magicdec.config.threads import Threads, parse_threads

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from magicdec.config.checks import check_standalone, policy_called
+from magicdec.config.capabilities import check_standalone, policy_called
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DecodingSection,

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from magicdec.autotune import settle
-from magicdec.config.checks import policy_called
+from magicdec.config.capabilities import policy_called
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import KVSection
 from magicdec.console import make_progress

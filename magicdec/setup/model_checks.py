@@ -6,8 +6,12 @@ ValueError, one line naming the flags, before any process group starts.
 from __future__ import annotations
 
 from magicdec.attention.backend import backend_class
-from magicdec.config.capabilities import capabilities_of, list_backends
-from magicdec.config.checks import list_policies, policy_called
+from magicdec.config.capabilities import (
+    capabilities_of,
+    list_backends,
+    list_policies,
+    policy_called,
+)
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import flag_of
 from magicdec.distributed.tensor_parallel import Shard

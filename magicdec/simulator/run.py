@@ -138,7 +138,6 @@ def measure(machine: Machine, trace: Trace, counts: Counts) -> SimulatedMetrics:
         for flight in trace.flights
     }
     useful_s = sum(s for run, s in busy_s.items() if run not in trace.cancelled)
-    stages_s = window * machine.num_stages
     computed = sum(sum(flight.layers) for flight in trace.flights)
     total = len(trace.flights) * machine.num_stages * machine.layers
     return SimulatedMetrics(
@@ -146,8 +145,8 @@ def measure(machine: Machine, trace: Trace, counts: Counts) -> SimulatedMetrics:
         ttft_ms=1e3 * sum(each[0] for each in times.values()) / len(times),
         mean_itl_ms=mean(itl_ms),
         p99_itl_ms=percentile(itl_ms, 99),
-        busy=sum(busy_s.values()) / stages_s,
-        useful=useful_s / stages_s,
+        busy=sum(busy_s.values()) / machine.num_stages / window,
+        useful=useful_s / machine.num_stages / window,
         draft_busy=drafting / window,
         mean_in_flight=in_flight / window,
         acceptance_rate=counts.accepted / counts.drafted if counts.drafted else None,

@@ -5,7 +5,7 @@ times of what they cause out.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -44,24 +44,14 @@ class Trace:
     end_s: float = 0.0
 
 
-Delay = Callable[[int], Sequence[float]]
-"""Seconds until each stage knows a cancellation, for the nth one."""
-
-
 class Simulation:
     def __init__(
-        self,
-        machine: Machine,
-        scheduler: PipelinedScheduler,
-        models: Models,
-        is_ring: bool = False,
-        cancel_delay: Delay | None = None,
+        self, machine: Machine, scheduler: PipelinedScheduler, models: Models, is_ring: bool = False
     ) -> None:
         self.machine, self.scheduler, self.models = machine, scheduler, models
         self.pipeline = Pipeline(machine, is_ring)
         self.trace = Trace()
-        self._cancel_delay = cancel_delay or (lambda _: [machine.cancel_s] * machine.num_stages)
-        self._num_cancels, self._now_s = 0, 0.0
+        self._now_s = 0.0
         self._draft: Draft | None = None
         self._draft_s = math.inf
         self._is_over = False
@@ -75,6 +65,10 @@ class Simulation:
             self._step()
         self.trace.end_s = self._now_s
         return self.trace
+
+    def cancel_delays(self) -> Sequence[float]:
+        """Seconds until each stage knows of a cancellation."""
+        return [self.machine.cancel_s] * self.machine.num_stages
 
     def _step(self) -> None:
         """Results go before drafts, and the drafter begins a step only when no result waits."""
@@ -97,8 +91,7 @@ class Simulation:
                 is_prompt = action.request not in self.trace.outputs
                 self.pipeline.launch(self._now_s, action, is_prompt)
             elif isinstance(action, Cancel):
-                delays = self._cancel_delay(self._num_cancels)
-                self._num_cancels += 1
+                delays = self.cancel_delays()
                 self.trace.cancelled.update(action.runs)
                 self.pipeline.cancel(action.runs, [self._now_s + delay for delay in delays])
             elif isinstance(action, Commit):

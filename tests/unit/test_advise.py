@@ -187,7 +187,7 @@ def test_a_record_becomes_the_flags_of_its_run(tmp_path: Path) -> None:
 
 
 def _used(config: dict) -> tuple[str, ...]:  # type: ignore[type-arg]
-    from magicdec.config.checks import policy_called
+    from magicdec.config.capabilities import policy_called
 
     return ("policy", *policy_called(config["kv"]["policy"]).settings)
 

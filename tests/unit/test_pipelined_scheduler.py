@@ -99,12 +99,10 @@ def run_random(seed: int) -> None:
     cancelled = set[int]()
     models = CheckedModels(prompts, machine, acceptance, shown, cancelled, seed)
     delays = random.Random(seed + 1)
-    simulation = Simulation(
-        machine,
-        scheduler,
-        models,
-        cancel_delay=lambda _: [delays.choice([0, 0.1, 1, 9]) for _ in machine.stage_s],
-    )
+    simulation = Simulation(machine, scheduler, models)
+    simulation.cancel_delays = lambda: [  # type: ignore[method-assign]
+        delays.choice([0, 0.1, 1, 9]) for _ in machine.stage_s
+    ]
     simulation.trace.cancelled = cancelled
     trace = simulation.run(prompts, length, eos)
     for request, prompt in enumerate(prompts):

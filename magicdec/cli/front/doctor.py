@@ -68,6 +68,7 @@ def find_checks() -> Iterator[Check]:
 
     from magicdec.hardware.environment import probe_machine
     from magicdec.kernels.build import find_compiler
+    from magicdec.model.checkpoint.source import find_model
 
     machine = probe_machine(ALONE)
     capability = torch.backends.cpu.get_cpu_capability()
@@ -88,7 +89,7 @@ def find_checks() -> Iterator[Check]:
     yield Check("Triton", has_triton, version("triton") if has_triton else "not installed")
     for name, why in machine.missing_backends.items():
         yield Check(f"--attention {name}", False, why)
-    yield needed("demo model", describe_demo)
+    yield needed("demo model", lambda: f"{find_model('--model', 'demo').config.num_layers} layers")
     yield needed("auto", lambda: describe_auto(machine))
 
 
@@ -113,13 +114,6 @@ def needed(name: str, describe: Callable[[], str]) -> Check:
         return Check(name, True, describe(), is_needed=True)
     except ValueError as error:
         return Check(name, False, str(error), is_needed=True)
-
-
-def describe_demo() -> str:
-    """The packaged model, read and checked as a run does."""
-    from magicdec.model.checkpoint.source import find_model
-
-    return f"{find_model('--model', 'demo').config.num_layers} layers"
 
 
 def describe_auto(machine: Machine) -> str:

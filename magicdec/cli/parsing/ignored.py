@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from magicdec.cli.parsing.parser import ConfigFile, Values
-from magicdec.config.checks import policy_called, policy_name
+from magicdec.config.capabilities import policy_called, policy_name
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.ranks import is_other_start

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from magicdec.config.capabilities import capabilities_of, list_backends
-from magicdec.config.checks import policy_called
+from magicdec.config.capabilities import capabilities_of, list_backends, policy_called
 from magicdec.config.choices.choice import Choice, How, asked_for
 from magicdec.config.machine import Machine
 from magicdec.names import AUTO_BACKENDS, PORTABLE_BACKEND, REFERENCE_BACKEND

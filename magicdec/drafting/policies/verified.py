@@ -14,7 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from magicdec.config.checks import MOST_WATCHED
+from magicdec.config.capabilities import MOST_WATCHED
 from magicdec.config.sections import KVSection
 from magicdec.drafting.block_kv import BlockKV, BlockSelection
 from magicdec.drafting.draft_kv import AcceptedPath, DraftKV

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from magicdec.config.checks import policy_called
+from magicdec.config.capabilities import policy_called
 from magicdec.names import KV_POLICIES
 from magicdec.records.record import RunRecord
 
