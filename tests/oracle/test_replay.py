@@ -18,6 +18,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from chi_squared import ACCEPTED
 from conftest import (
     TINY,
     decode,
@@ -30,7 +31,7 @@ from conftest import (
 )
 from recorder import HostTouched, Recorder
 from test_lossless import SMALL
-from test_sampled_speculation import SECTION, emitted, exact_distribution, p_value
+from test_sampled_speculation import SECTION, emitted, exact_distribution, p_of
 from test_varying_gamma import Scripted
 
 from magicdec.attention.sdpa import SDPABackend
@@ -234,7 +235,7 @@ def test_replayed_steps_keep_the_targets_distribution() -> None:
     starts."""
     kv = KVSection("snapkv", 4, window_size=2)
     counts = emitted("speculative", "model", kv, 3, Recorder())
-    assert p_value(counts, exact_distribution(SECTION)) > 0.001
+    assert p_of(counts, exact_distribution(SECTION)) > ACCEPTED
 
 
 @pytest.mark.parametrize(

@@ -8,18 +8,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from chi_squared import ACCEPTED, REFUSED, p_value
 from test_lossless_sampling import (
-    ACCEPTED,
     CPU,
     DRAFTERS,
     FIRST,
-    REFUSED,
     SECTIONS,
     TARGET,
     VOCAB,
     Toy,
     make_requests,
-    p_value,
     p_values,
 )
 from torch import Tensor
