@@ -4,9 +4,6 @@ per layer, and their machine code."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY, make_runner, random_prompts, tiny_transformer
-from launches import Operators, record_launches
+from launches import Operators, compile_apart, record_launches
 from torch import Tensor
 
 from magicdec.model.config import ModelConfig, RopeConfig
@@ -226,11 +223,4 @@ def test_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     """What a model launches, to machine code for compute capability 8.0, 8.6 and 9.0. And a norm
     adds up its squares in an order that follows from the width alone: not from where rows lie, nor
     from whether something was added to them first."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    here = Path(__file__).parent
-    paths = [str(here), str(here.parent), env.get("PYTHONPATH", "")]
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
-    # The tests' own imports must not make it interpret.
-    code = "import torch; torch.cuda.is_available = lambda: True\n" + COMPILE
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    compile_apart(COMPILE, tmp_path)
