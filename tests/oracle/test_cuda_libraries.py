@@ -13,11 +13,10 @@ import torch
 from conftest import tiny_transformer
 from cuda_libraries import flash_attn_2, flash_attn_3, flashinfer, varlen_attn
 from lossless import speculate
-from test_attention import BACKENDS, DTYPES, POLICIES
+from test_attention import BACKENDS, DTYPES, POLICIES, Scattered
 from test_attention import test_a_forward_sees_neither_the_future_nor_another_row as sees_no_other
 from test_attention import test_backend_equals_attention_written_out as equals_written_out
-from test_attention_weights import Scattered
-from test_attention_weights import test_every_head_reads_its_own_ranges as reads_its_own_ranges
+from test_attention import test_every_head_reads_its_own_ranges as reads_its_own_ranges
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
