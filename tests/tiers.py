@@ -4,9 +4,7 @@
 values; with "values", cases that together have every value. The others are marked `wide`, and
 `make test-all` runs them too. With a second word, as in `narrow("values", "pairs")`,
 `make test-all` runs only cases that together have every pair, and the rest is never run. Other
-tests and cases carry the mark `wide` themselves. Cases of `interpreted` Triton kernels are slow:
-they are chosen apart, and `make test` runs every value of them. Cases that need a GPU are chosen
-apart, too.
+tests and cases carry the mark `wide` themselves. Cases that need a GPU are chosen apart.
 """
 
 from __future__ import annotations
@@ -19,7 +17,6 @@ from typing import Any
 import pytest
 
 SIZES = {"values": 1, "pairs": 2, "triples": 3}
-APART = ("cuda", "interpreted")
 
 
 def choose(items: Sequence[pytest.Item]) -> set[pytest.Item]:
@@ -28,9 +25,8 @@ def choose(items: Sequence[pytest.Item]) -> set[pytest.Item]:
     for item in items:
         if item.get_closest_marker("narrow") and not item.get_closest_marker("wide"):
             test = item.nodeid.partition("[")[0]
-            is_apart = (item.get_closest_marker(name) is not None for name in APART)
-            groups[(test, *is_apart)].append(item)
-    for (_, _, is_interpreted), cases in groups.items():
+            groups[test, item.get_closest_marker("cuda") is not None].append(item)
+    for cases in groups.values():
         marker = cases[0].get_closest_marker("narrow")
         assert marker is not None
         narrow, *widest = (SIZES[word] for word in marker.args)
@@ -39,7 +35,7 @@ def choose(items: Sequence[pytest.Item]) -> set[pytest.Item]:
             kept = covering(params, widest[0])
             never |= {case for index, case in enumerate(cases) if index not in kept}
             cases, params = ([each[i] for i in sorted(kept)] for each in (cases, params))
-        kept = covering(params, 1 if is_interpreted else narrow)
+        kept = covering(params, narrow)
         for index, case in enumerate(cases):
             if index not in kept:
                 case.add_marker(pytest.mark.wide)

@@ -59,7 +59,7 @@ FULL = Scale(
     peer_places=((1, 4096), (8, 4096), (8, 16384), (32, 4096)),
     tests=(
         *("tests/oracle/test_cuda_tokens.py", "tests/oracle/test_attention.py"),
-        *("tests/oracle/test_cuda_libraries.py", "tests/oracle/test_attention_weights.py"),
+        "tests/oracle/test_cuda_libraries.py",
         *("tests/oracle/test_triton.py", "tests/oracle/test_elementwise_triton.py"),
         "tests/oracle/test_elementwise.py",
         *("tests/oracle/test_replay.py", "tests/unit/test_step_times.py"),

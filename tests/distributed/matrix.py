@@ -1,8 +1,8 @@
 """Every drafter under every KV policy, and one rank of decoding with all of them: a ragged batch,
-up to 110 tokens a row. Started by test_matrix.py; rank 0 prints what each case emitted as JSON.
+up to 110 tokens a row. Started by test_engine_ranks.py; rank 0 prints what each case emitted as
+JSON.
 
-A new drafter is in the table by itself; a new policy is a line in KV_SECTIONS.
-"""
+A new drafter is in the table by itself; a new policy is a line in KV_SECTIONS."""
 
 from __future__ import annotations
 

@@ -1,14 +1,20 @@
 """The drivers from the command line, over 1, 2 and 3 ranks: same tokens, right records, whatever
-the order of ranks."""
+the order of ranks. Also families whose heads do not divide, and int8 weights, quantised while
+loading or stored so."""
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
-from conftest import TINY, Drive, Launch, save_checkpoint, tiny_transformer
+from conftest import ROOT, TINY, Drive, Launch, save_checkpoint, tiny_transformer
 from several_ranks import check_numbers, read_records
+from tiny_families import MODELS, make_model
+
+from magicdec.model.checkpoint.convert import convert, find_checkpoint, quantized
 
 FLAGS = (
     *("--B", 3, "--prefix_len", 80, "--gen_len", 40, "--num_batches", 2, "--warmup_batches", 0),
@@ -149,3 +155,135 @@ def test_random_weights_make_no_acceptance_claim(
     assert metrics["acceptance_rate"] is None and metrics["acceptance_per_position"] is None
     assert metrics["verify_ms"] > 0
     assert record["correctness"]["reference"] is None
+
+
+FAMILY_FLAGS = (
+    *("--B", 2, "--prefix_len", 80, "--gen_len", 24, "--num_batches", 1, "--warmup_batches", 0),
+    *("--dtype", "float32", "--gamma", 3, "--streamingllm_budget", 24),
+    *("--num_sink_tokens", 4, "--ignore_eos"),
+)
+UNEVEN: dict[str, dict[str, Any]] = {
+    "gpt2": {"n_head": 5, "n_embd": 40},
+    "gptj": {"n_head": 3, "n_embd": 48, "rotary_dim": 4},
+    "falcon-40b": {"num_attention_heads": 12, "num_kv_heads": 3, "hidden_size": 96},
+    "bloom": {"n_head": 5, "hidden_size": 40},
+    "mistral": {"num_key_value_heads": 1},
+}
+SPECIAL_TOKENS = {"vocab_size": 2051, "bos_token_id": 1, "eos_token_id": 2}
+TOKENIZER = ROOT / "magicdec" / "demo" / "target" / "tokenizer.model"
+
+
+@pytest.mark.parametrize(
+    "name", [n if n == "gpt2" else pytest.param(n, marks=pytest.mark.wide) for n in UNEVEN]
+)
+def test_two_ranks_emit_the_tokens_of_one(
+    name: str, drive: Drive, text_file: Path, tmp_path: Path
+) -> None:
+    family, sizes = MODELS[name]
+    directory = tmp_path / name
+    make_model(family, sizes | UNEVEN[name] | SPECIAL_TOKENS).save_pretrained(directory)
+    shutil.copy(TOKENIZER, directory)
+    words = "--model", directory, "--dataset", text_file, *FAMILY_FLAGS
+    outputs = [drive("selfspec", *words, num_ranks=num_ranks) for num_ranks in (1, 2)]
+    records = [found.records[0] for found in outputs]
+    assert all(r["status"] == "ok" and r["correctness"]["identical"] for r in records)
+    assert [r["environment"]["world_size"] for r in records] == [1, 2]
+    tokens = [found.tokens for found in outputs]
+    assert tokens[0] == tokens[1] and all(len(t) == 24 for t in tokens[0])
+
+
+@pytest.mark.parametrize(("name", "why"), [("gpt2", "learned positions"), ("bloom", "ALiBi")])
+def test_a_draft_that_cannot_roll_is_refused_in_one_line(
+    name: str, why: str, launch: Launch, tmp_path: Path
+) -> None:
+    family, sizes = MODELS[name]
+    make_model(family, sizes | SPECIAL_TOKENS | {"vocab_size": 2048}).save_pretrained(
+        tmp_path / name
+    )
+    shutil.copy(TOKENIZER, tmp_path / name)
+    done = launch(
+        "longspec_benchmark.py", "--target", "demo", "--model", tmp_path / name, *FAMILY_FLAGS,
+        "--kv_policy", "streaming_llm",
+    )  # fmt: skip
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    assert f"but --model {name} has {why}; choose from full, snapkv" in done.stderr
+
+
+INT8_FLAGS = (
+    *("--B", 2, "--prefix_len", 120, "--gen_len", 24, "--num_batches", 1, "--warmup_batches", 0),
+    *("--gamma", 3, "--streamingllm_budget", 40, "--prefill_chunk", 64),
+)
+FLOAT32 = ("--dtype", "float32")
+
+
+@pytest.fixture(scope="module")
+def int8_checkpoint(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """`tiny_checkpoint`, quantised by the converter."""
+    out = tmp_path_factory.mktemp("int8")
+    source = quantized(find_checkpoint("--checkpoint_dir", tiny_checkpoint))
+    convert(source, out / "model.safetensors", None)
+    return out
+
+
+@pytest.fixture(scope="module")
+def tokens_of_one_rank() -> dict[str, Any]:
+    """Filled by the first test that needs them."""
+    return {}
+
+
+@pytest.mark.narrow("values")
+@pytest.mark.parametrize("is_stored", [False, True])
+@pytest.mark.parametrize("num_ranks", [1, 2, 3])
+def test_ranks_emit_the_tokens_of_one(
+    num_ranks: int, is_stored: bool, drive: Drive, text_file: Path, tiny_checkpoint: Path,
+    int8_checkpoint: Path, tokens_of_one_rank: dict[str, Any],
+) -> None:  # fmt: skip
+    """Speculation against its own baseline too, in float32 exactly."""
+    model = ("--model", int8_checkpoint) if is_stored else ("--model", tiny_checkpoint)
+    asked = () if is_stored else ("--target_dtype", "int8")
+    flags = (*model, *asked, *FLOAT32, "--dataset", text_file)
+    found = drive("selfspec", *INT8_FLAGS, *flags, num_ranks=num_ranks)
+    (record,), tokens = found.records, found.tokens
+    assert record["status"] == "ok" and record["correctness"]["identical"] is True
+    section = record["config"]["model"]
+    assert (section["dtype"], section["target_dtype"]) == ("float32", "int8")
+    assert section["linear"] == "torch"
+    assert tokens == tokens_of_one_rank.setdefault("tokens", tokens)
+    if num_ranks == 1 and not is_stored:
+        others = drive("selfspec", *INT8_FLAGS, *model, *FLOAT32, "--dataset", text_file)
+        (plain,) = others.records
+        assert plain["config"]["model"]["target_dtype"] == "float32" and others.tokens != tokens
+        read = [r["baseline_metrics"]["bytes_read"] for r in (record, plain)]
+        assert read[0] < 0.75 * read[1]
+
+
+@pytest.mark.narrow("values")
+@pytest.mark.parametrize("num_ranks", [1, 2])
+@pytest.mark.parametrize("target", ["float32", "int8"])
+def test_an_int8_draft(target: str, num_ranks: int, drive: Drive) -> None:
+    models = ("--target", "demo", "--model", "demo-draft", "--dataset", "demo", *FLOAT32)
+    kinds = ("--draft_dtype", "int8", "--target_dtype", target)
+    (record,) = drive("longspec", *INT8_FLAGS, *models, *kinds, num_ranks=num_ranks).records
+    assert record["status"] == "ok" and record["correctness"]["identical"] is True
+    config = record["config"]
+    assert config["model"]["target_dtype"] == target and config["draft"]["draft_dtype"] == "int8"
+    assert 0 < record["metrics"]["acceptance_rate"] < 1
+
+
+def test_bfloat16_activations_and_the_largest_draft(drive: Drive) -> None:
+    """The target's weights in int8 draft for it: most is accepted, where bfloat16 ones get all."""
+    flags = ("--target", "demo", "--model", "demo", "--dataset", "demo", "--dtype", "bfloat16")
+    kinds = ("--draft_dtype", "int8", "--draft_budget", -1)  # of all of the cache
+    (record,) = drive("longspec", *INT8_FLAGS, *flags, *kinds, num_ranks=2).records
+    assert record["config"]["model"]["target_dtype"] == "bfloat16"
+    assert 0.7 < record["metrics"]["acceptance_rate"] < 1
+
+
+def test_int8_checkpoints_are_not_dequantised(launch: Launch, int8_checkpoint: Path) -> None:
+    stored = ("--model", int8_checkpoint)
+    done = launch("selfspec_benchmark.py", *INT8_FLAGS, *stored, "--target_dtype", "bfloat16")
+    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    expected = f"--target_dtype bfloat16: --model {int8_checkpoint} holds int8 weights; choose from"
+    assert expected in done.stderr
+    done = launch("longspec_benchmark.py", *INT8_FLAGS, *stored, "--draft_dtype", "float32")
+    assert done.returncode == 2 and "--draft_dtype float32: --model" in done.stderr

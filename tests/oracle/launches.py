@@ -4,10 +4,14 @@ a recorder of steps sees."""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -70,6 +74,19 @@ class Operators(TorchDispatchMode):
         if name.startswith("aten.") and not is_view and name not in ALLOCATIONS:
             self.counts[name] += 1
         return out
+
+
+def compile_apart(code: str, cache: Path) -> None:
+    """Run code that compiles our kernels to machine code, in a process that does not interpret
+    them. Triton includes its assembler."""
+    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    here = Path(__file__).parent
+    paths = [str(here), str(here.parent), env.get("PYTHONPATH", "")]
+    env |= {"TRITON_CACHE_DIR": str(cache), "PYTHONPATH": os.pathsep.join(paths)}
+    # The tests' own imports must not make it interpret.
+    code = "import torch; torch.cuda.is_available = lambda: True\n" + code
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 class Launches:

@@ -1,4 +1,6 @@
-"""The check itself: what is identical, what is a tie, what is a divergence."""
+"""The check itself: what is identical, what is a tie, what is a divergence. And the verdict on
+whole runs of the demo model whose bits depend on the shape of a forward: rounding is excused, a
+lossy rule is not."""
 
 from __future__ import annotations
 
@@ -7,13 +9,17 @@ from typing import Any
 import pytest
 import torch
 from conftest import TINY, make_requests, make_runner, random_prompts, tiny_transformer
+from lossy import plant, short_run
 
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.speculative import autoregressive
 from magicdec.decoding.strategy import Setup
+from magicdec.distributed.groups import Launch
 from magicdec.engine import Engine
 from magicdec.model.transformer import Transformer
 from magicdec.records.correctness import Correctness
+from magicdec.records.reading import parse_line
+from magicdec.records.record import RunRecord
 from magicdec.request import Request
 from magicdec.run.check import Replays, check_outputs, first_difference
 from magicdec.run.rounding import (
@@ -26,6 +32,8 @@ from magicdec.run.rounding import (
     most_by_chance,
     view_of,
 )
+from magicdec.run.run import execute
+from magicdec.setup.prepare import prepare
 
 NUM_NEW = 30
 
@@ -207,3 +215,43 @@ def test_a_logit_that_is_not_a_number_is_no_tie() -> None:
     (request, _) = decoded(tiny_transformer())
     model.head.weight[3] = float("nan")
     assert view_of(make_runner(model, 1, 90), request, 16).shortfalls.isinf().all()
+
+
+def run(dtype: str, num_rows: int = 16) -> RunRecord:
+    config = short_run(dtype, num_rows=num_rows)
+    return execute(prepare(config, Launch(0, 1, 0, 1)), is_leader=False).record
+
+
+def test_rounding_in_bfloat16_is_ok_with_ties() -> None:
+    record = run("bfloat16")
+    found = record.correctness
+    assert found is not None and found.identical is False, "on this CPU too, rounding shows"
+    assert record.status == "ok_with_ties" and record.passed and record.metrics is not None
+    assert found.num_diverged == 0 and found.first_divergence is not None
+    assert found.num_excused and found.most_differing and found.expected_differing
+    assert found.num_excused <= found.most_differing < 16
+    assert 0.5 < found.expected_differing < found.most_differing
+    assert found.first_divergence.margin is not None and found.margin_bound is not None
+    assert found.first_divergence.margin <= found.margin_bound < 0.25, "less than a fixed bound was"
+    assert parse_line(record.to_json(), RunRecord).to_json() == record.to_json()
+
+
+def test_a_lossy_rule_in_bfloat16_diverges(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most margins of this rule are less than 0.25, which was once excused without limit."""
+    plant(monkeypatch, 0.2)
+    record = run("bfloat16")
+    found = record.correctness
+    assert record.status == "diverged" and record.metrics is None and found is not None
+    assert found.num_excused == 0 and found.num_diverged and found.most_differing
+    assert found.num_diverged > found.most_differing
+
+
+def test_float32_is_identical_and_a_lossy_rule_diverges(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = run("float32", 4)
+    assert record.status == "ok" and record.correctness is not None
+    assert record.correctness.identical and record.correctness.margin_bound is None
+    plant(monkeypatch, 0.2)
+    record = run("float32", 4)
+    assert record.status == "diverged" and record.correctness is not None
+    assert record.correctness.most_differing == 0
+    assert record.correctness.margin_bound is not None and record.correctness.margin_bound < 1e-4

@@ -10,23 +10,16 @@ from importlib.machinery import ModuleSpec
 
 import pytest
 import torch
-from conftest import TINY, decode_both, make_requests, make_runner, random_prompts, tiny_transformer
+from conftest import tiny_transformer
 from cuda_libraries import flash_attn_2, flash_attn_3, flashinfer, varlen_attn
-from test_attention import (
-    BACKENDS,
-    DTYPES,
-    POLICIES,
-)
-from test_attention import (
-    test_a_forward_sees_neither_the_future_nor_another_row as sees_no_other,
-)
-from test_attention import (
-    test_backend_equals_attention_written_out as equals_written_out,
-)
-from test_attention_weights import Scattered
-from test_attention_weights import test_every_head_reads_its_own_ranges as reads_its_own_ranges
+from lossless import speculate
+from test_attention import BACKENDS, DTYPES, POLICIES, Scattered
+from test_attention import test_a_forward_sees_neither_the_future_nor_another_row as sees_no_other
+from test_attention import test_backend_equals_attention_written_out as equals_written_out
+from test_attention import test_every_head_reads_its_own_ranges as reads_its_own_ranges
 from torch import Tensor
 
+from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.flash_attn import FlashAttnBackend
 from magicdec.attention.flash_attn import missing_parts as flash_attn_missing
 from magicdec.attention.flashinfer import FlashInferBackend
@@ -65,12 +58,28 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def filled_view(policy: Visible, block: int = 24) -> KVView:
     """Three new tokens over two rows of random keys, two layers, in blocks of `block`."""
+    torch.manual_seed(0)
     cache = KVCache(CacheShape(2, 2, 16, block, 12), 2, 6, torch.float32, torch.device("cpu"))
     cache.k.normal_(), cache.v.normal_()
     for row, length in enumerate((70, 31)):
         cache.allocate(row, 80)
         cache.advance([row], length)
     return make_view(cache, [1, 0], policy, 3)
+
+
+def check_equal(
+    backend: AttentionBackend, view: KVView, exact: KVView
+) -> tuple[AttentionBackend, list[Tensor]]:
+    """Layer by layer, `backend` over `view` computes what SDPA does over `exact`. Returns the
+    latter, and the inputs."""
+    torch.manual_seed(0)
+    inputs = [torch.randn(2, 3, heads, 16) for heads in (4, 2, 2)]
+    plain = SDPABackend(view.cache.shape.block_size)
+    backend.plan(view), plain.plan(exact)
+    for layer in (0, 1, 0):
+        out, expected = backend.run(layer, *inputs, view), plain.run(layer, *inputs, exact)
+        assert (out - expected).abs().max() < 1e-5, layer
+    return plain, inputs
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="stand-ins compute on the CPU")
@@ -93,37 +102,26 @@ class TestContract:
     ) -> None:
         reads_its_own_ranges(backend, heads, torch.float32)
 
-    def test_every_layer_reads_its_own_ranges(self, backend: str) -> None:
-        torch.manual_seed(0)
-        view = filled_view(Scattered(kv_heads=2, share=0.4))
-        inputs = [torch.randn(2, 3, heads, 16) for heads in (4, 2, 2)]
-        built, plain = BACKENDS[backend](), SDPABackend(24)
-        built.plan(view), plain.plan(view)
-        for layer in (0, 1, 0):
-            out, expected = (each.run(layer, *inputs, view) for each in (built, plain))
-            assert (out - expected).abs().max() < 1e-5, layer
-
-    @pytest.mark.parametrize("policy", [FullKV(), StreamingLLM(4, 11)], ids=repr)
-    def test_blocks_of_another_size(self, backend: str, policy: FullKV | StreamingLLM) -> None:
-        """A rolling cache chooses its own."""
-        torch.manual_seed(0)
+    @pytest.mark.parametrize(
+        "policy", [FullKV(), StreamingLLM(4, 11), Scattered(kv_heads=2, share=0.4)], ids=repr
+    )
+    def test_every_layer_reads_its_own_ranges_of_blocks_of_another_size(
+        self, backend: str, policy: Visible
+    ) -> None:
+        """A rolling cache chooses its own size."""
         view = filled_view(policy)
-        inputs = [torch.randn(2, 3, heads, 16) for heads in (4, 2, 2)]
-        outputs = []
-        for built in (BACKENDS[backend](), SDPABackend(24)):
-            built.plan(view)
-            outputs.append(built.run(0, *inputs, view))
-        assert (outputs[0] - outputs[1]).abs().max() < 1e-5
+        check_equal(BACKENDS[backend](), view, view)
 
     @pytest.mark.parametrize(
         "kv", [KVSection("streaming_llm", 17, 4), KVSection("snapkv", 20, window_size=3)]
     )
     def test_speculation_emits_the_baseline_tokens(self, backend: str, kv: KVSection) -> None:
-        prompts = random_prompts([5, 300], TINY.vocab_size)  # 300: two blocks of flash-attn
-        runner = make_runner(tiny_transformer(), 2, 330, BACKENDS[backend]())
-        baseline, ours, _ = decode_both(runner, make_requests(prompts, 20), kv, 3)
-        plain = make_runner(tiny_transformer(), 2, 330)
-        assert ours == baseline == decode_both(plain, make_requests(prompts, 20), kv, 3)[0]
+        sizes = {"lengths": [5, 300], "num_new": 20}  # 300: two blocks of flash-attn
+        ours, plain = (
+            speculate(tiny_transformer(), kv, 3, backend=build, **sizes)
+            for build in (BACKENDS[backend], SDPABackend)
+        )
+        assert ours.tokens == plain.tokens
 
     def test_attention_weights_are_refused(self, backend: str) -> None:
         with pytest.raises(ValueError, match=f"--attention {backend} does not return"):
@@ -148,7 +146,6 @@ def test_lengths_on_the_host_may_be_bounds(
     """What the device holds decides, whatever larger numbers the host has."""
     if name == "triton":
         pytest.importorskip("triton")
-    torch.manual_seed(0)
     backend = install(name, monkeypatch) if " " in name or name == "varlen" else name
     view = filled_view(policy, block)
     lengths, num_visible = (
@@ -156,12 +153,8 @@ def test_lengths_on_the_host_may_be_bounds(
     )
     loose = replace(view, lengths=lengths, num_visible=num_visible)
     assert loose.is_full == view.is_full
-    inputs = [torch.randn(2, 3, heads, 16) for heads in (4, 2, 2)]
-    expected, built = SDPABackend(block), BACKENDS.get(backend, SDPABackend)()
-    expected.plan(view), built.plan(loose)
-    for layer in (0, 1):
-        out = built.run(layer, *inputs, loose)
-        assert (out - expected.run(layer, *inputs, view)).abs().max() < 1e-5, layer
+    built = BACKENDS.get(backend, SDPABackend)()
+    expected, inputs = check_equal(built, loose, view)
     if not capabilities_of(backend).returns_weights:
         return
     _, mass = built.run_with_weights(1, *inputs, loose)

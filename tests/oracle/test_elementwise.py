@@ -1,40 +1,42 @@
-"""Norms, rotation and gates of every implementation, compared with float64: results are rounded
-once and rows do not depend on each other. Triton kernels are interpreted if there is no GPU."""
+"""Norms, rotation and gates of every implementation, compared with float64, over any shapes and
+strides: results are rounded once, rows do not depend on each other, and nothing else is written.
+Triton kernels are interpreted if there is no GPU."""
 
 from __future__ import annotations
 
 from importlib.util import find_spec
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from torch import Tensor
 
 from magicdec.model.elementwise.native import serves
-from magicdec.model.elementwise.operators import Elementwise, apply_rope
+from magicdec.model.elementwise.operators import apply_rope
 from magicdec.names import ELEMENTWISE, load_named
 
 BF16, F32 = torch.bfloat16, torch.float32
 # How far one rounding may lead away, of a number or of the floor: half a step of bfloat16; of
 # float32, what attention may.
 BOUND, FLOOR = {BF16: 2.0**-8 * 1.01, F32: 2e-6}, {BF16: 1e-3, F32: 0.1}
-Kind = tuple[Elementwise, torch.dtype, torch.device]
+WITHOUT_TRITON = pytest.mark.skipif(find_spec("triton") is None, reason="triton is not installed")
+every_kind = pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("torch", F32),
+        ("native", BF16),
+        *(pytest.param("triton", dtype, marks=WITHOUT_TRITON) for dtype in (BF16, F32)),
+    ],
+    ids=str,
+)
+few = settings(max_examples=25, deadline=None)
 
 
-INTERPRETED = [
-    pytest.param(f"triton {dtype}", marks=pytest.mark.interpreted)
-    for dtype in ("bfloat16", "float32")
-]
-
-
-@pytest.fixture(params=["torch float32", "native bfloat16", *INTERPRETED])
-def kind(request: pytest.FixtureRequest) -> Kind:
-    name, dtype = request.param.split()
-    if name == "triton" and find_spec("triton") is None:
-        pytest.skip("triton is not installed")
-    on_gpu = torch.cuda.is_available() and name == "triton"
-    made = load_named(ELEMENTWISE, name)()
-    return made, getattr(torch, dtype), torch.device("cuda" if on_gpu else "cpu")
+def device_of(name: str) -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() and name == "triton" else "cpu")
 
 
 def assert_rounded_once(found: Tensor, exact: Tensor) -> None:
@@ -42,86 +44,109 @@ def assert_rounded_once(found: Tensor, exact: Tensor) -> None:
     assert ((found.double() - exact).abs() / scale).max() < BOUND[found.dtype]
 
 
-@pytest.mark.narrow("pairs", "pairs")
-@pytest.mark.parametrize("width", [16, 40, 384, 1023])
-@pytest.mark.parametrize("rows", [1, 5, 70])
-def test_rms_norm(kind: Kind, rows: int, width: int) -> None:
-    chosen, dtype, device = kind
+def inside(
+    shape: tuple[int, ...], dtype: torch.dtype, step: int, device: torch.device
+) -> tuple[Tensor, Tensor]:
+    """A random view of that shape with other values before, between and after its rows, and the
+    whole tensor."""
     torch.manual_seed(0)
-    x = torch.randn(rows, 1, width).to(device, dtype) * 3e-3
-    weight = torch.randn(width).to(device, dtype)
-    found = chosen.rms_norm(x, weight, 1e-5)
-    assert_rounded_once(found, F.rms_norm(x.double(), (width,), weight.double(), 1e-5))
-    last = chosen.rms_norm(x[-1:], weight, 1e-5)
-    assert torch.equal(found[-1:], last), "a row does not depend on the others"
-    apart = torch.cat([x, x * 3], dim=-1)[..., :width]  # rows that are not adjacent
-    assert torch.equal(chosen.rms_norm(apart, weight, 1e-5), found)
+    rows, tokens, *rest = shape
+    whole = torch.randn(rows + 1, tokens * step + 1, *rest).to(device, dtype)
+    return whole[1:, 1::step], whole
 
 
-def test_norms_of_heads_and_of_last_positions(kind: Kind) -> None:
-    """Strided views, as a model passes them: queries beside keys and values, one token per row."""
-    chosen, dtype, device = kind
+@every_kind
+@few
+@given(
+    shape=st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(2, 9)),
+    size=st.integers(2, 256), data=st.data(), interleaved=st.booleans(), step=st.integers(1, 2),
+)  # fmt: skip
+def test_any_heads_are_turned(
+    name: str, dtype: torch.dtype, shape: tuple[int, int, int], size: int, data: Any,
+    interleaved: bool, step: int,
+) -> None:  # fmt: skip
+    """Any head size, any number of rotated dimensions, rows and tokens that are not adjacent."""
+    rows, tokens, num_heads = shape
+    chosen, device = load_named(ELEMENTWISE, name)(), device_of(name)
+    pairs, turned = data.draw(st.integers(1, size // 2)), data.draw(st.integers(1, num_heads))
+    heads, whole = inside((*shape, size), dtype, step, device)
+    angles = torch.randn(rows, tokens, pairs, device=device)
+    table = torch.stack([angles.cos(), angles.sin()], dim=2)
+    if name != "triton":  # the others take tokens that are adjacent
+        whole = heads = heads.contiguous()
+    before, old, last = whole.clone(), heads.clone(), heads[-1:, -1:].clone()
+    exact = apply_rope(heads[:, :, :turned].double(), table.double(), interleaved)
+    found = chosen.rotate(heads, table, turned, interleaved)
+    bound = BOUND[dtype] * exact.abs().max().clamp(min=1)
+    assert found.shape == exact.shape and (found.double() - exact).abs().max() < bound
+    assert torch.equal(heads[:, :, turned:], old[:, :, turned:]), "values are not turned"
+    assert torch.equal(found[..., 2 * pairs :], old[:, :, :turned, 2 * pairs :])
+    if name == "triton":
+        assert found.data_ptr() == heads.data_ptr(), "in place"
+    found = found.clone()
+    heads.copy_(old)
+    assert torch.equal(whole, before), "nothing is written beside the heads"
+    alone = chosen.rotate(last, table[-1:, -1:].contiguous(), turned, interleaved)
+    assert torch.equal(alone, found[-1:, -1:]), "a token does not depend on the others"
+
+
+@every_kind
+@few
+@given(
+    rows=st.integers(1, 4), tokens=st.integers(1, 4), width=st.integers(1, 600),
+    step=st.integers(1, 2), scale=st.sampled_from([1.0, 3e-3]),
+)  # fmt: skip
+@example(rows=70, tokens=1, width=512, step=1, scale=1.0)
+def test_any_rows_are_normed_and_gated(
+    name: str, dtype: torch.dtype, rows: int, tokens: int, width: int, step: int, scale: float
+) -> None:
+    """With values as small as what a norm adds, and with gates that are closed and open."""
+    chosen, device = load_named(ELEMENTWISE, name)(), device_of(name)
+    x, whole = inside((rows, tokens, 2 * width), dtype, step, device)
+    whole.mul_(scale)
+    weight = torch.randn(2 * width).to(device, dtype)
+    y = torch.randn(rows, tokens, 2 * width).to(device, dtype)
+    before, last = whole.clone(), x[-1:, -1:]
+    for other in (y, x):
+        total, normed = chosen.add_rms_norm(x, other, weight, 1e-5)
+        assert torch.equal(total, x + other)
+        assert torch.equal(normed, chosen.rms_norm(total, weight, 1e-5))
+    for values in (x, total):
+        exact = F.rms_norm(values.double(), weight.shape, weight.double(), 1e-5)
+        assert_rounded_once(chosen.rms_norm(values, weight, 1e-5), exact)
+    alone = chosen.rms_norm(last, weight, 1e-5)
+    assert torch.equal(alone, chosen.rms_norm(x, weight, 1e-5)[-1:, -1:])
+    assert torch.equal(whole, before), "nothing is written to what is read"
+    x.mul_(8 / scale)
+    x[0, 0, : min(4, width)] = torch.tensor([0.0, -100.0, 100.0, -1e-30])[: min(4, width)]
+    gate, up = x.double().chunk(2, dim=-1)
+    found = chosen.silu_gate(x)
+    assert_rounded_once(found, F.silu(gate) * up)
+    assert torch.equal(chosen.silu_gate(last), found[-1:, -1:])
+
+
+@pytest.mark.parametrize("shape", [(1, 70), (2, 130)], ids=str)
+@every_kind
+def test_a_long_chunk_and_heads_beside_others(
+    name: str, dtype: torch.dtype, shape: tuple[int, int]
+) -> None:
+    """As a model passes them: a chunk of a prompt, and norms of queries beside keys and values."""
+    chosen, device = load_named(ELEMENTWISE, name)(), device_of(name)
     torch.manual_seed(0)
-    weight = torch.randn(48).to(device, dtype)
-    heads = torch.randn(3, 7, 10, 48).to(device, dtype)
-    for view in (heads[:, :, 2:6], heads[:, -1:, 0], heads[:, -1:]):
+    rows, tokens = shape
+    weight, heads = torch.randn(48), torch.randn(rows, tokens, 6, 48)
+    weight, heads = weight.to(device, dtype), heads.to(device, dtype)
+    for view in (heads[:, :, 2:4], heads[:, -1:, 0], heads[:, -1:]):
         found = chosen.rms_norm(view, weight, 1e-6)
         assert_rounded_once(found, F.rms_norm(view.double(), (48,), weight.double(), 1e-6))
         assert torch.equal(found, chosen.rms_norm(view.contiguous(), weight, 1e-6))
-
-
-@pytest.mark.narrow("pairs", "pairs")
-@pytest.mark.parametrize("width", [40, 1023])
-@pytest.mark.parametrize("rows", [1, 6])
-def test_a_sum_and_its_norm(kind: Kind, rows: int, width: int) -> None:
-    """The same bits as the sum followed by the norm."""
-    chosen, dtype, device = kind
-    torch.manual_seed(0)
-    x, wide = torch.randn(rows, 2, width), torch.randn(rows, 4, width) * 3
-    x, y = x.to(device, dtype), wide.to(device, dtype)[:, 1:3]
-    weight = torch.randn(width).to(device, dtype)
-    before = x.clone()
-    total, found = chosen.add_rms_norm(x, y, weight, 1e-5)
-    assert torch.equal(total, x + y) and torch.equal(x, before)
-    assert torch.equal(found, chosen.rms_norm(total, weight, 1e-5))
-    assert_rounded_once(found, F.rms_norm(total.double(), (width,), weight.double(), 1e-5))
-    twice, found = chosen.add_rms_norm(x, x, weight, 1e-5)
-    assert torch.equal(twice, x * 2) and torch.equal(found, chosen.rms_norm(twice, weight, 1e-5))
-
-
-@pytest.mark.narrow("pairs", "pairs")
-@pytest.mark.parametrize("interleaved", [False, True])
-@pytest.mark.parametrize(("size", "pairs"), [(64, 32), (64, 8), (80, 40), (16, 3), (256, 128)])
-@pytest.mark.parametrize("tokens", [1, 7, 40, 130])
-def test_rotation(kind: Kind, tokens: int, size: int, pairs: int, interleaved: bool) -> None:
-    chosen, dtype, device = kind
-    torch.manual_seed(0)
-    heads = torch.randn(2, tokens, 6, size).to(device, dtype)
-    angles = torch.randn(2, tokens, pairs, device=device)
+    angles = torch.randn(rows, tokens, 24, device=device)
     table = torch.stack([angles.cos(), angles.sin()], dim=2)
-    exact = apply_rope(heads[:, :, :4].double(), table.double(), interleaved)
-    given = heads.clone()
-    found = chosen.rotate(given, table, 4, interleaved)
-    assert found.shape == exact.shape
+    exact = apply_rope(heads[:, :, :4].double(), table.double())
+    alone = chosen.rotate(heads[:, -1:].clone(), table[:, -1:].contiguous(), 4, False)
+    found = chosen.rotate(heads, table, 4, False)
     assert (found.double() - exact).abs().max() < BOUND[dtype] * exact.abs().max()
-    assert torch.equal(given[:, :, 4:], heads[:, :, 4:]), "values are not turned"
-    assert torch.equal(found[..., 2 * pairs :], heads[:, :, :4, 2 * pairs :])
-    alone = chosen.rotate(heads[1:, -1:].clone(), table[1:, -1:].contiguous(), 4, interleaved)
-    assert torch.equal(alone, found[1:, -1:]), "a token does not depend on the others"
-
-
-@pytest.mark.narrow("pairs", "pairs")
-@pytest.mark.parametrize("width", [16, 50, 1024])
-@pytest.mark.parametrize("rows", [1, 9, 40])
-def test_gate(kind: Kind, rows: int, width: int) -> None:
-    chosen, dtype, device = kind
-    torch.manual_seed(0)
-    x = (torch.randn(rows, 2 * width) * 8).to(device, dtype)
-    x[0, :4] = torch.tensor([0.0, -100.0, 100.0, -1e-30])
-    exact = F.silu(x[:, :width].double()) * x[:, width:].double()
-    found = chosen.silu_gate(x)
-    assert_rounded_once(found, exact)
-    assert torch.equal(found[-1], chosen.silu_gate(x[-1:])[0])
+    assert torch.equal(found[:, -1:], alone)
 
 
 def test_the_library_takes_bfloat16_and_float32_on_a_cpu() -> None:

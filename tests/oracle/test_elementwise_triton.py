@@ -1,101 +1,28 @@
-"""Triton's elementwise kernels beyond the tests of the interface: irregular shapes and strides,
-CUDA graphs and whole models, interpreted if there is no GPU; and, without one, that launches depend
-on shapes alone, their number per layer, and their machine code."""
+"""Triton's elementwise kernels beyond the tests of the interface: CUDA graphs and whole models,
+interpreted if there is no GPU; and, without one, that launches depend on shapes alone, their number
+per layer, and their machine code."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from conftest import TINY, make_runner, random_prompts, tiny_transformer
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from launches import Operators, record_launches
+from launches import Operators, compile_apart, record_launches
 from torch import Tensor
 
 from magicdec.model.config import ModelConfig, RopeConfig
-from magicdec.model.elementwise.operators import Elementwise, apply_rope
+from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.elementwise.triton import TritonElementwise, choose_tile
 from magicdec.model.transformer import Transformer
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 BF16, F32 = torch.bfloat16, torch.float32
-BOUND = {BF16: 2.0**-8 * 1.01, F32: 2e-6}
 OURS, TORCHS = TritonElementwise(), Elementwise()
-DTYPES = st.sampled_from([BF16, F32])
-few = settings(max_examples=25, deadline=None)
-
-
-def close(found: Tensor, exact: Tensor) -> bool:
-    scale = exact.abs().clamp(min=0.1)
-    return bool(((found.double() - exact).abs() / scale).max() < BOUND[found.dtype])
-
-
-def inside(shape: tuple[int, ...], dtype: torch.dtype, step: int) -> tuple[Tensor, Tensor]:
-    """A random view of that shape with other values before, between and after its rows, and the
-    whole tensor."""
-    torch.manual_seed(0)
-    rows, tokens, *rest = shape
-    whole = torch.randn(rows + 1, tokens * step + 1, *rest).to(DEVICE, dtype)
-    return whole[1:, 1::step], whole
-
-
-@few
-@given(
-    shape=st.tuples(st.integers(1, 3), st.integers(1, 5), st.integers(2, 9)),
-    size=st.integers(2, 256), data=st.data(), interleaved=st.booleans(), dtype=DTYPES,
-    step=st.integers(1, 2),
-)  # fmt: skip
-def test_any_heads_are_turned(
-    shape: tuple[int, int, int], size: int, data: Any, interleaved: bool, dtype: torch.dtype,
-    step: int,
-) -> None:  # fmt: skip
-    """Any head size, any number of rotated dimensions, rows and tokens that are not adjacent.
-    Nothing else is written."""
-    rows, tokens, num_heads = shape
-    pairs, turned = data.draw(st.integers(1, size // 2)), data.draw(st.integers(1, num_heads))
-    heads, whole = inside((*shape, size), dtype, step)
-    angles = torch.randn(rows, tokens, pairs, device=DEVICE)
-    table = torch.stack([angles.cos(), angles.sin()], dim=2)
-    expected = whole.double()
-    exact = apply_rope(heads[:, :, :turned].double(), table.double(), interleaved)
-    found = OURS.rotate(heads, table, turned, interleaved)
-    assert found.data_ptr() == heads.data_ptr(), "in place"
-    expected[1:, 1::step, :turned] = exact
-    assert (whole.double() - expected).abs().max() < BOUND[dtype] * exact.abs().max().clamp(min=1)
-    untouched = torch.ones_like(whole, dtype=torch.bool)
-    untouched[1:, 1::step, :turned, : 2 * pairs] = False
-    assert torch.equal(whole.double()[untouched], expected[untouched])
-
-
-@few
-@given(
-    rows=st.integers(1, 4), tokens=st.integers(1, 4), width=st.integers(1, 600), dtype=DTYPES,
-    step=st.integers(1, 2),
-)  # fmt: skip
-def test_any_rows_are_normed_and_gated(
-    rows: int, tokens: int, width: int, dtype: torch.dtype, step: int
-) -> None:
-    x, whole = inside((rows, tokens, 2 * width), dtype, step)
-    before, weight = whole.clone(), torch.randn(2 * width).to(DEVICE, dtype)
-    y = torch.randn(rows, tokens, 2 * width).to(DEVICE, dtype)
-    total, normed = OURS.add_rms_norm(x, y, weight, 1e-5)
-    assert torch.equal(total, x + y) and torch.equal(normed, OURS.rms_norm(total, weight, 1e-5))
-    assert close(normed, F.rms_norm(total.double(), weight.shape, weight.double(), 1e-5))
-    gate, up = x.double().chunk(2, dim=-1)
-    assert close(OURS.silu_gate(x), F.silu(gate) * up)
-    alone = x[-1:, -1:]
-    assert torch.equal(OURS.rms_norm(alone, weight, 1e-5), OURS.rms_norm(x, weight, 1e-5)[-1:, -1:])
-    assert torch.equal(OURS.silu_gate(alone), OURS.silu_gate(x)[-1:, -1:])
-    assert torch.equal(whole, before), "nothing is written to what is read"
 
 
 SEVERAL = {
@@ -296,11 +223,4 @@ def test_kernels_compile_for_gpus_that_are_not_here(tmp_path: Path) -> None:
     """What a model launches, to machine code for compute capability 8.0, 8.6 and 9.0. And a norm
     adds up its squares in an order that follows from the width alone: not from where rows lie, nor
     from whether something was added to them first."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    here = Path(__file__).parent
-    paths = [str(here), str(here.parent), env.get("PYTHONPATH", "")]
-    env |= {"TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": os.pathsep.join(paths)}
-    # The tests' own imports must not make it interpret.
-    code = "import torch; torch.cuda.is_available = lambda: True\n" + COMPILE
-    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    compile_apart(COMPILE, tmp_path)

@@ -3,29 +3,17 @@ every drafter and policy."""
 
 from __future__ import annotations
 
-import dataclasses
 from itertools import pairwise
 
 import pytest
 from conftest import ROOT, served_pairs
 
-from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import (
-    DecodingSection,
-    KVSection,
-    ModelSection,
-    ParallelSection,
-    WorkloadSection,
-)
-from magicdec.distributed.groups import Launch
 from magicdec.gate.cases import config_of
 from magicdec.gate.measuring import run_cases, with_threads
 from magicdec.records.comparison.compare import compare, exit_code
 from magicdec.records.comparison.conditions import measured_thing
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
-from magicdec.run.run import execute
-from magicdec.setup.prepare import prepare
 
 BASELINES = load_records(ROOT / "results" / "baselines" / "acceptance.jsonl")
 
@@ -77,28 +65,3 @@ def test_baselines_cover_every_budget_and_rise_with_it() -> None:
         assert rates[-1] == 1.0
         assert all(a < b + 0.03 for a, b in pairwise(rates)), rates
         assert rates[0] < rates[3]
-
-
-def test_a_full_budget_in_bfloat16_accepts_nearly_everything() -> None:
-    config = RunConfig(
-        model=ModelSection("demo", "bfloat16"),
-        parallel=ParallelSection(threads=1),
-        kv=KVSection("full"),
-        decoding=DecodingSection("speculative", "self", 4, ignore_eos=True),
-        workload=WorkloadSection("demo", batch_size=4, prefix_len=512, num_batches=1),
-    )
-    config = dataclasses.replace(
-        config, workload=dataclasses.replace(config.workload, warmup_batches=0)
-    )
-    record = execute(prepare(config, Launch(0, 1, 0, 1)), is_leader=False).record
-    assert record.status == "ok" and record.metrics is not None, record.correctness
-    assert (record.metrics.acceptance_rate or 0) >= 0.99
-
-
-def test_records_of_other_models_are_not_compared() -> None:
-    baseline = find("self", "streaming_llm", 257)
-    assert baseline.workload is not None
-    weights = dataclasses.replace(baseline.workload, model_sha256="0" * 64)
-    other = dataclasses.replace(baseline, workload=weights)
-    (found,) = compare([other], [baseline])
-    assert found.text == "not comparable: model demo has other weights"

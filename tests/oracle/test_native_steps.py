@@ -4,8 +4,9 @@ and a chain of drafts is the chain of forwards."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -80,6 +81,16 @@ def chain(runner: ModelRunner, ids: Tensor, visible: Visible, count: int) -> Ten
     return drafts
 
 
+def check_same(
+    pair: tuple[ModelRunner, ModelRunner], work: Callable[..., Tensor], *args: Any, **options: bool
+) -> Tensor:
+    """Both runners compute the same bits, which are returned, and leave the same cache."""
+    first, second = (work(runner, *args, **options) for runner in pair)
+    assert first.shape == second.shape and torch.equal(first, second)
+    check_equal(*pair)
+    return first
+
+
 def check_equal(first: ModelRunner, second: ModelRunner) -> None:
     assert torch.equal(first.cache.k, second.cache.k)
     assert torch.equal(first.cache.v, second.cache.v)
@@ -91,17 +102,12 @@ def check_equal(first: ModelRunner, second: ModelRunner) -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_native_forward_has_the_bits_of_its_layers(name: str, dtype: torch.dtype) -> None:
-    first, second = make_pair(MODELS[name], dtype, [70, 3, 131])
-    for count in (1, 5, 31):
-        for last_only in (False, True):
-            ids = ids_for(3, count)
-            pair = [r.forward(ids, [0, 1, 2], last_only=last_only) for r in (first, second)]
-            assert pair[0].shape == pair[1].shape and torch.equal(*pair)
-            check_equal(first, second)
+    pair = make_pair(MODELS[name], dtype, [70, 3, 131])
+    for count, last_only in itertools.product((1, 5, 31), (False, True)):
+        ids = ids_for(3, count)
+        check_same(pair, ModelRunner.forward, ids, [0, 1, 2], last_only=last_only)
     for visible in (FULL, SinksAndWindow(4, 20)):
-        drafts = [chain(runner, ids_for(3, 2), visible, 4) for runner in (first, second)]
-        assert torch.equal(*drafts) and len(drafts[0].unique()) > 1
-        check_equal(first, second)
+        assert len(check_same(pair, chain, ids_for(3, 2), visible, 4).unique()) > 1
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -175,14 +181,12 @@ def test_native_stages_have_the_bits_of_their_layers(ends: str, dtype: torch.dty
 def test_ragged_rows(
     lengths: list[int], count: int, budget: int, dtype: torch.dtype, drafts: int
 ) -> None:
-    first, second = make_pair(TINY, dtype, lengths)
+    pair = make_pair(TINY, dtype, lengths)
     rows, ids = list(range(len(lengths))), ids_for(len(lengths), count)
     visible = SinksAndWindow(4, budget)
-    assert torch.equal(*(chain(r, ids, visible, drafts) for r in (first, second)))
-    assert torch.equal(*(r.forward(ids, rows, visible) for r in (first, second)))
-    check_equal(first, second)
-    assert torch.equal(*(r.forward(ids[-1:], rows[-1:]) for r in (first, second)))
-    check_equal(first, second)
+    check_same(pair, chain, ids, visible, drafts)
+    check_same(pair, ModelRunner.forward, ids, rows, visible)
+    check_same(pair, ModelRunner.forward, ids[-1:], rows[-1:])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -204,10 +208,8 @@ def test_attention_weights_and_queries_are_shown(dtype: torch.dtype) -> None:
 
 @pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="this CPU has no bfloat16 dot products")
 def test_an_int8_cache_is_read() -> None:
-    first, second = make_pair(TINY, torch.bfloat16, [130, 3], is_int8=True)
-    pair = [chain(runner, ids_for(2, 1), SinksAndWindow(4, 50), 5) for runner in (first, second)]
-    assert torch.equal(*pair)
-    check_equal(first, second)
+    pair = make_pair(TINY, torch.bfloat16, [130, 3], is_int8=True)
+    check_same(pair, chain, ids_for(2, 1), SinksAndWindow(4, 50), 5)
 
 
 def test_ranges_of_single_heads_are_read() -> None:
@@ -226,11 +228,9 @@ def test_ranges_of_single_heads_are_read() -> None:
         def most_visible(self, committed: int) -> int:
             return 7
 
-    first, second = make_pair(TINY, torch.float32, [100, 120])
-    ids = ids_for(2, 1)
-    assert torch.equal(*(chain(runner, ids, OfHeads(), 5) for runner in (first, second)))
-    check_equal(first, second)
-    assert not torch.equal(chain(first, ids, OfHeads(), 5), chain(first, ids, FULL, 5))
+    pair, ids = make_pair(TINY, torch.float32, [100, 120]), ids_for(2, 1)
+    drafts = check_same(pair, chain, ids, OfHeads(), 5)
+    assert not torch.equal(drafts, chain(pair[0], ids, FULL, 5))
 
 
 def test_an_unknown_token_is_refused() -> None:

@@ -13,15 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from attention_cases import Case, exact_attention, fill
-from conftest import (
-    TINY,
-    Launch,
-    decode_both,
-    make_requests,
-    make_runner,
-    random_prompts,
-    tiny_transformer,
-)
+from conftest import TINY, Launch, tiny_transformer
+from launches import compile_apart
+from lossless import speculate
 
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.triton import (
@@ -98,17 +92,13 @@ def test_weight_blocks_are_those_of_the_policies() -> None:
 )
 def test_speculation_emits_the_baseline_tokens(kv: KVSection) -> None:
     """As in test_lossless, with our kernels. The tokens are also those of the reference backend."""
-    lengths = [5, 37]
-    prompts = random_prompts(lengths, TINY.vocab_size)
-    model = tiny_transformer(replace(TINY, num_layers=1, num_heads=4, num_kv_heads=2)).to(DEVICE)
-    runner = make_runner(model, len(lengths), 64, TritonBackend())
-    baseline, ours, accepted = decode_both(runner, make_requests(prompts, 8), kv, 3, chunk=24)
-    assert ours == baseline and all(len(tokens) == 8 for tokens in ours)
-    counts = {a for step in accepted for a in step}
-    assert len(counts) > 1, "some drafts were refused, some were not"
-    plain = make_runner(model, len(lengths), 64, SDPABackend())
-    reference, _, _ = decode_both(plain, make_requests(prompts, 8), kv, 3, chunk=24)
-    assert baseline == reference
+    config, sizes = replace(TINY, num_layers=1, num_heads=4, num_kv_heads=2), {"lengths": [5, 37]}
+    ours, reference = (
+        speculate(tiny_transformer(config).to(DEVICE), kv, 3, num_new=8, backend=build, **sizes)
+        for build in (TritonBackend, SDPABackend)
+    )
+    assert len(ours.counts) > 1, "some drafts were refused, some were not"
+    assert ours.tokens == reference.tokens
 
 
 COMPILE = """
@@ -143,10 +133,7 @@ for name in ("append", "attend_split", "merge_splits", "sum_mass"):
 def test_kernels_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
     """They compile to machine code for compute capability 8.0 and fit the shared memory of 8.6. The
     interpreter accepts code that a compiler does not. Triton includes its assembler."""
-    env = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    env["TRITON_CACHE_DIR"] = str(tmp_path)
-    done = subprocess.run([sys.executable, "-c", COMPILE], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    compile_apart(COMPILE, tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is nothing to interpret")

@@ -50,13 +50,12 @@ def test_tokens_of_baseline_and_self_speculation_equal_transformers(
 ) -> None:
     """Some prompts are longer than the window. One text grows past it while it is decoded."""
     model, reference = mistral
-    runner = make_runner(model, len(LENGTHS), max(LENGTHS) + 40 + 4)
-    prompts = random_prompts([150, 30, 91], VOCAB, seed=1)
-    baseline, ours, accepted = decode_both(runner, make_requests(prompts, 40), kv, 4, chunk=16)
-    assert baseline == [reference.greedy(prompt, 40) for prompt in prompts]
-    assert ours == baseline
-    assert max(len(set(text)) for text in baseline) > 8, "they say something"
-    assert all(a == 4 for step in accepted for a in step) == (kv.policy == "full")
+    lengths = [150, 30, 91]
+    found = speculate(model, kv, lengths=lengths, num_new=40, seed=1, chunk=16)
+    prompts = random_prompts(lengths, VOCAB, seed=1)
+    assert found.tokens == [reference.greedy(prompt, 40) for prompt in prompts]
+    assert max(len(set(text)) for text in found.tokens) > 8, "they say something"
+    assert found.accepts_all == (kv.policy == "full")
 
 
 @pytest.mark.parametrize("kv", KV_SECTIONS[:4], ids=str)

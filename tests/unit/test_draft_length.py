@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import pytest
@@ -42,32 +42,43 @@ class World:
     draft: float  # of one draft token
     verify: float  # of one token more than a decode
     rate: float  # of each draft token, given those before it
+    fixed: float = 0.5  # the share of a step of 8 rows that one of few rows costs too
+    rates: dict[int, float] = field(default_factory=dict)  # of single requests
 
     def seconds(self, rows: int, count: int) -> float:
-        """Half of a step is paid by the rows."""
-        return (0.5 + 0.5 * rows / 8) * (self.decode + count * (self.draft + self.verify))
+        share = self.fixed + (1 - self.fixed) * rows / 8
+        return share * (self.decode + count * (self.draft + self.verify))
 
     def measure(self, batch: Batch) -> Sequence[float]:
         return [self.seconds(len(batch.requests), count) for count in range(MOST + 1)]
 
-    def run(self, length: DraftLength, rows: int, wanted: int, seed: int = 0) -> float:
-        """Seconds until every row has `wanted` tokens more; `counts` is what steps drafted."""
-        draws, total, self.counts = random.Random(seed), 0.0, []
+    def run(
+        self, length: DraftLength, rows: int, wanted: int, seed: int = 0, most_steps: int = 1 << 30
+    ) -> float:
+        """Seconds until every row has `wanted` tokens more, or of `most_steps` steps. `counts` is
+        what each group of rows drafted, `lengths` what each row did, `emitted` how many tokens
+        there were."""
+        draws, total, self.emitted = random.Random(seed), 0.0, 0
+        self.counts, self.lengths = list[int](), list[list[int]]()
         batch = make_batch(rows, wanted=wanted)
         length.begin(batch, self.measure)
-        while batch.requests:
-            count = length.lengths(batch)[0]
-            accepted = []
-            for request in batch.requests:
-                taken = 0
-                while taken < count and draws.random() < self.rate:
-                    taken += 1
-                accepted.append(taken)
-                request.output_ids.extend([1] * min(1 + taken, wanted - len(request.output_ids)))
-            seconds = self.seconds(len(batch.requests), count)
-            length.observe(batch, count, accepted if count else (), seconds)
-            total += seconds
-            self.counts.append(count)
+        while batch.requests and len(self.lengths) < most_steps:
+            self.lengths.append(length.lengths(batch))
+            for count in sorted(set(self.lengths[-1])):
+                pairs = zip(batch.requests, self.lengths[-1], strict=True)
+                group = Batch(tuple(r for r, n in pairs if n == count))
+                accepted = []
+                for request in group.requests:
+                    taken, rate = 0, self.rates.get(request.request_id, self.rate)
+                    while taken < count and draws.random() < rate:
+                        taken += 1
+                    accepted.append(taken)
+                    new = min(1 + taken, wanted - len(request.output_ids))
+                    request.output_ids.extend([1] * new)
+                seconds = self.seconds(len(group.requests), count)
+                length.observe(group, count, accepted if count else (), seconds)
+                total, self.emitted = total + seconds, self.emitted + sum(accepted) + len(accepted)
+                self.counts.append(count)
             going = [r for r in batch.requests if len(r.output_ids) < wanted]
             batch = Batch(tuple(going))
         return total
@@ -243,46 +254,18 @@ def test_the_section_decides() -> None:
 def test_a_row_whose_drafts_do_not_pay_gets_none(per_row: bool) -> None:
     """Of 8 rows, 3 accept almost nothing. Rows cost the same with drafts or without, so that a
     forward more is soon paid for. After the text of these rows has changed, they draft again."""
-    rates, draws = {i: 0.02 if i < 3 else 0.9 for i in range(8)}, random.Random(0)
-
-    def seconds(rows: int, count: int) -> float:
-        return 0.1 + rows * (1.0 + 0.4 * count)
-
-    def measure(batch: Batch) -> Sequence[float]:
-        return [seconds(len(batch.requests), count) for count in range(MOST + 1)]
-
-    length, batch = AutoLength(MOST, Group((0,), 0), CPU, per_row=per_row), make_batch(8)
-    length.begin(batch, measure)
-    seen, total, emitted = [], 0.0, 0
-
-    def run(num_steps: int) -> None:
-        nonlocal total, emitted
-        for _ in range(num_steps):
-            lengths = length.lengths(batch)
-            seen.append(lengths)
-            for count in sorted(set(lengths)):
-                pairs = zip(batch.requests, lengths, strict=True)
-                group = Batch(tuple(r for r, n in pairs if n == count))
-                accepted = []
-                for request in group.requests:
-                    taken = 0
-                    while taken < count and draws.random() < rates[request.request_id]:
-                        taken += 1
-                    accepted.append(taken)
-                taken_s = seconds(len(group.requests), count)
-                length.observe(group, count, accepted if count else (), taken_s)
-                total, emitted = total + taken_s, emitted + sum(accepted) + len(accepted)
-
-    run(600)
+    world = World(8.0, 2.2, 1.0, 0.9, fixed=0.0125, rates=dict.fromkeys(range(3), 0.02))
+    length = AutoLength(MOST, Group((0,), 0), CPU, per_row=per_row)
+    seconds = world.run(length, 8, 10**6, most_steps=600)
     uniform = max(
-        (5 * sum(0.9**k for k in range(n + 1)) + 3) / seconds(8, n) for n in range(MOST + 1)
+        (5 * sum(0.9**k for k in range(n + 1)) + 3) / world.seconds(8, n) for n in range(MOST + 1)
     )
-    is_split = [lengths[0] == 0 < lengths[7] for lengths in seen[100:]]
+    is_split = [lengths[0] == 0 < lengths[7] for lengths in world.lengths[100:]]
     if not per_row:
-        assert not any(len(set(lengths)) > 1 for lengths in seen)
-        assert emitted / total < uniform
+        assert not any(len(set(lengths)) > 1 for lengths in world.lengths)
+        assert world.emitted / seconds < uniform
         return
-    assert fmean(is_split) > 0.7 and emitted / total > 1.02 * uniform
-    rates.update(dict.fromkeys(range(3), 0.9))
-    run(600)
-    assert fmean(lengths[0] > 0 for lengths in seen[-100:]) > 0.8
+    assert fmean(is_split) > 0.7 and world.emitted / seconds > 1.02 * uniform
+    world.rates.clear()
+    world.run(length, 8, 10**6, seed=1, most_steps=600)
+    assert fmean(lengths[0] > 0 for lengths in world.lengths[-100:]) > 0.8

@@ -11,6 +11,7 @@ from conftest import TINY
 from recorder import Recorder
 from torch import Tensor
 
+from magicdec import autotune
 from magicdec import autotune as module
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.autotune import (
@@ -354,7 +355,7 @@ def test_backends_agree_on_what_is_measured(name: str, monkeypatch: pytest.Monke
     if name == "triton":
         pytest.importorskip("triton")
     for times in ("WARMUPS", "REPEATS"):
-        monkeypatch.setattr(module, times, 1)
+        monkeypatch.setattr(autotune, times, 1)
     step = Step("a step", tuple(READS), 2, 4, 2, 32, torch.float32, 1, 20)
     device = torch.device("cuda" if torch.cuda.is_available() and name != "native" else "cpu")
     found, reference = measure(name, step, device), measure("sdpa", step, device)
@@ -372,7 +373,7 @@ def test_a_recorded_run_is_measured_by_replays() -> None:
     recorder, eager = Recorder(), measure("sdpa", step, CPU)
     replayed = measure("sdpa", step, CPU, recorder)
     assert recorder.recorded == len(READS)
-    assert recorder.replayed == len(READS) * module.REPEATS
+    assert recorder.replayed == len(READS) * autotune.REPEATS
     for ours, theirs in zip(replayed.outputs, eager.outputs, strict=True):
         assert (ours - theirs).abs().max() < 1e-6
     measure("grouped", step, CPU, recorder)
@@ -393,7 +394,7 @@ def test_a_recorded_view_is_as_long_as_rows_may_become() -> None:
     longest = 256  # whole blocks of 64 that hold 150 + 100
     draft = ((longest - 1,) * 2, (20 + 5,) * 2, False)  # the budget, and what a step may draft
     whole = ((longest - 3,) * 2, (longest - 3,) * 2, True)
-    calls = module.WARMUPS + 1
+    calls = autotune.WARMUPS + 1
     assert lengths == [draft] * calls + [whole] * calls
 
 
@@ -415,7 +416,7 @@ def test_what_is_measured_is_what_is_read() -> None:
     for read in READS:
         seen.clear()
         measure_read(Watched(), read, step, CPU)
-        calls = module.WARMUPS + module.REPEATS
+        calls = autotune.WARMUPS + autotune.REPEATS
         assert len(seen) == calls * (1 + 3), "a plan and three layers each"
         view, policy = seen[0], read.policy
         assert (view.num_new, view.window, view.lengths) == (read.num_new, read.window, (150, 150))

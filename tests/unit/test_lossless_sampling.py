@@ -1,6 +1,7 @@
 """Sampled speculation keeps the target's distribution: chi-squared tests of first tokens and of
-pairs, on toy vocabularies with known probabilities. Wrong rules fail these tests. Seeds are
-fixed."""
+pairs, on toy vocabularies with known probabilities. Wrong rules fail these tests. And coupled
+sampling: its noise, the same distribution whatever is drafted, and how often drafts are right.
+Seeds are fixed."""
 
 from __future__ import annotations
 
@@ -10,19 +11,20 @@ from itertools import product
 
 import pytest
 import torch
+from chi_squared import ACCEPTED, REFUSED, p_value
 from torch import Tensor
 
 from magicdec.config.sections import SamplingSection
 from magicdec.request import Request
+from magicdec.sampling.coupled import FEW, CoupledSampling, perturb
 from magicdec.sampling.metadata import Draws, Filters, Penalties, SamplingMetadata
-from magicdec.sampling.randomness import Purpose
+from magicdec.sampling.randomness import Purpose, derive_seed, exponentials
 from magicdec.sampling.sampling import make_params, probabilities, process, sample
 from magicdec.sampling.verification import verify
 
 CPU = torch.device("cpu")
 VOCAB, FIRST = 6, 2  # FIRST: the prompt's only token
 NUM_REQUESTS = 8_000
-ACCEPTED, REFUSED = 1e-3, 1e-9  # p-values: a right rule falls below the first once in 1000
 Rule = Callable[[Tensor, "Tensor | None", Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -102,23 +104,6 @@ class Toy:
         return next_probs([]).unsqueeze(1) * torch.stack([next_probs([t]) for t in vocab])
 
 
-def p_value(observed: Tensor, probs: Tensor) -> float:
-    """The p-value of Pearson's chi-squared test. Cells with small expected counts are merged. A
-    cell of probability 0 must be empty."""
-    if observed[probs == 0].sum() > 0:
-        return 0.0
-    expected = probs * observed.sum()
-    is_rare = expected < 8
-    cells = [
-        torch.cat([values[~is_rare].double(), values[is_rare].sum().double().view(1)])
-        for values in (observed, expected)
-    ]
-    observed, expected = (values[cells[1] >= 8] for values in cells)
-    statistic = ((observed - expected).square() / expected).sum()
-    freedom = torch.tensor(len(expected) - 1.0, dtype=torch.float64)
-    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
-
-
 def p_values(tokens: Tensor, pairs: Tensor) -> list[float]:
     """The p-values of the first tokens and of the pairs [N, 2], given the probabilities of the
     pairs [V, V]."""
@@ -195,11 +180,177 @@ def test_wrong_acceptance_rules_change_the_distribution(rule: Rule, drafter: str
         assert p < REFUSED
 
 
-def test_p_values_equal_published_tables() -> None:
-    """The table of chi-squared has 20.515 at 0.001 for 5 degrees of freedom."""
-    even = torch.full((6,), 1 / 6).double()
-    assert p_value(torch.full((6,), 100), even) == 1.0
-    off = round(math.sqrt(20.515 * 100_000 / 2))
-    observed = torch.tensor([100_000 + off, 100_000 - off, *[100_000] * 4])
-    assert p_value(observed, even) == pytest.approx(1e-3, rel=1e-2)
-    assert p_value(torch.tensor([500, 500, 1]), torch.tensor([0.5, 0.5, 0.0])) == 0.0
+Key = Callable[[Tensor, int], Tensor]
+NUM_DRAFTS, PROMPT_LEN = 2, 1
+
+
+def seeds_of(count: int) -> Tensor:
+    return torch.randint(1 << 62, (count,), generator=torch.Generator().manual_seed(3))
+
+
+def test_the_noise_depends_on_seed_position_and_token_alone() -> None:
+    seeds, positions = seeds_of(3), torch.tensor([[0, 1, 70_000], [5, 4, 4], [1, 2, 0]])
+    noise = exponentials(seeds, positions, 50)
+    assert noise.shape == (3, 3, 50) and noise.dtype == torch.float64
+    for row in range(3):
+        for column in range(3):
+            alone = exponentials(seeds[row : row + 1], positions[row : row + 1, column, None], 20)
+            assert torch.equal(alone[0, 0], noise[row, column, :20])
+    assert torch.equal(noise[1, 1], noise[1, 2])
+    different = noise.flatten(0, 1)[[0, 1, 2, 3, 4, 6, 7, 8]]
+    assert different.unique().numel() == different.numel()
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 5}, {"top_p": 0.7}, {"min_p": 0.2}, {}], ids=str)
+def test_noise_for_kept_tokens_alone_has_the_same_bits(filters: dict[str, float]) -> None:
+    logits, positions = torch.randn(6, 2003) * 3, [7, 8, 8, 70_000, 3, 0]
+    section = SamplingSection(temperature=0.7, seed=5, **filters)
+    params = make_params(section, 1, (), 4)
+    probs = probabilities(logits.unsqueeze(0), Filters.of([params], CPU))
+    assert bool(filters) == ((probs > 0).sum(dim=-1).max() < 2003 / FEW)
+    seeds, places = torch.tensor([params.seed]), torch.tensor([positions])
+    expected = perturb(probs, seeds, places, params.temperature)[0]
+    assert torch.equal(CoupledSampling(section).perturbed(logits, 4, positions), expected)
+
+
+def test_the_noise_is_exponential_and_independent_of_its_neighbours() -> None:
+    """The tolerance is five standard errors of 400,000 draws."""
+    noise = exponentials(seeds_of(20), torch.arange(100).expand(20, -1), 200)
+    assert noise.min() > 0 and noise.max() < 37
+    assert abs(noise.mean() - 1) < 5 / math.sqrt(noise.numel())
+    unit = (-noise).exp()
+    counts = torch.histc(unit, 50, 0, 1)
+    assert p_value(counts.long(), torch.full((50,), 1 / 50).double()) > ACCEPTED
+    for a, b in (
+        (unit[1:], unit[:-1]),
+        (unit[:, 1:], unit[:, :-1]),
+        (unit[..., 1:], unit[..., :-1]),
+        (unit[:, 1:, :-1], unit[:, :-1, 1:]),
+    ):
+        found = torch.corrcoef(torch.stack([a.flatten(), b.flatten()]))[0, 1]
+        assert abs(found) < 5 / math.sqrt(a.numel())
+
+
+class CoupledToy(Toy):
+    """As in pipelined speculation: every row predicts the target's token at its position, and a
+    draft is right if it is this token. `position_of` says whose noise a row has."""
+
+    def __init__(
+        self, target: Tensor, draft: Tensor | None, section: SamplingSection, position_of: Key
+    ) -> None:
+        super().__init__(target, draft, section)
+        self.position_of = position_of
+
+    def choose(self, model: Tensor, last: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+        """The token after each of `last` [B], which is at `positions` [B]."""
+        params = make_params(self.section, 99, (), 0)
+        probs = probabilities(model[last].unsqueeze(1), Filters.of([params], CPU))
+        scores = perturb(probs, seeds, positions.unsqueeze(1), params.temperature)
+        return scores.argmax(dim=-1)[:, 0]
+
+    def step_together(self, outputs: list[list[int]], seeds: Tensor) -> None:
+        lengths = torch.tensor([len(output) for output in outputs]) + PROMPT_LEN
+        last = torch.tensor([(FIRST, *output)[-1] for output in outputs])
+        rows, drafts, predicted = last, [], []
+        for place in range(NUM_DRAFTS):
+            if self.draft is None:
+                rows = (rows * 2 + 1) % VOCAB
+            else:
+                rows = self.choose(self.draft, rows, seeds, self.position_of(lengths, place))
+            drafts.append(rows)
+        for place, token in enumerate([last, *drafts]):
+            predicted.append(
+                self.choose(self.target, token, seeds, self.position_of(lengths, place))
+            )
+        right = torch.stack(drafts, 1) == torch.stack(predicted[:-1], 1)
+        accepted = right.long().cumprod(dim=1).sum(dim=1)
+        emitted = torch.stack(predicted, 1).tolist()
+        for output, tokens, count in zip(outputs, emitted, accepted.tolist(), strict=True):
+            output += tokens[: count + 1]
+
+    def first_two(self) -> Tensor:
+        """The first two tokens of every request: [N, 2]."""
+        seeds, outputs = seeds_of(NUM_REQUESTS), [list[int]() for _ in range(NUM_REQUESTS)]
+        while waiting := [i for i, output in enumerate(outputs) if len(output) < 2]:
+            self.step_together([outputs[i] for i in waiting], seeds[waiting])
+        return torch.tensor([output[:2] for output in outputs])
+
+
+def own_position(lengths: Tensor, place: int) -> Tensor:
+    return lengths + place
+
+
+def place_in_the_run(lengths: Tensor, place: int) -> Tensor:
+    """A wrong key: a token after a refused draft has the noise that refused it."""
+    return torch.full_like(lengths, place)
+
+
+@pytest.mark.parametrize("section", ["plain", "filters"])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+def test_coupled_tokens_have_the_targets_distribution(drafter: str, section: str) -> None:
+    toy = CoupledToy(TARGET, DRAFTERS[drafter], SECTIONS[section], own_position)
+    tokens = toy.first_two()
+    for p in p_values(tokens, toy.expected()):
+        assert p > ACCEPTED
+    undrafted = CoupledToy(TARGET, None, SECTIONS[section], own_position)
+    assert torch.equal(tokens, undrafted.first_two()), "the drafter changes no token"
+
+
+def test_noise_by_the_place_in_a_run_changes_the_distribution() -> None:
+    toy = CoupledToy(TARGET, DRAFTERS["bad"], SECTIONS["plain"], place_in_the_run)
+    assert p_values(toy.first_two(), toy.expected())[1] < REFUSED
+
+
+@pytest.mark.parametrize("drafter", ["the target itself", "good", "bad"])
+def test_drafts_are_right_as_often_as_computed(drafter: str) -> None:
+    """At least (1 - d) / (1 + d) and at most 1 - d, where d is the total variation distance. The
+    exact probability is in the module's docstring."""
+    draft = DRAFTERS[drafter]
+    assert draft is not None
+    p, q = (x[FIRST].double().softmax(dim=-1) for x in (TARGET, draft))
+    seeds, positions = seeds_of(40_000), torch.zeros(40_000, 1, dtype=torch.int64)
+    both = [
+        perturb(x.expand(40_000, 1, -1), seeds, positions, 1.0).argmax(-1).flatten() for x in (p, q)
+    ]
+    found = (both[0] == both[1]).double().mean()
+    ratios = torch.maximum(p / p.unsqueeze(1), q / q.unsqueeze(1))  # [i, j]
+    expected = (1 / ratios.sum(dim=1)).sum()
+    distance = (p - q).abs().sum() / 2
+    assert abs(found - expected) < 5 * math.sqrt(0.25 / 40_000) + 1e-12
+    assert (1 - distance) / (1 + distance) <= expected + 1e-12 <= 1 - distance + 2e-12
+
+
+def test_the_best_candidates_are_drawn_without_replacement() -> None:
+    p = TARGET[FIRST].double().softmax(dim=-1)
+    seeds, positions = seeds_of(20_000), torch.zeros(20_000, 1, dtype=torch.int64)
+    tokens = perturb(p.expand(20_000, 1, -1), seeds, positions, 0.7).topk(2).indices[:, 0]
+    pairs = p.unsqueeze(1) * p / (1 - p.unsqueeze(1))
+    for value in p_values(tokens, pairs.fill_diagonal_(0)):
+        assert value > ACCEPTED
+
+
+def test_rows_of_a_run_have_the_noise_of_the_requests_batch() -> None:
+    """`perturbed` of a run's rows is `perturb` of a batch, and greedy logits stay as they are."""
+    section = SamplingSection(temperature=0.7, top_k=4, seed=9)
+    requests: list[Request] = make_requests(3, section)
+    logits = TARGET[:3]
+    rows = CoupledSampling(section).perturbed(logits, 2, [4, 9, 4])
+    probs = probabilities(logits.unsqueeze(0), Filters.of([requests[2].sampling], CPU))
+    seed = torch.tensor([requests[2].sampling.seed])
+    assert torch.equal(rows, perturb(probs, seed, torch.tensor([[4, 9, 4]]), 0.7)[0])
+    assert (rows.isinf().sum(dim=1) == 2).all(), "filtered tokens are never chosen"
+    assert CoupledSampling(section).perturbed(logits[:0], 2, []).shape == (0, VOCAB)
+    assert CoupledSampling(SamplingSection()).perturbed(logits, 2, [4, 9, 4]) is logits
+
+
+@pytest.mark.parametrize("temperature", [0.05, 0.5, 2.0])
+def test_perturbed_logits_are_logits_with_noise_of_the_temperatures_size(
+    temperature: float,
+) -> None:
+    section = SamplingSection(temperature=temperature)
+    logits = TARGET[:2].double()
+    rows = CoupledSampling(section).perturbed(logits, 0, [3, 8])
+    seed = torch.tensor([derive_seed(0, 0)])
+    gumbel = -exponentials(seed, torch.tensor([[3, 8]]), VOCAB)[0].log()
+    shifts = rows - logits.float().double() - temperature * gumbel
+    assert torch.allclose(shifts, shifts[:, :1].expand_as(shifts), atol=1e-9)

@@ -1,6 +1,6 @@
-"""The choice of the all-reduce algorithm with symmetric memory, with fakes for the kernels and the
-group, and the collectives that several GPU ranks may choose. The kernels themselves are not tested,
-because that needs several GPUs."""
+"""Which collectives ranks choose and why, and the choice of the all-reduce algorithm with symmetric
+memory, with fakes for the kernels and the group. The kernels themselves are not tested, because
+that needs several GPUs."""
 
 from __future__ import annotations
 
@@ -12,8 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from magicdec.config.choices.choice import Choice
 from magicdec.config.choices.collectives import choose_collectives
 from magicdec.config.machine import Machine
+from magicdec.config.resolve import resolve
+from magicdec.config.run_config import RunConfig
 from magicdec.distributed import symmetric_memory as module
 from magicdec.distributed.symmetric_memory import (
     BUFFER_BYTES,
@@ -24,6 +27,7 @@ from magicdec.distributed.symmetric_memory import (
     missing_parts,
 )
 
+HERE = Machine(2, 2, 2, has_compiler=True, has_shared_memory=True)
 TWO_GPUS = Machine(2, 2, 2, has_cuda=True, num_gpus=2, missing_symmetric_memory=None)
 
 
@@ -98,33 +102,48 @@ def test_nothing_is_offered_without_its_kernels(monkeypatch: pytest.MonkeyPatch)
     assert missing_parts(2) == "GPU 1 cannot access the memory of GPU 0"
 
 
-def chosen(asked: str, device: str, machine: Machine) -> tuple[str, str]:
-    """(name, reason) of the collectives."""
+ASKED = replace(TWO_GPUS, wants_symmetric_memory=True)
+BARE = replace(ASKED, missing_symmetric_memory="GPU 0 cannot access the memory of GPU 1")
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "machine", "name", "reason"),
+    [
+        ("auto", "cpu", HERE, "shared_memory", "auto: one host"),
+        ("auto", "cpu", replace(HERE, world_size=4), "gloo", "auto: several hosts"),
+        ("auto", "cpu", replace(HERE, has_compiler=False), "gloo", "auto: no C++ compiler"),
+        ("gloo", "cpu", HERE, "gloo", "asked for"),
+        ("auto", "cuda", replace(HERE, num_gpus=2), "nccl", "auto: CUDA"),
+        ("auto", "cuda", TWO_GPUS, "nccl", "auto: CUDA"),
+        ("auto", "cuda", ASKED, "symmetric_memory", "auto: ENABLE_INTRA_NODE_COMM=1"),
+        ("nccl", "cuda", ASKED, "nccl", "asked for"),
+        ("auto", "cuda", BARE, "nccl",
+         "auto: ENABLE_INTRA_NODE_COMM=1, but GPU 0 cannot access the memory of GPU 1"),
+        ("symmetric_memory", "cuda", TWO_GPUS, "symmetric_memory", "asked for"),
+        ("auto", "cpu", ASKED, "gloo", "auto: no C++ compiler"),  # the variable is for GPUs
+    ],
+)  # fmt: skip
+def test_what_is_chosen_and_why(
+    asked: str, device: str, machine: Machine, name: str, reason: str
+) -> None:
     choice = choose_collectives(asked, device, machine)
-    assert choice is not None
-    return choice.name, choice.why
+    assert choice is not None and (choice.name, choice.why) == (name, reason)
 
 
-def test_the_original_suites_variable_is_honoured() -> None:
-    assert chosen("auto", "cuda", TWO_GPUS) == ("nccl", "auto: CUDA")
-    asked = replace(TWO_GPUS, wants_symmetric_memory=True)
-    assert chosen("auto", "cuda", asked) == (
-        "symmetric_memory",
-        "auto: ENABLE_INTRA_NODE_COMM=1",
-    )
-    assert chosen("nccl", "cuda", asked) == ("nccl", "asked for")
-    bare = replace(asked, missing_symmetric_memory="GPU 0 cannot access the memory of GPU 1")
-    assert chosen("auto", "cuda", bare) == (
-        "nccl",
-        "auto: ENABLE_INTRA_NODE_COMM=1, but GPU 0 cannot access the memory of GPU 1",
-    )
-    assert chosen("symmetric_memory", "cuda", TWO_GPUS)[0] == "symmetric_memory"
-    assert chosen("auto", "cpu", asked)[0] == "gloo", "it says nothing of CPUs"
+def test_the_choice_is_in_the_config_of_several_ranks() -> None:
+    parallel = resolve(RunConfig(), HERE).parallel
+    assert parallel.collectives_choice == Choice("shared_memory", "auto: one host")
+    assert parallel.collectives == "shared_memory"
+    assert choose_collectives("auto", "cpu", Machine(2)) is None
 
 
 @pytest.mark.parametrize(
     ("asked", "device", "machine", "message"),
     [
+        ("nccl", "cpu", HERE, "--collectives nccl cannot serve --device cpu"),
+        ("gloo", "cuda", HERE, "--collectives gloo cannot serve --device cuda; choose from nccl"),
+        ("shared_memory", "cpu", Machine(2, 2, 1), "--collectives shared_memory: several hosts"),
+        ("shared_memory", "cpu", Machine(2, 2, 2), "no C\\+\\+ compiler here"),
         ("auto", "cuda", replace(TWO_GPUS, num_gpus=1), "of the 2 ranks of a host, and this one "
          "has 1; start at most 1, or choose --device cpu --collectives gloo$"),
         ("nccl", "cuda", replace(TWO_GPUS, num_gpus=1), "^--collectives nccl --device cuda: NCCL"),
@@ -136,7 +155,7 @@ def test_the_original_suites_variable_is_honoured() -> None:
         ("shared_memory", "cuda", TWO_GPUS, "choose from nccl, symmetric_memory$"),
     ],
 )  # fmt: skip
-def test_what_gpu_ranks_cannot_have_is_refused_in_a_line(
+def test_what_cannot_be_is_refused_in_a_line(
     asked: str, device: str, machine: Machine, message: str
 ) -> None:
     with pytest.raises(ValueError, match=message) as refused:
