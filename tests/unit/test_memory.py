@@ -43,7 +43,6 @@ from magicdec.run.run import execute
 from magicdec.setup import prepare
 
 ALONE = Launch(0, 1, 0, 1)
-SELF = DecodingSection("speculative", "self", 3)
 SMALL = WorkloadSection(
     batch_size=2, prefix_len=100, gen_len=8, num_batches=1, warmup_batches=0, dataset="demo"
 )
@@ -98,47 +97,37 @@ class FakeLibrary:
     magicdec_pack_int8 = magicdec_pack
 
 
+def speculative(drafter: str, kv: KVSection, backend: str = "auto") -> RunConfig:
+    """Under a rolling cache, prompts are longer than a chunk."""
+    config = RunConfig(
+        kv=kv, decoding=DecodingSection("speculative", drafter, 3),
+        attention=AttentionSection(backend),
+    )  # fmt: skip
+    if drafter == "self":
+        return config
+    config = replace(config, model=TargetSection(), draft=DraftSection())
+    if kv.policy != "streaming_llm":
+        return config
+    attention = replace(config.attention, prefill_chunk=20)
+    return replace(config, attention=attention, workload=replace(SMALL, prefix_len=300))
+
+
 NARROW = ("baseline", "snapkv", "int8 snapkv draft", "rolling draft")
+PLAIN = RunConfig(decoding=DecodingSection("autoregressive"))
+INT8 = KVSection("snapkv", 40, draft_kv_dtype="int8")
 RUNS = {
-    "baseline": RunConfig(decoding=DecodingSection("autoregressive")),
-    "sdpa": RunConfig(
-        decoding=DecodingSection("autoregressive"), attention=AttentionSection("sdpa")
-    ),
-    "streaming": RunConfig(decoding=SELF, kv=KVSection(budget=33)),
-    "snapkv": RunConfig(decoding=SELF, kv=KVSection("snapkv", 40)),
-    "snapkv sdpa": RunConfig(
-        decoding=SELF, kv=KVSection("snapkv", 40), attention=AttentionSection("sdpa")
-    ),
-    "int8 snapkv": RunConfig(
-        decoding=SELF, kv=KVSection("snapkv", 40, draft_kv_dtype="int8"),
-        attention=AttentionSection("sdpa"),
-    ),
-    "int8 rolling draft": RunConfig(
-        model=TargetSection(), draft=DraftSection(), kv=KVSection(budget=33, draft_kv_dtype="int8"),
-        decoding=DecodingSection("speculative", "model", 3),
-        attention=AttentionSection("sdpa", prefill_chunk=20),
-        workload=replace(SMALL, prefix_len=300),
-    ),
-    "int8 snapkv draft": RunConfig(
-        model=TargetSection(), draft=DraftSection(),
-        kv=KVSection("snapkv", 40, draft_kv_dtype="int8"),
-        decoding=DecodingSection("speculative", "model", 3), attention=AttentionSection("sdpa"),
-    ),
-    "rolling draft": RunConfig(
-        model=TargetSection(), draft=DraftSection(), kv=KVSection(budget=33),
-        decoding=DecodingSection("speculative", "model", 3),
-        attention=AttentionSection(prefill_chunk=20),
-        workload=replace(SMALL, prefix_len=300),
-    ),
-    "full draft": RunConfig(
-        model=TargetSection(), draft=DraftSection(), kv=KVSection("full"),
-        decoding=DecodingSection("speculative", "model", 3),
-    ),
-    "snapkv draft": RunConfig(
-        model=TargetSection(), draft=DraftSection(), kv=KVSection("snapkv", 40),
-        decoding=DecodingSection("speculative", "model", 3),
-    ),
-}  # fmt: skip
+    "baseline": PLAIN,
+    "sdpa": replace(PLAIN, attention=AttentionSection("sdpa")),
+    "streaming": speculative("self", KVSection(budget=33)),
+    "snapkv": speculative("self", KVSection("snapkv", 40)),
+    "snapkv sdpa": speculative("self", KVSection("snapkv", 40), "sdpa"),
+    "int8 snapkv": speculative("self", INT8, "sdpa"),
+    "int8 rolling draft": speculative("model", KVSection(budget=33, draft_kv_dtype="int8"), "sdpa"),
+    "int8 snapkv draft": speculative("model", INT8, "sdpa"),
+    "rolling draft": speculative("model", KVSection(budget=33)),
+    "full draft": speculative("model", KVSection("full")),
+    "snapkv draft": speculative("model", KVSection("snapkv", 40)),
+}
 
 
 @pytest.mark.parametrize(
