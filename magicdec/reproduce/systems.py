@@ -22,7 +22,6 @@ from pathlib import Path
 from magicdec.distributed.layer_split import MDI_LLM, split_layers
 from magicdec.model.presets.presets import PRESETS, find_config
 from magicdec.names import SEQUENTIAL
-from magicdec.records.performance import SUFFIX as INTERVAL
 
 Row = dict[str, str]
 DEMO, DEMO_DRAFT = "demo", "demo-draft"  # the packaged models
@@ -79,6 +78,8 @@ class System:
     def read(self, row: Row, records: Path) -> tuple[str, str]:
         """The number of a line in the file that its command wrote, and its 95 % interval, empty if
         it has none. Raises Missing if the records do not have the number."""
+        from magicdec.records.performance import SUFFIX as INTERVAL
+
         metric = self.quantities[row["quantity"]]
         if isinstance(metric, str):
             raise Missing(metric)
