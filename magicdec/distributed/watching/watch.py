@@ -34,8 +34,6 @@ from magicdec.distributed.watching.processes import (
 )
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from torch.distributed import Store
 
 
@@ -78,7 +76,7 @@ def watch_ranks(launch: Launch) -> None:
     processes = processes_of(launch)
     on_lost = partial(end_process, launch)
     if launch.local_world_size != launch.world_size:
-        start_heartbeat(launch, on_lost)
+        Heartbeat(open_store(), launch.rank, launch.world_size, on_lost).start()
     Watch(launch, processes, on_lost).start()
 
 
@@ -236,11 +234,6 @@ class Heartbeat(threading.Thread):
 def lost_key() -> str:
     """The store's key for the line of the rank that noticed first that another one is lost."""
     return f"lost in attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
-
-
-def start_heartbeat(launch: Launch, on_lost: Callable[[str], None]) -> None:
-    """Start the heartbeat of this rank. Needs a launcher's rendezvous. Needs torch."""
-    Heartbeat(open_store(), launch.rank, launch.world_size, on_lost).start()
 
 
 def open_store() -> Store:
