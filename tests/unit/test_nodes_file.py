@@ -36,7 +36,7 @@ def written(tmp_path: Path, content: Any) -> Path:
 
 def test_the_order_of_the_list_is_the_order_of_the_ring(tmp_path: Path) -> None:
     ring = read_nodes(written(tmp_path, RING))
-    assert ring == [Node(f"10.0.0.{host}", 8088, None) for host in (1, 2, 3)]
+    assert ring.nodes == tuple(Node(f"10.0.0.{host}", 8088, None) for host in (1, 2, 3))
     lines = lines_of(ring, ["recurrent", "--n_samples", "3"])
     assert lines[4] == "# on 10.0.0.3: secondary 1"
     assert lines[5] == (
@@ -53,10 +53,16 @@ def test_a_ring_of_one_node(tmp_path: Path) -> None:
 def test_nodes_of_one_host_with_a_gpu_each(tmp_path: Path) -> None:
     starter = node(1, device="cuda:0")
     other = node(1, device="cuda:1", communication={"port": 8089})
+    other["inference"] = {"port_in": 5090, "port_out": 5091}
     ring = read_nodes(written(tmp_path, {"nodes": {"starter": starter, "secondary": [other]}}))
     lines = lines_of(ring, ["recurrent"])
     assert lines[3].startswith("CUDA_VISIBLE_DEVICES=1 torchrun ")
     assert lines[3].endswith("recurrent --device cuda")
+
+
+def test_keys_without_a_meaning_are_said(tmp_path: Path) -> None:
+    content = {"nodes": {**RING["nodes"], "intermediate": []}, "comment": "mine"}
+    assert read_nodes(written(tmp_path, content)).ignored == ("comment", "nodes.intermediate")
 
 
 def change(*keys: Any, to: Any = None) -> Callable[[dict[str, Any]], None]:
@@ -80,13 +86,21 @@ def change(*keys: Any, to: Any = None) -> Callable[[dict[str, Any]], None]:
         (change("nodes", "starter"), "nodes.starter is missing"),
         (change("nodes", "secondary"), "nodes.secondary is missing"),
         (change("nodes", "secondary", 1, "addr"), r"nodes.secondary\[1\].addr is missing"),
+        (
+            change("nodes", "starter", "inference", "port_in"),
+            "nodes.starter.inference.port_in is missing",
+        ),
         (change("nodes", "starter", "communication"), "nodes.starter.communication is missing"),
-        (change("nodes", "starter", to=[node(1), node(2)]), "it must be an object with addr"),
+        (change("nodes", "starter", to=[node(1), node(2)]), "a ring has one starter"),
         (change("nodes", "secondary", to=node(2)), "it must be a list of nodes"),
         (change("nodes", "starter", "communication", "port", to=0), "port is 0; it must be a port"),
         (change("nodes", "starter", "communication", "port", to="80"), 'port is "80"'),
         (change("nodes", "starter", "device", to="mps"), "choose from cpu, cuda, cuda:N"),
         (change("nodes", "starter", "device", to="cpu"), "the nodes name none, cpu"),
+        (
+            change("nodes", "secondary", 1, "addr", to="10.0.0.2"),
+            "10.0.0.2:8088 is the address of nodes.secondary",
+        ),
         (
             change("nodes", "secondary", 0, "communication", "starter_addr", to="10.0.0.9"),
             "starter_addr is 10.0.0.9, but the starter is 10.0.0.1",
@@ -105,6 +119,8 @@ def test_a_wrong_file_is_refused_by_key(
 def test_what_is_no_json_is_refused_by_line(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"nodes\.json, line 2: no JSON"):
         read_nodes(written(tmp_path, '{"nodes":\n}'))
+    with pytest.raises(ValueError, match="the key starter is given twice"):
+        read_nodes(written(tmp_path, '{"nodes": {"starter": 1, "starter": 2}}'))
     with pytest.raises(ValueError, match=r"none\.json: cannot be read \(No such file"):
         read_nodes(tmp_path / "none.json")
 

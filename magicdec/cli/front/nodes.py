@@ -12,7 +12,7 @@ from magicdec.cli.flags import refuse
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.setting import setting
 from magicdec.distributed.groups import Launch
-from magicdec.distributed.nodes_file import Node, device_of, launch_words, read_nodes
+from magicdec.distributed.nodes_file import Ring, device_of, launch_words, read_nodes
 
 ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
 DEFAULT = ["recurrent"]
@@ -25,10 +25,12 @@ def main() -> NoReturn:
     at = words.index(SPLIT) if SPLIT in words else len(words)
     try:
         args = build_parser().read(words[:at])[NodesSection]
-        nodes = read_nodes(args.file)
+        ring = read_nodes(args.file)
     except ValueError as error:
         refuse(error, ALONE)
-    print("\n".join(lines_of(nodes, words[at + 1 :] or DEFAULT)))
+    if ring.ignored:
+        print(f"{args.file}: ignored {', '.join(ring.ignored)}", file=sys.stderr)
+    print("\n".join(lines_of(ring, words[at + 1 :] or DEFAULT)))
     sys.exit(0)
 
 
@@ -48,13 +50,13 @@ def build_parser() -> Parser:
     )
 
 
-def lines_of(nodes: list[Node], command: list[str]) -> list[str]:
+def lines_of(ring: Ring, command: list[str]) -> list[str]:
     """Two lines a node: a comment that names it, and its command."""
-    device = device_of(nodes)
+    device = device_of(ring)
     words = ["-m", "magicdec", *command, *(["--device", device] if device else [])]
     lines = []
-    for index, node in enumerate(nodes):
+    for index, node in enumerate(ring.nodes):
         role = "starter" if index == 0 else f"secondary {index - 1}"
         lines.append(f"# on {node.addr}: {role}")
-        lines.append(shlex.join([*launch_words(nodes, index), *words]))
+        lines.append(shlex.join([*launch_words(ring, index), *words]))
     return lines
