@@ -7,6 +7,7 @@ Owns the estimate. Must not know how a cell is measured.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,7 +21,8 @@ from magicdec.study.plan import StudyPlan
 class Remaining:
     """Estimates the time that is left from the seconds that cells have taken for their work."""
 
-    def __init__(self, plan: StudyPlan) -> None:
+    def __init__(self, plan: StudyPlan, time_budget_s: float | None) -> None:
+        self.started, self.time_budget_s = time.monotonic(), time_budget_s
         self.work_left = sum(plan.order[number].work for number in plan.todo)
         self.work_done = self.seconds_done = 0.0
 
@@ -29,13 +31,20 @@ class Remaining:
         self.work_done += cell.work
         self.seconds_done += seconds
 
-    def __str__(self) -> str:
-        """As the end of a line; empty before the first cell is done, and when all are."""
-        if not self.work_done or self.work_left <= 0:
-            return ""
-        seconds = self.work_left * self.seconds_done / self.work_done
-        minutes = f"{seconds / 60:.0f} min" if seconds >= 60 else f"{seconds:.0f} s"
-        return f", about {minutes} left"
+    @property
+    def seconds(self) -> float | None:
+        """Until all is done; None before the first cell is."""
+        return self._expected(self.work_left)
+
+    def is_over(self, cell: Cell) -> bool:
+        """Whether the time budget would end before the cell."""
+        if self.time_budget_s is None:
+            return False
+        elapsed = time.monotonic() - self.started
+        return elapsed + (self._expected(cell.work) or 0.0) > self.time_budget_s
+
+    def _expected(self, work: float) -> float | None:
+        return work * self.seconds_done / self.work_done if self.work_done else None
 
 
 class StudyProgress:
@@ -47,10 +56,10 @@ class StudyProgress:
 
     def begin(self, number: int, cell: Cell, remaining: Remaining) -> None:
         self.name = f"{number + 1}/{self.num_runs} {describe(cell)}"
-        self.label = f"{self.name}{remaining}; "
+        self.label = f"{self.name}{shown_left(remaining)}; "
 
     def end(self, record: RunRecord, remaining: Remaining) -> None:
-        say(f"{self.name}: {shown(record)}{remaining}")
+        say(f"{self.name}: {shown(record)}{shown_left(remaining)}")
 
     @contextmanager
     def task(self, name: str, total: int) -> Iterator[Advance]:
@@ -77,6 +86,15 @@ def shown(record: RunRecord) -> str:
     if metrics.speedup is not None:
         parts.append(f"{metrics.speedup:.2f}x")
     return ", ".join(parts)
+
+
+def shown_left(remaining: Remaining) -> str:
+    seconds = remaining.seconds
+    if seconds is None or remaining.work_left <= 0:
+        return ""
+    return (
+        f", about {seconds / 60:.0f} min left" if seconds >= 60 else f", about {seconds:.0f} s left"
+    )
 
 
 def print_order(plan: StudyPlan) -> None:

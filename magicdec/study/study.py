@@ -59,6 +59,12 @@ class Settings:
         least=1,
         other_defaults="20 in latency",
     )
+    time_budget: float | None = setting(
+        None,
+        "Start no run that is not expected to end within so many minutes. Default: no limit.",
+        metavar="MINUTES",
+        above=0,
+    )
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Runs the cells of a study, one record each: every rank executes this together. At the end it says
 what has become of the study.
 
-Owns what happens between cells: what is dropped, and what a failure leaves behind.
+Owns what happens between cells: what is dropped, when to stop, and what a failure leaves behind.
 Must not know what a cell measures.
 """
 
@@ -41,13 +41,16 @@ class Sweep:
         self.resident: Resident | None = None
         self.records: list[RunRecord] = []
 
-    def run(self) -> None:
-        """Run what is left. Raises KeyboardInterrupt on Ctrl-C, OSError if a record cannot be
+    def run(self, time_budget_s: float | None) -> None:
+        """Run what is left, until the time budget is over: no cell starts that is not expected to
+        end within it. Raises KeyboardInterrupt on Ctrl-C, OSError if a record cannot be
         written."""
-        remaining = Remaining(self.plan)
+        remaining = Remaining(self.plan, time_budget_s)
         for number in self.plan.todo:
             cell = self.plan.order[number]
             session = None if cell.prepared is None else self.session(cell)
+            if self.is_over(session, remaining, cell):
+                break
             self.progress.begin(number, cell, remaining)
             started = time.monotonic()
             if session is None:
@@ -60,6 +63,14 @@ class Sweep:
                 self.progress.end(record, remaining)
             self.records.append(record)
         close_groups()
+
+    def is_over(self, session: RankSession | None, remaining: Remaining, cell: Cell) -> bool:
+        """Whether the time budget ends before the next cell would. The leading rank's clock
+        counts."""
+        is_over = remaining.is_over(cell)
+        if session is None:
+            return self.launch.world_size == 1 and is_over
+        return bool(session.groups.target.all_gather_object(is_over)[0])
 
     def session(self, cell: Cell) -> RankSession:
         """The session of the cell's ranks, opened at its first use."""
@@ -106,19 +117,21 @@ def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:
     sweep = Sweep(plan, launch, path, progress)
     if is_leader:
         say(f"{len(plan.order)} runs, {len(plan.order) - len(plan.todo)} of them done before")
-    code = 0
+    budget, is_interrupted = settings.time_budget, False
     try:
-        sweep.run()
+        sweep.run(None if budget is None else 60 * budget)
     except KeyboardInterrupt:
         stop_watching()
-        code = INTERRUPTED
+        is_interrupted = True
     except OSError as error:
         if is_leader:
             say(f"--out {path}: {error.strerror}; the record of the last run is lost")
         return 1
     if is_leader:
         say_end(plan, sweep.records, path)
-    return code or int(not all(record.passed for record in sweep.records))
+    return (
+        INTERRUPTED if is_interrupted else int(not all(record.passed for record in sweep.records))
+    )
 
 
 def say_end(plan: StudyPlan, records: Sequence[RunRecord], path: Path) -> None:

@@ -24,6 +24,7 @@ def study(tmp_path: Path) -> Path:
         """
         out = "here.jsonl"
         order_seed = 3
+        time_budget = 1.5
         [common]
         dtype = "float32"
         ignore_eos = true
@@ -114,7 +115,7 @@ def test_a_common_flag_may_do_nothing_in_a_grid(tmp_path: Path) -> None:
 
 def test_flags_of_the_sweep_win_over_the_file(study: Path) -> None:
     _, given = parse([str(study), "--out", "there.jsonl", "--repeats", "2"])
-    assert given.settings == Settings("there.jsonl", order_seed=3, repeats=2)
+    assert given.settings == Settings("there.jsonl", order_seed=3, repeats=2, time_budget=1.5)
 
 
 BAD_FILES = {
@@ -209,7 +210,10 @@ def test_more_than_ten_thousand_runs_need_a_yes(tmp_path: Path) -> None:
         (["selfspec", "--gama", "1"], "unknown flag gama; did you mean gamma?"),
         (["selfspec", "--ignore_eos", "yes"], "ignore_eos is a switch; give true or false"),
         (["selfspec", "--save_tokens", "x"], "save_tokens is for one run"),
-        (["selfspec", "--repeats", "0"], "--repeats 0 is too small; it must be at least 1"),
+        (
+            ["selfspec", "--time_budget", "0"],
+            "--time_budget 0 is too small; it must be more than 0",
+        ),
         (["selfspec", "--order_seed", "x"], "--order_seed"),
     ],
 )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import subprocess
 import sys
 from collections import Counter
@@ -37,6 +36,7 @@ from magicdec.run.run import execute
 from magicdec.setup import loading
 from magicdec.setup import prepare as preparing
 from magicdec.setup.prepare import prepare
+from magicdec.study import progress
 from magicdec.study import sweep as sweep_module
 from magicdec.study.cells import config_key
 from magicdec.study.plan import StudyPlan, make_plan
@@ -91,7 +91,7 @@ def run_study(
     given = Settings(str(path), **settings)
     plan = make_plan(asked, given, ALONE, retries_failed=False)
     sweep = Sweep(plan, ALONE, path, StudyProgress(Silent(), len(plan.order)))
-    sweep.run()
+    sweep.run(None)
     return plan, sweep.records
 
 
@@ -249,17 +249,24 @@ def test_the_order_is_seeded_and_keeps_together_what_shares_a_prefill(base: RunC
     assert set(counts.values()) == {3}
 
 
-def test_the_time_left_follows_from_the_work_of_the_cells(base: RunConfig) -> None:
-    """Each cell here takes 10 s for its work."""
+def test_no_cell_starts_that_the_time_budget_would_end_in(
+    base: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each cell here takes 10 s for its work, and 36 s are given."""
     plan = make_plan(variants(base)[1:6], Settings(), ALONE, False)
-    remaining = Remaining(plan)
-    assert not str(remaining)
-    for number in plan.todo[:3]:
+    clock = [0.0]
+    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    remaining = Remaining(plan, 36.0)
+    assert remaining.seconds is None
+    started = 0
+    for number in plan.todo:
+        if remaining.is_over(plan.order[number]):
+            break
+        started += 1
+        clock[0] += 10
         remaining.ran(plan.order[number], 10)
-    assert re.fullmatch(r", about (1[89]|2[012]) s left", str(remaining))
-    for number in plan.todo[3:]:
-        remaining.ran(plan.order[number], 10)
-    assert not str(remaining)
+    assert started == 3 and remaining.seconds == pytest.approx(20, rel=0.1)
+    assert not Remaining(plan, None).is_over(plan.order[0])
 
 
 GRID = """
