@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.distributed.groups import Launch
 from magicdec.memory.plan import max_tokens
 from magicdec.names import BASELINE
@@ -83,14 +84,26 @@ def make_cells(configs: Iterable[RunConfig], launch: Launch) -> list[Cell]:
     such as a model that does not exist."""
     known, cells = Known(), dict[str, Cell]()
     for config in configs:
-        found = find(config, launch, known)
-        try:
-            # Each rank checks alone: the ranks of a study agree on all refusals at once.
-            cell = Cell(found, complete(found, known, lambda launch, check: check()))
-        except ValueError as error:
-            cell = Cell(found, refusal=" ".join(str(error).split()))
+        cell = make_cell(config, launch, known)
         cells.setdefault(cell.key, cell)
     return list(cells.values())
+
+
+def make_cell(config: RunConfig, launch: Launch, known: Known) -> Cell:
+    """The cell of a config, or its refusal."""
+    found = find(config, launch, known)
+    try:
+        # Each rank checks alone: the ranks of a study agree on all refusals at once.
+        return Cell(found, complete(found, known, lambda launch, check: check()))
+    except ValueError as error:
+        return Cell(found, refusal=" ".join(str(error).split()))
+
+
+def baseline_of(config: RunConfig) -> RunConfig:
+    """Autoregressive decoding with the same target and prompts."""
+    d = config.decoding
+    plain = DecodingSection(BASELINE, ignore_eos=d.ignore_eos, cuda_graphs=d.cuda_graphs)
+    return replace(config, draft=None, kv=KVSection(), decoding=plain)
 
 
 def records_of(path: Path, cells: Sequence[Cell]) -> list[RunRecord]:

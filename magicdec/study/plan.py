@@ -4,7 +4,8 @@ ranks agree on it before anything is loaded.
 Cells with one target run one after the other, so that it is loaded once; among these, cells with
 the same prompts, so that they are prefilled once. The order of targets, of prompts, and of the
 cells with the same prompts is random, from the study's seed: no setting is always measured early or
-late.
+late. The cheapest baseline of each target is the first and the last of its cells, and runs again
+in between.
 
 Owns the agreement. The leading rank alone reads the results file.
 """
@@ -22,9 +23,18 @@ from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch, exchange_texts
 from magicdec.memory.check import needed
 from magicdec.model.checkpoint.source import ModelSource
+from magicdec.names import BASELINE
 from magicdec.records.record import RunRecord
 from magicdec.run.resident import Room
-from magicdec.study.cells import Cell, config_key, make_cells, records_of
+from magicdec.setup.prepare import Known
+from magicdec.study.cells import (
+    Cell,
+    baseline_of,
+    config_key,
+    make_cell,
+    make_cells,
+    records_of,
+)
 from magicdec.study.study import Settings
 
 
@@ -50,7 +60,7 @@ def make_plan(
     configs: Iterable[RunConfig], settings: Settings, launch: Launch, retries_failed: bool
 ) -> StudyPlan:
     """Raises ValueError as `make_cells` does, and for a results file that cannot be read."""
-    order = in_order(make_cells(configs, launch), settings)
+    order = in_order(make_cells(configs, launch), launch, settings)
     known = list({cell.key: cell for cell in order}.values())
     stays = make_stays(known)
     todo: list[int] = []
@@ -74,8 +84,10 @@ def make_plan(
     return StudyPlan([agreed[cell.key] for cell in order], facts[0]["todo"], stays)
 
 
-def in_order(cells: Sequence[Cell], settings: Settings) -> list[Cell]:
-    """Every cell as often as it is to be repeated, in as many rounds."""
+def in_order(cells: Sequence[Cell], launch: Launch, settings: Settings) -> list[Cell]:
+    """Every cell as often as it is to be repeated, in as many rounds. Baselines are repeated in
+    between, whether they are among the cells or not."""
+    references = make_references(cells, launch)
     rng, order = random.Random(settings.order_seed), list[Cell]()
     for _ in range(settings.repeats):
         models = grouped(cells, lambda c: c.model_key)
@@ -85,8 +97,35 @@ def in_order(cells: Sequence[Cell], settings: Settings) -> list[Cell]:
             rng.shuffle(groups)
             for group in groups:
                 rng.shuffle(group)
-                order += group
+            order += with_reference(groups, cheapest(references, of_model[0]), settings)
     return order
+
+
+def cheapest(references: Sequence[Cell], cell: Cell) -> Cell | None:
+    """The baseline with the least work that has the same target as `cell`."""
+    fitting = [r for r in references if r.model_key == cell.model_key and r.prepared is not None]
+    return min(fitting, key=lambda r: r.work, default=None)
+
+
+def with_reference(
+    groups: Sequence[Sequence[Cell]], reference: Cell | None, settings: Settings
+) -> list[Cell]:
+    """The cells of the groups with the reference, if there is one, at the beginning, at the end,
+    and after at least `baseline_every` cells (0: never): between groups, or within a group that has
+    its prompts."""
+    every = settings.baseline_every
+    if reference is None or not every:
+        return [cell for group in groups for cell in group]
+    order, since = [reference], 0
+    for group in groups:
+        others = [cell for cell in group if cell.key != reference.key]
+        for number, cell in enumerate(others):
+            if since >= every and (not number or cell.prompts_key == reference.prompts_key):
+                order.append(reference)
+                since = 0
+            order.append(cell)
+            since += 1
+    return [*order, reference] if since else order
 
 
 def grouped(cells: Iterable[Cell], key: Callable[[Cell], object]) -> list[list[Cell]]:
@@ -94,6 +133,20 @@ def grouped(cells: Iterable[Cell], key: Callable[[Cell], object]) -> list[list[C
     for cell in cells:
         groups.setdefault(repr(key(cell)), []).append(cell)
     return list(groups.values())
+
+
+def make_references(cells: Sequence[Cell], launch: Launch) -> list[Cell]:
+    """The baselines of the study; for a target without any, that of its cheapest cell."""
+    known = Known()
+    baselines = [c for c in cells if c.found.config.decoding.strategy == BASELINE]
+    for of_model in grouped(cells, lambda c: c.model_key):
+        if cheapest(baselines, of_model[0]) is None:
+            cell = cheapest(of_model, of_model[0])
+            if cell is not None:
+                baselines.append(
+                    make_cell(baseline_of(cell.found.config.run_config), launch, known)
+                )
+    return baselines
 
 
 def left(order: Sequence[Cell], records: Sequence[RunRecord], retries_failed: bool) -> list[int]:

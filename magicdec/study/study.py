@@ -59,6 +59,12 @@ class Settings:
         least=1,
         other_defaults="20 in latency",
     )
+    baseline_every: int = setting(
+        10,
+        "Runs after which a baseline of the study is measured again, to see drift of the machine. "
+        "0 never does so.",
+        least=0,
+    )
     time_budget: float | None = setting(
         None,
         "Start no run that is not expected to end within so many minutes. Default: no limit.",

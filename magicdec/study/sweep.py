@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import datetime
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 from magicdec.console import make_progress
@@ -23,7 +22,8 @@ from magicdec.run.outcome import unfinished_record
 from magicdec.run.resident import Resident
 from magicdec.run.run import execute_in
 from magicdec.setup.session import RankSession, session_of
-from magicdec.study.cells import Cell
+from magicdec.study.cells import Cell, records_of
+from magicdec.study.drift import measure_drift
 from magicdec.study.plan import StudyPlan
 from magicdec.study.progress import Remaining, StudyProgress, say
 from magicdec.study.study import Settings
@@ -128,16 +128,19 @@ def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:
             say(f"--out {path}: {error.strerror}; the record of the last run is lost")
         return 1
     if is_leader:
-        say_end(plan, sweep.records, path)
+        say_end(plan, sweep, path)
     return (
         INTERRUPTED if is_interrupted else int(not all(record.passed for record in sweep.records))
     )
 
 
-def say_end(plan: StudyPlan, records: Sequence[RunRecord], path: Path) -> None:
-    """How much is done."""
-    num_left = len(plan.todo) - len(records)
-    num_bad = sum(not record.passed for record in records)
+def say_end(plan: StudyPlan, sweep: Sweep, path: Path) -> None:
+    """How much is done, and how steady the machine was."""
+    num_left = len(plan.todo) - len(sweep.records)
+    bad = [record for record in sweep.records if not record.passed]
     end = f"; {num_left} left, which the same command runs" if num_left else ""
-    failed = f", {num_bad} of the last {len(records)} without success" if num_bad else ""
+    failed = f", {len(bad)} of the last {len(sweep.records)} without success" if bad else ""
     say(f"{len(plan.order) - num_left} of {len(plan.order)} runs done{failed}{end}: {path}")
+    drift = measure_drift(records_of(path, plan.order))
+    if drift is not None:
+        say(drift.describe())

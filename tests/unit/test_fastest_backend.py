@@ -12,7 +12,6 @@ from recorder import Recorder
 from torch import Tensor
 
 from magicdec import autotune
-from magicdec import autotune as module
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.autotune import (
     Measured,

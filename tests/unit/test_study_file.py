@@ -214,7 +214,7 @@ def test_more_than_ten_thousand_runs_need_a_yes(tmp_path: Path) -> None:
             ["selfspec", "--time_budget", "0"],
             "--time_budget 0 is too small; it must be more than 0",
         ),
-        (["selfspec", "--order_seed", "x"], "--order_seed"),
+        (["selfspec", "--baseline_every", "x"], "--baseline_every"),
     ],
 )
 def test_bad_flags_are_refused_in_one_line(argv: list[str], expected: str) -> None:

@@ -39,6 +39,7 @@ from magicdec.setup.prepare import prepare
 from magicdec.study import progress
 from magicdec.study import sweep as sweep_module
 from magicdec.study.cells import config_key
+from magicdec.study.drift import measure_drift
 from magicdec.study.plan import StudyPlan, make_plan
 from magicdec.study.progress import Remaining, StudyProgress
 from magicdec.study.study import Settings
@@ -88,7 +89,7 @@ def variants(base: RunConfig) -> list[RunConfig]:
 def run_study(
     asked: list[RunConfig], path: Path, **settings: Any
 ) -> tuple[StudyPlan, list[RunRecord]]:
-    given = Settings(str(path), **settings)
+    given = Settings(str(path), **{"baseline_every": 0, **settings})
     plan = make_plan(asked, given, ALONE, retries_failed=False)
     sweep = Sweep(plan, ALONE, path, StudyProgress(Silent(), len(plan.order)))
     sweep.run(None)
@@ -180,7 +181,7 @@ def test_a_failing_cell_is_a_record_and_the_study_goes_on(
     monkeypatch.setattr(sweep_module, "execute_in", execute_in)
     _, records = run_study(asked, tmp_path / "runs.jsonl")
     assert records == []
-    settings = Settings(str(tmp_path / "runs.jsonl"))
+    settings = Settings(str(tmp_path / "runs.jsonl"), baseline_every=0)
     again = make_plan(asked, settings, ALONE, retries_failed=True)
     assert [again.order[n].found.config.kv.policy for n in again.todo] == ["snapkv"]
 
@@ -211,11 +212,11 @@ def test_caches_stay_only_where_the_memory_allows(
     """The plan covers a cache for each batch. Without room for it, batches take turns, and the
     tokens are the same."""
     asked = variants(base)[:3]
-    plan = make_plan(asked, Settings(), ALONE, False)
+    plan = make_plan(asked, Settings(baseline_every=0), ALONE, False)
     assert all(stay.room.is_kept for stay in plan.stays.values())
     needs = [c.prepared.plan.total for c in plan.order if c.prepared is not None]
     monkeypatch.setattr(preparing, "free_device_memory", lambda *_: max(needs))
-    plan = make_plan(asked, Settings(), ALONE, False)
+    plan = make_plan(asked, Settings(baseline_every=0), ALONE, False)
     assert not any(stay.room.is_kept for stay in plan.stays.values())
     _, records = run_study(asked, tmp_path / "runs.jsonl")
     lone = execute(prepare(asked[1], ALONE), is_leader=False).record
@@ -235,17 +236,23 @@ def test_the_order_is_seeded_and_keeps_together_what_shares_a_prefill(base: RunC
         given = Settings(order_seed=seed, **settings)  # type: ignore[arg-type]
         return make_plan(asked, given, ALONE, False).order
 
-    first = [cell.key for cell in order(0)]
-    assert first == [cell.key for cell in order(0)]
-    assert first != [cell.key for cell in order(1)]
-    assert Counter(first) == Counter(cell.key for cell in order(1))
-    cells = order(0)
+    first = [cell.key for cell in order(0, baseline_every=0)]
+    assert first == [cell.key for cell in order(0, baseline_every=0)]
+    assert first != [cell.key for cell in order(1, baseline_every=0)]
+    assert Counter(first) == Counter(cell.key for cell in order(1, baseline_every=0))
+    cells = order(0, baseline_every=0)
     prompts = [repr(cell.prompts_key) for cell in cells]
     changes = sum(a != b for a, b in pairwise(prompts))
     assert changes == 4 - 1, "four groups of cells with the same prompts"
     policies = [c.found.config.kv.policy for c in cells[: len(asked) // 4]]
     assert policies != sorted(policies), "not in the order in which they are written"
-    counts = Counter(cell.key for cell in order(0, repeats=3))
+    cells = order(0, baseline_every=10)
+    reference = cells[0]
+    assert reference.found.config.decoding.strategy == "autoregressive"
+    assert cells[-1].key == reference.key
+    repeats = [n for n, cell in enumerate(cells) if cell.key == reference.key]
+    assert len(repeats) >= 4 and all(b - a > 10 for a, b in pairwise(repeats[:-1]))
+    counts = Counter(cell.key for cell in order(0, repeats=3, baseline_every=0))
     assert set(counts.values()) == {3}
 
 
@@ -253,7 +260,7 @@ def test_no_cell_starts_that_the_time_budget_would_end_in(
     base: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each cell here takes 10 s for its work, and 36 s are given."""
-    plan = make_plan(variants(base)[1:6], Settings(), ALONE, False)
+    plan = make_plan(variants(base)[1:6], Settings(baseline_every=0), ALONE, False)
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     remaining = Remaining(plan, 36.0)
@@ -267,6 +274,27 @@ def test_no_cell_starts_that_the_time_budget_would_end_in(
         remaining.ran(plan.order[number], 10)
     assert started == 3 and remaining.seconds == pytest.approx(20, rel=0.1)
     assert not Remaining(plan, None).is_over(plan.order[0])
+
+
+def test_drift_is_measured_within_settings(base: RunConfig, tmp_path: Path) -> None:
+    """Two settings whose times differ: only what differs within one is drift."""
+    asked = [base, replace(base, workload=replace(base.workload, batch_size=1))]
+    _, (one, two) = run_study(asked, tmp_path / "runs.jsonl")
+
+    def taking(record: RunRecord, factor: float) -> RunRecord:
+        assert record.baseline_metrics is not None
+        metrics = replace(record.baseline_metrics, mean_step_ms=10 * factor)
+        return replace(record, baseline_metrics=metrics)
+
+    steady = [taking(one, 1), taking(two, 3), taking(one, 1.05), taking(two, 3), taking(one, 0.95)]
+    drift = measure_drift([*steady, replace(one, baseline_metrics=None)])
+    assert drift is not None and drift.is_steady
+    assert (drift.num_baselines, drift.num_settings) == (5, 2)
+    assert (drift.lowest, drift.highest) == pytest.approx((-0.05, 0.05))
+    slowing = measure_drift([taking(one, 1 + n / 10) for n in range(9)])
+    assert slowing is not None and not slowing.is_steady and "not steady" in slowing.describe()
+    assert slowing.trend == pytest.approx(1.7 / 1.1 - 1)
+    assert measure_drift([one, two]) is None, "nothing is repeated"
 
 
 GRID = """
@@ -289,7 +317,7 @@ draft_budget = [20, 30]
 gamma = [1, 2, 3]
 B = [1, 2, 3]
 """
-NUM_CELLS = 36
+NUM_CELLS = 40  # 36 of the grid, and a baseline before, between and after them
 
 
 def sweep(directory: Path, **env: int) -> subprocess.CompletedProcess[str]:
@@ -315,10 +343,11 @@ def test_a_study_that_is_killed_and_started_again_has_each_record_once(
     assert f"{kill_at - 1 + 4} of {NUM_CELLS} runs done" in interrupted.stderr
     done = sweep(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert f"{NUM_CELLS} of {NUM_CELLS} runs done" in done.stderr
+    assert f"{NUM_CELLS} of {NUM_CELLS} runs done" in done.stderr and "drift: " in done.stderr
     records = load_records(path)
     assert len(records) == NUM_CELLS and {r.status for r in records} == {"ok"}
-    assert len({config_key(record.config) for record in records}) == NUM_CELLS
+    keys = Counter(config_key(record.config) for record in records)
+    assert len(keys) == 36 + 1 and sorted(keys.values())[-2:] == [1, 4], "only the baseline repeats"
 
 
 def test_ranks_share_a_study(
@@ -328,7 +357,7 @@ def test_ranks_share_a_study(
     small = ("--prefix_len", 60, "--gen_len", 6, "--num_batches", 1, "--warmup_batches", 0)
     done = launch(
         "small_sweep.py", "selfspec", *flags, *small, "--streamingllm_budget", 20, "--B", 1, 2, 900,
-        "--gamma", 1, 3, "--out", "s.jsonl", num_ranks=2,
+        "--gamma", 1, 3, "--baseline_every", 0, "--out", "s.jsonl", num_ranks=2,
     )  # fmt: skip
     assert done.returncode == 1, "two cells need more prompts than there are"
     records = load_records(tmp_path / "s.jsonl")
@@ -337,6 +366,6 @@ def test_ranks_share_a_study(
     before = (tmp_path / "s.jsonl").read_text()
     again = launch(
         "small_sweep.py", "selfspec", *flags, *small, "--streamingllm_budget", 20, "--B", 1, 2,
-        "--gamma", 1, 3, "--out", "s.jsonl", num_ranks=2,
+        "--gamma", 1, 3, "--baseline_every", 0, "--out", "s.jsonl", num_ranks=2,
     )  # fmt: skip
     assert again.returncode == 0 and (tmp_path / "s.jsonl").read_text() == before
