@@ -68,7 +68,7 @@ ONES = (torch.ones(2, 2),)
 
 @pytest.fixture
 def nothing_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "missing_backends", lambda names: {})
+    monkeypatch.setattr(autotune, "missing_backends", lambda names: {})
 
 
 def test_the_fastest_wins_and_the_others_are_named() -> None:
@@ -153,7 +153,7 @@ def test_candidates_are_what_can_serve(
     assert set(left_out.values()) == {"it does not keep to a sliding window"}
     assert list_candidates(BFLOAT16, replace(MODEL, sliding_window=1 << 20))[0] == everything
 
-    monkeypatch.setattr(module, "missing_backends", lambda names: {"flashinfer": "not installed"})
+    monkeypatch.setattr(autotune, "missing_backends", lambda names: {"flashinfer": "not installed"})
     candidates, left_out = list_candidates(BFLOAT16, MODEL)
     assert candidates == everything[:-1] and left_out == {"flashinfer": "not installed"}
 
@@ -181,7 +181,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """`flash_attn` is fast on full views and slow on others, `triton` in between on all."""
     clock = [0.0]
     speeds = {"sdpa": (50.0, 50.0), "flash_attn": (1.0, 3.0), "triton": (2.0, 2.0)}
-    monkeypatch.setattr(module, "make_backend", lambda name: Slow(clock, *speeds[name]))
+    monkeypatch.setattr(autotune, "make_backend", lambda name: Slow(clock, *speeds[name]))
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
 
 
@@ -229,8 +229,8 @@ def test_the_choice_is_made_once_and_recorded(
     def timer(name: str, step: Step, device: torch.device, recorder: None) -> Measured:
         return Measured(1.0 if sizes[step.head_dim] == name else 2.0, ONES)
 
-    monkeypatch.setattr(module, "measure", timer)
-    monkeypatch.setattr(module, "missing_backends", lambda names: {})
+    monkeypatch.setattr(autotune, "measure", timer)
+    monkeypatch.setattr(autotune, "missing_backends", lambda names: {})
     config = resolve(replace(ASKED_STANDALONE, draft=DraftSection()), GPU, 64, 32)
     assert config.attention.backend_choice.is_to_be_measured
     draft = replace(MODEL, head_dim=32)
@@ -259,8 +259,8 @@ def test_recorded_steps_are_measured_recorded(
         given.add(recorder)
         return Measured(1.0, ONES)
 
-    monkeypatch.setattr(module, "measure", timer)
-    monkeypatch.setattr(module, "CudaGraphs", lambda device: f"graphs of {device}")
+    monkeypatch.setattr(autotune, "measure", timer)
+    monkeypatch.setattr(autotune, "CudaGraphs", lambda device: f"graphs of {device}")
     asked = replace(ASKED, decoding=replace(ASKED.decoding, cuda_graphs=graphs))
     found = settle(resolve(asked, GPU), MODEL, None, Group((0,), 0), CPU)
     reason = found.attention.backend_choice.why
