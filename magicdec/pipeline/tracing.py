@@ -59,10 +59,6 @@ class Span:
     def seconds(self) -> float:
         return self.end_s - self.begin_s
 
-    def counts_from(self, first_run: int, first_draft: int) -> bool:
-        """Whether it belongs to one of these runs or drafts, or to a later one."""
-        return self.run >= (first_draft if self.what is What.DRAFT else first_run)
-
 
 class Spans(Sequence[Span]):
     """Those of one rank, in the order in which they ended. Several threads may add to it."""

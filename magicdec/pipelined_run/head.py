@@ -114,7 +114,7 @@ class Head:
         self.first_run = self.first_draft = 0  # numbers that were not used before
         self.drafted: list[Drafted] = []  # of the requests that were served last
         self.moves: dict[int, Moves] = {}  # of the same requests: when each got its lane
-        self.counts, self.served_from = Counts(), (0, 0)  # of the same; their first run and draft
+        self.counts = Counts()  # of the same
 
     def serve(
         self,
@@ -125,7 +125,7 @@ class Head:
         """Serve `requests`, each from its `arrived_s` on, until all have ended and every run is
         home. The scheduler and the drafters number them in the order of arrival."""
         self.drafted, self.moves = [], {}
-        self.counts, self.served_from = scheduler.counts, (self.first_run, self.first_draft)
+        self.counts = scheduler.counts
         serving = Serving(self, scheduler, requests, observe)
         serving.run()
         self.first_run += scheduler.counts.runs

@@ -158,36 +158,16 @@ PROPERTIES = (
         ),
     ),
     Property(
-        "A pass of requests is counted and timed from after its warm-up.",
-        f"{WARM_UP}test_a_pass_is_counted_and_timed_from_after_it",
-        (
-            Fault("steps of the warm-up counted", "pipeline/passes.py",
-                  "    serve(arrived(short), StepCounts(), lambda num_tokens: None)\n"
-                  "    after_warm_up()\n"
-                  "    requests, counts = arrived(shapes), StepCounts()",
-                  "    counts = StepCounts()\n"
-                  "    serve(arrived(short), counts, lambda num_tokens: None)\n"
-                  "    after_warm_up()\n    requests = arrived(shapes)"),
-            Fault("tokens of the warm-up counted", "pipeline/passes.py",
-                  "serve(arrived(short), StepCounts(), lambda num_tokens: None)",
-                  "serve(arrived(short), StepCounts(), observe)"),
-            Fault("requests that arrive with those of the warm-up", "pipeline/passes.py",
-                  "    def arrived(shapes: Sequence[RequestShape]) -> list[Request]:\n"
-                  "        begin_s = clock.now()\n",
-                  "    begin_s = clock.now()\n\n"
-                  "    def arrived(shapes: Sequence[RequestShape]) -> list[Request]:\n"),
-        ),
-    ),
-    Property(
         "A ring counts, times and shows what comes after its warm-up.",
         f"{WARM_UP}test_a_ring_counts_what_comes_after_it",
         (
             Fault("a ring's spans not begun anew", "pipeline/recurrent.py",
                   "        self.spans, self.samples, self.are_prompts = Spans(), [], []\n", ""),
-            Fault("messages of the warm-up counted", "pipeline/passes.py",
-                  "            before = pipeline.ends.outbound.traffic\n", ""),
-            Fault("drafts of a ring's warm-up counted", "pipeline/passes.py",
-                  "                speculation.counts = DraftCounts()", "                pass"),
+            Fault("messages of the warm-up counted", "serving/ring.py",
+                  "sent = self.ends.outbound.traffic.since(before)",
+                  "sent = self.ends.outbound.traffic"),
+            Fault("drafts of a ring's warm-up counted", "serving/ring.py",
+                  "            self.speculation.counts = DraftCounts()\n", "            pass\n"),
         ),
     ),
 )  # fmt: skip

@@ -24,14 +24,13 @@ from attention_cases import (
     fill,
     make_case,
 )
-from magicdec.config.checks import MOST_WATCHED
 from torch import Tensor
 
 from magicdec.attention import native
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend, has_bfloat16_path
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.config.capabilities import list_backends
+from magicdec.config.capabilities import MOST_WATCHED, list_backends
 from magicdec.drafting.policies.full import FullKV
 from magicdec.drafting.policies.policy import KVPolicy
 from magicdec.drafting.policies.streaming_llm import StreamingLLM

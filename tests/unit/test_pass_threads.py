@@ -38,8 +38,8 @@ from magicdec.hardware.threads import (
     num_threads,
     use_threads,
 )
+from magicdec.pipeline.stage import StageLoop
 from magicdec.pipelined_run.drafter import DraftLoop
-from magicdec.pipelined_run.stage import StageLoop
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 from magicdec.run.run import Run, execute

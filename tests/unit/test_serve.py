@@ -43,7 +43,7 @@ REFUSALS = [  # (ranks, flags, message)
     (1, "--draft ngram --modes static ring", "static ring drafts; add one, such as static+draft"),
     (1, "--modes tensor_parallel", "--modes tensor_parallel needs several ranks; see --nproc"),
     (1, "--layer_split 2 --modes inflight", f"--layer_split {UNUSED} inflight uses it"),
-    (3, "--layer_split 0,1 --modes ring", "--layer_split 0,1: a ring has no draft rank and no "),
+    (3, "--layer_split 0,1 --modes ring", "--layer_split 0,1: a ring has no head without layers"),
     (1, "--machine a.json", "--machine a.json does nothing here: it is for --layer_split auto"),
     (2, "--modes async --draft ngram --gamma auto", "--gamma auto: --modes async drafts a fixed"),
     (2, "--modes ring+draft --draft ngram --gamma auto", "--gamma auto: --modes ring+draft drafts"),
@@ -58,7 +58,6 @@ REFUSALS = [  # (ranks, flags, message)
     (1, "--modes iterative --prefill_tokens 9", f"--prefill_tokens {UNUSED} iterative uses it"),
     (1, "--modes iterative --B 2", f"--B {UNUSED} iterative uses it"),
     (1, "--modes inflight --pad_stage_ms 3", f"--pad_stage_ms {UNUSED} inflight uses it"),
-    (1, "--modes inflight --emulate_stage_ms 3", f"--emulate_stage_ms {UNUSED}"),
     (1, "--emulate_link_ms 3", "--emulate_link_ms and --emulate_link_mbps: one rank has no link"),
     (1, "--emulate_draft_ms 3 --modes sync --draft ngram", "is for --emulate_acceptance"),
     (1, "--emulate_acceptance 0.5 --modes inflight", f"--emulate_acceptance {UNUSED}"),
@@ -66,7 +65,7 @@ REFUSALS = [  # (ranks, flags, message)
     (1, "--emulate_acceptance 0.5 --draft ngram --modes sequential sync", "--draft does nothing"),
     (1, "--emulate_stage_ms 3 --modes sync ring --draft ngram", "give --emulate_acceptance"),
     (1, "--emulate_stage_ms 3 --temperature 1", "--temperature 1 does nothing with --emulate_st"),
-    (1, "--emulate_stage_ms 3 --modes ring static", "--emulate_stage_ms 3.0: static has no stages"),
+    (1, "--emulate_stage_ms 3 --modes ring+draft --draft model:demo-draft", "no tokens that --dra"),
     (1, "--emulate_stage_ms 3 --presence_penalty 1", "--presence_penalty 1 does nothing with --em"),
     (3, "--modes ring --n_samples 3 --B 2", "--n_samples 3 is not a multiple of --B 2"),
     (3, "--modes ring --num_requests 2 --n_samples 4", "--num_requests 2 is less than the samples"),
@@ -114,10 +113,13 @@ DEFAULTS = [  # (command, ranks, flags, modes)
         *("recurrent", 2, "--draft ngram"),
         ["sequential", "inflight", "tensor_parallel", "ring", "ring+draft"],
     ),
-    ("recurrent", 2, "--emulate_stage_ms 3", ["ring"]),
+    (
+        *("recurrent", 2, "--emulate_stage_ms 3"),
+        ["sequential", "inflight", "tensor_parallel", "ring"],
+    ),
     ("pipeline", 2, "", ["sequential", *PIPELINED]),
     ("pipeline", 2, "--draft none", ["sequential", "iterative"]),
-    ("pipeline", 2, "--emulate_stage_ms 3 --emulate_acceptance 0.4", [*PIPELINED]),
+    ("pipeline", 2, "--emulate_stage_ms 3 --emulate_acceptance 0.4", ["sequential", *PIPELINED]),
 ]  # fmt: skip
 
 
