@@ -105,12 +105,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def measure(case: Case, out: Path, gen_len: int) -> None:
-    words = ["serve", "--nproc", STAGES, "--threads", 1, "--arrival", "burst", "--B", 1]
+    words = ["serve", "--nproc", STAGES, "--threads", 1, "--arrival", "burst"]
     words += ["--emulate_stage_ms", case.stage_ms, "--emulate_link_ms", LINK_MS]
     words += ["--num_requests", case.num_requests, "--prefix_len", 64, "--gen_len", gen_len]
     words += ["--modes", case.mode, "--out", out]
     if case.mode == "ring":
-        words += ["--n_samples", case.num_requests]
+        words += ["--B", 1, "--n_samples", case.num_requests]
     if case.acceptance is not None:
         words += ["--emulate_acceptance", case.acceptance, "--emulate_draft_ms", DRAFT_MS]
         words += ["--gamma", GAMMA]
@@ -160,7 +160,8 @@ def draw(path: Path, measured: dict[Case, float], predicted: dict[Case, float]) 
             kinds = list(dict.fromkeys(case.mode for case in shown))
             colours = [look(kinds.index(case.mode)).colour for case in shown]
             bars = ax.barh(places, [measured[case] for case in shown], color=colours, height=0.75)
-            ax.bar_label(bars, [f"{measured[case]:.1f}" for case in shown], fontsize=7, padding=8)
+            labels = [f"{measured[case]:.1f}" for case in shown]
+            ax.bar_label(bars, labels, fontsize=7, label_type="center", color="white")
             ax.plot([predicted[case] for case in shown], places, "k|", markersize=10,
                     label="simulated")  # fmt: skip
             ax.set_yticks(places, [case.name for case in shown] if ax is axes[0] else [])
@@ -169,7 +170,7 @@ def draw(path: Path, measured: dict[Case, float], predicted: dict[Case, float]) 
             ax.grid(axis="y", visible=False)
             ax.set(title=f"four stages of {stage_ms:g} ms, links of {LINK_MS:g} ms",
                    xlabel="tokens/s of all requests in flight")  # fmt: skip
-        axes[-1].legend(loc="lower right")
+        axes[-1].legend(loc="upper right")
 
 
 if __name__ == "__main__":
