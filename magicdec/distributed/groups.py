@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -74,8 +73,7 @@ def exchange_texts(launch: Launch, text: str, topic: str = "refusals") -> list[s
         return [text]
     from torch.distributed import PrefixStore
 
-    _EXCHANGES[topic] += 1
-    store = PrefixStore(f"{topic} {_EXCHANGES[topic]}", rendezvous_store(launch))
+    store = PrefixStore(next_name(launch, topic), rendezvous_store(launch))
     store.set(str(launch.rank), text)
     texts = [store.get(str(rank)).decode() for rank in range(launch.world_size)]
     if store.add("read", 1) == launch.world_size:
@@ -85,7 +83,10 @@ def exchange_texts(launch: Launch, text: str, topic: str = "refusals") -> list[s
     return texts
 
 
-_EXCHANGES = Counter[str]()  # those of each topic so far
+def next_name(launch: Launch, topic: str) -> str:
+    """The topic with the number of times that this rank has asked for it. All ranks get the same
+    name when they ask equally often."""
+    return f"{topic} {rendezvous_store(launch).add(f'{topic}, rank {launch.rank}', 1)}"
 
 
 @cache

@@ -14,7 +14,6 @@ import socket
 import struct
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from itertools import count
 from typing import TYPE_CHECKING
 
 from magicdec.distributed.groups import (
@@ -22,6 +21,7 @@ from magicdec.distributed.groups import (
     Group,
     Launch,
     ParallelGroups,
+    next_name,
     rendezvous_store,
 )
 from magicdec.distributed.stages import StageGrid
@@ -36,7 +36,6 @@ GET_ADDRESS = 0x8915  # SIOCGIFADDR of netdevice(7)
 REQUEST_BYTES = 40  # sizeof(struct ifreq)
 ADDRESS_AT = 20  # where the IPv4 address lies in it
 ANY_PORT = 9
-_MEASUREMENTS = count()  # that came before the run; every rank counts the same ones
 
 
 def use_interface_towards(host: str) -> None:
@@ -141,7 +140,8 @@ def stage_groups_before_run(
     import torch.distributed as dist
 
     # A store of its own, because later groups must not find the addresses of these.
-    store = dist.PrefixStore(f"before the run {next(_MEASUREMENTS)}", rendezvous_store(launch))
+    name = next_name(launch, "before the run")
+    store = dist.PrefixStore(name, rendezvous_store(launch))
     _start(launch, device, "gloo", store)
     yield make_stage_groups(launch, grid, device, collectives)
     dist.destroy_process_group()  # not after an error: it waits for the other ranks

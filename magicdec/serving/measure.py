@@ -197,8 +197,9 @@ class Experiment:
         prompts = self.prepared.run.workload
         settings = {"dataset": workload.dataset, "seed": prompts.seed}
         settings |= options.describe() | {"mode": each.mode}
-        if system.layer_split is not None:
-            settings["layer_split"] = system.layer_split
+        splits = [each.layer_split for each in (system, *self.prepared.systems)]
+        chosen = next((split for split in splits if split is not None), options.layer_split)
+        settings["layer_split"] = chosen
         has_draft = each.is_drafting and bool(config["decoding"]["drafter"] or config["draft"])
         return ServingRecord(
             status=status,

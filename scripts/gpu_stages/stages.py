@@ -17,7 +17,16 @@ from gpu_stages.scale import Suite
 
 RANKS = 2
 COMMANDS: dict[str, list[Any]] = {
-    "recurrent": ["--modes", "sequential", "ring", "--draft", "ngram", "--n_samples", 4],
+    "recurrent": [
+        "--modes",
+        "sequential",
+        "ring",
+        "ring+draft",
+        "--draft",
+        "ngram",
+        "--n_samples",
+        4,
+    ],
     "pipeline": ["--draft", "ngram", "--modes", "sequential", "iterative", "async"],
 }
 
