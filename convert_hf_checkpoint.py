@@ -1,6 +1,6 @@
 """`magicdec convert` from a checkout, under the original suite's name; see `--help`."""
 
-from magicdec.cli.front.checkpoints import convert
+from magicdec.cli.front.checkpoints import old_convert
 
 if __name__ == "__main__":
-    convert()
+    old_convert()

@@ -24,14 +24,14 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.decoding.recorder import CudaGraphs, Eager, Recorder
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.drafting.block_kv import BlockSelection, ChosenBlocks
+from magicdec.drafting.block_kv import BlockRanges, BlockSelection
 from magicdec.drafting.policies.policy import load_policy, make_policy
 from magicdec.hardware.environment import missing_backends
 from magicdec.hardware.timing import seconds_of, synchronize
 from magicdec.kv.cache import BatchRows, KVCache
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import FULL, WEIGHTS_BLOCK, KVView, Visible, make_view
-from magicdec.memory.plan import max_tokens
+from magicdec.memory.model_plan import max_tokens
 from magicdec.model.config import ModelConfig
 from magicdec.names import ATTENTION_BACKENDS, FULL_KV_POLICY, REFERENCE_BACKEND
 from magicdec.setup.loading import make_backend
@@ -70,23 +70,19 @@ class Step:
 def target_step(config: ResolvedConfig, model: ModelConfig) -> Step:
     """The step of the run's own strategy. A speculative run's baseline goes by the same backend,
     which is therefore the fastest for what the run is about, and perhaps not for the baseline."""
-    d = config.decoding
-    context = config.workload.prefix_len
-    window = _window(config, model, context)
-    ranks = len(config.parallel.rank_group)
+    d, context = config.decoding, config.workload.prefix_len
+    window, num_ranks = _window(config, model, context), len(config.parallel.rank_group)
     if d.strategy == "autoregressive":
         decode = Read(1, 1, context, FULL, window)
-        return _make_step("a decode forward", (decode,), config, model, ranks)
-    is_self = d.drafter == "self"
-    num_new = d.most_draft_tokens + 1
+        return _make_step("a decode forward", (decode,), config, model, num_ranks)
+    num_new, is_self = d.most_draft_tokens + 1, d.drafter == "self"
     watches = is_self and load_policy(config.kv.policy).needs_weights
-    verification = Read(1, num_new, context, FULL, window, watches)
+    reads: tuple[Read, ...] = (Read(1, num_new, context, FULL, window, watches),)
     name = f"a verification of {num_new} tokens"
-    if not is_self:
-        return _make_step(name, (verification,), config, model, ranks)
-    drafts_name, drafts = _drafts(config, model)
-    reads = (drafts, verification)
-    return _make_step(f"{drafts_name} and {name}", reads, config, model, ranks)
+    if is_self:
+        drafts_name, drafts = _drafts(config, model)
+        name, reads = f"{drafts_name} and {name}", (drafts, *reads)
+    return _make_step(name, reads, config, model, num_ranks)
 
 
 def draft_step(config: ResolvedConfig, model: ModelConfig) -> Step:
@@ -99,8 +95,7 @@ def draft_step(config: ResolvedConfig, model: ModelConfig) -> Step:
 def _drafts(config: ResolvedConfig, model: ModelConfig) -> tuple[str, Read]:
     """The draft forwards of a step, and their name. Each is counted as the first; the few tokens
     that later ones see more are left out."""
-    kv, times = config.kv, config.decoding.num_draft_steps
-    policy = make_policy(kv)
+    kv, times, policy = config.kv, config.decoding.num_draft_steps, make_policy(config.kv)
     of = "" if kv.policy == FULL_KV_POLICY else f", budget {kv.budget}"
     context, visible = policy.draft_reads(config.workload.prefix_len)
     # The cache of a draft that rolls is no longer than its window.
@@ -112,8 +107,8 @@ def _drafts(config: ResolvedConfig, model: ModelConfig) -> tuple[str, Read]:
 def _window(config: ResolvedConfig, model: ModelConfig, num_cached: int) -> int | None:
     """The model's sliding window, if rows that hold so many tokens after the prompt grow past
     it."""
+    longest = num_cached + max_tokens(config) - config.workload.prefix_len
     window = model.sliding_window
-    longest = num_cached + _room(config)
     return None if window is None or window >= longest else window
 
 
@@ -121,19 +116,14 @@ def _make_step(
     name: str, reads: tuple[Read, ...], config: ResolvedConfig, model: ModelConfig, num_ranks: int
 ) -> Step:
     """A step of the run's own batch, with fewer rows where they would take too much memory."""
-    dtype = getattr(torch, config.model.dtype)
-    queries, keys = Shard(0, num_ranks).heads(model.num_heads, model.num_kv_heads)
-    size, kv_heads = model.cached_head_dim, keys[1] - keys[0]
-    room = _room(config)
+    dtype, size = getattr(torch, config.model.dtype), model.cached_head_dim
+    heads = Shard(0, num_ranks).heads(model.num_heads, model.num_kv_heads)
+    num_heads, kv_heads = (last - first for first, last in heads)
+    room = max_tokens(config) - config.workload.prefix_len
     longest = max(read.context for read in reads) + room
     row_bytes = 2 * longest * kv_heads * size * dtype.itemsize
     rows = max(1, min(config.workload.batch_size, MOST_BYTES // row_bytes))
-    num_heads = queries[1] - queries[0]
     return Step(name, reads, rows, num_heads, kv_heads, size, dtype, model.num_layers, room)
-
-
-def _room(config: ResolvedConfig) -> int:
-    return max_tokens(config) - config.workload.prefix_len
 
 
 REPEATS = 10
@@ -155,10 +145,10 @@ def measure(name: str, step: Step, device: torch.device, recorder: Recorder = Ea
     """Time a backend over each read of a step, replayed if the run records its steps and the
     backend lets it. Keys, queries and what is chosen of them are random, and the same for every
     backend."""
+    recorder = recorder if capabilities_of(name).can_be_recorded else Eager()
     seconds, outputs = 0.0, []
     for read in step.reads:
-        read_recorder = recorder if capabilities_of(name).can_be_recorded else Eager()
-        once, output = measure_read(make_backend(name), read, step, device, read_recorder)
+        once, output = measure_read(make_backend(name), read, step, device, recorder)
         seconds += read.times * once
         outputs.append(output)
     return Measured(seconds, tuple(outputs))
@@ -195,25 +185,17 @@ def measure_read(
                 output = backend.run(0, q, k, v, view)
         return output
 
-    seconds, output = _time(forward, device, recorder)
-    return seconds / num_layers, output
-
-
-def _time(
-    work: Callable[[], Tensor], device: torch.device, recorder: Recorder
-) -> tuple[float, Tensor]:
-    """(median seconds, result) of `work`, recorded after a warm-up."""
     for _ in range(WARMUPS):
-        output = work()
+        output = forward()
     synchronize(device)
-    repeat = recorder.record(work)
+    repeat = recorder.record(forward)
 
     def keep_output() -> None:
         nonlocal output
         output = repeat()
 
     seconds = [seconds_of(keep_output, device) for _ in range(REPEATS)]
-    return statistics.median(seconds), output.clone()
+    return statistics.median(seconds) / num_layers, output.clone()
 
 
 def _make_view(cache: KVCache, read: Read, visible: Visible, is_captured: bool) -> KVView:
@@ -234,7 +216,7 @@ def _choose(read: Read, cache: KVCache, random: Random) -> Visible:
     blocks = -(-max(cache.lengths) // WEIGHTS_BLOCK)
     scores = random(1, len(cache.lengths), cache.shape.num_kv_heads, blocks).abs()
     most = max(policy.split(length)[1] for length in cache.lengths)
-    return ChosenBlocks(policy, policy.top_blocks(cache.seq_lens, scores, most))
+    return BlockRanges(policy, policy.top_blocks(cache.seq_lens, scores, most))
 
 
 def _filled_cache(
@@ -267,12 +249,12 @@ def settle(
     """`config`, resolved, with measured names where a backend was left to be measured. Every rank
     of `group` calls it."""
     attention, section = config.attention, config.draft
-    if attention.backend_choice.is_to_be_measured:
+    if attention.backend.settled is None:
         choice = _agreed(config, target, target_step(config, target), group, device)
-        config = replace(config, attention=replace(attention, backend_choice=choice))
-    if section is not None and draft is not None and section.backend_choice.is_to_be_measured:
+        config = replace(config, attention=replace(attention, backend=choice))
+    if section is not None and draft is not None and section.backend.settled is None:
         choice = _agreed(config, draft, draft_step(config, draft), group, device)
-        config = replace(config, draft=replace(section, backend_choice=choice))
+        config = replace(config, draft=replace(section, backend=choice))
     return config.resolve_graphs()
 
 
@@ -296,20 +278,18 @@ def _agreed(
 
 def list_candidates(config: ResolvedConfig, model: ModelConfig) -> tuple[list[str], dict[str, str]]:
     """(names to measure, why others are left out). Backends for other devices are in neither."""
-    device = config.parallel.device
     missing = missing_backends(tuple(ATTENTION_BACKENDS))
     machine = Machine(num_cpus=1, has_compiler=True, missing_backends=missing)
     candidates, left_out = [], {}
-    for name in ATTENTION_BACKENDS:
-        capabilities = capabilities_of(name)
+    for capabilities in map(capabilities_of, ATTENTION_BACKENDS):
         obstacle = _obstacle(capabilities, machine, config, model)
         if obstacle is None:
-            candidates.append(name)
-        elif device in capabilities.devices:
-            left_out[name] = obstacle
+            candidates.append(capabilities.name)
+        elif config.parallel.device in capabilities.devices:
+            left_out[capabilities.name] = obstacle
     recordable = [name for name in candidates if capabilities_of(name).can_be_recorded]
     graphs = config.decoding.cuda_graphs == "on"
-    if graphs and (not config.decoding.graphs_choice.is_auto or len(recordable) > 1):
+    if graphs and (not config.decoding.cuda_graphs.is_auto or len(recordable) > 1):
         why = "it needs lengths on the host, and no CUDA graph could hold it"
         left_out |= {name: why for name in candidates if name not in recordable}
         candidates = recordable
@@ -356,13 +336,10 @@ def choose_fastest(
             continue
         try:
             measurement = measure_one(name)
+            check_outputs(measurement.outputs, reference.outputs)
+            seconds[name] = measurement.seconds
         except Exception as error:  # whatever a library or a compiler raises: it is no candidate
             out[name] = (str(error).strip() or type(error).__name__).splitlines()[0]
-            continue
-        if wrong := _difference(measurement.outputs, reference.outputs):
-            out[name] = wrong
-            continue
-        seconds[name] = measurement.seconds
     ranked = sorted(seconds, key=lambda name: seconds[name])
     times = ", ".join(f"{name} {1e3 * seconds[name]:.3f} ms" for name in ranked)
     reasons = "".join(f"; {name}: {why}" for name, why in out.items())
@@ -370,11 +347,10 @@ def choose_fastest(
     return Choice(ranked[0], why, How.MEASURED)
 
 
-def _difference(outputs: Sequence[Tensor], reference: Sequence[Tensor]) -> str | None:
-    """What keeps outputs from being the reference's, if anything."""
+def check_outputs(outputs: Sequence[Tensor], reference: Sequence[Tensor]) -> None:
+    """Raises ValueError if outputs are not the reference's."""
     for ours, theirs in zip(outputs, reference, strict=True):
         off = float((ours.float() - theirs.float()).abs().max())
         largest = max(1.0, float(theirs.abs().max()))  # above 1 where few keys are averaged
         if not off < TOLERANCE[theirs.dtype] * largest:  # not a number is no agreement either
-            return f"its output is {off:.1e} away from that of {REFERENCE_BACKEND}"
-    return None
+            raise ValueError(f"its output is {off:.1e} away from that of {REFERENCE_BACKEND}")

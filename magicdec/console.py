@@ -7,9 +7,7 @@ Imports rich only when something is printed.
 
 from __future__ import annotations
 
-import shutil
 import sys
-import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,15 +32,8 @@ def make_console(to_stderr: bool = False) -> Console:
 
 
 def labelled(label: str, text: str, indent: int = 11) -> str:
-    """A label and a text beside it. On a terminal, a long text goes on in further lines, each
-    indented; in a file or a pipe it is one line."""
-    line = f"{label:<{indent - 1}} {text}"
-    if not sys.stdout.isatty():
-        return line
-    width = max(shutil.get_terminal_size().columns, 2 * indent)
-    return textwrap.fill(
-        line, width, subsequent_indent=" " * indent, break_on_hyphens=False, break_long_words=False
-    )
+    """A label and a text beside it."""
+    return f"{label:<{indent - 1}} {text}"
 
 
 def spinner(text: str, is_leader: bool) -> AbstractContextManager[object]:

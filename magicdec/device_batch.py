@@ -30,11 +30,7 @@ class DeviceBatch:
 
     @classmethod
     def of(
-        cls,
-        batch: Batch,
-        vocab_size: int,
-        device: torch.device,
-        max_tail: int | None = None,
+        cls, batch: Batch, vocab_size: int, device: torch.device, max_tail: int | None = None
     ) -> DeviceBatch:
         """`vocab_size` is the largest vocabulary of the models that choose tokens. `max_tail` is
         for steps that are captured; see `BatchRows`."""

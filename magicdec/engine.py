@@ -13,15 +13,16 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import islice, takewhile
 
 from magicdec.decoding.strategy import DecodingStrategy
 from magicdec.hardware.timing import Clock, RealClock
+from magicdec.kv.cache import upload
 from magicdec.prefill import prefill
 from magicdec.request import Batch, Request, Status, StepOutput
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits, Part, Plan
 from magicdec.scheduling.scheduler import Scheduler
-from magicdec.scheduling.sharing import PlanSharing
 from magicdec.scheduling.waiting import Order, fcfs
 
 Observer = Callable[[StepOutput, float], None]
@@ -92,8 +93,7 @@ class Engine:
         for request in requests:
             self.scheduler.limits.check(request)
         arrivals = deque(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
-        sharing = PlanSharing(self.runner.group, self.runner.device, self.scheduler, requests)
-        while (plan := sharing.next(lambda: self._next(arrivals))) is not None:
+        while (plan := self._next(arrivals)) is not None:
             watch(plan)
             self.execute(plan, strategy, observe)
             self.clock.after_step()
@@ -125,16 +125,35 @@ class Engine:
         self.runner.truncate(rows, [len(r.prompt_ids) for r in snapshots])
 
     def _next(self, arrivals: deque[Request]) -> Plan | None:
-        """The next step, after a wait for the next request if there is nothing to do now."""
+        """The next step, after a wait for the next request if there is nothing to do now. All ranks
+        decide alike, because they let the same requests wait and emit the same tokens."""
         while True:
-            now = self.clock.now()
-            while arrivals and arrivals[0].arrived_s <= now and self.scheduler.has_room:
+            for _ in range(self._count_arrived(arrivals)):
                 request = arrivals.popleft()
                 self.scheduler.add([request], request.arrived_s)
             plan = self.scheduler.schedule()
             if plan is not None or not arrivals:
                 return plan
-            self.clock.wait_until(arrivals[0].arrived_s)
+            if self.runner.group.index == 0:
+                self.clock.wait_until(arrivals[0].arrived_s)
+
+    def _count_arrived(self, arrivals: deque[Request]) -> int:
+        """How many of `arrivals` may wait for a row from now on, by the clock of the first rank.
+        Raises RuntimeError on a rank whose running batch is not that of the first."""
+        now, group = self.clock.now(), self.runner.group
+        arrived = takewhile(lambda request: request.arrived_s <= now, arrivals)
+        count = len(list(islice(arrived, self.scheduler.room)))
+        if group.size == 1:
+            return count
+        state = self.scheduler.digest()
+        shared = group.broadcast(upload([count, state], self.runner.device), 0)
+        count, expected = shared.tolist()
+        if state != expected:
+            raise RuntimeError(
+                f"the ranks disagree about the running batch: the first is in state {expected:x}, "
+                f"and this rank is in state {state:x}"
+            )
+        return count
 
     def _decode(self, batch: Batch, strategy: DecodingStrategy, observe: Observer) -> None:
         started = self.clock.now()

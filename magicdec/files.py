@@ -1,14 +1,19 @@
 """Writes files that are complete or absent: a full disk or Ctrl-C leaves no unfinished file, and an
-error names the file that the user asked for. Also checksums of files. Imports nothing of this
-package.
+error names the file that the user asked for. Also checksums of files, and what is wrong in the
+content of one. Imports nothing of this package.
 """
 
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 READ_BYTES = 1 << 22
 
@@ -42,3 +47,14 @@ def hash_file(path: Path, digest: hashlib._Hash | None = None) -> str:
         while data := handle.read(READ_BYTES):
             digest.update(data)
     return digest.hexdigest()
+
+
+def first_error(error: ValidationError) -> str:
+    """The first key of a file that is wrong, and why."""
+    first = error.errors()[0]
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    key = "".join(parts).strip(".") or "it"
+    if first["type"] == "missing":
+        return f"{key} is missing"
+    reason = first["msg"].replace("Input should", "it must").replace("String should", "it must")
+    return f"{key} is {json.dumps(first['input'])[:40]}; {reason}"

@@ -27,14 +27,15 @@ from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Group, Launch
 from magicdec.drafting.policies.policy import keep_queries
 from magicdec.engine import Engine
-from magicdec.memory.plan import max_tokens as row_tokens
+from magicdec.memory.model_plan import ModelPlan
+from magicdec.memory.model_plan import max_tokens as row_tokens
 from magicdec.names import ADMISSION_ORDERS, BASELINE, load_named
 from magicdec.request import Request, Status
 from magicdec.sampling.sampling import make_params
 from magicdec.scheduling.plan import Limits
-from magicdec.setup.loading import LoadedModels, make_target
+from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.model_checks import check_fits
-from magicdec.setup.prepare import Known, find, find_tokenizer
+from magicdec.setup.prepare import SetupCache, find, find_tokenizer
 
 DRAFTERS = ("self", "ngram")  # those that need no second model
 MOST_CHUNK = 2048  # prompt tokens of a forward at most, which bounds its memory
@@ -82,6 +83,7 @@ class LLM:
             ("prefill_tokens", prefill_tokens),
             ("cache_tokens", 1 if cache_tokens is None else cache_tokens),
             ("max_new_tokens", 1 if max_new_tokens is None else max_new_tokens),
+            ("max_waiting", 1 if max_waiting is None else max_waiting),
         ):  # fmt: skip
             if number < 1:
                 raise ValueError(f"{name} is too small")
@@ -100,7 +102,7 @@ class LLM:
                 extra_new_tokens=self.max_new_tokens - 1,
             ),
         )
-        run, cache = find(run_config, Launch(), Known()), Known()
+        run, cache = find(run_config, Launch(), SetupCache()), SetupCache()
         check_fits(run.config, run.source, world_size=1)
         self.model = run.source.config
         _, self.tokenizer = find_tokenizer(run.source, cache)
@@ -108,7 +110,11 @@ class LLM:
         torch.set_num_threads(run.config.parallel.threads_of(0))
         config = settle(run.config, self.model, None, group, device)
         models, longest = LoadedModels(device, make_progress(False)), row_tokens(config)
-        runner = make_target(config, run.source, group, models, longest, block_tokens, cache_tokens)
+        plan = ModelPlan(
+            config, self.model, group.ranks, 0, row_tokens=longest, block_tokens=block_tokens,
+            cache_tokens=cache_tokens,
+        )  # fmt: skip
+        runner = make_runner(plan, run.source, group, models)
         if drafter == "self":
             keep_queries(runner, config.kv)
         recorder: Recorder = CudaGraphs(device) if config.decoding.cuda_graphs == "on" else Eager()
@@ -146,7 +152,7 @@ class LLM:
         params = make_params(sampling, max_new_tokens, eos, self._num_requests)
         request = Request(self._num_requests, ids, params, priority=priority)
         self._engine.scheduler.limits.check(request)
-        while not self._engine.scheduler.has_room:
+        while not self._engine.scheduler.room:
             self.step()
         self._engine.scheduler.add([request], self._engine.clock.now())
         self._num_requests += 1

@@ -6,7 +6,9 @@ only when its name is chosen.
 
 from __future__ import annotations
 
+import difflib
 import importlib
+from collections.abc import Iterable
 from typing import Any
 
 ATTENTION_BACKENDS = {
@@ -92,7 +94,7 @@ DTYPES = ("float32", "bfloat16")
 WEIGHT_DTYPES = (*DTYPES, "int8")
 DEVICES = ("cpu", "cuda")
 LINEARS = ("torch", "packed")
-COLLECTIVES = ("gloo", "shared_memory", "nccl", "symmetric_memory")
+COLLECTIVES = ("gloo", "shared_memory", "nccl")
 
 
 def load_named(table: dict[str, str], name: str) -> Any:
@@ -100,6 +102,12 @@ def load_named(table: dict[str, str], name: str) -> Any:
     if name not in table:
         raise ValueError(f"{name} is not known; choose from {', '.join(table)}")
     return load_object(table[name])
+
+
+def most_like(word: str, names: Iterable[str]) -> str:
+    """A hint at the name that is most like the word, or at all names."""
+    close = difflib.get_close_matches(word, list(names), n=1)
+    return f"did you mean {close[0]}?" if close else f"choose from {', '.join(names)}"
 
 
 def load_object(place: str) -> Any:

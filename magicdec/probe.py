@@ -7,7 +7,7 @@ are done.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -22,11 +22,12 @@ from magicdec.distributed.groups import Group, Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import BY_DTYPE, Hardware, Link, MachineFile
 from magicdec.hardware.timing import read_bandwidths, seconds_of
+from magicdec.memory.model_plan import Kinds
 from magicdec.model.checkpoint.source import find_model
 from magicdec.names import ATTENTION_BACKENDS, DTYPES, load_named
 from magicdec.runner import ModelRunner
 from magicdec.sampling.model_tokens import greedy
-from magicdec.setup.loading import Kinds, kinds_of, load_kind, make_executor
+from magicdec.setup.loading import load_kind, make_executor
 from magicdec.setup.session import RankSession
 
 SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 24  # all-reduces bound by latency and by bandwidth
@@ -168,9 +169,8 @@ def forward_stretches(
     return stretch_seconds(step, group, runner.device)
 
 
-def measure(config: ResolvedConfig, machine: Machine, launch: Launch) -> Iterator[MachineFile]:
-    """Measure all ceilings: the machine file as it is after each dtype. All ranks must go through
-    this together."""
+def measure(config: ResolvedConfig, machine: Machine, launch: Launch) -> MachineFile:
+    """Measure all ceilings. All ranks must go through this together."""
     spreads = Spreads()
     by_dtype: dict[str, Hardware] = {}
     with RankSession(launch, config.parallel) as session:
@@ -188,18 +188,15 @@ def measure(config: ResolvedConfig, machine: Machine, launch: Launch) -> Iterato
             hardware = measure_hardware(group, device, dtype, bandwidth, spreads)
             run_config = replace(config.run_config, model=ModelSection(dtype=dtype))
             alone = without_collectives(resolve(run_config, machine), machine, None)
-            kinds = kinds_of(alone.model, dtype)
+            kinds = replace(Kinds.of(alone), weights=dtype)
             by_dtype[dtype] = measure_forwards(
                 group, device, hardware, kinds, config.attention.backend, spreads
             )
-            yield MachineFile(
-                description,
-                bandwidth,
-                link=None if spans_nodes else link,
-                node_link=link if spans_nodes else None,
-                spreads=dict(spreads),
-                **{
-                    name: {dtype: getattr(ceilings, name) for dtype, ceilings in by_dtype.items()}
-                    for name in BY_DTYPE
-                },
-            )
+    by_name: dict[str, Any] = {
+        name: {dtype: getattr(ceilings, name) for dtype, ceilings in by_dtype.items()}
+        for name in BY_DTYPE
+    }
+    return MachineFile(
+        description, bandwidth, link=None if spans_nodes else link,
+        node_link=link if spans_nodes else None, spreads=dict(spreads), **by_name,
+    )  # fmt: skip

@@ -139,11 +139,10 @@ class Batch:
 @dataclass(frozen=True)
 class StepOutput:
     """The tokens that a step emitted for each request of its batch, in order. `num_drafted` is the
-    number of draft tokens for each request, or the largest if they differ (`drafted`), or the depth
+    number of draft tokens for each request, or the largest if they differ, or the depth
     of the tree. `num_accepted` is None if nothing was drafted."""
 
     token_ids: list[list[int]]
     num_drafted: int = 0
     num_accepted: list[int] | None = None
-    drafted: list[int] | None = None  # by request, where these numbers differ
     emitted_s: list[float] | None = None  # prefill only: time of each request's first token

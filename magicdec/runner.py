@@ -149,9 +149,9 @@ class ModelRunner:
         if tree is not None:
             check_trees(self.backend.capabilities.name)
         num_appended = 0 if tree is not None and tree.cells is not None else num_new
-        view = make_view(
-            self.cache, rows, policy or self.policy, num_new, committed, self.window, tree
-        )
+        policy = policy or self.policy
+        committed = self.make_room(rows, num_new, policy, committed, tree)
+        view = make_view(self.cache, rows, policy, num_new, committed, self.window, tree)
         if self.executor is not None and self.executor.serves(view):
             out, keys = self.executor.forward(
                 x, view, self.offsets, last_only, watch, watch_queries, cancellation
@@ -164,6 +164,18 @@ class ModelRunner:
         self.cache.advance(rows, num_appended)
         self._count(view, rows, is_draft)
         return out
+
+    def make_room(
+        self,
+        rows: BatchRows,
+        num_new: int,
+        policy: Visible,
+        committed: Lengths | Sequence[int] | None,
+        tree: DraftTree | None,
+    ) -> Lengths | Sequence[int] | None:
+        """Called before each forward, whose `committed` it returns. Here rows have their blocks
+        already."""
+        return committed
 
     def _by_layers(
         self,

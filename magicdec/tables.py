@@ -70,7 +70,7 @@ class Table:
     @property
     def body(self) -> list[list[str]]:
         """The texts of the cells; a row without cells is a rule."""
-        return [[_text(cell) for cell in row] for row in self.rows]
+        return [[text_of(cell) for cell in row] for row in self.rows]
 
     def print(self, width: int | None = None) -> None:
         """Print the table for people, in the width of the terminal. In a file or a pipe it has at
@@ -180,7 +180,8 @@ def print_tables(tables: Iterable[Table], form: str = "text", width: int | None 
         print("\n".join(filter(None, map(FORMATS[form], tables))), end="")
 
 
-def _text(cell: object) -> str:
+def text_of(cell: object) -> str:
+    """What a table shows for a cell."""
     if cell is None:
         return ""
     return cell.text if isinstance(cell, Shown) else str(cell)

@@ -17,7 +17,7 @@ import statistics
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from rich.console import Console
@@ -30,18 +30,18 @@ from magicdec.console import make_progress
 from magicdec.decoding.speculative import Speculative
 from magicdec.decoding.steps import Steps
 from magicdec.distributed.groups import Group, read_launch
-from magicdec.drafting.copied_kv import CopiedKV
 from magicdec.drafting.draft_length import FixedLength
-from magicdec.drafting.policies.snapkv import SnapKV
+from magicdec.drafting.policies.snapkv import CopiedKV, SnapKV
 from magicdec.drafting.self_drafter import SelfDrafter
 from magicdec.kv.cache import KVCache
 from magicdec.kv.pool import CacheShape
+from magicdec.memory.model_plan import Kinds
 from magicdec.prefill import prefill
 from magicdec.records.metrics import percentile
 from magicdec.request import Batch, Request, SamplingParams
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Part
-from magicdec.setup.loading import kinds_of, load_model, make_backend
+from magicdec.setup.loading import load_model, make_backend
 from magicdec.setup.prepare import Prepared, prepare
 
 CPU = torch.device("cpu")
@@ -138,7 +138,7 @@ def kernel_table(seconds: float) -> Table:
 
 def time_steps(args: argparse.Namespace, prepared: Prepared) -> dict[Way, Samples]:
     config, group = prepared.config, Group((0,), 0)
-    kinds = kinds_of(config.model, "bfloat16")
+    kinds = replace(Kinds.of(config), weights="bfloat16")
     model = load_model(prepared.source, group, kinds, CPU, make_progress(False))
     found = {(budget, dtype): Samples() for budget in args.budget for dtype in DTYPES}
     prompts, room = prepared.workload.prompts, config.workload.num_new_tokens

@@ -41,7 +41,7 @@ def load_runner(directory: Path, num_rows: int, max_tokens: int) -> ModelRunner:
     cpu = torch.device("cpu")
     model = load_transformer(source.config, source.weights, Shard(), None, torch.float32, cpu)
     machine = probe_machine(read_launch())
-    backend = choose_backend("auto", "cpu", machine, source.config.head_dim).name
+    backend = choose_backend("auto", "cpu", machine, source.config.head_dim)
     attention = load_named(ATTENTION_BACKENDS, backend)()
     return ModelRunner(model, attention, Group((0,), 0), num_rows, max_tokens)
 

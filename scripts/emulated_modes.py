@@ -20,14 +20,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from magicdec.cli.parsing.record_files import read_commands
 from magicdec.distributed.ranks import run_command
 from magicdec.figures import check_picture, look, saved_figure
 from magicdec.pipelined_speculation.options import Options
+from magicdec.records.reading import read_records
 from magicdec.serving.record import ServingRecord
-from magicdec.simulator.machine import Machine
 from magicdec.simulator.run import Work, run_mode
-from magicdec.simulator.text import draw_ranks
+from magicdec.simulator.simulation import Machine, draw_ranks
 from magicdec.tables import Table, print_tables
 
 STAGES, LINK_MS, DRAFT_MS, GAMMA = 4, 1.0, 4.0, 4
@@ -123,13 +122,12 @@ def measure(case: Case, out: Path, gen_len: int) -> None:
 def read(out: Path, gen_len: int) -> dict[Case, ServingRecord]:
     """The newest record of each case with that output length."""
     records: dict[Case, ServingRecord] = {}
-    for command in read_commands("serving", [out], is_strict=False) if out.exists() else ():
-        for record in command:
-            workload = record.config["workload"]
-            rate = workload["emulate_acceptance"]
-            case = Case(workload["emulate_stage_ms"], record.name, workload["num_requests"], rate)
-            if workload["gen_len"] == str(gen_len):
-                records[case] = record
+    for record in read_records(out, ServingRecord) if out.exists() else ():
+        workload = record.config["workload"]
+        rate = workload["emulate_acceptance"]
+        case = Case(workload["emulate_stage_ms"], record.name, workload["num_requests"], rate)
+        if workload["gen_len"] == str(gen_len):
+            records[case] = record
     return records
 
 

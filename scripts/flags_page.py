@@ -12,7 +12,7 @@ import sys
 from dataclasses import MISSING
 from pathlib import Path
 
-from magicdec.cli.commands import ACTIONS, COMMANDS, GROUPS, parser_of
+from magicdec.cli.commands import COMMANDS, parser_of
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.setting import Declared
 
@@ -42,8 +42,8 @@ These are `model get` with `--repo_id ID` and `model convert` with `--checkpoint
 
 
 def parsers() -> dict[str, Parser]:
-    """The parser of every command and action, by name."""
-    return {name: parser_of(name) for name in (*COMMANDS, *ACTIONS) if name not in GROUPS}
+    """The parser of every command, by name."""
+    return {name: parser_of(name) for name in COMMANDS}
 
 
 def concepts() -> dict[tuple[str, str], list[tuple[str, Declared]]]:

@@ -3,23 +3,20 @@ head, joined by local channels."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
+from typing import Any
 
-from torch import Tensor
-
-from magicdec.distributed.channels.message import Ends, Loopback, Message
+from magicdec.distributed.channels.message import Ends, Loopback, Message, words_of
 from magicdec.executor.executor import Cancellation, check
-from magicdec.hardware.timing import Clock
 from magicdec.model.transformer import Transformer
-from magicdec.pipeline.stage import StageLoop
-from magicdec.pipeline.tracing import Spans
-from magicdec.pipelined_run.channels import CancelBoard, Canceller
-from magicdec.pipelined_run.drafter import Drafter, DraftLoop
-from magicdec.pipelined_run.head import Drafted, Events, Head, forward, in_thread
-from magicdec.pipelined_run.stage import CancellableStage, Predictions, RunPart
-from magicdec.pipelined_speculation.messages import Launch
+from magicdec.pipeline.drafter import Drafter, DraftLoop, DraftRequest
+from magicdec.pipeline.head import Events, Head, Wires, forward, in_thread
+from magicdec.pipeline.spans import Spans
+from magicdec.pipeline.stage import CancelBoard, Canceller, RunStage, StageLoop
+from magicdec.pipelined_speculation.messages import Candidates, Launch
 from magicdec.pipelined_speculation.options import Options
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Moves, Request
@@ -34,47 +31,73 @@ class Served:
     stages: list[Spans]
     head: Spans
     drafts: Spans
-    drafted: list[Drafted]
+    drafted: list[tuple[DraftRequest, list[Candidates]]]
     moves: dict[int, Moves]
     first_run: int
 
 
+@dataclass
+class Noted:
+    """Notes what `drafter` gives in each step, and for which paths."""
+
+    drafter: Drafter
+    steps: list[tuple[DraftRequest, list[Candidates]]] = field(default_factory=list)
+
+    def propose(self, step: DraftRequest, text: list[int]) -> list[Candidates]:
+        candidates = self.drafter.propose(step, text)
+        if step.paths:
+            self.steps.append((step, candidates))
+        return candidates
+
+
+def drafted_in(steps: Sequence[tuple[DraftRequest, list[Candidates]]]) -> list[tuple[Any, ...]]:
+    """Of each path the request, the length of the text before it, the path and its candidates."""
+    return [
+        (step.request, step.kept + len(step.new), path, each)
+        for step, candidates in steps
+        for path, each in zip(step.paths, candidates, strict=True)
+    ]
+
+
 def serve(
-    parts: Sequence[RunPart],
+    stages: Sequence[RunStage],
     drafter: Drafter,
     options: Options,
     requests: Sequence[Request],
     prefill_chunk: int | None = None,
     board: CancelBoard | None = None,
     before: Sequence[Request] = (),
-    clock: Clock | None = None,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Served:
-    """Serve `requests` to their end. The same head serves `before` first, with the same options."""
-    board, events = board or CancelBoard(), Events()
-    channels = [Loopback() for _ in range(len(parts) + 1)]
+    """Serve `requests` to their end. A head before serves `before` through the same channels, with
+    the same options."""
+    board, events, noted = board or CancelBoard(), Events(), Noted(drafter)
+    channels = [Loopback() for _ in range(len(stages) + 1)]
     asks, answers = Loopback(), Loopback()
-    spans, of_head, of_drafts = [Spans() for _ in parts], Spans(), Spans()
-    loops: list[Callable[[], None]] = [DraftLoop(drafter, asks, answers, of_drafts).serve]
-    for part, (inbound, outbound), of_stage in zip(parts, pairwise(channels), spans, strict=True):
-        stage = CancellableStage(part, board)
+    spans, of_head, of_drafts = [Spans() for _ in stages], Spans(), Spans()
+    loops: list[Callable[[], None]] = [DraftLoop(noted, asks, answers, of_drafts).serve]
+    for stage, (inbound, outbound), of_stage in zip(stages, pairwise(channels), spans, strict=True):
+        stage.board = board
         loops.append(StageLoop(stage, Ends(inbound, outbound), of_stage).serve)
     threads = [in_thread(loop, events) for loop in loops]
     threads += [forward(channels[-1], True, events), forward(answers, False, events)]
-    head = Head(channels[0], Canceller(board), asks, events, of_head, clock)
+    wires, first_run = Wires(launches=channels[0], canceller=Canceller(board), asks=asks), 0
     if before:
-        head.serve(PipelinedScheduler(options, prefill_chunk), before)
-    first_run, scheduler = head.first_run, PipelinedScheduler(options, prefill_chunk)
-    head.serve(scheduler, requests)
+        earlier = PipelinedScheduler(options, prefill_chunk)
+        Head(wires, events, of_head, earlier, before).serve()
+        first_run = earlier.counts.runs
+        noted.steps.clear()
+    scheduler = PipelinedScheduler(options, prefill_chunk)
+    head = Head(wires, events, of_head, scheduler, requests, first_run=first_run, clock=clock)
+    head.serve()
     head.close()
     for thread in threads:
         thread.join()
-    return Served(
-        scheduler, spans, of_head, of_drafts, head.drafted, head.moves, first_run
-    )  # fmt: skip
+    return Served(scheduler, spans, of_head, of_drafts, noted.steps, head.moves, first_run)
 
 
 @dataclass
-class FakePart:
+class FakeStage(RunStage):
     """A stage without a model. `wait(run, layer)` is called before each layer, and `computed(run)`
     after the last. Behind position p comes token p + 1."""
 
@@ -82,21 +105,23 @@ class FakePart:
     is_last: bool
     wait: Callable[[int, int], None] = lambda run, layer: None
     computed: Callable[[int], None] = lambda run: None
+    board: CancelBoard | None = None
 
     def prepare(self, launch: Launch) -> None:
         """There is no cache."""
 
     def compute(
-        self, launch: Launch, message: Message, cancellation: Cancellation
-    ) -> Tensor | Predictions | None:
+        self, launch: Launch, message: Message, cancellation: Cancellation | None
+    ) -> tuple[int, ...] | None:
         for layer in range(self.num_layers):
             self.wait(message.run, layer)
-            check(cancellation, layer)
+            if cancellation is not None:
+                check(cancellation, layer)
         self.computed(message.run)
         if not self.is_last:
             return None
         shown = launch.positions[launch.num_rows - launch.num_outputs :]
-        return Predictions([p + 1 for p in shown], [0.0] * len(shown))
+        return (*(p + 1 for p in shown), *words_of([0.0] * len(shown)))
 
 
 def divide(model: Transformer, num_stages: int) -> list[Transformer]:

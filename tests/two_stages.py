@@ -12,8 +12,7 @@ from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message,
 from magicdec.drafting.drafter import DraftModel, DraftSetup, make_drafter
 from magicdec.model.transformer import Transformer
 from magicdec.pipeline.metrics import DraftCounts
-from magicdec.pipeline.recurrent import RecurrentPipeline
-from magicdec.pipeline.speculation import Speculation
+from magicdec.pipeline.recurrent import RecurrentPipeline, Speculation
 from magicdec.pipeline.stage import Stage
 from magicdec.request import Request
 from magicdec.scheduling.plan import Limits

@@ -20,7 +20,7 @@ from torch import Tensor
 from magicdec.config.capabilities import Capabilities, list_backends
 from magicdec.kv.layout import Layout
 from magicdec.kv.view import WEIGHTS_BLOCK, KVView
-from magicdec.names import ATTENTION_BACKENDS, REFERENCE_BACKEND, load_named
+from magicdec.names import ATTENTION_BACKENDS, load_named
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,9 @@ class AttentionBackend(Protocol):
     ) -> tuple[Tensor, Tensor]:
         """Return the output of `run`, equal to the bit, and the attention weights of each block of
         keys: float32 [B, G, num_weight_blocks], summed over the block's keys, the new tokens and
-        the query heads of a KV head. Raises ValueError if the backend cannot return them."""
+        the query heads of a KV head. For backends that return them, and at most MOST_WATCHED new
+        tokens."""
+        raise NotImplementedError("refused before the run")
 
 
 def visible_mask(
@@ -127,14 +129,4 @@ def check_trees(backend: str) -> None:
     if backend not in fitting:
         raise ValueError(
             f"--attention {backend} computes no draft trees; choose from {', '.join(fitting)}"
-        )
-
-
-def check_weights(backend: str, num_new: int, limit: int) -> None:
-    """Raise ValueError if there are `limit` new tokens or more, for which the backend does not
-    compute attention weights that can be summed."""
-    if num_new >= limit:
-        raise ValueError(
-            f"--attention {backend} returns attention weights for at most {limit - 1} new tokens, "
-            f"not for {num_new}; choose a smaller --gamma, or --attention {REFERENCE_BACKEND}"
         )

@@ -15,17 +15,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from magicdec.attention.backend import (
-    AttentionBackend,
-    CallSize,
-    check_weights,
-    sum_blocks,
-    visible_mask,
-)
-from magicdec.config.capabilities import Capabilities, capabilities_of
+from magicdec.attention.backend import AttentionBackend, CallSize, sum_blocks, visible_mask
+from magicdec.config.capabilities import MOST_WATCHED, Capabilities
 from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.view import KVView
-from magicdec.names import AUTO_BACKENDS, REFERENCE_BACKEND
 
 # The fused kernel, which never stores the scores, is used for this many new tokens and more.
 FUSED_FROM = 32
@@ -71,12 +64,7 @@ class GroupedBackend(AttentionBackend):
         return max_tokens
 
     def layout(self, dtype: torch.dtype) -> Layout:
-        if dtype == torch.int8:
-            backends = (*AUTO_BACKENDS, REFERENCE_BACKEND)
-            fitting = [name for name in backends if capabilities_of(name).int8_kv_dtypes]
-            raise ValueError(
-                f"--attention grouped reads no int8 KV; choose from {', '.join(fitting)}"
-            )
+        assert dtype != torch.int8, "refused before the run"
         return PLAIN
 
     def plan(self, view: KVView) -> None:
@@ -102,9 +90,9 @@ class GroupedBackend(AttentionBackend):
     def run_with_weights(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
-        """Sums the attention weights that `_attend` computes. The fused kernel never stores them,
-        so FUSED_FROM new tokens or more raise ValueError."""
-        check_weights("grouped", q.shape[1], FUSED_FROM)
+        """Sums the attention weights that `_attend` computes. The fused kernel never stores
+        them."""
+        assert q.shape[1] <= MOST_WATCHED < FUSED_FROM, "refused before the run"
         outputs, masses = [], []
         for r in self._write(layer, k, v, view):
             out, weights = _attend(layer, q[r.first : r.last], r, view)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, CallSize
-from magicdec.config.capabilities import Capabilities, HeadSizes, list_backends
+from magicdec.config.capabilities import Capabilities, HeadSizes
 from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.view import KVView
 
@@ -135,16 +135,6 @@ class LibraryBackend(AttentionBackend, ABC):
         choice = self._chosen or choose_keys(layer, view)
         out = self.attend_chosen(layer, split_heads(q, k.shape[2]), choice, view)
         return join_heads(out, q.shape[0])
-
-    def run_with_weights(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
-    ) -> tuple[Tensor, Tensor]:
-        """Always raises ValueError: the libraries do not return their attention weights."""
-        fitting = ", ".join(list_backends(lambda c: c.returns_weights))
-        raise ValueError(
-            f"--attention {self.capabilities.name} does not return attention weights; "
-            f"choose from {fitting}"
-        )
 
 
 def real_lengths(view: KVView) -> Tensor:

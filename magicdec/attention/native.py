@@ -1,7 +1,6 @@
 """The CPU backend: attention over the paged cache in one pass of a C++ kernel (`cpp/native.cpp`).
 
-Owns the calls to the compiled library. When torch traces a model, the call goes through
-`torch.library`.
+Owns the calls to the compiled library.
 """
 
 from __future__ import annotations
@@ -13,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from magicdec.attention.backend import AttentionBackend, check_weights
-from magicdec.config.capabilities import Capabilities, HeadSizes
+from magicdec.attention.backend import AttentionBackend
+from magicdec.config.capabilities import MOST_WATCHED, Capabilities, HeadSizes
 from magicdec.kernels.build import (
     FAST_MATH,
     PREFILL_FROM,
@@ -77,44 +76,30 @@ class NativeBackend(AttentionBackend):
         return self.run_with_lse(layer, q, k, v, view)[0]
 
     def run_with_lse(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView, mass: Tensor | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return the output of `run`, and the log-sum-exp of the scores, float32 [B,T,H]."""
+        """Return the output of `run`, and the log-sum-exp of the scores, float32 [B,T,H]. The
+        kernel fills `mass`, float32 [B, G, blocks], with attention weights in the same pass."""
         cache = view.cache
-        arguments = (
-            q, k, v, cache.k[layer], cache.v[layer], cache.block_table, view.row_index,
-            view.seq_lens, view.layer_ranges(layer), view.window or 0, self._portable,
-        )  # fmt: skip
-        # On a short context torch's dispatch costs as much as the kernel, so only tracing uses it.
-        if torch.compiler.is_compiling():
-            assert view.tree is None, "a forward with a tree is not traced"
-            out: tuple[Tensor, Tensor] = torch.ops.magicdec.native_attention(*arguments)
-            return out
-        return attention(*arguments, nodes=view.nodes)
-
-    def run_with_weights(
-        self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
-    ) -> tuple[Tensor, Tensor]:
-        """The kernel sums the weights in the same pass. Cannot be traced by torch."""
-        check_weights("native", q.shape[1], PREFILL_FROM)
-        mass = torch.empty(q.shape[0], k.shape[2], view.num_weight_blocks)
-        cache = view.cache
-        out, _ = attention(
+        return attention(
             q, k, v, cache.k[layer], cache.v[layer], cache.block_table, view.row_index,
             view.seq_lens, view.layer_ranges(layer), view.window or 0, self._portable, mass,
             view.nodes,
         )  # fmt: skip
-        return out, mass
+
+    def run_with_weights(
+        self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
+    ) -> tuple[Tensor, Tensor]:
+        assert q.shape[1] <= MOST_WATCHED < PREFILL_FROM, "refused before the run"
+        mass = torch.empty(q.shape[0], k.shape[2], view.num_weight_blocks)
+        return self.run_with_lse(layer, q, k, v, view, mass)[0], mass
 
 
 @cache
 def kernel(head_size: int, *flags: str) -> ctypes.CDLL:
     """The library for one head size, compiled with `flags` in addition to the usual ones. Compiling
     takes some seconds at first use; later runs load it from the user's cache."""
-    if head_size % 16:
-        raise ValueError(
-            f"--attention native serves head sizes that are multiples of 16, not {head_size}"
-        )
+    assert head_size % 16 == 0, "refused before the run"
     share_openmp()
     library = load_library(SOURCE, (*FLAGS, f"-DHEAD_SIZE={head_size}", *flags), HEADERS)
     library.magicdec_keys_read.restype = ctypes.c_int64
@@ -143,8 +128,7 @@ def attention(
     token sees only the last `window` positions of them; 0 stands for all. If `mass`, float32
     [B, G, blocks], is given, it is filled with the attention weights of each block. `nodes` are
     `KVView.nodes`; with them, k and v are of the last nodes, and the ranges end before the tree."""
-    if q.dtype not in STORAGE[:2]:
-        raise ValueError(f"--attention native computes in float32 or bfloat16, not {q.dtype}")
+    assert q.dtype in STORAGE[:2], "computes in float32 or bfloat16"
     assert k_pool.dtype in (q.dtype, torch.int8), "pools have the dtype of q, or int8"
     num_rows, num_new, num_heads, size = q.shape
     _, parents, _ = nodes
@@ -166,24 +150,5 @@ def attention(
         shape,
         *(None if t is None else t.data_ptr() for t in tensors),
     )
-    if failed:
-        raise ValueError(
-            "--attention native supports int8 KV only with bfloat16 activations, on CPUs with "
-            "dot products for bfloat16"
-        )
+    assert not failed, "int8 is refused before the run where the library cannot read it"
     return out, lse
-
-
-_library = torch.library.Library("magicdec", "DEF")
-_library.define(
-    "native_attention(Tensor q, Tensor k, Tensor v, Tensor(a!) k_pool, Tensor(b!) v_pool, "
-    "Tensor block_table, Tensor rows, Tensor seq_lens, Tensor ranges, int window, bool portable) "
-    "-> (Tensor, Tensor)"
-)
-_library.impl("native_attention", attention, "CPU")
-
-
-@torch.library.register_fake("magicdec::native_attention")
-def _fake(q: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
-    lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
-    return torch.empty(q.shape, dtype=q.dtype, device=q.device), lse

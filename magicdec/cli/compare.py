@@ -1,19 +1,18 @@
 """`magicdec compare NEW BASELINE`: compares new records with a baseline's. The exit code says
-whether the acceptance of runs has fallen. Of files with passes of commands that serve requests and
-no runs, it prints the metrics beside each other.
+whether the acceptance of runs has fallen or a prediction has changed; what else was measured is
+printed beside each other.
 
-Owns the command line; `records/comparison/` and `serving/compared.py` compare.
+Owns the command line; `records/comparison/` compares.
 """
 
 from __future__ import annotations
 
-import sys
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from magicdec.cli.parsing.parser import Parser, Values
+from magicdec.cli.flags import LoneCommand
+from magicdec.cli.parsing.parser import Values
 from magicdec.cli.parsing.record_files import FilesSection
 from magicdec.config.setting import same, setting
 from magicdec.records.comparison.compare import (
@@ -29,13 +28,14 @@ from magicdec.records.comparison.compare import (
     uncovered,
 )
 from magicdec.records.comparison.conditions import describe
-from magicdec.records.reading import load_records, read_records
-from magicdec.records.record import RunRecord
+from magicdec.records.comparison.values import compare_predictions, tables_of_measured
+from magicdec.records.reading import read_records
+from magicdec.records.record import Record, RunRecord
 from magicdec.records.writing import write_text
-from magicdec.serving.compared import read_passes, tables
 from magicdec.tables import Table, print_tables
 
 NOT_COMPARABLE = 3
+OF_RUNS = ("compare.require_all", "rule.margin", "rule.exact")
 EXIT_CODES = "exit codes: 0 passed, 1 regression, 2 wrong usage, 3 not comparable"
 
 
@@ -59,56 +59,28 @@ class CompareSection:
     strict: bool = same(FilesSection, "strict")
 
 
-def build_parser() -> Parser:
-    return Parser(
-        "Compare the acceptance of new records with a baseline's, prompt by prompt. Of files that "
-        "have passes of inflight, recurrent or pipeline in place of runs, print the metrics beside "
-        "each other.",
-        {"compare": CompareSection, "rule": RuleSection()},
-        epilog=EXIT_CODES,
-    )
-
-
-def main() -> None:
-    """`magicdec compare NEW BASELINE`"""
-    try:
-        values = build_parser().read(sys.argv[1:])
-        args, rule = values[CompareSection], values[RuleSection]
-        if not any(has_runs(path) for path in (args.new, args.baseline)):
-            sys.exit(compare_metrics(values))
-        new, old = (load_records(path, args.strict) for path in (args.new, args.baseline))
-        if not new:
-            raise ValueError(f"{args.new} holds no records")
-        code = conclude(rule, compare_all(new, old, rule, args.require_all))
-    except ValueError as error:
-        print(f"magicdec compare: {error}", file=sys.stderr)
-        sys.exit(2)
-    missing = len(uncovered(new, old))
-    print(f"{len(old) - missing} of {len(old)} baselines covered, {missing} not covered")
-    sys.exit(code)
-
-
-def has_runs(path: Path) -> bool:
-    """Whether a file has a record of a run, or nothing that could be compared otherwise. Raises
-    ValueError as `read_records` does."""
-    others = Counter[str]()
-    runs = read_records(path, RunRecord, others=others)
-    return next(runs, None) is not None or "serving" not in others
-
-
-def compare_metrics(values: Values) -> int:
-    """Print the metrics of the passes that both files have. Returns the exit code. Raises
-    ValueError for a flag that only runs have."""
+def compare_files(values: Values) -> int:
+    """Compare all records of both files. Returns the exit code. Raises ValueError for a file that
+    cannot be read or written, and for a flag that only other kinds of records have."""
     args, rule = values[CompareSection], values[RuleSection]
-    of_runs = ("compare.require_all", "rule.margin", "rule.exact", "rule.performance", "rule.junit")
-    values.refuse_given(of_runs, "it is for records of runs, and there are none")
-    new, old = (read_passes(path, args.strict) for path in (args.new, args.baseline))
-    comparisons = tables(new, old)
-    print_tables(comparisons)
-    print(f"{len(comparisons)} of {len(old)} passes are in both files, with the same workload")
-    if rule.summary is not None:
-        write_text("--summary", rule.summary, "\n".join(map(Table.markdown, comparisons)))
-    return 0 if comparisons else NOT_COMPARABLE
+    files = [list(read_records(path, Record, args.strict)) for path in (args.new, args.baseline)]
+    if not files[0]:
+        raise ValueError(f"{args.new} holds no records")
+    new, old = ([r for r in records if isinstance(r, RunRecord)] for records in files)
+    comparisons = [] if not new else compare_all(new, old, rule, args.require_all)
+    if not (new and old):
+        values.refuse_given(OF_RUNS, "it is for records of runs, and there are none")
+    comparisons += compare_predictions(*files)
+    tables = tables_of_measured(*files)
+    if not comparisons:
+        values.refuse_given(["rule.junit"], "nothing is judged")
+    print_tables(tables)
+    code = conclude(rule, comparisons, tables)
+    if new:
+        missing = len(uncovered(new, old))
+        print(f"{len(old) - missing} of {len(old)} baselines covered, {missing} not covered")
+    is_compared = tables or any(c.verdict != MISSING for c in comparisons)
+    return code if is_compared else NOT_COMPARABLE
 
 
 def compare_all(
@@ -121,14 +93,27 @@ def compare_all(
     return comparisons + [Comparison(describe(b), verdict, text) for b in uncovered(new, old)]
 
 
-def conclude(rule: RuleSection, comparisons: Sequence[Comparison]) -> int:
+def conclude(
+    rule: RuleSection, comparisons: Sequence[Comparison], tables: Sequence[Table] = ()
+) -> int:
     """Print the comparisons, write the files that were asked for and return the exit code. Raises
     ValueError if a file cannot be written."""
     for comparison in comparisons:
         print(comparison)
-    print(summarize(comparisons))
+    print(summarize(comparisons) or "nothing is judged")
     if rule.junit is not None:
         write_text("--junit", rule.junit, junit(comparisons))
     if rule.summary is not None:
-        write_text("--summary", rule.summary, markdown(comparisons))
+        parts = [markdown(comparisons)] if comparisons else []
+        write_text("--summary", rule.summary, "\n".join([*parts, *map(Table.markdown, tables)]))
     return exit_code(comparisons)
+
+
+main = LoneCommand(
+    compare_files,
+    "Compare new records with a baseline's: the acceptance of runs, prompt by prompt, and "
+    "predictions value by value. Of passes that served requests and of single forwards, print what "
+    "was measured beside each other.",
+    {"compare": CompareSection, "rule": RuleSection()},
+    epilog=EXIT_CODES,
+)

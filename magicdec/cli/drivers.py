@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NoReturn
 
 from magicdec.cli.flags import EVERYDAY, config_of, sections_of, start
-from magicdec.cli.parsing.ignored import drafts_only, refuse_ignored
+from magicdec.cli.parsing.ignored import refuse_ignored
 from magicdec.cli.parsing.parser import ConfigFile, Parser, Values
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, DraftChoice, DraftSection, ModelSection
@@ -58,8 +57,11 @@ class Driver:
     config: RunConfig
     chooses_draft: bool = False
 
+    def __call__(self) -> NoReturn:
+        """Run it with the arguments in `sys.argv`."""
+        start(self.read)
+
     def build_parser(self) -> Parser:
-        """The help leaves out flags that the command could only refuse."""
         sections: dict[str, Any] = {"file": ConfigFile()}
         if self.chooses_draft:
             only = {
@@ -69,9 +71,7 @@ class Driver:
             sections |= {"drafts": DraftChoice(), **sections_of(self.config)}
             return Parser(self.description, sections, only, everyday=EVERYDAY)
         sections |= sections_of(self.config)
-        parser = Parser(self.description, sections, aliases=ALIASES, everyday=EVERYDAY)
-        parser.hide(partial(drafts_only, self.config))
-        return parser
+        return Parser(self.description, sections, aliases=ALIASES, everyday=EVERYDAY)
 
     def config_of(self, values: Values) -> RunConfig:
         """The config with the values that were read."""
@@ -87,56 +87,32 @@ class Driver:
         return config
 
 
+# Spellings of the original suite, beside those of the other commands.
+ALIASES = {
+    "kv.budget": ("--streamingllm_budget", "--draft_budget"),
+    "draft.rank_group": ("--draft_rank_group", "--draft_group"),
+}
 RUN = Driver(
     "Decode long prompts, and compare every token with autoregressive decoding in the same run. "
     "--draft says what drafts.",
     RunConfig(draft=DraftSection()),
     chooses_draft=True,
 )
-DRIVERS = {
-    "run": RUN,
-    "baseline": Driver(
-        "Autoregressive decoding of long prompts: the baseline of every comparison.",
-        RunConfig(decoding=DecodingSection(strategy=BASELINE)),
+baseline = Driver(
+    "Autoregressive decoding of long prompts: the baseline of every comparison.",
+    RunConfig(decoding=DecodingSection(strategy=BASELINE)),
+)
+selfspec = Driver(
+    "Self-speculation: the target drafts for itself with a small budget of its own KV cache.",
+    RunConfig(decoding=DecodingSection(strategy="speculative", drafter="self")),
+)
+longspec = Driver(
+    "Speculation with a standalone draft: a smaller model (--model) on some of the ranks drafts "
+    "for the target (--target).",
+    RunConfig(
+        model=TargetSection(),
+        draft=StandaloneDraft(),
+        decoding=DecodingSection(strategy="speculative", drafter="model"),
     ),
-    "selfspec": Driver(
-        "Self-speculation: the target drafts for itself with a small budget of its own KV cache.",
-        RunConfig(decoding=DecodingSection(strategy="speculative", drafter="self")),
-    ),
-    "longspec": Driver(
-        "Speculation with a standalone draft: a smaller model (--model) on some of the ranks "
-        "drafts for the target (--target).",
-        RunConfig(
-            model=TargetSection(),
-            draft=StandaloneDraft(),
-            decoding=DecodingSection(strategy="speculative", drafter="model"),
-        ),
-    ),
-}
-# Spellings of the original suite, beside those of the other commands.
-ALIASES = {
-    "kv.budget": ("--streamingllm_budget", "--draft_budget"),
-    "draft.rank_group": ("--draft_rank_group", "--draft_group"),
-}
-
-
-def build_parser() -> Parser:
-    """The parser of `magicdec run`."""
-    return RUN.build_parser()
-
-
-def main() -> NoReturn:
-    """`magicdec run`"""
-    start(RUN.read)
-
-
-def baseline() -> NoReturn:
-    start(DRIVERS["baseline"].read)
-
-
-def selfspec() -> NoReturn:
-    start(DRIVERS["selfspec"].read)
-
-
-def longspec() -> NoReturn:
-    start(DRIVERS["longspec"].read)
+)
+DRIVERS = {"run": RUN, "baseline": baseline, "selfspec": selfspec, "longspec": longspec}

@@ -1,5 +1,5 @@
-"""How commands that decode start and end: on this rank or on those of `--nproc`, with errors in one
-line and an exit code.
+"""How commands start and end: on this rank or on those of `--nproc`, with errors in one line and an
+exit code.
 
 Exit codes: 0 when the run is done and correct; 1 when outputs diverged, a rate regressed or the run
 failed; 2 when the user can correct the error; 130 when interrupted. Heavy imports happen after the
@@ -11,12 +11,12 @@ from __future__ import annotations
 import dataclasses
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from magicdec.cli.parsing.parser import Values
+from magicdec.cli.parsing.parser import Parser, Values
 from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.config.choices.choice import How
 from magicdec.config.resolved import ResolvedConfig
@@ -110,29 +110,42 @@ def announce_backend(config: ResolvedConfig, launch: Launch) -> None:
     """Tell the user when `auto` had to take slower kernels or steps, and when kernels run in
     Triton's interpreter."""
     chosen = [
-        ("--attention", config.attention.backend_choice),
-        ("--elementwise", config.model.elementwise_choice),
-        ("--native_steps", config.model.native_steps_choice),
+        ("--attention", config.attention.backend),
+        ("--elementwise", config.model.elementwise),
+        ("--native_steps", config.model.native_steps),
     ]
     if config.draft is not None:
-        chosen.append(("draft: --native_steps", config.draft.native_steps_choice))
+        chosen.append(("draft: --native_steps", config.draft.native_steps))
     for flag, choice in chosen if launch.rank == 0 else ():
         if choice.how is How.SECOND_BEST:
             print(f"{flag} {choice.why}", file=sys.stderr, flush=True)
-        if choice.is_interpreted:
-            print(f"{flag} {choice.name}: {choice.why}", file=sys.stderr, flush=True)
+        if choice.how is How.INTERPRETED:
+            print(f"{flag} {choice}: {choice.why}", file=sys.stderr, flush=True)
 
 
-def exit_with(run: Callable[[], int]) -> NoReturn:
-    """Exit with the code that `run` returns on this rank alone: with 2 and one line for a
-    ValueError, and with 130 on Ctrl-C."""
-    try:
-        code = run()
-    except ValueError as error:
-        refuse(error, Launch())
-    except KeyboardInterrupt:
-        code = INTERRUPTED
-    sys.exit(code)
+class LoneCommand:
+    """A command that runs on this rank alone. `run` does what the flags say and returns the exit
+    code; a ValueError is a refusal in one line. The others are as in `Parser`."""
+
+    def __init__(
+        self,
+        run: Callable[[Values], int],
+        description: str,
+        sections: Mapping[str, Any],
+        **options: Any,
+    ) -> None:
+        self.run = run
+        self.build_parser = partial(Parser, description, sections, **options)
+
+    def __call__(self) -> NoReturn:
+        """Run it with the arguments in `sys.argv`."""
+        try:
+            code = self.run(self.build_parser().read(sys.argv[1:]))
+        except ValueError as error:
+            refuse(error, Launch())
+        except KeyboardInterrupt:
+            code = INTERRUPTED
+        sys.exit(code)
 
 
 def refuse(error: ValueError, launch: Launch) -> NoReturn:

@@ -11,29 +11,20 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
 
 from magicdec.cli.compare import EXIT_CODES, RuleSection, conclude
-from magicdec.cli.flags import exit_with
-from magicdec.cli.parsing.parser import Parser, Values
+from magicdec.cli.flags import LoneCommand
+from magicdec.cli.parsing.parser import Values
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import (
-    MODEL_PREFIX,
-    NONE,
-    DraftChoice,
-    ModelSection,
-    OutputSection,
-    WorkloadSection,
-)
+from magicdec.config.sections import OutputSection
 from magicdec.config.setting import same, setting
 from magicdec.gate.cases import Subject, config_of, margin_of, name_of, quick, standard_cases
 from magicdec.gate.coverage import failures, not_run
 from magicdec.gate.measuring import Result, measure, with_threads
-from magicdec.names import DTYPES
 from magicdec.records.comparison.compare import compare
 from magicdec.records.comparison.conditions import describe
 from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord, append_record
+from magicdec.records.record import RunRecord, append_records
 from magicdec.records.writing import check_files, check_writable, write_text
 
 COMMITTED = Path("results/baselines/acceptance.jsonl")
@@ -62,54 +53,13 @@ class GateSection(BaselineSection):
 
 @dataclass(frozen=True)
 class SaveSection(BaselineSection):
-    """The subject of a new file, as `gate.cases.Subject`."""
-
-    model: str = same(ModelSection, "model")
-    draft: str = same(DraftChoice, "draft", NONE)
-    dataset: str = same(WorkloadSection, "dataset")
-    dtype: str = same(ModelSection, "dtype", Subject.dtype, choices=DTYPES)
-    prefix_len: int = same(WorkloadSection, "prefix_len")
-    batch_size: int = same(WorkloadSection, "batch_size", Subject.batch_size)
-    num_batches: int = same(WorkloadSection, "num_batches")
-    gen_len: int | None = same(WorkloadSection, "gen_len")
     margin: float | None = same(RuleSection, "margin")
 
 
-def main() -> NoReturn:
-    """`magicdec gate` and `magicdec gate save`"""
-    exit_with(run_command)
-
-
-def run_command() -> int:
-    words = sys.argv[1:]
-    if words[:1] == ["save"]:
-        return save(build_save_parser().read(words[1:]))
-    values = build_parser().read(words)
-    return gate(values[GateSection], values[RuleSection])
-
-
-def build_parser() -> Parser:
-    return Parser(
-        "Run the cases of a baseline file again, on one rank, and compare their acceptance with "
-        "the baseline's, prompt by prompt. `magicdec gate save` makes such a file.",
-        {"gate": GateSection(), "rule": RuleSection()},
-        epilog=EXIT_CODES,
-    )
-
-
-def build_save_parser() -> Parser:
-    return Parser(
-        "Run the cases of a baseline file and put the new records in their place, or make a file "
-        "for your own model and text. The cases of a new file are the standard ones: every drafter "
-        "and KV policy, at several budgets.",
-        {"save": SaveSection()},
-        prog="magicdec gate save",
-    )
-
-
-def gate(args: GateSection, rule: RuleSection) -> int:
+def run_gate(values: Values) -> int:
     """Run the cases, compare, and return the exit code. Raises ValueError for a file that cannot be
     read or written, or that has a case of no config."""
+    args, rule = values[GateSection], values[RuleSection]
     baselines = _read(args.baseline)
     check_files({"--out": args.out, "--junit": rule.junit, "--summary": rule.summary})
     cases = quick(baselines) if args.quick else baselines
@@ -117,28 +67,34 @@ def gate(args: GateSection, rule: RuleSection) -> int:
     results = run(args.processes, configs)
     records = [result for result in results if isinstance(result, RunRecord)]
     if args.out is not None:
-        for record in records:
-            append_record(args.out, record)
+        append_records("--out", args.out, records)
     failed = not_run(baselines, cases, args.quick) + failures(cases, results)
     return conclude(rule, failed + compare(records, cases, rule))
 
 
-def save(values: Values) -> int:
+def save_cases(values: Values) -> int:
     """Renew the cases of a file, or make new ones, and return the exit code. No file is written
     unless every case has passed."""
-    args = values[SaveSection]
-    path = args.baseline
+    args, path = values[SaveSection], values[SaveSection].baseline
     check_writable("--baseline", path)
-    old, cases = _cases_to_save(values)
-    results = run(args.processes, [config for config, _ in cases])
+    old: list[RunRecord] = []
+    if path.exists() and not any(name.startswith("subject.") for name in values.given):
+        old = _read(path)
+        configs, margins = [config_of(b) for b in old], [b.margin for b in old]
+    else:
+        configs = standard_cases(values[Subject])
+        margins = [margin_of(config) for config in configs]
+    if args.margin is not None:
+        margins = [0.0 if margin == 0 else args.margin for margin in margins]
+    results = run(args.processes, configs)
     records: list[RunRecord] = []
-    for (config, margin), result in zip(cases, results, strict=True):
+    for config, margin, result in zip(configs, margins, results, strict=True):
         if isinstance(result, RunRecord) and result.passed and result.metrics is not None:
             records.append(dataclasses.replace(result, margin=margin))
         else:
             why = f"{name_of(config)}: {_describe(result)}"
             print(f"magicdec gate save: {why}", file=sys.stderr)
-    if len(records) < len(cases):
+    if len(records) < len(configs):
         print(f"{path} is as it was", file=sys.stderr)
         return 1
     write_text("--baseline", path, "".join(record.to_json() + "\n" for record in records))
@@ -146,35 +102,6 @@ def save(values: Values) -> int:
         print(comparison)
     print(f"{len(records)} baselines written to {path}")
     return 0
-
-
-def _cases_to_save(
-    values: Values,
-) -> tuple[list[RunRecord], list[tuple[RunConfig, float | None]]]:
-    """The old records, if they are renewed; and each case with the margin of its record."""
-    args = values[SaveSection]
-    names = [field.name for field in dataclasses.fields(Subject)]
-    subject = {name: getattr(args, name) for name in names if f"save.{name}" in values.given}
-    if subject or not args.baseline.exists():
-        old, configs = [], standard_cases(_subject(subject))
-        margins = [margin_of(config) for config in configs]
-    else:
-        old = _read(args.baseline)
-        configs, margins = [config_of(b) for b in old], [b.margin for b in old]
-    if args.margin is not None:
-        margins = [0.0 if margin == 0 else args.margin for margin in margins]
-    return old, list(zip(configs, margins, strict=True))
-
-
-def _subject(given: dict[str, Any]) -> Subject:
-    """The models and prompts of a new file. The packaged draft is only for the packaged target."""
-    draft = given.get("draft", NONE)
-    name = str(draft).removeprefix(MODEL_PREFIX)
-    if draft != NONE and name == draft:
-        raise ValueError(f"--draft {draft} is not known; choose from {MODEL_PREFIX}NAME, {NONE}")
-    if "draft" in given or given.get("model", Subject.model) != Subject.model:
-        given = given | {"draft": None if draft == NONE else name}
-    return Subject(**given)
 
 
 def run(processes: int, configs: Sequence[RunConfig]) -> list[Result]:
@@ -208,3 +135,19 @@ def _read(path: Path) -> list[RunRecord]:
             f"{path} holds no records; make it with `magicdec gate save --baseline {path}`"
         )
     return records
+
+
+main = LoneCommand(
+    run_gate,
+    "Run the cases of a baseline file again, on one rank, and compare their acceptance with the "
+    "baseline's, prompt by prompt. `magicdec gate save` makes such a file.",
+    {"gate": GateSection(), "rule": RuleSection()},
+    epilog=EXIT_CODES,
+)
+save = LoneCommand(
+    save_cases,
+    "Run the cases of a baseline file and put the new records in their place, or make a file for "
+    "your own model and text. The cases of a new file are the standard ones: every drafter and KV "
+    "policy, at several budgets.",
+    {"save": SaveSection(), "subject": Subject()},
+)

@@ -28,7 +28,7 @@ from magicdec.config.sections import KVSection, OutputSection, WorkloadSection
 from magicdec.config.setting import same, setting
 from magicdec.console import labelled
 from magicdec.distributed.groups import Launch, read_launch
-from magicdec.distributed.ranks import find_world_size
+from magicdec.distributed.ranks import INTERRUPTED, find_world_size
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.distributed.watching.watch import naming_lost
 from magicdec.latency.record import (
@@ -39,7 +39,7 @@ from magicdec.latency.record import (
     raw_table,
     tables,
 )
-from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES
+from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY
 from magicdec.records.record import append_records
 from magicdec.records.writing import check_files, write_text
 from magicdec.study.study import Settings
@@ -82,34 +82,15 @@ class GridSection:
     csv: Path | None = setting(None, "Write the rows to this file, a line a forward.")
 
 
-@dataclass(frozen=True)
-class Experiment:
-    """What the command line asks for."""
-
-    config: RunConfig
-    grid: Grid
-    out: Path
-    csv_path: Path | None
-
-    def write(self, record: LatencyRecord) -> None:
-        """Append the record, and write the CSV file. Raises ValueError, naming the flag, if a file
-        cannot be written."""
-        append_records("--out", self.out, [record])
-        print(f"record appended to {self.out}", file=sys.stderr)
-        if self.csv_path is not None:
-            write_text("--csv", self.csv_path, raw_table(record.rows).csv())
-            print(f"written to {self.csv_path}", file=sys.stderr)
-
-
 def main() -> NoReturn:
     """Measure on all ranks; the first prints the table and writes the files."""
     launch = read_launch()
     try:
-        experiment = parse(sys.argv[1:])
-        nproc = experiment.config.parallel.nproc
-        experiment.config.check(find_world_size(nproc, launch))
-        run_on_ranks(nproc, sys.argv[1:], launch, partial(check_heads, experiment.config))
-        resolved, source, memory = prepare(experiment, launch)
+        asked, grid, args = parse(sys.argv[1:])
+        nproc = asked.parallel.nproc
+        asked.check(find_world_size(nproc, launch))
+        run_on_ranks(nproc, sys.argv[1:], launch, partial(check_heads, asked))
+        resolved, source, memory = prepare(asked, grid, launch)
     except ValueError as error:
         refuse(error, launch)
     announce_backend(resolved, launch)
@@ -119,18 +100,28 @@ def main() -> NoReturn:
 
     try:
         with naming_lost(launch):
-            config, environment, rows = measure(resolved, experiment.grid, source, launch)
+            config, environment, rows = measure(resolved, grid, source, launch)
     except KeyboardInterrupt:
-        sys.exit(130)
+        sys.exit(INTERRUPTED)
     if launch.rank == 0:
-        record = make_record(config, experiment.grid, source, environment, rows)
+        record = make_record(config, grid, source, environment, rows)
         try:
-            experiment.write(record)
+            write(record, args)
         except ValueError as error:
             refuse(error, launch)
         finally:
             print_tables(tables([record]))
     sys.exit(0)
+
+
+def write(record: LatencyRecord, args: GridSection) -> None:
+    """Append the record, and write the CSV file. Raises ValueError, naming the flag, if a file
+    cannot be written."""
+    append_records("--out", args.out, [record])
+    print(f"record appended to {args.out}", file=sys.stderr)
+    if args.csv is not None:
+        write_text("--csv", args.csv, raw_table(record.rows).csv())
+        print(f"written to {args.csv}", file=sys.stderr)
 
 
 def build_parser() -> Parser:
@@ -144,56 +135,40 @@ def build_parser() -> Parser:
     )
 
 
-def parse(words: Sequence[str]) -> Experiment:
-    """Raises ValueError, one line naming the flag, for what is wrong whatever the model."""
+def parse(words: Sequence[str]) -> tuple[RunConfig, Grid, GridSection]:
+    """What is measured, and the files. Raises ValueError, one line naming the flag, for what is
+    wrong whatever the model."""
     values = build_parser().read(words)
-    config, section = config_of(values, RunConfig()), values[GridSection]
-    used = {setting for policy in section.kv_policy for setting in policy_called(policy).settings}
+    config, args = config_of(values, RunConfig()), values[GridSection]
+    used = {setting for policy in args.kv_policy for setting in policy_called(policy).settings}
     idle = [f"kv.{name}" for name in KV_FIELDS if name not in (*used, "draft_kv_dtype")]
-    values.refuse_given(idle, f"no policy of --kv_policy {' '.join(section.kv_policy)} uses it")
-    grid = Grid(
-        section.B,
-        section.prefix_len,
-        tuple(sorted({1, *section.T})),
-        find_drafts(config.kv, section.kv_policy, section.budget),
-        section.repeats,
-        section.warmup,
-    )
-    watching = next((p for p in section.kv_policy if policy_called(p).needs_weights), None)
-    if watching and max(section.T) > MOST_WATCHED:
+    idle += ["grid.budget"] if "budget" not in used else []
+    values.refuse_given(idle, f"no policy of --kv_policy {' '.join(args.kv_policy)} uses it")
+    drafts = [
+        replace(config.kv, policy=policy, budget=budget)
+        for policy in args.kv_policy
+        for budget in ((-1,) if policy == FULL_KV_POLICY else args.budget or BUDGETS)
+    ]
+    for draft in drafts:
+        check_budget(draft, 0, flag="--budget")
+    watching = next((p for p in args.kv_policy if policy_called(p).needs_weights), None)
+    if watching and max(args.T) > MOST_WATCHED:
         raise ValueError(
-            f"--T {max(section.T)} is too large for --kv_policy {watching}; "
+            f"--T {max(args.T)} is too large for --kv_policy {watching}; "
             f"it must be at most {MOST_WATCHED}"
         )
-    check_files({"--out": section.out, "--csv": section.csv})
-    if section.csv is not None and section.out.resolve() == section.csv.resolve():
-        raise ValueError(f"--out and --csv are both {section.out}; name two files")
+    check_files({"--out": args.out, "--csv": args.csv})
+    if args.csv is not None and args.out.resolve() == args.csv.resolve():
+        raise ValueError(f"--out and --csv are both {args.out}; name two files")
+    new_tokens = tuple(sorted({1, *args.T}))
+    grid = Grid(args.B, args.prefix_len, new_tokens, tuple(drafts), args.repeats, args.warmup)
     # A RunConfig has one policy; here it only lends the flags that all policies share.
-    config = replace(config, kv=grid.drafts[0])
-    return Experiment(config, grid, section.out, section.csv)
+    return replace(config, kv=drafts[0]), grid, args
 
 
-def find_drafts(
-    kv: KVSection, policies: Sequence[str], budgets: Sequence[int] | None
-) -> tuple[KVSection, ...]:
-    """Each policy with each budget; `full` alone has none. Raises ValueError for a budget that a
-    policy cannot keep."""
-    if budgets and list(policies) == [FULL_KV_POLICY]:
-        raise ValueError(
-            f"--budget {' '.join(map(str, budgets))} does nothing: --kv_policy "
-            f"{FULL_KV_POLICY} reads it all; "
-            f"add a policy of {', '.join(p for p in KV_POLICIES if p != FULL_KV_POLICY)}"
-        )
-    drafts = []
-    for policy in policies:
-        for budget in (-1,) if policy == FULL_KV_POLICY else budgets or BUDGETS:
-            draft = replace(kv, policy=policy, budget=budget)
-            check_budget(draft, 0, flag="--budget")
-            drafts.append(draft)
-    return tuple(drafts)
-
-
-def prepare(experiment: Experiment, launch: Launch) -> tuple[ResolvedConfig, ModelSource, str]:
+def prepare(
+    asked: RunConfig, grid: Grid, launch: Launch
+) -> tuple[ResolvedConfig, ModelSource, str]:
     """Resolve the config, check the grid against the model and the memory; the last is the memory
     plan in a line. Raises ValueError as `parse` does."""
     from magicdec.latency.forwards import check_grid_memory
@@ -204,11 +179,10 @@ def prepare(experiment: Experiment, launch: Launch) -> tuple[ResolvedConfig, Mod
         check_scores,
         check_window,
     )
-    from magicdec.setup.prepare import Known, check_threads_equal, find
+    from magicdec.setup.prepare import SetupCache, check_threads_equal, find
 
-    check_threads_equal(launch, experiment.config)
-    run = find(experiment.config, launch, Known())
-    grid = experiment.grid
+    check_threads_equal(launch, asked)
+    run = find(asked, launch, SetupCache())
     config, source, model = run.config, run.source, run.source.config
     check_interpreter(config)
     for kv in grid.drafts:
@@ -216,7 +190,7 @@ def prepare(experiment: Experiment, launch: Launch) -> tuple[ResolvedConfig, Mod
     context, T = max(grid.contexts), max(grid.new_tokens)
     length = f"--prefix_len {context} + --T {T} = {context + T}"
     check_length(length, context + T, "--model", source)
-    backend = config.attention.backend_choice.settled
+    backend = config.attention.backend.settled
     check_scores(backend, config.model.dtype, "--model", source)
     check_window(backend, context + T, "--model", source)
     Shard(0, launch.world_size).heads(model.num_heads, model.num_kv_heads)

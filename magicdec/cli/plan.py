@@ -5,13 +5,12 @@ torch. `cost_model/` does the arithmetic and makes the record and its tables.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NoReturn
 
-from magicdec.cli.flags import refuse
-from magicdec.cli.parsing.parser import Parser, Values
+from magicdec.cli.flags import LoneCommand
+from magicdec.cli.parsing.parser import ConfigFile, Values
+from magicdec.cli.parsing.record_files import given_flags
 from magicdec.config.choices.layers import choose_weights
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
@@ -20,7 +19,6 @@ from magicdec.config.sections import (
     ClusterSection,
     DecodingSection,
     DraftChoice,
-    DraftSection,
     KVSection,
     ModelSection,
     OutputSection,
@@ -35,27 +33,25 @@ from magicdec.cost_model.curves import (
     AcceptanceSection,
     find_conditional,
     find_curves,
-    is_rate,
+    is_file,
     longest,
 )
 from magicdec.cost_model.plan import DTYPE_BYTES, Plan
 from magicdec.cost_model.speculation import Choice
 from magicdec.cost_model.stage_plan import StagePlan
-from magicdec.distributed.groups import read_launch
 from magicdec.distributed.layer_split import count_stages
 from magicdec.hardware.ceiling_file import Hardware, Link, load_machine
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.presets import find_config
 from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIES
 from magicdec.records.record import Record, append_records
-from magicdec.tables import Table, print_tables
+from magicdec.tables import print_tables
 
 MAX_GAMMA = 8
 LONG_CONTEXT = 1 << 20  # tokens; a policy runs again no more than of this many
-LINKS = ("link", "node_link")
 SPECULATION = (  # settings that --stages does not read
-    *("acceptance", "conditional_acceptance", "acceptance_gamma", "draft", "draft_tp"),
-    *("draft_dtype", "budget", "kv_policy", "gen_len", "max_gamma"),
+    *("plan.acceptance", "plan.conditional_acceptance", "plan.acceptance_gamma", "plan.draft"),
+    *("plan.budget", "plan.kv_policy", "plan.gen_len", "plan.max_gamma"),
 )
 
 
@@ -67,7 +63,6 @@ class PlanSection(AcceptanceSection):
     draft: str = same(DraftChoice, "draft")
     dtype: str = same(ModelSection, "dtype", "bfloat16", choices=DTYPES)
     target_dtype: str = same(ModelSection, "target_dtype")
-    draft_dtype: str = same(DraftSection, "draft_dtype")
     machine: Path | None = same(DecodingSection, "machine")
     bandwidth: float | None = setting(
         None, "GB/s that one rank reads. With --flops it replaces --machine.", above=0
@@ -113,9 +108,6 @@ class PlanSection(AcceptanceSection):
         "Ranks that share the model, or each stage of it, by tensor parallelism.",
         least=1,
     )
-    draft_tp: int | None = setting(
-        None, f"Ranks that share --draft {MODEL_PREFIX}NAME. Default: 1.", least=1
-    )
     nodes: int = same(ClusterSection, "nodes", 1)
     stages: int | None = same(ClusterSection, "stages")
     layer_split: str | None = same(StagesSection, "layer_split")
@@ -131,60 +123,36 @@ class PlanSection(AcceptanceSection):
         return "flags" if self.machine is None else str(self.machine)
 
 
-def build_parser() -> Parser:
-    return Parser(
-        "Predict when speculation is faster than autoregressive decoding, from the model's shape "
-        "and the machine's speed; or, with --stages, what a pipeline of stages gives next to "
-        "tensor parallelism and to one process.",
-        {"plan": PlanSection()},
-    )
-
-
-def main() -> NoReturn:
-    try:
-        values = build_parser().read(sys.argv[1:])
-        args = values[PlanSection]
-        check_mode(args, values)
-        predict = predict_speculation if args.stages is None else predict_stages
-        record, tables = predict(args)
-        check_given(args, values)
-        if args.out is not None:
-            append_records("--out", args.out, [record])
-    except ValueError as error:
-        refuse(error, read_launch())
+def predict(values: Values) -> int:
+    """Predict what the flags ask for, keep it and print it."""
+    args = values[PlanSection]
+    refuse_idle(args, values)
+    record: Record
+    if args.stages is None:
+        record = plans.make_record(make_plan(args))
+        tables = plans.tables([record])
+    else:
+        record = stage_plans.make_record(make_stage_plan(args))
+        tables = stage_plans.tables([record])
+    record = replace(record, config=record.config | {"flags": given_flags(values)})
+    if args.out is not None:
+        append_records("--out", args.out, [record])
     print_tables(tables)
-    sys.exit(0)
+    return 0
 
 
-def check_mode(args: PlanSection, values: Values) -> None:
-    """Raises ValueError for a flag of the other prediction."""
+def refuse_idle(args: PlanSection, values: Values) -> None:
+    """Raises ValueError for a flag that was given and would do nothing."""
     if args.stages is None:
         values.refuse_given(["plan.layer_split"], "it is for --stages")
     else:
-        names = [f"plan.{name}" for name in SPECULATION]
-        values.refuse_given(names, f"--stages {args.stages} predicts no speculation")
-
-
-def check_given(args: PlanSection, values: Values) -> None:
-    """Raises ValueError for a flag that was given and would do nothing."""
-    if not any(is_rate(value) for value in args.acceptance or ()):
-        values.refuse_given(["plan.acceptance_gamma"], "it is for an --acceptance that is one rate")
+        values.refuse_given(SPECULATION, f"--stages {args.stages} predicts no speculation")
+    if args.acceptance is None or any(map(is_file, args.acceptance)):
+        values.refuse_given(["plan.acceptance_gamma"], "it is for an --acceptance that is a rate")
     if args.ranks_per_node == 1:
         values.refuse_given(["plan.link", "plan.link_latency_us"], "a node has one rank")
     if args.nodes == 1:
         values.refuse_given(["plan.node_link", "plan.node_link_latency_us"], "--nodes is 1")
-
-
-def predict_speculation(args: PlanSection) -> tuple[Record, list[Table]]:
-    """The record and its tables."""
-    record = plans.make_record(make_plan(args))
-    return record, plans.tables([record])
-
-
-def predict_stages(args: PlanSection) -> tuple[Record, list[Table]]:
-    """The record and its tables."""
-    record = stage_plans.make_record(make_stage_plan(args))
-    return record, stage_plans.tables([record])
 
 
 def find_target(args: PlanSection, config: ModelConfig, nodes: int) -> Deployment:
@@ -205,50 +173,45 @@ def find_hardware(args: PlanSection, num_layers: int) -> Hardware:
         raise ValueError("give either --machine FILE, or both --bandwidth and --flops")
     if args.overhead_us is not None:
         hardware = replace(hardware, layer_overhead_s=1e-6 * args.overhead_us / num_layers)
-    link, node_link = (find_link(args, flag, getattr(hardware, flag)) for flag in LINKS)
+    link = find_link(args, "link", hardware.link, args.ranks_per_node > 1)
+    node_link = find_link(args, "node_link", hardware.node_link, args.nodes > 1)
     return replace(hardware, link=link, node_link=node_link)
 
 
-def find_link(args: PlanSection, flag: str, measured: Link | None) -> Link | None:
-    """The link of that flag, which is `measured` unless flags give it. Raises ValueError if the
-    ranks need one and there is none."""
+def find_link(args: PlanSection, flag: str, measured: Link | None, is_needed: bool) -> Link | None:
+    """The link of that flag, which is `measured` unless flags give it. Raises ValueError if ranks
+    need one and there is none."""
     bandwidth, latency = getattr(args, flag), getattr(args, f"{flag}_latency_us")
     if (bandwidth is None) != (latency is None):
         raise ValueError(f"--{flag} and --{flag}_latency_us go together; give both or neither")
     if bandwidth is not None:
         return Link(1e-6 * latency, 1e9 * bandwidth)
-    is_needed = args.ranks_per_node > 1
-    reason = "--tp above 1 needs the cost of an all-reduce"
-    if flag == "node_link":
-        is_needed = args.nodes > 1
-        reason = "--nodes above 1 needs the cost of an all-reduce"
-    elif args.stages is not None:
-        reason = f"--stages {args.stages} needs the cost of a link"
     if measured is None and is_needed:
         raise ValueError(
-            f"{reason}; give --{flag} and --{flag}_latency_us, or a --machine probed with several "
-            "ranks"
+            f"several ranks need the cost of a link; give --{flag} and --{flag}_latency_us, or a "
+            "--machine probed with several ranks"
         )
     return measured
 
 
-def check_tp(flag: str, tp: int, model_flag: str, config: ModelConfig) -> None:
-    """Raises ValueError unless the heads can be divided among so many ranks."""
+def find_model(args: PlanSection) -> ModelConfig:
+    """Raises ValueError unless its heads can be divided among `--tp` ranks."""
+    config = find_config("--model", args.model)
     heads = config.num_heads
-    if heads % tp:
+    if heads % args.tp:
         fitting = " ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise ValueError(
-            f"{flag} {tp} does not divide the {heads} attention heads of {model_flag} "
+            f"--tp {args.tp} does not divide the {heads} attention heads of --model "
             f"{config.name}; choose from {fitting}"
         )
+    return config
 
 
 def make_stage_plan(args: PlanSection) -> StagePlan:
     """Raises ValueError, one line naming the flag, for errors that a user can correct."""
-    config = find_config("--model", args.model)
-    stages, tp, machine = f"--stages {args.stages}", args.tp, args.machine
+    config, tp, machine = find_model(args), args.tp, args.machine
+    stages = f"--stages {args.stages}"
     assert args.stages is not None, "it chose this prediction"
-    check_tp("--tp", tp, "--model", config)
     if (num_stages := count_stages(args.layer_split, args.stages)) != args.stages:
         raise ValueError(f"{stages}: --layer_split {args.layer_split} has {num_stages} stages")
     per_node = args.ranks_per_node
@@ -278,8 +241,7 @@ def make_plan(args: PlanSection) -> Plan:
         raise ValueError(
             "give --acceptance or --conditional_acceptance, which only --stages does without"
         )
-    config = find_config("--model", args.model)
-    check_tp("--tp", args.tp, "--model", config)
+    config = find_model(args)
     if args.tp % args.nodes:
         raise ValueError(f"--nodes {args.nodes} does not divide --tp {args.tp}")
     target = find_target(args, config, args.nodes)
@@ -322,26 +284,26 @@ def find_choice(kv_policy: str, budget: int) -> Choice:
 
 
 def find_draft(args: PlanSection, target: Deployment) -> Deployment:
-    """The target itself, or a standalone draft on the first `--draft_tp` of its ranks."""
+    """The target itself, or a standalone draft on one of its ranks."""
+    if args.draft == SELF:
+        return target
     name = args.draft.removeprefix(MODEL_PREFIX)
-    if args.draft != SELF and (name == args.draft or not name):
+    if name in ("", args.draft):
         choices = f"{SELF}, {MODEL_PREFIX}NAME"
         raise ValueError(f"--draft {args.draft} is not known; choose from {choices}")
-    if args.draft == SELF:
-        if args.draft_tp is not None:
-            raise ValueError(f"--draft_tp is for --draft {MODEL_PREFIX}NAME; self drafts on --tp")
-        if args.draft_dtype != "auto":
-            raise ValueError(f"--draft_dtype is for --draft {MODEL_PREFIX}NAME; self is the model")
-        return target
-    config, tp = find_config("--draft", name), args.draft_tp or 1
+    config = find_config("--draft", name)
     if config.vocab_size != target.config.vocab_size:
         raise ValueError(
             f"--draft {args.draft} has a vocabulary of {config.vocab_size}, "
             f"--model {args.model} one of {target.config.vocab_size}; they must be equal"
         )
-    check_tp("--draft_tp", tp, "--draft", config)
-    nodes = -(-tp // (target.tp // target.nodes))
-    if tp > target.tp or tp % nodes:
-        raise ValueError(f"--draft_tp {tp} cannot be laid out on --tp {args.tp} ranks")
-    is_int8 = choose_weights("--draft_dtype", args.draft_dtype, args.dtype) == "int8"
-    return Deployment(config, target.hardware, target.dtype_bytes, tp, nodes, is_int8)
+    return replace(target, config=config, tp=1, nodes=1, is_int8=False)
+
+
+main = LoneCommand(
+    predict,
+    "Predict when speculation is faster than autoregressive decoding, from the model's shape and "
+    "the machine's speed; or, with --stages, what a pipeline of stages gives next to tensor "
+    "parallelism and to one process.",
+    {"file": ConfigFile(), "plan": PlanSection()},
+)

@@ -24,7 +24,6 @@ from magicdec.distributed.groups import read_launch
 from magicdec.distributed.ranks import INTERRUPTED, find_world_size
 from magicdec.distributed.watching.watch import naming_lost
 from magicdec.hardware.ceiling_file import MachineFile
-from magicdec.names import DTYPES
 from magicdec.records.metric_tables import fixed
 from magicdec.records.writing import check_writable
 from magicdec.tables import Column, Table
@@ -33,8 +32,7 @@ BUSY = 0.25  # load average for each core from which the host is called busy
 
 
 def main() -> NoReturn:
-    """Measure on all ranks. Rank 0 writes the file and prints the results. After Ctrl-C it does so
-    with what was measured until then, and the exit code is 130."""
+    """Measure on all ranks. Rank 0 writes the file and prints the results."""
     launch = read_launch()
     try:
         out, config = parse(sys.argv[1:])
@@ -50,32 +48,18 @@ def main() -> NoReturn:
         refuse(error, launch)
     if launch.rank == 0:
         warn_of_load(os.getloadavg()[0], machine.num_cpus)
-    results: MachineFile | None = None
-    code = 0
     try:
         with naming_lost(launch):
-            for so_far in measure(resolved, machine, launch):
-                results = so_far
+            results = measure(resolved, machine, launch)
     except KeyboardInterrupt:
-        code = INTERRUPTED
+        sys.exit(INTERRUPTED)
     if launch.rank == 0:
         try:
-            conclude(results, out)
+            results.save(out)
         except ValueError as error:
             refuse(error, launch)
-    sys.exit(code)
-
-
-def conclude(machine: MachineFile | None, out: Path) -> None:
-    """Write and print what was measured, which is not all of it if the probe was interrupted.
-    Raises ValueError if the file cannot be written."""
-    if machine is None:
-        print("interrupted before the first dtype was measured; nothing is written")
-        return
-    machine.save(out)
-    print_machine(machine, out)
-    if list(machine.flops_per_s) != list(DTYPES):
-        print(f"interrupted; the file has {', '.join(machine.flops_per_s)} only")
+        print_machine(results, out)
+    sys.exit(0)
 
 
 def warn_of_load(load: float, num_cpus: int) -> None:

@@ -7,7 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.flags import LoneCommand
+from magicdec.cli.parsing.parser import Values
 from magicdec.cli.parsing.record_files import RUN, FilesSection, read_every_kind
 from magicdec.config.sections import DecodingSection, WrittenSection
 from magicdec.config.setting import same, setting
@@ -27,39 +28,34 @@ class ReportSection(FilesSection):
     title: str = setting("MagicDec report", "The title of the page.", metavar="TEXT")
 
 
-def build_parser() -> Parser:
-    return Parser(
-        "Write a page with figures and tables of records of every kind. It needs no network; the "
-        "figures as PNG and SVG and the tables as CSV are written beside it.",
-        {"report": ReportSection},
-        prog="magicdec report",
-    )
+def write_page(values: Values) -> int:
+    args = values[ReportSection]
+    if args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"--out {args.out} is not a directory; name one to write to")
+    from magicdec.hardware.ceiling_file import load_machine
+    from magicdec.report.frame import report_rows
+    from magicdec.report.page import PAGE, make_report, write_report
 
-
-def main() -> None:
-    """`magicdec report FILE... --out DIR`"""
-    try:
-        args = build_parser().read(sys.argv[1:])[ReportSection]
-        if args.out.exists() and not args.out.is_dir():
-            raise ValueError(f"--out {args.out} is not a directory; name one to write to")
-        from magicdec.report.frame import report_rows
-        from magicdec.report.page import PAGE, make_report, write_report
-        from magicdec.report.prediction import load_predictor
-
-        predictor = load_predictor(args.machine)
-        rows = [
-            row
-            for number, (path, record) in enumerate(read_every_kind(args, KINDS), 1)
-            for row in report_rows(number, str(path), record)
-        ]
-        command = ["magicdec", "report", *sys.argv[1:]]
-        report = make_report(args.title, command, not args.no_figure_files, rows, predictor)
-        write_report(args.out, report)
-    except ValueError as error:
-        print(f"magicdec report: {error}", file=sys.stderr)
-        sys.exit(2)
+    machine = None if args.machine is None else load_machine(args.machine)
+    rows = [
+        row
+        for number, (path, record) in enumerate(read_every_kind(args, KINDS), 1)
+        for row in report_rows(number, str(path), record)
+    ]
+    command = ["magicdec", "report", *sys.argv[1:]]
+    report = make_report(args.title, command, not args.no_figure_files, rows, machine)
+    write_report(args.out, report)
     for section in report.sections:
         for figure in section.left_out:
             print(f"left out: {figure.title}: {figure.reason}", file=sys.stderr)
     drawn = sum(len(section.figures) for section in report.sections)
     print(f"{drawn} figures of {rows[-1]['run']} runs: {args.out / PAGE}")
+    return 0
+
+
+main = LoneCommand(
+    write_page,
+    "Write a page with figures and tables of records of every kind. It needs no network; the "
+    "figures as PNG and SVG and the tables as CSV are written beside it.",
+    {"report": ReportSection},
+)

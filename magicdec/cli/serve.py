@@ -84,11 +84,6 @@ class FilesSection(PictureSection):
         "Write what every request and every stage did when in the Chrome trace format, for "
         "chrome://tracing or ui.perfetto.dev.",
     )
-    view: Path | None = setting(
-        None,
-        "Write the last frame of the live display of each mode to this text file. The display "
-        "itself is shown on a terminal only.",
-    )
 
     def check(self, out: Path, is_writer: bool) -> None:
         """Raises ValueError, naming the flag, for a file that the writer cannot write."""
@@ -97,7 +92,7 @@ class FilesSection(PictureSection):
         if self.plot is not None:
             check_picture("--plot", self.plot)
         if is_writer:
-            files = {"--plot": self.plot, "--trace": self.trace, "--view": self.view}
+            files = {"--plot": self.plot, "--trace": self.trace}
             check_files({"--out": out} | files)
 
 
@@ -143,7 +138,7 @@ class Command:
         passes = self.passes(options, draft, world_size, is_named)
         drafting = [each for each in passes if each.is_drafting]
         has_script = options.emulate_acceptance is not None
-        needs_draft = [each for each in drafting if not (has_script and can_have_script(each))]
+        needs_draft = [each for each in drafting if not (has_script and drafts_ahead(each))]
         if not is_named and not needs_draft:
             draft = NONE
         elif drafting and not needs_draft and draft != NONE:
@@ -159,7 +154,7 @@ class Command:
             options = replace(options, own_draft_dtype=values[DraftSection].draft_dtype)
         refuse_ignored(config, values, used)
         options = self.settle(options, values, passes, config, world_size)
-        options = replace(options, draft=draft, has_trace=bool(files.plot or files.trace))
+        options = replace(options, draft=draft)
         check_passes(options, config, world_size)
         files.check(Path(config.output.results), launch.rank == 0)
         return Experiment(config, options, files)
@@ -210,8 +205,8 @@ def has_stages(each: Pass) -> bool:
     return each.ranks is Ranks.STAGES
 
 
-def can_have_script(each: Pass) -> bool:
-    """Whether an emulated drafter can draft in a pass."""
+def drafts_ahead(each: Pass) -> bool:
+    """Whether a pass drafts in pipelined speculation."""
     return each.system == SPECULATIVE and each.is_drafting
 
 
@@ -219,6 +214,8 @@ def can_have_script(each: Pass) -> bool:
 USED_BY: dict[str, Callable[[Pass], bool]] = {
     "parallel.rank_group": lambda each: each.system == BATCHING,
     "speculation.": lambda each: each.system == SPECULATIVE,
+    "speculation.p": drafts_ahead,
+    "speculation.np": drafts_ahead,
     "draft.rank_group": lambda each: each.system == BATCHING and each.is_drafting,
     "decoding.cuda_graphs": lambda each: each.system == BATCHING,
     "serving.window_ms": lambda each: each.mode == WINDOWED,
@@ -232,8 +229,8 @@ USED_BY: dict[str, Callable[[Pass], bool]] = {
     "serving.machine": has_stages,
     "serving.pad_stage_ms": lambda each: each.system == RING,
     "serving.emulate_link_": has_stages,
-    "serving.emulate_acceptance": can_have_script,
-    "serving.emulate_draft_ms": can_have_script,
+    "serving.emulate_acceptance": drafts_ahead,
+    "serving.emulate_draft_ms": drafts_ahead,
 }
 
 
@@ -345,11 +342,9 @@ class Experiment:
 
     def measure(self, prepared: PreparedServing, record_file: RecordFile) -> Measured:
         """Serve the requests in every mode, or at every rate."""
-        from magicdec.serving.live_view import Display
         from magicdec.serving.measure import measure
 
-        display = Display.of_rank(prepared.launch.rank == 0, self.files.view)
-        return measure(prepared, display, record_file.append)
+        return measure(prepared, record_file.append)
 
     def show(self, measured: Measured) -> None:
         """Print the tables and write the files that were asked for."""

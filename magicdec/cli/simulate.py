@@ -4,14 +4,14 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import NoReturn
+from typing import Any
 
-from magicdec.cli.flags import refuse
-from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.flags import LoneCommand
+from magicdec.cli.parsing.parser import ConfigFile, Values
+from magicdec.cli.parsing.record_files import given_flags
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
     ClusterSection,
@@ -20,26 +20,21 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.config.setting import same, setting
-from magicdec.cost_model.curves import AcceptanceSection, conditional_rate
-from magicdec.distributed.groups import read_launch
+from magicdec.cost_model.curves import AcceptanceSection, conditional_rate, parse_acceptance
 from magicdec.figures import check_picture
-from magicdec.pipelined_speculation.options import NUM_CANDIDATES, Options
-from magicdec.records.reading import load_records
+from magicdec.pipelined_speculation.options import Options
 from magicdec.records.record import append_records
 from magicdec.records.writing import check_files
-from magicdec.simulator.machine import Cluster, Machine, divisions
 from magicdec.simulator.run import (
     MODES,
     STEADY_TOKENS,
     WITHOUT_DRAFTS,
-    SimulatedMetrics,
     SimulationRecord,
     Work,
     run_mode,
 )
 from magicdec.simulator.showing import draw_chart, tables
-from magicdec.simulator.simulation import Trace
-from magicdec.simulator.text import draw_ranks, replay_ranks
+from magicdec.simulator.simulation import Cluster, Machine, Trace, divisions, draw_ranks
 from magicdec.tables import print_tables
 
 EVERYDAY = (
@@ -47,6 +42,11 @@ EVERYDAY = (
     *("--np", "--acceptance", "--conditional_acceptance", "--gen_len", "--modes", "--plot"),
     "--out",
 )
+DRAFT_PROBS = (0.7, 0.2, 0.05)  # that the draft gives its candidates, at every place
+BITS_PER_S = 1e9 / 8  # bytes a second of 1 Gbit/s
+WORK = ("acceptance", "conditional_acceptance", "acceptance_gamma", "gen_len", "lanes", "seed")
+CHART_STAGES = 40  # times the slowest stage: what a chart shows
+DEFAULT_STAGES, DEFAULT_STAGE_MS, DEFAULT_ACCEPTANCE = 4, 20.0, "0.8"
 ONLY = {"speculation": [name for name in vars(Options()) if name != "lanes"]}
 
 
@@ -63,12 +63,6 @@ class SimulationSection(PictureSection, AcceptanceSection, ClusterSection):
     layers: int = setting(
         32, "Layers of the model. A stage looks for cancellations between its layers.", least=1
     )
-    prefill_ms: float | None = setting(
-        None,
-        "Ms that a stage computes for the prompt; with --model_ms, ms of one node for all of it. "
-        "Default: as for one token.",
-        least=0,
-    )
     row_cost: float = setting(
         0.0, "Share of the time of one token that each further token of a run adds.", least=0
     )
@@ -81,9 +75,6 @@ class SimulationSection(PictureSection, AcceptanceSection, ClusterSection):
         None, "Bandwidth of a link in Gbit/s. Default: without limit.", above=0
     )
     row_bytes: int = setting(8192, "Bytes of the hidden states of one token.", least=1)
-    cancel_ms: float | None = setting(
-        None, "Ms until a stage knows that a run is cancelled. Default: --link_ms.", least=0
-    )
     draft_ms: float = setting(4.0, "Ms of one step of the drafter.", least=0)
     model_ms: float | None = setting(
         None,
@@ -95,97 +86,47 @@ class SimulationSection(PictureSection, AcceptanceSection, ClusterSection):
         "Ms of an all-reduce between the nodes of a stage, two of which each layer needs.",
         least=0,
     )
-    draft_probs: tuple[float, ...] = setting(
-        (0.7, 0.2, 0.05),
-        "Probabilities that the draft gives its candidates, at every place.",
-        metavar="P",
-        least=0,
-        most=1,
-    )
     gen_len: int | None = same(WorkloadSection, "gen_len", least=2)
     lanes: int = same(Options, "lanes")
-    ring_requests: int | None = setting(
-        None, "Requests at the same time in the ring. Default: one for each stage.", least=1
-    )
     seed: int = same(WorkloadSection, "seed")
     modes: tuple[str, ...] | None = setting(
         None, "Ways to decode that are simulated. Default: all.", choices=MODES
     )
     out: Path | None = same(OutputSection, "results", None, is_default=True)
 
-    def check(self, given: Collection[str]) -> None:
-        """Raises ValueError, naming the flag, for flags that exclude each other or do nothing.
-        `given` are the names of those that the user gave."""
-        for name in ("draft_probs", "conditional_acceptance"):
-            values = getattr(self, name) or ()
-            if sum(values) > 1 + 1e-9:
-                shown = " ".join(f"{value:g}" for value in values)
-                raise ValueError(f"--{name} {shown}: the sum of these must be at most 1")
-        if tuple(sorted(self.draft_probs, reverse=True)) != self.draft_probs:
-            raise ValueError("--draft_probs must fall from the first candidate to the last")
-        if len(self.draft_probs) > NUM_CANDIDATES:
-            raise ValueError(
-                f"--draft_probs has {len(self.draft_probs)} values; at most {NUM_CANDIDATES}"
-            )
-        ranks = len(self.conditional_acceptance or ())
-        if ranks > len(self.draft_probs):
-            raise ValueError(
-                f"--conditional_acceptance has {ranks} values, more than --draft_probs"
-            )
-        if len(self.acceptance or ()) > 1:
-            raise ValueError("--acceptance has several values; a simulation takes one")
-        if (self.nodes is None) != (self.model_ms is None):
-            raise ValueError("--nodes and --model_ms go together; give both or neither")
-        if self.nodes is not None and self.stage_ms is not None:
-            raise ValueError("--stage_ms does nothing with --model_ms; leave it out")
-        if self.nodes is None and "all_reduce_ms" in given:
-            raise ValueError("--all_reduce_ms does nothing without --nodes; leave it out")
-        if self.plot_ms is not None and self.plot is None:
-            raise ValueError("--plot_ms does nothing without --plot; leave it out")
-        if self.plot is not None:
-            check_picture("--plot", self.plot)
-        check_files({"--plot": self.plot, "--out": self.out})
+
+def check(args: SimulationSection, values: Values) -> None:
+    """Raises ValueError, naming the flag, for flags that exclude each other or do nothing."""
+    ranks = args.conditional_acceptance or ()
+    if sum(ranks) > 1 + 1e-9 or len(ranks) > len(DRAFT_PROBS):
+        raise ValueError(
+            f"--conditional_acceptance {' '.join(f'{value:g}' for value in ranks)}: give at most "
+            f"{len(DRAFT_PROBS)} values, whose sum is at most 1"
+        )
+    if len(args.acceptance or ()) > 1:
+        raise ValueError("--acceptance has several values; a simulation takes one")
+    if (args.nodes is None) != (args.model_ms is None):
+        raise ValueError("--nodes and --model_ms go together; give both or neither")
+    if args.nodes is None:
+        values.refuse_given(["simulation.all_reduce_ms"], "it is for --nodes")
+    else:
+        values.refuse_given(["simulation.stage_ms"], "--model_ms says it")
+    if args.plot is None:
+        values.refuse_given(["simulation.plot_ms"], "it is for --plot")
+    else:
+        check_picture("--plot", args.plot)
+    check_files({"--plot": args.plot, "--out": args.out})
 
 
-def build_parser() -> Parser:
-    return Parser(
-        "Simulate decoding on a pipeline of stages, in virtual time: one token after the other, "
-        "synchronous speculation, asynchronous pipelined speculation, and the recurrent ring. "
-        "Several values of --stages or --nodes compare clusters. No model runs.",
-        {"simulation": SimulationSection(), "speculation": Options()},
-        ONLY,
-        everyday=EVERYDAY,
-    )
-
-
-BITS_PER_S = 1e9 / 8  # bytes a second of 1 Gbit/s
-WORK = (
-    *("acceptance", "conditional_acceptance", "acceptance_gamma", "draft_probs", "gen_len"),
-    *("lanes", "ring_requests", "seed"),
-)
-CHART_STAGES = 40  # times the slowest stage: what a chart shows
-DEFAULT_STAGES, DEFAULT_STAGE_MS, DEFAULT_ACCEPTANCE = 4, 20.0, "0.8"
-
-
-Simulation = tuple[int | None, Machine, str, SimulatedMetrics]
-"""The nodes (None where the stages were given by themselves), their machine, the mode, and what
-came out."""
-
-
-def main() -> NoReturn:
-    launch = read_launch()
-    try:
-        values = build_parser().read(sys.argv[1:])
-        args, options = values[SimulationSection], values[Options]
-        args.check({name.partition(".")[2] for name in values.given})
-        machines, work = make_machines(args), make_work(args)
-        records = make_records(simulate_all(machines, options, work, args), options, args)
-        if args.out is not None:
-            append_records("--out", args.out, records)
-    except ValueError as error:
-        refuse(error, launch)
+def simulate(values: Values) -> int:
+    args, options = values[SimulationSection], values[Options]
+    check(args, values)
+    machines, work = make_machines(args), make_work(args)
+    records = list(simulate_all(machines, options, work, args, given_flags(values)))
+    if args.out is not None:
+        append_records("--out", args.out, records)
     print_tables(tables(records))
-    sys.exit(0)
+    return 0
 
 
 def simulate_all(
@@ -193,48 +134,38 @@ def simulate_all(
     options: Options,
     work: Work,
     args: SimulationSection,
-) -> Iterator[Simulation]:
-    """Every mode on every machine. One machine alone is drawn if that was asked for; of several, a
-    few tokens of each request tell the speed of modes without drafts."""
+    flags: dict[str, Any],
+) -> Iterator[SimulationRecord]:
+    """The record of every mode on every machine, with the flags that the user gave. One machine
+    alone is drawn if that was asked for; of several, a few tokens of each request tell the speed of
+    modes without drafts."""
     short = replace(work, gen_len=min(work.gen_len, STEADY_TOKENS))
     traces: dict[str, Trace] = {}
     modes = [mode for mode in MODES if args.modes is None or mode in args.modes]
+    speculation = asdict(options)
+    del speculation["mode"], speculation["lanes"]
+    work_of_user = {name: getattr(args, name) for name in WORK}
+    shared = {"options": speculation, "work": work_of_user, "flags": flags}
     for nodes, machine in machines:
+        place = {"nodes": nodes, "machine": asdict(machine)}
         for mode in modes:
             is_short = len(machines) > 1 and mode in WITHOUT_DRAFTS
             traces[mode], metrics = run_mode(mode, machine, options, short if is_short else work)
-            yield nodes, machine, mode, metrics
+            yield SimulationRecord(config={"mode": mode, **place, **shared}, metrics=metrics)
     if args.plot is not None:
         until_ms = args.plot_ms or 1e3 * CHART_STAGES * max(machines[0][1].stage_s)
         draw_chart("--plot", args.plot, traces, until_ms / 1e3)
-
-
-def make_records(
-    simulations: Iterable[Simulation], options: Options, args: SimulationSection
-) -> list[SimulationRecord]:
-    """A record for each machine and mode."""
-    speculation = asdict(options)
-    del speculation["mode"], speculation["lanes"]
-    shared = {"options": speculation, "work": {name: getattr(args, name) for name in WORK}}
-    return [
-        SimulationRecord(
-            config={"mode": mode, "nodes": nodes, "machine": asdict(machine), **shared},
-            metrics=metrics,
-        )
-        for nodes, machine, mode, metrics in simulations
-    ]
 
 
 def make_machines(args: SimulationSection) -> list[tuple[int | None, Machine]]:
     """(nodes, machine) of everything that is to be simulated. Raises ValueError."""
     base = Machine(
         stage_s=(),
-        prefill_s=None if args.prefill_ms is None else args.prefill_ms / 1e3,
         row_cost=args.row_cost,
         link_s=args.link_ms / 1e3,
         bytes_per_s=None if args.link_gbit is None else args.link_gbit * BITS_PER_S,
         row_bytes=args.row_bytes,
-        cancel_s=(args.link_ms if args.cancel_ms is None else args.cancel_ms) / 1e3,
+        cancel_s=args.link_ms / 1e3,
         draft_s=args.draft_ms / 1e3,
     )
     if args.nodes is not None and args.model_ms is not None:
@@ -270,37 +201,23 @@ def _equal_stages(base: Machine, count: int, times_ms: Sequence[float], layers: 
 def make_work(args: SimulationSection) -> Work:
     """What is decoded. Raises ValueError for an acceptance that cannot be."""
     gen_len = args.gen_len or DEFAULT_GEN_LEN
-    ranks = _ranks(args, gen_len * args.lanes)
-    return Work(ranks, args.draft_probs, gen_len, args.lanes, args.ring_requests)
+    return Work(_ranks(args, gen_len * args.lanes), DRAFT_PROBS, gen_len, args.lanes)
 
 
 def _ranks(args: SimulationSection, length: int) -> list[int]:
     if args.conditional_acceptance is not None:
         return draw_ranks(args.conditional_acceptance, length, args.seed)
     (text,) = args.acceptance or (DEFAULT_ACCEPTANCE,)
-    try:
-        rate = float(text)
-    except ValueError:
-        return replay_ranks(_recorded_steps(Path(text)), length, args.seed)
-    if not 0 <= rate <= 1:
-        raise ValueError(f"--acceptance {text} is not between 0 and 1")
-    return draw_ranks([conditional_rate(rate, args.acceptance_gamma)], length, args.seed)
+    rate = conditional_rate(parse_acceptance(text), args.acceptance_gamma)
+    return draw_ranks([rate], length, args.seed)
 
 
-def _recorded_steps(path: Path) -> list[tuple[int, int]]:
-    """Drafted and accepted tokens of each step of a file's records, row by row. Raises ValueError,
-    naming the flag, if no record has any."""
-    steps = [
-        (count, accepted[row])
-        for record in load_records(path)
-        for samples in (record.samples or {}).values()
-        for counts, batch in zip(
-            samples.num_drafted or (), samples.num_accepted or (), strict=False
-        )
-        for row in range(max(map(len, batch), default=0))
-        for count, accepted in zip(counts, batch, strict=True)
-        if count and row < len(accepted)
-    ]
-    if not steps:
-        raise ValueError(f"--acceptance {path}: no record has accepted counts")
-    return steps
+main = LoneCommand(
+    simulate,
+    "Simulate decoding on a pipeline of stages, in virtual time: one token after the other, "
+    "synchronous speculation, asynchronous pipelined speculation, and the recurrent ring. Several "
+    "values of --stages or --nodes compare clusters. No model runs.",
+    {"file": ConfigFile(), "simulation": SimulationSection(), "speculation": Options()},
+    only=ONLY,
+    everyday=EVERYDAY,
+)

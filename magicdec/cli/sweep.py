@@ -24,11 +24,12 @@ from magicdec.cli.parsing.ignored import why_ignored
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import ParallelSection
-from magicdec.config.setting import Declared, declared, same, setting
+from magicdec.config.setting import declared, same, setting
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.ranks import INTERRUPTED, find_world_size
 from magicdec.distributed.watching.watch import naming_lost
 from magicdec.model.checkpoint.hub import with_local_models
+from magicdec.names import most_like
 from magicdec.records.writing import check_writable
 from magicdec.study.study import (
     MOST_CELLS,
@@ -37,7 +38,6 @@ from magicdec.study.study import (
     Study,
     checked,
     read_study,
-    unknown,
 )
 
 NAMES = tuple(DRIVERS)
@@ -51,31 +51,22 @@ class Flags:
     def __init__(self, driver: str) -> None:
         self.driver = DRIVERS[driver]
         self.parser = self.driver.build_parser()
-        self.settings = {
-            flag.lstrip("-"): (name, each)
-            for name, each in self.parser.settings.items()
-            for flag in each.flags
-        }
-        self.names = [name for name in self.settings if name not in OF_ONE_RUN]
+        self.names = self.parser.names
 
-    def setting(self, where: str, key: str) -> tuple[str, Declared]:
-        """The name of the setting of a flag, and the setting."""
+    def name_of(self, where: str, key: str) -> str:
+        """The name of the setting of a flag."""
         if key in OF_ONE_RUN:
             raise ValueError(f"{where}: {key} is for one run, not for the runs of a study")
         if key not in self.names:
-            raise ValueError(f"{where}: {unknown('flag', key, self.names)}")
-        return self.settings[key]
+            hint = most_like(key, sorted(self.names.keys() - set(OF_ONE_RUN)))
+            raise ValueError(f"{where}: unknown flag {key}; {hint}")
+        return self.names[key]
 
     def configs(self, grid: Grid, world_size: int) -> Iterator[RunConfig]:
         """The config of each cell. A flag that does nothing in a cell keeps its default there, so
         that cells which differ in nothing else are one. Raises ValueError, naming the grid, for a
         flag that does nothing in any cell, and for what is wrong for every model."""
-        names = [self.setting(grid.place_of(key), key)[0] for key in grid.axes]
-        for key, name in zip(grid.axes, names, strict=True):
-            if names.count(name) > 1:
-                raise ValueError(
-                    f"{grid.place_of(key)}: {key} is a second spelling of another flag there"
-                )
+        names = [self.name_of(grid.place_of(key), key) for key in grid.axes]
         useless: dict[str, str] | None = None
         for values in grid.combinations():
             try:
@@ -97,7 +88,7 @@ class Flags:
         config = self.driver.config_of(self.parser.read([], used))
         ignored = {}
         for key in values:
-            name, _ = self.settings[key]
+            name = self.names[key]
             reason = why_ignored(config, name)
             if reason is not None:
                 ignored[name] = reason
@@ -215,7 +206,7 @@ def inline_grid(driver: str, axes: dict[str, list[str]]) -> Grid:
     flags = Flags(driver)
     values: dict[str, list[Any]] = {}
     for key, words in axes.items():
-        _, each = flags.setting(driver, key)
+        each = flags.parser.settings[flags.name_of(driver, key)]
         if each.kind is bool:
             values[key] = [True, *words]  # a switch takes no words; reading it refuses them
         else:

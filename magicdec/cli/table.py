@@ -6,26 +6,23 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, islice
 from pathlib import Path
 
-from magicdec.cli.parsing.parser import Parser, Values
-from magicdec.cli.parsing.record_files import RUN, TABLES, FilesSection, read_commands, read_kind
-from magicdec.config.sections import PictureSection
-from magicdec.config.setting import same, setting
-from magicdec.figures import check_picture
+from magicdec.cli.flags import LoneCommand
+from magicdec.cli.parsing.parser import Values
+from magicdec.cli.parsing.record_files import TABLES, FilesSection, commands_of
+from magicdec.config.setting import setting
 from magicdec.names import RECORDS, load_named
 from magicdec.records.comparison.conditions import describe
 from magicdec.records.metrics import check_metrics
-from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord
-from magicdec.records.writing import check_writable
-from magicdec.report.listing import MOST_RECORDS, NARROW, SORT_KEYS, list_records, noise_lines
+from magicdec.records.reading import load_records, read_records
+from magicdec.records.record import Record, RunRecord
+from magicdec.report.listing import NARROW, SORT_KEYS, list_records
 from magicdec.report.settings import SETTINGS
 from magicdec.tables import FORMATS, print_tables
 
-DRAWN = "serving"  # the kind of record that --plot draws
 RUN_FLAGS = ("group_by", "sort", "reverse")
 
 
@@ -62,7 +59,6 @@ class TableSection(FilesSection):
         "Compute every metric again from the samples in its record, in place of the table. The "
         "exit code is 1 if one differs or a record has no samples.",
     )
-    plot: Path | None = same(PictureSection, "plot")
 
     def __post_init__(self) -> None:
         """Raises ValueError for a key that a grouped table does not have."""
@@ -70,67 +66,45 @@ class TableSection(FilesSection):
             raise ValueError(f"--sort {self.sort} is not in the table; add it to --group_by")
 
 
-def build_parser() -> Parser:
-    return Parser(
-        "Print records as tables: runs in one, with a line for each, and those of each other "
-        "command as the command itself did.",
-        {"table": TableSection},
-        prog="magicdec table",
-    )
-
-
-def main() -> None:
-    """`magicdec table FILE...`"""
-    try:
-        values = build_parser().read(sys.argv[1:])
-        args = values[TableSection]
-        if args.check:
-            sys.exit(check({path: load_records(path, is_strict=True) for path in args.files}))
-        show(args, values)
-    except ValueError as error:
-        print(f"magicdec table: {error}", file=sys.stderr)
-        sys.exit(2)
-
-
-def show(args: TableSection, values: Values) -> None:
+def show(values: Values) -> int:
     """Print the runs as one table, and then the records of each other command as the command itself
     did. Raises ValueError for a flag that has nothing to work on."""
-    others = Counter[str]()
-    runs = read_kind(args, RUN, others)
-    records = (record for _, record in runs if args.kind in (None, RUN))
-    first = list(islice(records, MOST_RECORDS + 1))
+    args = values[TableSection]
+    if args.check:
+        return check({path: load_records(path, is_strict=True) for path in args.files})
+    others: list[Record] = []
+    kinds = (args.kind,) if args.kind else tuple(RECORDS)
     is_ascending = None if not args.reverse else args.sort not in SETTINGS
-    listing = list_records(chain(first, records), args.group_by, args.sort, is_ascending)
-    kinds = [kind for kind in others if args.kind in (None, kind)]
-    if kinds and not listing.rows:
+    listing = list_records(runs_of(args, kinds, others), args.group_by, args.sort, is_ascending)
+    if others and not listing.rows:
         reason = "it is for records of runs, and there are none"
         values.refuse_given([f"table.{name}" for name in RUN_FLAGS], reason)
-    if args.plot is not None:
-        check_picture("--plot", args.plot)
-        check_writable("--plot", args.plot)
-        if DRAWN not in kinds:
-            raise ValueError(f"--plot {args.plot} draws passes of `magicdec serve` alone")
-    commands = [
-        (kind, command)
-        for kind in kinds
-        for command in read_commands(kind, args.files, args.strict)
-    ]
+    others.sort(key=lambda record: kinds.index(record.kind))
+    commands = list(commands_of(others))
+    tables = [load_named(TABLES, command[0].kind)(command) for command in commands]
     if listing.rows or not commands:
-        is_noted = args.format == "text" and not args.group_by
-        table = listing.table(args.format, noise_lines(first) if is_noted else ())
-        print_tables([table], args.format, NARROW)
-    if listing.rows and commands and args.format == "csv":
-        counts = " and ".join(f"{others[kind]} of kind {kind}" for kind in kinds)
-        print(f"other records are left out, {counts}; see --kind", file=sys.stderr)
-        return
-    for number, (kind, command) in enumerate(commands):
+        print_tables([listing.table(args.format)], args.format, NARROW)
+        if tables and args.format == "csv":
+            counts = Counter(record.kind for record in others)
+            text = " and ".join(f"{count} of kind {kind}" for kind, count in counts.items())
+            print(f"other records are left out, {text}; see --kind", file=sys.stderr)
+            return 0
+    for number, of_command in enumerate(tables):
         if number or listing.rows:
             print()
-        print_tables(load_named(TABLES, kind)(command), args.format)
-    if args.plot is not None:
-        from magicdec.serving.bars import draw_bars
+        print_tables(of_command, args.format)
+    return 0
 
-        draw_bars("--plot", args.plot, [command for kind, command in commands if kind == DRAWN])
+
+def runs_of(args: FilesSection, kinds: Sequence[str], others: list[Record]) -> Iterator[RunRecord]:
+    """The records of runs in the files, one after the other. Those of other kinds are added to
+    `others` meanwhile."""
+    for path in args.files:
+        for record in read_records(path, Record, args.strict):
+            if record.kind in kinds and isinstance(record, RunRecord):
+                yield record
+            elif record.kind in kinds:
+                others.append(record)
 
 
 def check(files: dict[Path, list[RunRecord]]) -> int:
@@ -147,3 +121,11 @@ def check(files: dict[Path, list[RunRecord]]) -> int:
             num_records, num_wrong = num_records + 1, num_wrong + bool(problems)
     print(f"{num_records - num_wrong} of {num_records} records have the metrics of their samples")
     return int(num_wrong > 0)
+
+
+main = LoneCommand(
+    show,
+    "Print records as tables: runs in one, with a line for each, and those of each other command "
+    "as the command itself did.",
+    {"table": TableSection},
+)

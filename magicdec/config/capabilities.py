@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from magicdec.config.choices.choice import first_obstacle
 from magicdec.config.machine import Machine
 from magicdec.names import (
     ATTENTION_BACKENDS,
@@ -55,7 +56,7 @@ class Requirements:
                 self.needs_compiler and not machine.has_compiler
             ),
         }
-        return next((reason for reason, applies in obstacles.items() if applies), None)
+        return first_obstacle(obstacles)
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,8 @@ from dataclasses import dataclass, field
 class Machine:
     """What `resolve` needs to know about the host. `world_size` and `local_world_size` are those of
     torchrun, and `first_rank` is the first rank of this host. `missing_backends` says for each
-    attention backend what it needs and does not find. `missing_symmetric_memory` says the same for
-    these collectives. `wants_symmetric_memory` says
-    that the environment has ENABLE_INTRA_NODE_COMM=1, `avoids_native_steps` that it has
-    MAGICDEC_NATIVE_STEPS=off."""
+    attention backend what it needs and does not find. `avoids_native_steps` says that the
+    environment has MAGICDEC_NATIVE_STEPS=off."""
 
     num_cpus: int
     world_size: int = 1
@@ -27,8 +25,6 @@ class Machine:
     has_compiler: bool = False
     has_shared_memory: bool = False
     num_gpus: int = 0
-    missing_symmetric_memory: str | None = "no CUDA"
-    wants_symmetric_memory: bool = False
     avoids_native_steps: bool = False
     missing_backends: Mapping[str, str] = field(default_factory=dict)
 

@@ -5,14 +5,12 @@ torch itself, but reading the capabilities of an attention backend does.
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 from magicdec.config.choices.backend import (
     check_returns_weights,
     choose_backend,
     choose_draft_kv,
 )
-from magicdec.config.choices.choice import Choice, How
 from magicdec.config.choices.collectives import choose_collectives
 from magicdec.config.choices.layers import (
     StepParts,
@@ -68,12 +66,12 @@ def resolve(
     linear = choose_linear(config.model.linear, device, dtype, machine, [weights, *of_draft])
     elementwise = choose_elementwise(config.model.elementwise, device, dtype, linear, machine)
     parts = StepParts(
-        device, backend, linear, elementwise.name, parallel.collectives, machine.avoids_native_steps
+        device, backend, linear, elementwise, parallel.collectives, machine.avoids_native_steps
     )
     native_steps = choose_native_steps(config.model.native_steps, parts, layer_obstacles[0])
     model = ResolvedModel(config.model.model, dtype, linear, elementwise, native_steps, weights)
     if config.decoding.drafter == "self":
-        check_returns_weights(backend.name, kv.policy)
+        check_returns_weights(backend, kv.policy)
     draft, drafting, size = None, backend, head_dim
     if config.draft is not None:
         size = draft_head_dim
@@ -87,10 +85,8 @@ def resolve(
             drafts_native,
             choose_weights("--draft_dtype", config.draft.draft_dtype, dtype),
         )
-    graphs = config.decoding.cuda_graphs  # `resolve_graphs` chooses
-    unresolved = Choice(graphs, "", How.AUTO if graphs == "auto" else How.ASKED)
-    workload = _fields(config.workload) | {"gen_len": config.workload.num_new_tokens}
-    draft_kv = choose_draft_kv(kv.draft_kv_dtype, dtype, drafting.name, machine, size)
+    lengths = {"gen_len": config.workload.num_new_tokens, "max_len": None}
+    draft_kv = choose_draft_kv(kv.draft_kv_dtype, dtype, drafting, machine, size)
     return ResolvedConfig(
         run_config=config,
         model=model,
@@ -98,9 +94,9 @@ def resolve(
         parallel=parallel,
         kv=dataclasses.replace(kv, draft_kv_dtype=draft_kv),
         attention=ResolvedAttention(backend, config.attention.prefill_chunk),
-        decoding=ResolvedDecoding(**_fields(config.decoding), graphs_choice=unresolved),
+        decoding=ResolvedDecoding(**vars(config.decoding)),
         sampling=config.sampling,
-        workload=ResolvedWorkload(**workload | {"max_len": None}),
+        workload=ResolvedWorkload(**vars(config.workload) | lengths),
         output=config.output,
     ).resolve_graphs(is_staged)
 
@@ -116,15 +112,15 @@ def without_collectives(
     if it has one. The obstacles are as in `resolve`."""
     flag, model, draft = config.run_config.model.native_steps, config.model, config.draft
     parts = StepParts(
-        config.parallel.device, config.attention.backend_choice, model.linear, model.elementwise,
+        config.parallel.device, config.attention.backend, model.linear, model.elementwise,
         None, machine.avoids_native_steps,
     )  # fmt: skip
     choice = choose_native_steps(flag, parts, layer_obstacle)
     if draft is not None:
-        parts = dataclasses.replace(parts, backend=draft.backend_choice)
+        parts = dataclasses.replace(parts, backend=draft.backend)
         of_draft = choose_native_steps(flag, parts, draft_obstacle)
-        draft = dataclasses.replace(draft, native_steps_choice=of_draft)
-    model = dataclasses.replace(model, native_steps_choice=choice)
+        draft = dataclasses.replace(draft, native_steps=of_draft)
+    model = dataclasses.replace(model, native_steps=choice)
     return dataclasses.replace(config, model=model, draft=draft)
 
 
@@ -135,7 +131,3 @@ def choose_device(value: str, machine: Machine) -> str:
     if value == "auto":
         return "cuda" if machine.has_cuda else "cpu"
     return value
-
-
-def _fields(section: Any) -> dict[str, Any]:
-    return {each.name: getattr(section, each.name) for each in dataclasses.fields(section)}

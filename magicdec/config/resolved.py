@@ -1,16 +1,15 @@
 """ResolvedConfig: the config that runs. No `auto` is left, and no None that means a default.
 Imports no torch.
 
-`config.resolve` makes the resolved sections from what the user wrote (`RunConfig`). A field that
-ends in `_choice` holds what was chosen and why; the property without that ending is the name of
-what was chosen.
+`config.resolve` makes the resolved sections from what the user wrote (`RunConfig`). A section that
+has no `auto` is that of the user.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from magicdec.config.choices.backend import choose_graphs
@@ -32,17 +31,9 @@ class ResolvedModel:
     model: str
     dtype: str  # of activations, KV cache, and weights that are not int8
     linear: str
-    elementwise_choice: Choice
-    native_steps_choice: Choice  # on or off
+    elementwise: Choice
+    native_steps: Choice  # on or off
     target_dtype: str  # of the target's matrices
-
-    @property
-    def elementwise(self) -> str:
-        return self.elementwise_choice.name
-
-    @property
-    def native_steps(self) -> str:
-        return self.native_steps_choice.name
 
 
 @dataclass(frozen=True)
@@ -51,24 +42,16 @@ class ResolvedDraft:
 
     model: str
     rank_group: tuple[int, ...]
-    backend_choice: Choice
-    native_steps_choice: Choice
+    backend: Choice
+    native_steps: Choice
     draft_dtype: str
-
-    @property
-    def backend(self) -> str:
-        return self.backend_choice.name
-
-    @property
-    def native_steps(self) -> str:
-        return self.native_steps_choice.name
 
 
 @dataclass(frozen=True)
 class ResolvedParallel:
     rank_group: tuple[int, ...]
     device: str
-    collectives_choice: Choice | None  # None for one rank
+    collectives: Choice | None  # None for one rank
     threads: Threads
 
     def threads_of(self, rank: int) -> int:
@@ -79,43 +62,18 @@ class ResolvedParallel:
         """Those of these ranks together, which one process has while the others wait."""
         return sum(map(self.threads_of, ranks))
 
-    @property
-    def collectives(self) -> str | None:
-        return None if self.collectives_choice is None else self.collectives_choice.name
-
 
 @dataclass(frozen=True)
 class ResolvedAttention:
-    backend_choice: Choice
+    backend: Choice
     prefill_chunk: int
-
-    @property
-    def backend(self) -> str:
-        return self.backend_choice.name
 
 
 @dataclass(frozen=True)
 class ResolvedDecoding(DecodingSection):
-    """`cuda_graphs` is on or off. `num_draft_tokens` may stay `auto`, which is a way to decode."""
+    """`num_draft_tokens` may stay `auto`, which is a way to decode."""
 
-    graphs_choice: Choice = field(kw_only=True)
-
-    def __post_init__(self) -> None:
-        assert self.cuda_graphs == self.graphs_choice.name
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "strategy": self.strategy,
-            "drafter": self.drafter,
-            "num_draft_tokens": self.num_draft_tokens,
-            "tree": self.tree,
-            "tree_nodes": None if self.tree is None else self.most_draft_tokens,
-            "machine": self.machine,
-            "cuda_graphs": self.cuda_graphs,
-            "cuda_graphs_reason": self.graphs_choice.why,
-            "ignore_eos": self.ignore_eos,
-            "baseline": self.baseline,
-        }
+    cuda_graphs: Choice = Choice("off")
 
 
 @dataclass(frozen=True)
@@ -124,18 +82,6 @@ class ResolvedWorkload(WorkloadSection):
 
     gen_len: int = DEFAULT_GEN_LEN
     max_len: None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        return {
-            "dataset": self.dataset,
-            "batch_size": self.batch_size,
-            "prefix_len": self.prefix_len,
-            "gen_len": self.gen_len,
-            "max_len": self.prefix_len + self.gen_len,
-            "num_batches": self.num_batches,
-            "warmup_batches": self.warmup_batches,
-            "seed": self.seed,
-        }
 
 
 @dataclass(frozen=True)
@@ -154,40 +100,38 @@ class ResolvedConfig:
     output: OutputSection
 
     def resolve_graphs(self, is_staged: bool = False) -> ResolvedConfig:
-        """This config with CUDA graphs chosen again, after a measurement has chosen a backend.
-        `is_staged` as in `resolve`.
+        """This config with CUDA graphs chosen for its backends, which a measurement may have
+        chosen. `is_staged` as in `resolve`.
         Raises ValueError if the user asked for graphs that cannot be captured."""
-        drafts = [] if self.draft is None else [self.draft.backend_choice.settled]
-        backends = [self.attention.backend_choice.settled, *drafts]
-        d = self.decoding
-        flag = "auto" if d.graphs_choice.is_auto else d.cuda_graphs
-        graphs = choose_graphs(flag, self.parallel.device, backends, d.tree is not None, is_staged)
-        decoding = dataclasses.replace(d, cuda_graphs=graphs.name, graphs_choice=graphs)
+        drafts = [] if self.draft is None else [self.draft.backend]
+        graphs = choose_graphs(
+            self.run_config.decoding.cuda_graphs,
+            self.parallel.device,
+            [self.attention.backend, *drafts],
+            self.decoding.tree is not None,
+            is_staged,
+        )
+        decoding = dataclasses.replace(self.decoding, cuda_graphs=graphs)
         return dataclasses.replace(self, decoding=decoding)
 
     def to_dict(self) -> dict[str, Any]:
         """The `config` of a record, nested by section (docs/record.md)."""
-        return {
-            "model": _section(self.model),
-            "draft": None if self.draft is None else _section(self.draft),
-            "parallel": _section(self.parallel),
-            "kv": _section(self.kv),
-            "attention": _section(self.attention),
-            "decoding": self.decoding.to_dict(),
-            "sampling": _section(self.sampling),
-            "workload": self.workload.to_dict(),
-            "output": _section(self.output),
-        }
+        d, w = self.decoding, self.workload
+        names = [each.name for each in dataclasses.fields(self)][1:]
+        sections = {name: _section(getattr(self, name)) for name in names}
+        sections["decoding"]["tree_nodes"] = None if d.tree is None else d.most_draft_tokens
+        sections["workload"]["max_len"] = w.prefix_len + w.gen_len
+        del sections["workload"]["extra_new_tokens"]
+        return sections
 
 
-def _section(values: Any) -> dict[str, Any]:
+def _section(values: Any) -> Any:
     """The fields of a section in their order. A choice is two entries: its name and its reason."""
+    if values is None:
+        return None
     entries: dict[str, Any] = {}
     for each in dataclasses.fields(values):
-        value, name = getattr(values, each.name), each.name.removesuffix("_choice")
-        if name == each.name:
-            entries[name] = value
-        else:
-            entries[name] = None if value is None else value.name
-            entries[f"{name}_reason"] = None if value is None else value.why
+        entries[each.name] = value = getattr(values, each.name)
+        if "Choice" in str(each.type):  # a text, such as "Choice | None"
+            entries[f"{each.name}_reason"] = None if value is None else value.why
     return entries

@@ -66,67 +66,68 @@ class RunConfig:
 
     def check(self, world_size: int) -> None:
         """Raise ValueError, one line naming the flag, for values that are wrong for every model."""
-        w, kv = self.workload, self.kv
+        w, kv, d = self.workload, self.kv, self.decoding
         for section in dataclasses.fields(self):
             if (values := getattr(self, section.name)) is not None:
                 check_values(values)
         check_threads(self.parallel.threads, world_size)
         check_lengths(w.prefix_len, w.gen_len, w.max_len)
-        if self.decoding.strategy == BASELINE and self.decoding.drafter is not None:
-            raise ValueError(
-                f"--drafter {self.decoding.drafter}: the baseline drafts nothing; "
-                "that flag is for selfspec and longspec"
-            )
-        if self.decoding.machine is not None and self.decoding.num_draft_tokens != "auto":
-            raise ValueError(
-                f"--machine {self.decoding.machine} is for --gamma auto, which predicts step times "
-                f"from it; --gamma is {self.decoding.num_draft_tokens}"
-            )
-        self._check_tree()
-        check_budget(kv, self.decoding.most_draft_tokens)
+        for applies, refusal in self._refusals():
+            if applies:
+                raise ValueError(refusal)
+        check_budget(kv, d.most_draft_tokens)
         check_rank_group("--rank_group", self.parallel.rank_group, world_size, is_target=True)
         check_filters_act(self.sampling)
-        self._check_draft(world_size)
         policy = policy_name(kv.policy, kv.budget)
-        check_draft_kv(kv.draft_kv_dtype, self.decoding.drafter, policy)
+        if self.draft is not None:
+            check_rank_group("--draft_ranks", self.draft.rank_group, world_size, is_target=False)
+            check_standalone(policy)
+        check_draft_kv(kv.draft_kv_dtype, d.drafter, policy)
 
-    def _check_tree(self) -> None:
-        """A draft tree needs a model that drafts, and steps of one shape."""
-        tree = self.decoding.tree
-        if tree is None:
-            return
-        flag = f"--tree {tree}"
-        if self.decoding.num_draft_tokens == "auto":
-            raise ValueError(
-                f"{flag} and --gamma auto: auto chooses among chains; give one of them"
-            )
-        if self.decoding.drafter == "ngram":
-            raise ValueError(
-                f"{flag} --drafter ngram: prompt lookup drafts chains; choose self or model"
-            )
-        if (nodes := self.decoding.most_draft_tokens) > MOST_TREE_NODES:
-            raise ValueError(
-                f"{flag} has {nodes} draft tokens; it must have at most {MOST_TREE_NODES}"
-            )
-
-    def _check_draft(self, world_size: int) -> None:
-        drafter = self.decoding.drafter
-        if self.draft is None:
-            if drafter == "model":
-                raise ValueError("--drafter model: no draft is named here; that is longspec")
-            return
-        check_rank_group("--draft_ranks", self.draft.rank_group, world_size, is_target=False)
-        if drafter != "model":
-            raise ValueError(
-                f"--drafter {drafter}: the draft --model would do nothing; "
-                "choose model, or run selfspec"
-            )
-        check_standalone(policy_name(self.kv.policy, self.kv.budget))
-        if self.kv.reselect_every:
-            raise ValueError(
+    def _refusals(self) -> list[tuple[bool, str]]:
+        """What settings must not do together: whether they do, and what to say then."""
+        d, drafter, has_draft = self.decoding, self.decoding.drafter, self.draft is not None
+        has_tree, is_auto = d.tree is not None, d.num_draft_tokens == "auto"
+        tree = f"--tree {d.tree}"
+        return [
+            (
+                d.strategy == BASELINE and drafter is not None,
+                f"--drafter {drafter}: the baseline drafts nothing; that flag is for selfspec and "
+                "longspec",
+            ),
+            (
+                d.machine is not None and not is_auto,
+                f"--machine {d.machine} is for --gamma auto, which predicts step times from it; "
+                f"--gamma is {d.num_draft_tokens}",
+            ),
+            (
+                has_tree and is_auto,
+                f"{tree} and --gamma auto: auto chooses among chains; give one of them",
+            ),
+            (
+                has_tree and drafter == "ngram",
+                f"{tree} --drafter ngram: prompt lookup drafts chains; choose self or model",
+            ),
+            (
+                has_tree and d.most_draft_tokens > MOST_TREE_NODES,
+                f"{tree} has {d.most_draft_tokens} draft tokens; it must have at most "
+                f"{MOST_TREE_NODES}",
+            ),
+            (
+                drafter == "model" and not has_draft,
+                "--drafter model: no draft is named here; that is longspec",
+            ),
+            (
+                drafter != "model" and has_draft,
+                f"--drafter {drafter}: the draft --model would do nothing; choose model, or run "
+                "selfspec",
+            ),
+            (
+                has_draft and self.kv.reselect_every > 0,
                 f"--reselect_every {self.kv.reselect_every}: a standalone draft keeps no whole "
-                "context to choose from anew; leave it at 0"
-            )
+                "context to choose from anew; leave it at 0",
+            ),
+        ]
 
 
 def check_filters_act(values: SamplingSection) -> None:
@@ -154,8 +155,6 @@ def check_lengths(prefix_len: int, gen_len: int | None, max_len: int | None) -> 
         raise ValueError(
             f"--max_len minus --prefix_len is {max_len - prefix_len}; it must be at least 1"
         )
-    if gen_len is not None and gen_len < 1:
-        raise ValueError(f"--gen_len is {gen_len}; it must be at least 1")
 
 
 def check_rank_group(
@@ -165,21 +164,13 @@ def check_rank_group(
     None is the default group."""
     if ranks is None:
         return
-    shown = " ".join(map(str, ranks))
-    launched = f"the launched ranks: {' '.join(map(str, range(world_size)))}"
-    if not ranks:
-        raise ValueError(f"{flag} names no rank; name some of {launched}")
-    if len(set(ranks)) != len(ranks):
-        which = "each" if is_target else "some"
-        raise ValueError(f"{flag} {shown} names a rank twice; name {which} of {launched}")
-    outside = [r for r in ranks if not 0 <= r < world_size]
-    if outside:
+    launched = set(range(world_size))
+    is_unique, fits = len(set(ranks)) == len(ranks), set(ranks) <= launched
+    if not ranks or not is_unique or not fits or (is_target and set(ranks) != launched):
+        which = "all" if is_target else "some"
         raise ValueError(
-            f"{flag} {shown} names rank {outside[0]}, which does not exist; choose from {launched}"
-        )
-    if is_target and len(ranks) != world_size:
-        raise ValueError(
-            f"{flag} {shown} leaves out some of {launched}; the target group must be all of them"
+            f"{flag} {' '.join(map(str, ranks))}: name {which} of the launched ranks, each once: "
+            f"{' '.join(map(str, sorted(launched)))}"
         )
 
 

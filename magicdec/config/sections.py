@@ -45,9 +45,8 @@ class ParallelSection:
     device: str = setting("auto", "The device to run on.", choices=("auto", *DEVICES))
     collectives: str = setting(
         "auto",
-        "How ranks exchange tensors. auto takes nccl on CUDA (symmetric_memory with "
-        "ENABLE_INTRA_NODE_COMM=1 in the environment) and shared_memory between CPU ranks of one "
-        "host. Stages of a pipeline on CUDA may also take gloo or shared_memory.",
+        "How ranks exchange tensors. auto takes nccl on CUDA and shared_memory between CPU ranks "
+        "of one host. Stages of a pipeline on CUDA may also take gloo or shared_memory.",
         choices=("auto", *COLLECTIVES),
     )
     threads: Threads | None = setting(
@@ -411,8 +410,8 @@ class StagesSection:
     machine: Path | None = same(DecodingSection, "machine")
     emulate_stage_ms: float | None = setting(
         None,
-        "Stages sleep for so long for a message of any size, in place of computing. Their tokens "
-        "mean nothing. Default: stages compute.",
+        "Stages sleep until a message of any size has taken so long, in place of computing. Their "
+        "tokens mean nothing. Default: stages compute.",
         metavar="MS",
         above=0,
     )
@@ -450,8 +449,7 @@ class PictureSection:
 
     plot: Path | None = setting(
         None,
-        "Draw what was measured to this file, .png, .svg or .pdf: requests or stages over time, or "
-        "modes as bars.",
+        "Draw what was measured to this file, .png, .svg or .pdf: requests or stages over time.",
     )
     plot_ms: float | None = setting(
         None,

@@ -19,6 +19,16 @@ from typing import Any, NoReturn
 
 KEY = "setting"
 METAVARS = {int: "N", float: "X", Path: "FILE", str: "NAME"}
+REASONS = {  # by pydantic's kinds of errors, with what it says of them
+    "greater_than_equal": "is too small; it must be at least {ge:g}",
+    "greater_than": "is too small; it must be more than {gt:g}",
+    "less_than_equal": "is too large; it must be at most {le:g}",
+    "less_than": "is too large; it must be less than {lt:g}",
+    "too_short": "needs a value",
+    "missing": "needs a value",
+    "string_type": "is not a text",
+    "finite_number": "is not a finite number",
+}
 
 
 @dataclass(frozen=True)
@@ -133,25 +143,15 @@ class Declared:
 
     def _reason(self, error: Any) -> str:
         """What is wrong with a value, after the value."""
-        kind, limits = error["type"], error.get("ctx", {})
+        kind = error["type"]
         if self.setting.choices:
             return f"is not known; choose from {', '.join(self.setting.choices)}"
-        if kind == "greater_than_equal":
-            return f"is too small; it must be at least {limits['ge']:g}"
-        if kind == "greater_than":
-            return f"is too small; it must be more than {limits['gt']:g}"
-        if kind == "less_than_equal":
-            return f"is too large; it must be at most {limits['le']:g}"
-        if kind == "less_than":
-            return f"is too large; it must be less than {limits['lt']:g}"
-        if kind in ("too_short", "missing"):
-            return "needs a value"
+        if kind in REASONS:
+            return REASONS[kind].format(**error.get("ctx", {}))
         number = "a whole number" if kind.startswith("int") else "a number"
-        if kind == "string_type":
-            return "is not a text"
         if self.setting.words:
             return f"is not known; choose {number} or {' or '.join(self.setting.words)}"
-        return "is not a finite number" if kind == "finite_number" else f"is not {number}"
+        return f"is not {number}"
 
 
 @cache

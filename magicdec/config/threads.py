@@ -37,18 +37,11 @@ def check_threads(threads: Threads | None, world_size: int) -> None:
     numbers as ranks."""
     if threads is None:
         return
-    flag = f"--threads {describe_threads(threads)}"
-    if isinstance(threads, int):
-        if threads < 1:
-            raise ValueError(f"{flag} is too small; it must be at least 1")
-    elif len(threads) != world_size:
+    numbers = threads if isinstance(threads, tuple) else (threads,) * world_size
+    if len(numbers) != world_size or min(numbers) < 1:
         raise ValueError(
-            f"{flag} has {len(threads)} numbers, but {world_size} ranks were started; give one "
-            f"number for all of them, or {world_size}"
-        )
-    elif (least := min(threads)) < 1:
-        raise ValueError(
-            f"{flag}: rank {threads.index(least)} has {least} threads; each must have at least 1"
+            f"--threads {describe_threads(threads)}: give one number for all {world_size} ranks, "
+            f"or {world_size} numbers, each at least 1"
         )
 
 
@@ -68,16 +61,9 @@ def choose_threads(value: Threads | None, machine: Machine) -> Threads:
         return most
     total, limit = sum(threads_of(value, rank) for rank in ranks), max(cores, len(ranks))
     if total > limit:
-        flag = f"--threads {describe_threads(value)}"
-        if isinstance(value, int):
-            shared = "" if len(ranks) == 1 else f" for {len(ranks)} ranks"
-            raise ValueError(
-                f"{flag} is more than this host's {cores} cores have{shared}; it must be at most "
-                f"{most}"
-            )
-        names = f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {ranks[0]} to {ranks[-1]}"
+        advice = f"{most} each" if isinstance(value, int) else f"{limit} in all"
         raise ValueError(
-            f"{flag} has {total} threads for {names} of this host, whose cores are {cores}; give "
-            f"at most {limit} in all"
+            f"--threads {describe_threads(value)}: the {len(ranks)} ranks of this host would have "
+            f"{total} threads on {cores} cores; give at most {advice}"
         )
     return value if isinstance(value, int) or len(set(value)) > 1 else value[0]

@@ -31,14 +31,12 @@ class TomlFile:
             raise ValueError(f"{self.name} is not a TOML file: {error}") from None
 
     def place_of(self, key: str, table: int | None = None) -> str:
-        """The file and the line of a key, which is the first one with that name, or that in the
-        array of tables of that number, from 1 on."""
-        header, count = re.compile(r"\s*\["), 0
-        written = re.compile(rf"\s*[\"']?{re.escape(key)}[\"']?\s*=")
+        """The file and the line of a key or of a table, which is the first one with that name, or
+        that in the array of tables of that number, from 1 on."""
+        written, count = re.compile(rf"\s*\[*[\"']?{re.escape(key)}[\"']?\s*[=\].]"), 0
         for number, line in enumerate(self._text.splitlines(), 1):
             count += bool(re.match(r"\s*\[\[", line))
-            is_in_table = table is None or count == table
-            if is_in_table and not header.match(line) and written.match(line):
+            if table in (None, count) and written.match(line):
                 return f"{self.name}, line {number}"
         return self.name
 

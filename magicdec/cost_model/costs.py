@@ -13,7 +13,7 @@ rank; `roofline.py` counts the same bytes from a loaded model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import Hardware
@@ -119,15 +119,32 @@ def weight_bytes(config: ModelConfig, shard: Shard, dtype_bytes: int, is_int8: b
 
 
 def stored_bytes(
-    model: ModelConfig, shard: Shard, size: int, is_packed: bool, is_int8: bool = False
+    model: ModelConfig,
+    shard: Shard,
+    size: int,
+    is_packed: bool,
+    is_int8: bool = False,
+    has_embedding: bool = True,
+    has_head: bool = True,
 ) -> int:
-    """All weights of one rank. The embedding is whole on every rank. A tied head is a part of it,
-    unless packing or int8 makes a copy of the head."""
-    first, last = shard.split(model.vocab_size)
-    shared = (last - first) * model.hidden_size * size
-    is_shared = model.tie_word_embeddings and not (is_packed or is_int8)
-    embedding = model.vocab_size * model.hidden_size * size
-    return weight_bytes(model, shard, size, is_int8) + embedding - (shared if is_shared else 0)
+    """All weights of one rank, or those of a part without the embedding or without the last norm
+    and the head. The embedding is whole on every rank. A tied head is a part of it, unless packing
+    or int8 makes a copy of the head."""
+    c, is_tied = model, model.tie_word_embeddings
+    first, last = shard.split(c.vocab_size)
+    embedding_norm = c.embedding_norm_parameters * size
+    ends = weight_bytes(replace(c, num_layers=0), shard, size, is_int8)
+    stored = weight_bytes(c, shard, size, is_int8) - ends
+    if has_head:
+        stored += ends - embedding_norm
+        if is_tied and not (is_packed or is_int8):
+            stored -= (last - first) * c.hidden_size * size
+    if has_embedding or (has_head and is_tied and not is_int8):
+        stored += c.vocab_size * c.hidden_size * size
+    if has_embedding:
+        positions = c.max_position_embeddings * c.hidden_size * (c.positions == "learned")
+        stored += embedding_norm + positions * size
+    return stored
 
 
 def int8_kv_bytes_per_token(config: ModelConfig, shard: Shard) -> int:

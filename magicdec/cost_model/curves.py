@@ -1,5 +1,5 @@
 """Acceptance as the cost model uses it: the number of tokens that a step yields, and the flags
-`--acceptance` (a rate, a curve or a file of records) and `--conditional_acceptance` of
+`--acceptance` (a rate or a file of records) and `--conditional_acceptance` of
 `magicdec plan`. Imports no torch. Source: Leviathan et al. 2023, section 3.1 and equation 1.
 
 A record's *acceptance rate* is accepted / drafted tokens. The *conditional rate* is the probability
@@ -10,10 +10,8 @@ on the context length. So there is one curve per budget, which is used for all c
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from pathlib import Path
 
 from magicdec.config.setting import setting
@@ -52,7 +50,7 @@ def expected_tokens(acceptance: Acceptance, gamma: int) -> float:
 
 
 DEFAULT_BUDGET, DEFAULT_GAMMA = 257, 4
-CHOICES = "a rate such as 0.8, a share for each position such as 0.8,0.7,0.6, or a file of records"
+CHOICES = "a rate such as 0.8, and in a plan a file of records"
 
 
 @dataclass(frozen=True)
@@ -62,9 +60,9 @@ class AcceptanceSection:
 
     acceptance: tuple[str, ...] | None = setting(
         None,
-        "An acceptance rate as in a record (accepted / drafted tokens) such as 0.8, or a file of "
-        "records. A plan also takes the probabilities that at least 1, 2, 3 drafts are accepted, "
-        "such as 0.8,0.7,0.6, and several values, one for each --budget. Default: 0.8 in simulate.",
+        "An acceptance rate as in a record (accepted / drafted tokens) such as 0.8. A plan also "
+        "takes a file of records, or several rates, one for each --budget. Default: 0.8 in "
+        "simulate.",
         metavar="A",
     )
     conditional_acceptance: tuple[float, ...] | None = setting(
@@ -99,12 +97,10 @@ def find_curves(
     the default) are used. A rate was measured with `gamma` draft tokens. `budgets` None: all
     budgets in the file, or the default budget. Raises ValueError for anything else.
     """
-    if len(values) == 1 and _is_file(values[0]):
+    if len(values) == 1 and is_file(values[0]):
         return _from_records(Path(values[0]), budgets, drafter, policy or DEFAULT_KV_POLICY)
-    parsed = [parse_acceptance(value) for value in values]
-    rates = [p if isinstance(p, tuple) else conditional_rate(p, gamma) for p in parsed]
-    is_rate = any(not isinstance(p, tuple) for p in parsed)
-    source = f"{' '.join(values)} of {gamma} draft tokens a step" if is_rate else "given"
+    rates = [conditional_rate(parse_acceptance(value), gamma) for value in values]
+    source = f"{' '.join(values)} of {gamma} draft tokens a step"
     return _spread("--acceptance", rates, budgets), source
 
 
@@ -112,8 +108,6 @@ def find_conditional(
     rates: Sequence[float], budgets: Sequence[int] | None
 ) -> tuple[dict[int, Acceptance], str]:
     """`find_curves` for the values of `--conditional_acceptance`."""
-    for rate in rates:
-        _check_share("--conditional_acceptance", f"{rate:g}", rate)
     return _spread("--conditional_acceptance", list(rates), budgets), "given"
 
 
@@ -131,27 +125,15 @@ def _spread(
     return dict(zip(budgets, each, strict=True))
 
 
-def parse_acceptance(text: str) -> Acceptance:
-    """`0.8` is an acceptance rate, accepted / drafted tokens; `0.8,0.7` are the shares of
-    verifications that accept at least 1 and at least 2 draft tokens."""
+def parse_acceptance(text: str) -> float:
+    """An acceptance rate: accepted / drafted tokens."""
     try:
-        shares = [float(part) for part in text.split(",")]
+        rate = float(text)
     except ValueError:
         raise ValueError(f"--acceptance {text} is not known; choose from {CHOICES}") from None
-    for share in shares:
-        _check_share("--acceptance", text, share)
-    for before, after in pairwise(shares):
-        if after > before:
-            raise ValueError(
-                f"--acceptance {text}: {after:g} follows {before:g}, but no more verifications can "
-                "accept a later token than an earlier one"
-            )
-    return shares[0] if "," not in text else tuple(shares)
-
-
-def _check_share(flag: str, text: str, share: float) -> None:
-    if not (math.isfinite(share) and 0 <= share <= 1):
-        raise ValueError(f"{flag} {text}: {share:g} is not between 0 and 1")
+    if not 0 <= rate <= 1:
+        raise ValueError(f"--acceptance {text}: {rate:g} is not between 0 and 1")
+    return rate
 
 
 def longest(curves: dict[int, Acceptance]) -> int | None:
@@ -159,12 +141,8 @@ def longest(curves: dict[int, Acceptance]) -> int | None:
     return min((len(c) for c in curves.values() if isinstance(c, tuple)), default=None)
 
 
-def is_rate(value: str) -> bool:
-    """Whether this value of `--acceptance` is one rate, and neither a curve nor a file."""
-    return "," not in value and not _is_file(value)
-
-
-def _is_file(text: str) -> bool:
+def is_file(text: str) -> bool:
+    """Whether this value of `--acceptance` is a file of records."""
     return Path(text).suffix == ".jsonl" or Path(text).is_file()
 
 

@@ -104,7 +104,8 @@ class PlanRecord(Record):
     status: Literal["predicted"] = recorded("`predicted`: nothing has run", default="predicted")
     config: dict[str, Any] = recorded(
         "the inputs: `model` and `draft` (null in self-speculation) with their dtypes and ranks, "
-        "`parallel` with the rates of one rank, and `workload` with the acceptance by budget"
+        "`parallel` with the rates of one rank, `workload` with the acceptance by budget, and the "
+        "`flags` of the command"
     )
     cells: list[PlanCell] = recorded("the predictions, each with the best gamma and budget")
     break_even_prefix_len: dict[str, int | None] = recorded(

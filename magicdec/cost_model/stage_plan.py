@@ -241,7 +241,7 @@ class StagePlanRecord(Record):
     config: dict[str, Any] = recorded(
         "the inputs: `model` with its dtypes, and `parallel` with the rates of one rank, the "
         "stages, `layer_split` as it was given, and whether one process has the rates of all ranks "
-        "of its host"
+        "of its host; and the `flags` of the command"
     )
     cells: list[RingCell] = recorded("the predictions")
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from magicdec.config.tree_shape import TreeShape
 from magicdec.decoding.recorder import Recorder, Work, record
-from magicdec.decoding.steps import ANY_NUMBER, Steps
+from magicdec.decoding.steps import Steps
 from magicdec.decoding.strategy import Phase
-from magicdec.device_batch import NEWEST, DeviceBatch
+from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.drafter import Drafter
 from magicdec.kv.cache import BatchRows
 from magicdec.request import Batch
@@ -73,8 +73,7 @@ class CapturedSteps(Steps):
         assert tree is None, "refused before"
         drafter = self.drafter
         assert drafter is not None, "only a strategy with a drafter drafts"
-        most = NEWEST if self._captures_drafts else ANY_NUMBER
-        pending = drafter.prepare(batch.requests, num_draft_tokens, most)
+        pending = drafter.prepare(batch.requests, num_draft_tokens)
         if not self._captures_drafts:
             uncaptured = DeviceBatch.of(batch, self._vocab_size, self.runner.device)
             return drafter.propose(uncaptured, num_draft_tokens, pending)

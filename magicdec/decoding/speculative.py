@@ -58,12 +58,18 @@ class Speculative:
         lengths = self.draft_length.lengths(batch)
         if len(set(lengths)) == 1:
             return self._step(batch, lengths[0])
-        parts = []
+        tokens, accepted = dict[Request, list[int]](), dict[Request, int]()
         for count in sorted(set(lengths)):
             pairs = zip(batch.requests, lengths, strict=True)
             group = Batch(tuple(request for request, length in pairs if length == count))
-            parts.append((group, self._step(group, count)))
-        return merged(batch, parts)
+            output = self._step(group, count)
+            tokens |= zip(group.requests, output.token_ids, strict=True)
+            if output.num_accepted is not None:
+                accepted |= zip(group.requests, output.num_accepted, strict=True)
+        return StepOutput(
+            [tokens[request] for request in batch.requests], max(lengths),
+            [accepted.get(request, 0) for request in batch.requests],
+        )  # fmt: skip
 
     def _step(self, batch: Batch, count: int) -> StepOutput:
         started = time.perf_counter()
@@ -83,24 +89,6 @@ class Speculative:
         """The seconds of a step of `batch` with 0, 1, 2, ... draft tokens. Changes nothing."""
         cached = [self.runner.cache.lengths[row] for row in batch.rows]
         return measure_steps(self.steps, batch, cached, self.draft_length.most)
-
-
-def merged(batch: Batch, parts: Sequence[tuple[Batch, StepOutput]]) -> StepOutput:
-    """The output of a step whose parts have advanced different requests of `batch`."""
-    of_request = {
-        request: (tokens, accepted, output.num_drafted)
-        for group, output in parts
-        for request, tokens, accepted in zip(
-            group.requests,
-            output.token_ids,
-            output.num_accepted or [0] * len(group.requests),
-            strict=True,
-        )
-    }
-    tokens, accepted, num_drafted = map(
-        list, zip(*map(of_request.get, batch.requests), strict=True)
-    )
-    return StepOutput(tokens, max(num_drafted), accepted, num_drafted)
 
 
 def speculative(setup: Setup) -> Speculative:

@@ -24,19 +24,13 @@ from magicdec.request import Batch, Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.model_tokens import Proposal, judge
 
-ANY_NUMBER = 1 << 30  # of pending tokens: no limit
-
 
 class Steps:
     """Before and after each call, the host knows how many tokens each row has cached. If requests
     join a running batch (`is_in_flight`), the batch is loaded by the first step that needs it."""
 
     def __init__(
-        self,
-        runner: ModelRunner,
-        drafter: Drafter | None,
-        phase: Phase,
-        is_in_flight: bool = False,
+        self, runner: ModelRunner, drafter: Drafter | None, phase: Phase, is_in_flight: bool = False
     ) -> None:
         self.runner, self.drafter = runner, drafter
         self.phase, self.is_in_flight = phase, is_in_flight
@@ -105,7 +99,7 @@ class Steps:
 
     def _drafted(self, batch: Batch, num_draft_tokens: int, tree: TreeShape | None) -> Proposal:
         assert self.drafter is not None, "only a strategy with a drafter drafts"
-        pending = self.drafter.prepare(batch.requests, num_draft_tokens, ANY_NUMBER)
+        pending = self.drafter.prepare(batch.requests, num_draft_tokens)
         return self.drafter.propose(self._batch, num_draft_tokens, pending, tree)
 
     def _judged(self, proposal: Proposal | None) -> list[list[int]]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-from magicdec.distributed.stages import StageGrid
+from magicdec.distributed.layout import StageGrid
 
 if TYPE_CHECKING:
     import torch

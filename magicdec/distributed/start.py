@@ -24,7 +24,7 @@ from magicdec.distributed.groups import (
     next_name,
     rendezvous_store,
 )
-from magicdec.distributed.stages import StageGrid
+from magicdec.distributed.layout import StageGrid
 from magicdec.distributed.watching.watch import leave_ranks, watch_ranks
 
 if TYPE_CHECKING:
@@ -97,14 +97,13 @@ def make_stage_groups(
     device: torch.device,
     collectives: str | None,
     draft_ranks: tuple[int, ...] | None = None,
-    stages: Sequence[tuple[int, ...]] | None = None,
 ) -> ParallelGroups:
-    """Make the groups of the ranks of a pipeline: each stage has a group of its own. `stages` names
-    those that are no grid. A rank that is in no stage is alone in its group. The default
-    group is for tensors on the host, because ranks may share a GPU, which NCCL does not allow."""
+    """Make the groups of the ranks of a pipeline: each stage has a group of its own. A rank that is
+    in no stage is alone in its group. The default group is for tensors on the host, because ranks
+    may share a GPU, which NCCL does not allow."""
     assert launch.world_size >= grid.world_size, "the grid was made for the launched ranks"
     _start(launch, device, "gloo")
-    stages = stages or [grid.ranks_of(stage) for stage in range(grid.num_stages)]
+    stages = [grid.ranks_of(stage) for stage in range(grid.num_stages)]
     return _make_parallel_groups(launch, grid, stages, device, collectives, draft_ranks)
 
 
@@ -189,10 +188,6 @@ def _make_group(
         from magicdec.distributed.shared_memory import SharedMemoryExchange
 
         exchange = SharedMemoryExchange(handle, index, len(ranks))
-    elif collectives == "symmetric_memory":
-        from magicdec.distributed.symmetric_memory import SymmetricMemoryExchange
-
-        exchange = SymmetricMemoryExchange(handle, device)
     group = Group(ranks, index, handle, exchange)
     total = group.all_reduce(torch.ones(1, device=device))
     assert int(total.item()) == len(ranks), f"the group of ranks {ranks} sums to {total.item():g}"

@@ -53,6 +53,10 @@ class BlockSelection(KVPolicy):
             )
 
     @classmethod
+    def build(cls, kv: KVSection) -> BlockSelection:
+        return cls(kv.num_sink_tokens, kv.num_recent_tokens, kv.budget)
+
+    @classmethod
     def check(cls, kv: KVSection, num_draft_tokens: int, flag: str | None) -> None:
         check_sinks(kv, flag)
         if kv.num_sink_tokens + kv.num_recent_tokens > kv.budget:
@@ -123,14 +127,14 @@ class BlockSelection(KVPolicy):
 
 
 @dataclass(frozen=True)
-class ChosenBlocks:
+class BlockRanges:
     """A policy whose choice of ranges for one batch is made."""
 
     policy: BlockSelection
-    chosen: Tensor  # [L, B, G, R, 2]
+    key_ranges: Tensor  # [L, B, G, R, 2]
 
     def ranges(self, committed: Tensor) -> Tensor:
-        return self.chosen
+        return self.key_ranges
 
     def num_visible(self, committed: int) -> int:
         return self.policy.num_visible(committed)
@@ -147,48 +151,37 @@ class BlockKV(DraftKV):
         super().__init__(runner, self.policy)
         # Whole KV blocks: the bound of a row whose length only the device knows.
         self.num_blocks = -(-runner.cache.tokens_per_row // BLOCK)
-        self._choice: tuple[Lengths, ChosenBlocks, tuple[int, ...]] | None = None
+        self._choice: tuple[Lengths, BlockRanges, tuple[int, ...]] | None = None
 
     @abstractmethod
-    def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> Tensor:
-        """The score of the first `num_blocks` blocks of each row by the query heads of this rank,
-        float32 [L, B, G, blocks]."""
-
-    @abstractmethod
-    def native_scores(
-        self, rows: BatchRows, committed: Lengths, num_blocks: int
-    ) -> tuple[Tensor, Tensor]:
-        """As `scores`, for a runner with native steps, without copying them: float32 [L, any, G,
-        any], and the index [B] of each of `rows` in the second dimension."""
+    def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> tuple[Tensor, Tensor]:
+        """The score of the first `num_blocks` blocks of each row, or of more, by the query heads of
+        this rank, float32 [L, any, G, blocks]; and the index [B] of each of `rows` in the second
+        dimension, so that nothing need be copied."""
 
     def select(self, rows: Rows, committed: Lengths) -> Visible:
         rows = BatchRows.of(rows, self.runner.device)
         if self._choice is None or not self._is_chosen_for(rows, committed):
-            num_blocks = min(self.num_blocks, -(-max(committed.bounds) // BLOCK))
-            if rows.is_captured:
-                most = self.policy.budget // BLOCK
-            else:
-                most = max(self.policy.split(length)[1] for length in committed.bounds)
-            choose = self._choose if self.runner.executor is None else self._choose_natively
-            ranges = choose(rows, committed, num_blocks, min(most, num_blocks))
-            self._choice = committed, ChosenBlocks(self.policy, ranges), rows.numbers
+            chosen = BlockRanges(self.policy, self._choose(rows, committed))
+            self._choice = committed, chosen, rows.numbers
         return self._choice[1]
 
-    def _choose(self, rows: BatchRows, committed: Lengths, num_blocks: int, most: int) -> Tensor:
-        scores = sum_over_replicas(self.runner, self.scores(rows, committed, num_blocks))
-        return self.policy.top_blocks(committed.tensor, scores, most)
-
-    def _choose_natively(
-        self, rows: BatchRows, committed: Lengths, num_blocks: int, most: int
-    ) -> Tensor:
-        """The choice of `_choose` in native code. It may take other blocks of equal scores, which
-        are rare."""
-        scores, index = self.native_scores(rows, committed, num_blocks)
-        config, shard = self.runner.model.config, self.runner.model.shard
-        if shard.replicates(config.num_kv_heads):
-            scores = sum_over_replicas(self.runner, scores[:, index])
+    def _choose(self, rows: BatchRows, committed: Lengths) -> Tensor:
+        """Ranges [L, B, G, R, 2]. The choice in native code, for a runner with native steps, may
+        take other blocks of equal scores, which are rare."""
+        runner, policy, lengths = self.runner, self.policy, committed.bounds
+        num_blocks = min(self.num_blocks, -(-max(lengths) // BLOCK))
+        most = policy.budget // BLOCK
+        if not rows.is_captured:
+            most = max(policy.split(length)[1] for length in lengths)
+        most = min(most, num_blocks)
+        scores, index = self.scores(rows, committed, num_blocks)
+        is_native = runner.executor is not None
+        if not is_native or runner.model.shard.replicates(runner.model.config.num_kv_heads):
+            scores = sum_over_replicas(runner, scores[:, index, :, :num_blocks])
             index = torch.arange(len(rows))
-        policy, lengths = self.policy, committed.bounds
+        if not is_native:
+            return policy.top_blocks(committed.tensor, scores, most)
         sinks, splits = zip(*((policy.sinks(n), policy.split(n)) for n in lengths), strict=True)
         split = (*zip(*sinks, strict=True), *zip(*splits, strict=True), lengths)
         return top_blocks(scores, index, split, most)

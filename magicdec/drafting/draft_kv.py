@@ -108,7 +108,7 @@ class DraftKV:
 
     def rewind(self, rows: Rows, lengths: Lengths) -> None:
         """Forget the tokens of `rows` after the first `lengths` tokens of context."""
-        self.runner.truncate(rows, lengths)
+        self.runner.truncate(rows, self.held(rows, lengths))
 
     def keep_path(self, rows: BatchRows, path: AcceptedPath, most: int) -> None:
         """Keep the first `most` tokens at most of an accepted path, in the order of the path, and

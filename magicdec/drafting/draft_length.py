@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
 
 import torch
 
@@ -39,26 +40,26 @@ MIN_PROBE_STEPS = 32
 ALREADY = 10**9  # steps: more than are ever waited for
 
 
-class DraftLength(Protocol):
-    @property
-    def most(self) -> int:
-        """The largest number of tokens that a step drafts."""
+class DraftLength(ABC):
+    """By default it measures and learns nothing."""
 
-    @property
-    def choices(self) -> Sequence[int]:
-        """The numbers of tokens that a step may draft."""
-
-    @property
-    def calibration_s(self) -> float | None:
-        """Seconds that `begin` has spent on measuring so far; None if it never measures."""
+    most: int
+    """The largest number of tokens that a step drafts."""
+    choices: Sequence[int]
+    """The numbers of tokens that a step may draft."""
+    calibration_s: float | None = None
+    """Seconds that `begin` has spent on measuring so far; None if it never measures."""
 
     def begin(self, batch: Batch, measure: Measure) -> None:
         """Prepare for decoding `batch`, in which some requests may have been running for a while.
         The time of this call is not part of any decode step."""
+        return None
 
     def forget_times(self) -> None:
         """Called after the warm-up: the next batch of each shape is measured again."""
+        return None
 
+    @abstractmethod
     def lengths(self, batch: Batch) -> list[int]:
         """The number of draft tokens of each row in the next step. The same on every rank."""
 
@@ -67,30 +68,18 @@ class DraftLength(Protocol):
     ) -> None:
         """A step, or a part of it, has drafted `num_drafted` tokens for each row of `batch`.
         `accepted` is the number that each row accepted, empty if nothing was drafted."""
+        return None
 
 
-class FixedLength:
-    calibration_s = None
-
+class FixedLength(DraftLength):
     def __init__(self, most: int) -> None:
         self.most, self.choices = most, (most,)
-
-    def begin(self, batch: Batch, measure: Measure) -> None:
-        """Nothing to measure."""
-
-    def forget_times(self) -> None:
-        """Nothing was measured."""
 
     def lengths(self, batch: Batch) -> list[int]:
         return [self.most] * len(batch.requests)
 
-    def observe(
-        self, batch: Batch, num_drafted: int, accepted: Sequence[int], seconds: float
-    ) -> None:
-        """Nothing to learn."""
 
-
-class AutoLength:
+class AutoLength(DraftLength):
     """Chooses among chains every few steps on the first rank, which broadcasts the choice.
 
     It is kept for all passes of a run. The times of a batch size and context length, and the
@@ -111,12 +100,11 @@ class AutoLength:
         self.estimate, self.per_row = estimate, per_row
         self.choices = range(most + 1)
         self.acceptance = Acceptance(most)
-        self.calibration_s = 0.0
+        self.calibration_s: float = 0.0
         # By the rows in powers of 2, and the context in powers of sqrt(2).
         self._times: dict[tuple[int, int], StepTimes] = {}
         self._window, self._left, self._rows = 1, 0, 0
-        self._first, self._then = 0, 0  # of the window's first step, and of the others
-        self._drafting = 1  # the best number of draft tokens but 0
+        self._then = 0  # of all steps of the window but the first
         self._split: dict[int, int] = {}  # draft tokens by request, if they differ
         self._since = {False: 0, True: 0}  # steps since the last one without drafts, and with
 
@@ -143,41 +131,28 @@ class AutoLength:
         self._times.clear()
 
     def lengths(self, batch: Batch) -> list[int]:
-        count = self.choose(batch)
-        if not self._split or count != self._then:
-            return [count] * len(batch.requests)
-        by_request, most = self._split, self._most_wanted(batch)
-        return [min(by_request.get(r.request_id, count), most) for r in batch.requests]
-
-    def choose(self, batch: Batch) -> int:
-        """The number of draft tokens of the next step, if it is the same for each row."""
-        rows = len(batch.requests)
-        if self._left == 0 or rows != self._rows:
-            self._rows = rows
-            before, (first, then) = (self._then, self._split), self.decide(batch)
-            decision = upload([first, then, *self._split_rows(batch, then)], self.device)
-            self._first, self._then, *split = self.group.broadcast(decision, 0).tolist()
-            ids = [r.request_id for r in batch.requests]
+        count, ids = self._then, [r.request_id for r in batch.requests]
+        if self._left == 0 or len(ids) != self._rows:
+            self._rows, before = len(ids), (self._then, self._split)
+            decision = upload(self.decide(batch), self.device)
+            count, self._then, *split = self.group.broadcast(decision, 0).tolist()
             self._split = dict(zip(ids, split, strict=True)) if any(split) else {}
             # After a change the next decision comes soon, because the change may be wrong.
             is_kept = before == (self._then, self._split)
-            self._window = min(2 * self._window, WINDOW) if is_kept else 2
-            self._left, count = self._window, self._first
-        else:
-            count = self._then
+            self._left = self._window = min(2 * self._window, WINDOW) if is_kept else 2
         self._left -= 1
-        return min(count, self._most_wanted(batch))
+        # A step with g drafts may emit g + 1 tokens: no more than the longest row still wants.
+        most = max(r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests) - 1
+        by_request = self._split if count == self._then else {}
+        return [min(by_request.get(request, count), most) for request in ids]
 
-    def _most_wanted(self, batch: Batch) -> int:
-        """A step with g drafts may emit g + 1 tokens: no more than the longest row still wants."""
-        return max(r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests) - 1
-
-    def decide(self, batch: Batch) -> tuple[int, int]:
-        """The number of draft tokens of the next step, and of the steps after it. Sometimes the
-        next step is of the other kind (with or without drafts), to measure it."""
+    def decide(self, batch: Batch) -> list[int]:
+        """The number of draft tokens of the next step, of the steps after it, and what
+        `_split_rows` returns. Sometimes the next step is of the other kind (with or without
+        drafts), to measure it."""
         self.times.settle()
         until_done = self.predict(batch)
-        drafting = self._drafting = min(range(1, self.most + 1), key=lambda k: until_done[k])
+        drafting = min(range(1, self.most + 1), key=lambda k: until_done[k])
         best = drafting if until_done[drafting] * MARGIN < until_done[0] else 0
         rows, other = len(batch.requests), 0 if best else 1
         seconds = [self.times(rows, k) for k in range(self.most + 1)]
@@ -188,13 +163,15 @@ class AutoLength:
         # A step with drafts is useless if it would be slower with all its drafts accepted.
         hope = max((k + 1) / s for k, s in enumerate(seconds))
         useful = best > 0 or hope * seconds[0] > MARGIN
-        return (other if useful and self._since[other > 0] >= steps else best), best
+        first = other if useful and self._since[other > 0] >= steps else best
+        return [first, best, *self._split_rows(batch, best, drafting)]
 
-    def _split_rows(self, batch: Batch, best: int) -> list[int]:
-        """The number of draft tokens of each row; all 0 if each row is to draft `best` tokens."""
+    def _split_rows(self, batch: Batch, best: int, count: int) -> list[int]:
+        """The number of draft tokens of each row, `count` or 0; all 0, or none, if each row is to
+        draft `best` tokens."""
         if not self.per_row:
             return []
-        rows, count = len(batch.requests), best or self._drafting
+        rows = len(batch.requests)
         rates = [self.acceptance.rates(r.request_id) for r in batch.requests]
         tokens = [tokens_of_steps(of_row)[count][0] for of_row in rates]
         uniform = (sum(tokens) if best else rows) / self.times(rows, best)
@@ -205,14 +182,10 @@ class AutoLength:
         """Seconds until `batch` has all its tokens, with 0, 1, 2, ... draft tokens in each step."""
         remaining = [r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests]
         steps = [tokens_of_steps(self.acceptance.rates(r.request_id)) for r in batch.requests]
-
-        def until_done(count: int) -> float:
-            tokens = [of_row[count] for of_row in steps]
-            return forecast.seconds_until_done(
-                remaining, tokens, lambda rows: self.times(rows, count)
-            )
-
-        return [until_done(count) for count in range(self.most + 1)]
+        return [
+            forecast.seconds_until_done(remaining, tokens, partial(self.times, num_drafted=count))
+            for count, tokens in enumerate(zip(*steps, strict=True))
+        ]
 
     def observe(
         self, batch: Batch, num_drafted: int, accepted: Sequence[int], seconds: float

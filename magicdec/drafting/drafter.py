@@ -49,34 +49,22 @@ class DraftSetup:
 class Drafter(Protocol):
     """A request is admitted (`admit`), takes part in steps (`prepare`, `propose`, `commit`) and is
     released when it has ended (`release`). Requests of one batch may start and end at different
-    times."""
+    times. Every drafter derives from this class."""
 
-    @property
-    def draft_kv(self) -> DraftKV | None:
-        """The KV that drafts read; None if no model drafts on this rank."""
-
-    @property
-    def watch(self) -> Watch | None:
-        """This is called with the attention weights of each verification. None if they are not
-        needed."""
-
-    @property
-    def watch_queries(self) -> QueryWatch | None:
-        """This is called with the queries of each verification. None if they are not needed."""
-
-    @property
-    def has_probabilities(self) -> bool:
-        """Whether drafts of sampled requests are drawn at random. `propose` then returns their
-        probabilities."""
-
-    @property
-    def can_capture(self) -> bool:
-        """Whether `propose` can be captured and replayed. The same on every rank."""
-
-    @property
-    def pending(self) -> Sequence[int]:
-        """The numbers that `prepare` may return if steps are captured. Each of them is captured as
-        a step of its own. The same on every rank."""
+    draft_kv: DraftKV | None = None
+    """The KV that drafts read; None if no model drafts on this rank."""
+    watch: Watch | None = None
+    """Called with the attention weights of each verification, if they are needed."""
+    watch_queries: QueryWatch | None = None
+    """Called with the queries of each verification, if they are needed."""
+    has_probabilities: bool = True
+    """Whether drafts of sampled requests are drawn at random. `propose` then returns their
+    probabilities."""
+    can_capture: bool = True
+    """Whether `propose` can be captured and replayed. The same on every rank."""
+    pending: Sequence[int] = (1,)
+    """The numbers that `prepare` may return. With captured steps, each of them is captured as a
+    step of its own. The same on every rank."""
 
     @classmethod
     def build(cls, setup: DraftSetup) -> Drafter: ...
@@ -85,10 +73,9 @@ class Drafter(Protocol):
         """Prepare for `requests`, whose prompts are in the target's cache. This is recorded as
         `begin_ms`, not as decode time."""
 
-    def prepare(self, requests: Sequence[Request], num_draft_tokens: int, most_pending: int) -> int:
+    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
         """The host phase before a draft: the work that needs lengths or tokens on the host. Returns
-        the number of newest tokens of each row that the first draft forward takes, 1 to
-        `most_pending`."""
+        the number of newest tokens of each row that the first draft forward takes."""
 
     def propose(
         self,

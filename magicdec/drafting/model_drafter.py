@@ -17,7 +17,7 @@ from magicdec.config.tree_shape import TreeShape
 from magicdec.device_batch import NEWEST, DeviceBatch, last_tokens
 from magicdec.drafting.draft_kv import AcceptedPath, DraftKV, draft_chain
 from magicdec.drafting.draft_tree import draft_tree, fold
-from magicdec.drafting.drafter import DraftModel, DraftSetup
+from magicdec.drafting.drafter import Drafter, DraftModel, DraftSetup
 from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.prefill import prefill
@@ -27,12 +27,10 @@ from magicdec.sampling.model_tokens import Proposal
 from magicdec.scheduling.plan import Part
 
 
-class ModelDrafter:
+class ModelDrafter(Drafter):
     """On ranks without the draft, `propose` receives the draft tokens, and the other methods do
     nothing."""
 
-    watch = watch_queries = None
-    has_probabilities = True
     # The draft's cache always lacks a row's newest token. If all drafts of the last step were
     # accepted, it lacks the last draft too, because no draft forward has taken it.
     pending = tuple(range(1, NEWEST + 1))
@@ -41,17 +39,12 @@ class ModelDrafter:
         self.target, self.draft = target, draft
         self.vocab_size = target.model.config.vocab_size
         self.draft_kv = None if draft.runner is None else make_draft_kv(draft.runner, kv)
-        # Tokens of the first draft forward, if the device batch has too few newest tokens.
-        self._missing = torch.empty(0)
+        self.can_capture = not draft.is_rolling
 
     @classmethod
     def build(cls, setup: DraftSetup) -> ModelDrafter:
         assert setup.draft is not None, "a run with this drafter has a draft model"
         return cls(setup.runner, setup.draft, setup.kv)
-
-    @property
-    def can_capture(self) -> bool:
-        return not self.draft.is_rolling
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Prefill the texts into the draft's own cache."""
@@ -71,56 +64,32 @@ class ModelDrafter:
             for row in rows:
                 self.draft.runner.cache.release(row)
 
-    def prepare(self, requests: Sequence[Request], num_draft_tokens: int, most_pending: int) -> int:
+    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
         """After steps without drafts, the draft's cache lacks any number of tokens. This appends
-        them in chunks, except for those that the first draft forward may take."""
+        all but the newest, together for rows that lack almost as many: a row that lacks fewer than
+        another is rewound and takes some again."""
         kv = self.draft_kv
         if kv is None:
             return 1
-        pending = self._pending(kv, requests)
-        most, least = max(pending), min(pending)
-        if most > NEWEST and most - least >= NEWEST:
-            # Requests that joined at different times lack different numbers of tokens.
-            most = self._catch_up_apart(kv, requests, pending)
-        if most <= NEWEST:
-            return most
-        chunk = min(self.draft.prefill_chunk, most_pending)
-        *chunks, self._missing = self._rewound(kv, requests, most).split(chunk, dim=1)
-        self._append(kv, requests, chunks)
-        return self._missing.shape[1]
-
-    def _pending(self, kv: DraftKV, requests: Sequence[Request]) -> list[int]:
-        """The number of tokens that each row lacks."""
         lengths = kv.lengths([r.row for r in requests if r.row is not None]).bounds
         text_lengths = [len(r.prompt_ids) + len(r.output_ids) for r in requests]
-        return [k - h for k, h in zip(text_lengths, lengths, strict=True)]
+        lacking = [text - held for text, held in zip(text_lengths, lengths, strict=True)]
+        by_lack = sorted(zip(lacking, requests, strict=True), key=lambda each: -each[0])
+        while by_lack and by_lack[0][0] > NEWEST:
+            most = by_lack[0][0]
+            group = [request for count, request in by_lack if most - count < NEWEST]
+            by_lack = by_lack[len(group) :]
+            self._append(kv, group, most)
+        return max([count for count, _ in by_lack], default=1)
 
-    def _catch_up_apart(
-        self, kv: DraftKV, requests: Sequence[Request], pending: Sequence[int]
-    ) -> int:
-        """Append all tokens but the newest, for groups of rows that lack almost as many. Returns
-        the largest number that a row lacks then."""
-        by_pending = sorted(zip(pending, requests, strict=True), key=lambda each: -each[0])
-        while by_pending and by_pending[0][0] > NEWEST:
-            most = by_pending[0][0]
-            group = [r for count, r in by_pending if most - count < NEWEST]
-            by_pending = by_pending[len(group) :]
-            missing = self._rewound(kv, group, most)[:, :-1]
-            self._append(kv, group, missing.split(self.draft.prefill_chunk, dim=1))
-        return max([count for count, _ in by_pending], default=1)
-
-    def _rewound(self, kv: DraftKV, requests: Sequence[Request], pending: int) -> Tensor:
-        """The tokens [B, pending] that rows lack after this call. One forward serves all rows, so a
-        row that lacks fewer tokens than another is rewound and takes some again."""
-        rows = [r.row for r in requests if r.row is not None]
-        lengths = [len(r.prompt_ids) + len(r.output_ids) - pending for r in requests]
-        kv.rewind(rows, Lengths.of(lengths, kv.runner.device))
-        return upload([last_tokens(r, pending) for r in requests], kv.runner.device)
-
-    def _append(self, kv: DraftKV, requests: Sequence[Request], chunks: Sequence[Tensor]) -> None:
-        rows = [r.row for r in requests if r.row is not None]
-        for chunk in chunks:
-            kv.forward(self._known(chunk), rows, kv.lengths(rows))
+    def _append(self, kv: DraftKV, requests: Sequence[Request], most: int) -> None:
+        """Append the last `most` tokens of each text, but not the newest."""
+        rows, device = [r.row for r in requests if r.row is not None], kv.runner.device
+        lengths = [len(r.prompt_ids) + len(r.output_ids) - most for r in requests]
+        kv.rewind(rows, Lengths.of(lengths, device))
+        tokens = self._known(upload([last_tokens(r, most)[:-1] for r in requests], device))
+        for chunk in tokens.split(self.draft.prefill_chunk, dim=1):
+            kv.forward(chunk, rows, kv.lengths(rows))
 
     def propose(
         self,
@@ -166,8 +135,7 @@ class ModelDrafter:
     ) -> Proposal:
         # The target holds all tokens but the newest.
         kv.rewind(batch.rows, self.target.cache.lengths_of(batch.rows).plus(1 - pending))
-        newest = batch.newest[:, -pending:] if pending <= NEWEST else self._missing
-        newest = self._known(newest)
+        newest = self._known(batch.newest[:, -pending:])
         rows, committed, sampling = batch.rows, kv.lengths(batch.rows), batch.sampling
         if tree is not None:
             return draft_tree(kv, rows, committed, newest, sampling, tree, self.vocab_size)

@@ -13,7 +13,7 @@ import torch
 from magicdec.config.tree_shape import TreeShape
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_kv import AcceptedPath
-from magicdec.drafting.drafter import DraftSetup
+from magicdec.drafting.drafter import Drafter, DraftSetup
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.request import Request
 from magicdec.sampling.model_tokens import Proposal
@@ -64,14 +64,11 @@ class Lookup:
         return None
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """The lookup is the host phase. It writes its result to a device tensor with one line for each
     row of the cache, from which `propose` reads."""
 
-    draft_kv = watch = watch_queries = None
     has_probabilities = False
-    can_capture = True
-    pending = (1,)
 
     def __init__(
         self, num_rows: int, most: int, device: torch.device, max_ngram: int = MAX_NGRAM
@@ -95,7 +92,7 @@ class NgramDrafter:
         for row in rows:
             self.lookups.pop(row, None)
 
-    def prepare(self, requests: Sequence[Request], num_draft_tokens: int, most_pending: int) -> int:
+    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
         rows, proposals = [], []
         for request in requests:
             assert request.row is not None, "an admitted request has a row"

@@ -18,15 +18,13 @@ from dataclasses import dataclass
 from typing import cast
 
 import torch
-from torch import Tensor
 
 from magicdec.device_batch import NEWEST
-from magicdec.executor.executor import Cancellation
-from magicdec.kv.cache import BatchRows, Lengths, Rows, upload
+from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.kv.tree import DraftTree
 from magicdec.kv.view import SinksAndWindow, Visible
 from magicdec.model.elementwise.operators import apply_rope
-from magicdec.runner import ModelRunner, QueryWatch, Watch
+from magicdec.runner import ModelRunner
 
 BLOCK_SIZE = 64  # tokens: evicting is rare, and little is held past the window
 # Tokens that are kept before the window: a row may be rewound by so many if another lacks more.
@@ -72,45 +70,27 @@ class RollingRunner(ModelRunner):
         assert not self.cache.blocks[row], "the row was released"
         self.settled[row], self.evicted[row] = 0, self._sink_blocks()
 
-    def forward(
+    def make_room(
         self,
-        x: Tensor,
-        rows: Rows,
-        policy: Visible | None = None,
-        committed: Lengths | Sequence[int] | None = None,
-        last_only: bool = False,
-        watch: Watch | None = None,
-        watch_queries: QueryWatch | None = None,
-        is_draft: bool = False,
-        tree: DraftTree | None = None,
-        cancellation: Cancellation | None = None,
-    ) -> Tensor:
-        """As `ModelRunner.forward`, always under the runner's own policy. The host evicts and
-        allocates blocks first, so that a forward cannot be captured."""
-        assert policy is None or policy == self.policy, "evicted tokens cannot be shown"
-        rows = BatchRows.of(rows, self.device)
+        rows: BatchRows,
+        num_new: int,
+        policy: Visible,
+        committed: Lengths | Sequence[int] | None,
+        tree: DraftTree | None,
+    ) -> Lengths:
+        """The host evicts and allocates blocks, so that a forward cannot be captured."""
+        assert policy == self.policy, "evicted tokens cannot be shown"
         assert not rows.is_captured, "blocks are allocated and freed by the host"
         assert tree is None or tree.cells is None, "cells follow the rows' lengths"
         lengths = self.cache.lengths_of(rows)
-        before = lengths if tree is None else lengths.plus(-tree.num_cached(x.shape[1]))
+        before = lengths if tree is None else lengths.plus(-tree.num_cached(num_new))
         bases = before if committed is None else Lengths.of(committed, self.device)
         self._roll(rows.numbers, bases.bounds)
         for row, length, start in zip(rows.numbers, lengths.bounds, bases.bounds, strict=True):
-            tail = length + x.shape[1] - start
+            tail = length + num_new - start
             assert tail <= self.max_tail, "the tail is as long as was announced"
             self.cache.allocate(row, start + tail)
-        return super().forward(
-            x,
-            rows,
-            self.policy,
-            bases,
-            last_only,
-            watch,
-            watch_queries,
-            is_draft,
-            tree,
-            cancellation,
-        )
+        return bases
 
     def _roll(self, rows: Sequence[int], settled: Sequence[int]) -> None:
         """Move the window of each row so that it ends with its `settled` committed tokens. Blocks

@@ -14,37 +14,28 @@ from magicdec.config.tree_shape import TreeShape
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_kv import AcceptedPath, DraftKV, draft_chain
 from magicdec.drafting.draft_tree import draft_tree
-from magicdec.drafting.drafter import DraftSetup
+from magicdec.drafting.drafter import Drafter, DraftSetup
 from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.request import Request
-from magicdec.runner import QueryWatch, Watch
 from magicdec.sampling.model_tokens import Proposal
 
 
-class SelfDrafter:
-    has_probabilities = can_capture = True
-    pending = (1,)
+class SelfDrafter(Drafter):
+    draft_kv: DraftKV
 
     def __init__(self, draft_kv: DraftKV) -> None:
         self.draft_kv = draft_kv
+        self.watch, self.watch_queries = draft_kv.watch, draft_kv.watch_queries
 
     @classmethod
     def build(cls, setup: DraftSetup) -> SelfDrafter:
         return cls(make_draft_kv(setup.runner, setup.kv))
 
-    @property
-    def watch(self) -> Watch | None:
-        return self.draft_kv.watch
-
-    @property
-    def watch_queries(self) -> QueryWatch | None:
-        return self.draft_kv.watch_queries
-
     def admit(self, requests: Sequence[Request]) -> None:
         self.draft_kv.admit(requests)
 
-    def prepare(self, requests: Sequence[Request], num_draft_tokens: int, most_pending: int) -> int:
+    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
         self.draft_kv.prepare(requests, num_draft_tokens)
         return 1
 
@@ -57,11 +48,12 @@ class SelfDrafter:
     ) -> Proposal:
         kv, rows = self.draft_kv, batch.rows
         kv.follow(rows, num_draft_tokens + 1)
-        committed, newest = kv.lengths(rows), batch.newest[:, -1:]
-        vocab_size, sampling = kv.runner.model.config.vocab_size, batch.sampling
+        committed = kv.lengths(rows)
+        newest, sampling = batch.newest[:, -1:], batch.sampling
         if tree is None:
             proposal = draft_chain(kv, rows, committed, newest, sampling, num_draft_tokens)
         else:
+            vocab_size = kv.runner.model.config.vocab_size
             proposal = draft_tree(kv, rows, committed, newest, sampling, tree, vocab_size)
         kv.rewind(rows, committed)
         return proposal

@@ -13,14 +13,19 @@ from typing import Any
 from magicdec.config.capabilities import check_standalone, policy_called
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
+    DEFAULT_GEN_LEN,
+    MODEL_PREFIX,
+    NONE,
     DecodingSection,
+    DraftChoice,
     DraftSection,
     KVSection,
     ModelSection,
     ParallelSection,
     WorkloadSection,
 )
-from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES
+from magicdec.config.setting import same
+from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIES
 from magicdec.records.comparison.conditions import describe, method_of
 from magicdec.records.record import RunRecord
 
@@ -33,27 +38,40 @@ DRAFT_BUDGET = 257  # of a standalone draft
 
 @dataclass(frozen=True)
 class Subject:
-    """The models and the prompts of the standard cases. `draft` None: without a standalone
-    draft."""
+    """The models and the prompts of the standard cases."""
 
-    model: str = "demo"
-    draft: str | None = "demo-draft"
-    dtype: str = "float32"
-    dataset: str = "demo"
-    prefix_len: int = 4096
-    batch_size: int = 8
-    num_batches: int = 2
-    gen_len: int = 64
+    model: str = same(ModelSection, "model")
+    draft: str | None = same(DraftChoice, "draft", None, is_default=True)
+    dataset: str = same(WorkloadSection, "dataset")
+    dtype: str = same(ModelSection, "dtype", "float32", choices=DTYPES)
+    prefix_len: int = same(WorkloadSection, "prefix_len")
+    batch_size: int = same(WorkloadSection, "batch_size", 8)
+    num_batches: int = same(WorkloadSection, "num_batches")
+    gen_len: int | None = same(WorkloadSection, "gen_len")
+
+    @property
+    def standalone(self) -> str | None:
+        """The standalone draft, which is by default the packaged one, of the packaged target alone.
+        Raises ValueError for a draft that is no model."""
+        if self.draft is None:
+            return "demo-draft" if self.model == "demo" else None
+        if self.draft == NONE:
+            return None
+        if not self.draft.startswith(MODEL_PREFIX):
+            choices = f"{MODEL_PREFIX}NAME, {NONE}"
+            raise ValueError(f"--draft {self.draft} is not known; choose from {choices}")
+        return self.draft.removeprefix(MODEL_PREFIX)
 
     def config(self, drafter: str, kv: KVSection, gamma: int) -> RunConfig:
-        draft = DraftSection(self.draft) if drafter == "model" and self.draft else None
+        draft = self.standalone if drafter == "model" else None
         return RunConfig(
             model=ModelSection(self.model, self.dtype),
-            draft=draft,
+            draft=None if draft is None else DraftSection(draft),
             kv=kv,
             decoding=DecodingSection("speculative", drafter, gamma, ignore_eos=True),
             workload=WorkloadSection(
-                self.dataset, self.batch_size, self.prefix_len, self.gen_len,
+                self.dataset, self.batch_size, self.prefix_len,
+                self.gen_len or DEFAULT_GEN_LEN,
                 num_batches=self.num_batches, warmup_batches=0,
             ),
         )  # fmt: skip
@@ -66,7 +84,7 @@ def standard_cases(subject: Subject) -> list[RunConfig]:
     others = [p for p in KV_POLICIES if p not in (DEFAULT_KV_POLICY, FULL_KV_POLICY)]
     of_others = [kv for policy in others for kv in _budgets(subject, policy, SOME_BUDGETS)]
     of_default = [*_budgets(subject, DEFAULT_KV_POLICY, BUDGETS), full]
-    standalone = () if subject.draft is None else _standalone(subject)
+    standalone = () if subject.standalone is None else _standalone(subject)
     return [
         *(subject.config("self", kv, gamma) for gamma in GAMMAS for kv in of_default),
         *(subject.config("self", kv, GAMMA) for kv in of_others),
@@ -106,14 +124,20 @@ def margin_of(config: RunConfig) -> float | None:
 
 
 def config_of(record: RunRecord) -> RunConfig:
-    """The configuration that repeats the run of a record, here. What `auto` chose then is left to
-    `auto` again. Raises ValueError, naming the case, if the run had several ranks, or if its config
-    is not one of a run."""
+    """The configuration that repeats the run of a record, here. Raises ValueError as
+    `recorded_config` does, and if the run had several ranks."""
     ranks = record.environment.world_size
     if ranks != 1:
         raise ValueError(
             f"{describe(record)}: a baseline has {ranks} ranks; the gate runs cases of one rank"
         )
+    config = recorded_config(record)
+    return replace(config, parallel=ParallelSection(device=config.parallel.device))
+
+
+def recorded_config(record: RunRecord) -> RunConfig:
+    """The configuration of the run of a record. What `auto` chose then is left to `auto` again.
+    Raises ValueError, naming the case, if its config is not one of a run."""
     kinds = {item.name: type(getattr(RunConfig(), item.name)) for item in fields(RunConfig)}
     kinds["draft"] = DraftSection
     try:
@@ -122,10 +146,9 @@ def config_of(record: RunRecord) -> RunConfig:
             for name, kind in kinds.items()
             if name != "output" and record.config.get(name) is not None
         }
-        config = RunConfig(**sections)
+        return RunConfig(**sections)
     except (TypeError, AttributeError) as error:
         raise ValueError(f"{describe(record)}: its config is not one of a run: {error}") from None
-    return replace(config, parallel=ParallelSection(device=config.parallel.device))
 
 
 def _values_of_user(kind: type, saved: dict[str, Any]) -> dict[str, Any]:

@@ -24,8 +24,7 @@ import torch
 from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.machine import Machine
 from magicdec.distributed.groups import Launch
-from magicdec.distributed.symmetric_memory import missing_parts
-from magicdec.kernels.build import find_compiler
+from magicdec.kernels.build import cpu_field, find_compiler
 from magicdec.records.environment import Environment
 
 GIT_TIMEOUT_S = 10.0
@@ -33,27 +32,21 @@ GIT_TIMEOUT_S = 10.0
 
 def probe_machine(launch: Launch) -> Machine:
     """The facts that decide what `auto` means on this machine."""
-    flags = _cpu_field("flags").split()
+    flags = cpu_field("flags").split()
     has_cuda = torch.cuda.is_available()
     return Machine(
-        num_cpus=len(os.sched_getaffinity(0))
-        if hasattr(os, "sched_getaffinity")
-        else os.cpu_count() or 1,
+        num_cpus=len(os.sched_getaffinity(0)),
         world_size=launch.world_size,
         local_world_size=launch.local_world_size,
         first_rank=launch.local_ranks[0],
         has_cuda=has_cuda,
         num_gpus=torch.cuda.device_count(),
-        missing_symmetric_memory=missing_parts(launch.local_world_size),
-        wants_symmetric_memory=os.environ.get("ENABLE_INTRA_NODE_COMM") == "1",
         avoids_native_steps=os.environ.get("MAGICDEC_NATIVE_STEPS") == "off",
         has_compiler=find_compiler() is not None,
         has_shared_memory=Path("/dev/shm").is_dir(),
         has_avx512_bf16="avx512_bf16" in flags,
         has_fast_bfloat16=any(f in flags for f in ("avx512_bf16", "amx_bf16")),
-        missing_backends=missing_backends(
-            list_backends(lambda c: has_cuda or "cpu" in c.devices),
-        ),
+        missing_backends=missing_backends(list_backends(lambda c: has_cuda or "cpu" in c.devices)),
     )
 
 
@@ -74,9 +67,9 @@ def describe_environment(launch: Launch, device: str, started: datetime.datetime
         python=platform.python_version(),
         torch=torch.__version__,
         system=f"{platform.system()} {platform.machine()}",
-        cpu=_cpu_field("model name"),
+        cpu=cpu_field("model name"),
         num_cpus=os.cpu_count(),
-        host_load=os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
+        host_load=os.getloadavg()[0],
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         gpu=torch.cuda.get_device_name() if device == "cuda" else None,
         world_size=launch.world_size,
@@ -96,14 +89,6 @@ def find_revision() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return process.stdout.strip() or None
-
-
-def _cpu_field(name: str) -> str:
-    """A field of the first CPU in /proc/cpuinfo, or an empty string."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    fields = (line.partition(":") for line in lines)
-    return next((value.strip() for key, _, value in fields if key.strip() == name), "")
 
 
 def device_of(kind: str, local_rank: int) -> torch.device:

@@ -4,7 +4,6 @@ tokens are emitted.
 
 from __future__ import annotations
 
-import resource
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -94,10 +93,7 @@ def peak_memory_bytes(device: torch.device) -> int:
     """This rank's peak since the last reset: device memory on CUDA, resident memory on CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    status = Path("/proc/self/status").read_text()
     return next(int(s.split()[1]) * 1024 for s in status.splitlines() if s.startswith("VmHWM"))
 
 
@@ -154,7 +150,12 @@ class GroupClock:
     device: torch.device
 
     def now(self) -> float:
-        return of_first_rank(self.clock.now(), self.group, self.device)
+        """The time of the group's first rank, on every rank."""
+        now = self.clock.now()
+        if self.group.size == 1:
+            return now
+        sent = torch.tensor([now], dtype=torch.float64, device=self.device)
+        return float(self.group.broadcast(sent, 0).item())
 
     def wait_until(self, at: float) -> None:
         """Only the first rank waits. The others wait for it when they need its time or its plan."""
@@ -163,11 +164,3 @@ class GroupClock:
 
     def after_step(self) -> None:
         self.clock.after_step()
-
-
-def of_first_rank(value: float, group: Group, device: torch.device) -> float:
-    """The `value` of the group's first rank, on every rank. All must call it."""
-    if group.size == 1:
-        return value
-    sent = torch.tensor([value], dtype=torch.float64, device=device)
-    return float(group.broadcast(sent, 0).item())

@@ -55,7 +55,8 @@ def load_library(
     command = [compiler, *FLAGS, *flags]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
     texts = [path.read_text() for path in (source, *headers)]
-    key = "\n".join([*command, *texts, version.stdout, cpu_identity()])
+    cpu = cpu_field("model name"), cpu_field("flags")  # which -march=native is for
+    key = "\n".join([*command, *texts, version.stdout, *cpu])
     directory = Path.home() / ".cache" / "magicdec"
     name = hashlib.sha256(key.encode()).hexdigest()[:20]
     path = directory / f"{source.stem}-{name}.so"
@@ -82,18 +83,15 @@ def _build(command: list[str], path: Path) -> None:
 def share_openmp() -> None:
     """Make libraries use torch's OpenMP runtime, because two runtimes would run two sets of threads
     on the same cores. Call before `load_library` with -fopenmp."""
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
+    lines = Path("/proc/self/maps").read_text().splitlines()
     for path in {line.split()[-1] for line in lines if "libgomp" in line or "libiomp" in line}:
         ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
 
 
-def cpu_identity() -> str:
-    """CPU model and instruction sets, part of the cache key: -march=native is for this CPU only."""
-    path = Path("/proc/cpuinfo")
-    lines = path.read_text().splitlines() if path.exists() else []
-    fields = [line for line in lines if line.startswith(("model name", "flags"))]
-    return "\n".join(fields[:2])
+def cpu_field(name: str) -> str:
+    """A field of the first CPU in /proc/cpuinfo, or an empty string."""
+    fields = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
+    return next((value.strip() for key, _, value in fields if key.strip() == name), "")
 
 
 def load_kernels(module: str, flag: str, device: str) -> ModuleType:

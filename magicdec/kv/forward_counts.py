@@ -5,7 +5,7 @@ Owns the counts that the roofline is computed from, on the host and on the devic
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 
 from torch import Tensor
 
@@ -39,11 +39,8 @@ class ForwardCounts:
     def copy(self) -> ForwardCounts:
         """A copy of the current counts. Waits for the device."""
         if self.on_device is not None:
-            tokens, num_bytes, draft_tokens, draft_rows = self.on_device.tolist()
-            self.kv_tokens_read += tokens
-            self.kv_bytes_read += num_bytes
-            self.draft_kv_tokens_read += draft_tokens
-            self.draft_rows += draft_rows
+            for name, count in zip(COUNTS[2:], self.on_device.tolist(), strict=True):
+                setattr(self, name, getattr(self, name) + count)
             self.on_device.zero_()
         return replace(self, on_device=None)
 
@@ -55,11 +52,7 @@ class ForwardCounts:
     def minus(self, other: ForwardCounts) -> ForwardCounts:
         """The difference between the current counts and an earlier copy."""
         self.copy()
-        return ForwardCounts(
-            self.num_forwards - other.num_forwards,
-            self.num_tokens - other.num_tokens,
-            self.kv_tokens_read - other.kv_tokens_read,
-            self.kv_bytes_read - other.kv_bytes_read,
-            self.draft_kv_tokens_read - other.draft_kv_tokens_read,
-            self.draft_rows - other.draft_rows,
-        )
+        return ForwardCounts(*(getattr(self, name) - getattr(other, name) for name in COUNTS))
+
+
+COUNTS = tuple(each.name for each in fields(ForwardCounts) if each.name != "on_device")

@@ -38,10 +38,11 @@ class Visible(Protocol):
 
     def most_visible(self, committed: int) -> int:
         """An upper bound of `num_visible` for rows of at most `committed` tokens."""
+        return self.num_visible(committed)
 
 
 @dataclass(frozen=True)
-class SinksAndWindow:
+class SinksAndWindow(Visible):
     """The first `num_sink_tokens` tokens and the newest ones are visible, at most `budget` in
     all."""
 
@@ -56,9 +57,6 @@ class SinksAndWindow:
 
     def num_visible(self, committed: int) -> int:
         return min(committed, self.budget)
-
-    def most_visible(self, committed: int) -> int:
-        return self.num_visible(committed)
 
 
 def num_within(
@@ -89,16 +87,13 @@ WEIGHTS_BLOCK = 16  # keys of a block whose attention weights are summed
 
 
 @dataclass(frozen=True)
-class FullView:
+class FullView(Visible):
     """Every committed token is visible, as for the target itself."""
 
     def ranges(self, committed: Tensor) -> Tensor:
         return torch.stack([torch.zeros_like(committed), committed], dim=1).unsqueeze(1)
 
     def num_visible(self, committed: int) -> int:
-        return committed
-
-    def most_visible(self, committed: int) -> int:
         return committed
 
 
@@ -225,16 +220,6 @@ class KVView:
         return num_visible + self.num_new - self.num_tail
 
 
-@dataclass(frozen=True)
-class Bounds:
-    """The host's numbers of cached and of visible tokens for each row. They are exact for a forward
-    that the host starts, and upper bounds for one that is captured."""
-
-    lengths: tuple[int, ...]
-    num_visible: tuple[int, ...]
-    is_full: bool
-
-
 def make_view(
     cache: KVCache,
     rows: Rows,
@@ -263,22 +248,25 @@ def make_view(
     if rows.is_captured:
         is_row = (-1, 1, 1) if ranges.ndim == 3 else (1, -1, 1, 1, 1)
         ranges = ranges * rows.active.view(is_row)
-        bounds = _captured_bounds(cache, rows, visible, num_tail, committed is None, window)
+        before = Lengths(before.tensor, (cache.tokens_per_row - num_tail,) * len(rows))
+        seen, is_full = _captured_bounds(before.bounds, rows, visible, committed is None, window)
     else:
-        bounds = _exact_bounds(before.bounds, base.bounds, visible, ranges.ndim == 5, window)
-    num_visible = tuple(count + num_tail - num_new for count in bounds.num_visible)
+        seen, is_full = _exact_bounds(before.bounds, base.bounds, visible, ranges.ndim == 5, window)
+    num_visible = tuple(count + num_tail - num_new for count in seen)
     cached = 0 if tree is None else tree.num_cached(num_new)
-    lengths = tuple(length + cached for length in bounds.lengths)
+    lengths = tuple(length + cached for length in before.bounds)
     return KVView(
         cache, rows.numbers, rows.index, lengths_held.tensor, start, ranges,
-        lengths, num_visible, num_new, bounds.is_full, window, tree,
+        lengths, num_visible, num_new, is_full, window, tree,
     )  # fmt: skip
 
 
 def _exact_bounds(
     lengths: tuple[int, ...], committed: tuple[int, ...], visible: Visible, per_head: bool,
     window: int | None,
-) -> Bounds:  # fmt: skip
+) -> tuple[tuple[int, ...], bool]:  # fmt: skip
+    """The number of tokens that each row of these lengths sees, and whether these are all in its
+    window."""
     first_keys = tuple(first_key(length, window) for length in lengths)
     is_cut = any(first_keys)
     if is_cut and not per_head:
@@ -290,19 +278,19 @@ def _exact_bounds(
     num_visible = tuple(s + tail for s, tail in zip(visible_counts, tails, strict=True))
     in_window = tuple(length - first for length, first in zip(lengths, first_keys, strict=True))
     # Ranges of single heads are not cut at the window: heads could then see different numbers.
-    return Bounds(lengths, num_visible, num_visible == in_window and not (per_head and is_cut))
+    return num_visible, num_visible == in_window and not (per_head and is_cut)
 
 
 def _captured_bounds(
-    cache: KVCache, rows: BatchRows, visible: Visible, num_new: int, is_committed: bool,
+    lengths: tuple[int, ...], rows: BatchRows, visible: Visible, is_committed: bool,
     window: int | None,
-) -> Bounds:  # fmt: skip
+) -> tuple[tuple[int, ...], bool]:  # fmt: skip
+    """The same for captured rows, whose lengths are at most these."""
     assert rows.max_tail is not None, "the rows are captured"
-    longest = cache.tokens_per_row - num_new
+    longest = max(lengths)
     most = visible.most_visible(longest)
     num_visible = min(longest, most if is_committed else most + rows.max_tail)
-    is_full = most == longest and window is None
-    return Bounds((longest,) * len(rows), (num_visible,) * len(rows), is_full)
+    return (num_visible,) * len(rows), most == longest and window is None
 
 
 def first_key(position: int, window: int | None) -> int:

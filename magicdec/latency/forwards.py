@@ -34,6 +34,7 @@ from magicdec.kv.cache import BatchRows
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.latency.record import Cell, Grid, Row, Timing, summarise
 from magicdec.memory.check import describe_place, needed
+from magicdec.memory.model_plan import Kinds, ModelPlan
 from magicdec.memory.plan import MemoryPlan, Models
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.transformer import Transformer
@@ -42,7 +43,7 @@ from magicdec.request import Batch, Request, SamplingParams
 from magicdec.runner import ModelRunner
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import greedy_tokens
-from magicdec.setup.loading import kinds_of, load_model, make_backend, make_executor
+from magicdec.setup.loading import load_model, runner_of
 from magicdec.setup.session import RankSession
 
 GREEDY = SamplingParams(max_new_tokens=1)
@@ -59,8 +60,7 @@ def measure(
         settled = settle(largest_step(config, grid), source.config, None, group, device)
         config = replace(config, attention=settled.attention).resolve_graphs()
         progress = make_progress(launch.rank == 0)
-        kinds = kinds_of(config.model, config.model.target_dtype)
-        model = load_model(source, group, kinds, device, progress)
+        model = load_model(source, group, Kinds.of(config), device, progress)
         bandwidth = read_bandwidth(group, device)
         timings: list[Timing] = []
         for B, context in itertools.product(grid.batch_sizes, grid.contexts):
@@ -101,12 +101,9 @@ def time_place(
     advance: Callable[[], None],
 ) -> list[Timing]:
     """Time all forwards at one (B, context). Their caches are freed afterwards."""
-    backend = make_backend(config.attention.backend)
-    runner = ModelRunner(
-        model, backend, group, B, context + max(grid.new_tokens),
-        executor=make_executor(kinds_of(config.model, config.model.target_dtype), model, group),
-        max_following=max(grid.new_tokens),
-    )  # fmt: skip
+    place = place_config(config, grid, B, context)
+    plan = ModelPlan(place, model.config, group.ranks, group.ranks[group.index])
+    runner = runner_of(plan, model, group)
     batch = fill(runner, context)
     captures = config.decoding.cuda_graphs == "on"
     recorder: Recorder = CudaGraphs(runner.device) if captures else Eager()
@@ -265,34 +262,23 @@ def record_work(run: Callable[[], Tensor], runner: ModelRunner, recorder: Record
 def check_grid_memory(
     config: ResolvedConfig, grid: Grid, models: Models, launch: Launch, free: int | None
 ) -> str:
-    """The line to print. `config` is resolved. Raises ValueError if a cell does not fit; the
-    message names the largest cell that does."""
-    places = {
-        (B, context): plan_place(config, grid, models, launch, B, context)
-        for B, context in itertools.product(grid.batch_sizes, grid.contexts)
-    }
-    ordered = sorted(places, key=lambda place: places[place].total)
-    flags = "--B {} --prefix_len {}".format(*ordered[-1])
-    plan = places[ordered[-1]]
+    """The line to print. `config` is resolved. Raises ValueError if the largest cell does not
+    fit."""
+    B, context = max(grid.batch_sizes), max(grid.contexts)
+    plan = plan_place(config, grid, models, launch, B, context)
+    flags = f"--B {B} --prefix_len {context}"
     need = f"{plan.describe()} {describe_place(config, launch)}"
     if free is None:
         return f"{need} at {flags}; how much is free is not known here"
-    if plan.total <= free:
-        return f"{need} at {flags}; {free / 1e9:.2f} GB free"
-    fitting = ["--B {} --prefix_len {}".format(*p) for p in ordered if places[p].total <= free]
-    advice = "no cell of the grid would fit"
-    if fitting:
-        advice = f"of the grid, {fitting[-1]} is the largest that would fit"
-    raise ValueError(f"{flags} needs {need}, {free / 1e9:.2f} GB are free; {advice}")
+    if plan.total > free:
+        raise ValueError(f"{flags} needs {need}, {free / 1e9:.2f} GB are free")
+    return f"{need} at {flags}; {free / 1e9:.2f} GB free"
 
 
-def plan_place(
-    config: ResolvedConfig, grid: Grid, models: Models, launch: Launch, B: int, context: int
-) -> MemoryPlan:
-    """The memory plan of a self-speculative run that verifies the largest number of new tokens at
-    that context. The caches of all drafts exist at the same time. There is no prefill that could
-    keep queries."""
-    run = replace(
+def place_config(config: ResolvedConfig, grid: Grid, B: int, context: int) -> ResolvedConfig:
+    """The config of a self-speculative run that verifies the largest number of new tokens at that
+    context."""
+    return replace(
         config,
         attention=replace(config.attention, prefill_chunk=1),
         decoding=replace(
@@ -301,6 +287,14 @@ def plan_place(
         ),
         workload=replace(config.workload, batch_size=B, prefix_len=context, gen_len=1),
     )  # fmt: skip
+
+
+def plan_place(
+    config: ResolvedConfig, grid: Grid, models: Models, launch: Launch, B: int, context: int
+) -> MemoryPlan:
+    """The memory plan of one (B, context). The caches of all drafts exist at the same time. There
+    is no prefill that could keep queries."""
+    run = place_config(config, grid, B, context)
     plans = [
         needed(replace(run, kv=kv.resolve()), models, launch, keeps_queries=False)
         for kv in grid.drafts

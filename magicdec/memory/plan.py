@@ -10,72 +10,55 @@ difference of outputs, which few runs need.
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
 
 from magicdec.attention.backend import CallSize, backend_class
 from magicdec.config.resolved import ResolvedConfig
-from magicdec.cost_model.costs import int8_kv_bytes_per_token, kv_bytes_per_token, stored_bytes
+from magicdec.config.sections import SELF
 from magicdec.cost_model.plan import DTYPE_BYTES
-from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.observation import heads_at_once
 from magicdec.drafting.policies.policy import load_policy, make_policy
-from magicdec.drafting.rolling_runner import BLOCK_SIZE, blocks_held
 from magicdec.hardware.timing import BANDWIDTH_BYTES, GPU_BANDWIDTH_BYTES
-from magicdec.kv.view import WEIGHTS_BLOCK
-from magicdec.model.checkpoint.source import READ_ELEMENTS
+from magicdec.memory.model_plan import ModelPlan, max_tokens
+from magicdec.model.checkpoint.weight_files import READ_ELEMENTS
 from magicdec.model.config import ModelConfig
 
 
-def max_tokens(config: ResolvedConfig) -> int:
-    """Cached tokens of a row at most. The newest token is never cached, but a verification caches
-    its draft tokens too."""
-    w, d = config.workload, config.decoding
-    num_drafts = 0 if d.strategy == "autoregressive" else d.most_draft_tokens
-    return w.prefix_len + w.num_new_tokens + num_drafts
-
-
-def max_following(config: ResolvedConfig, row_tokens: int) -> int:
-    """Tokens that follow a prompt at most in a row of `row_tokens`, drafts included. A short prompt
-    may be followed by more than the longest is."""
-    w = config.workload
-    return min(row_tokens, row_tokens - w.prefix_len + w.extra_new_tokens)
-
-
-def working_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard) -> int:
+def working_bytes(plan: ModelPlan) -> int:
     """The largest of these: the forward of a chunk of a prompt, of a verification, or of a policy's
     first choice; reading and converting a matrix; the buffer that measures the bandwidth. The
     rotary table comes on top."""
-    w, longest = config.workload, max_tokens(config)
+    config, w, longest = plan.config, plan.config.workload, max_tokens(plan.config)
     chunk = min(config.attention.prefill_chunk, w.prefix_len)
     T = 1 + longest - w.prefix_len - w.num_new_tokens
-    is_self = config.decoding.drafter == "self"
-    observes = is_self and load_policy(config.kv.policy).needs_weights
-    buffer = BANDWIDTH_BYTES // shard.size
+    observes = config.decoding.drafter == SELF and load_policy(config.kv.policy).needs_weights
+    buffer = BANDWIDTH_BYTES // plan.shard.size
     needs = (
-        forward_bytes(config, model, shard, (1, chunk, longest)),
-        forward_bytes(config, model, shard, (w.batch_size, T, longest), observes)
-        + _logits_bytes(config, model, shard, w.batch_size * T),
-        first_choice_bytes(config, model, shard),
-        _loading_bytes(config, model, shard),
+        forward_bytes(plan, (1, chunk, longest)),
+        forward_bytes(plan, (w.batch_size, T, longest), observes)
+        + _logits_bytes(plan, w.batch_size * T),
+        first_choice_bytes(plan),
+        _loading_bytes(plan),
         buffer if config.parallel.device == "cpu" else GPU_BANDWIDTH_BYTES,
     )
-    return max(needs) + longest * model.head_dim * 4
+    return max(needs) + longest * plan.model.head_dim * 4
 
 
-def first_choice_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard) -> int:
+def first_choice_bytes(plan: ModelPlan) -> int:
     """What a policy needs for its choice after prefill: to run the newest prompt tokens a second
     time, or to score the keys of one layer by the queries that prefill kept."""
-    policy, w = make_policy(config.kv), config.workload
-    if config.decoding.drafter != "self":
+    config, policy, w = plan.config, make_policy(plan.config.kv), plan.config.workload
+    if config.decoding.drafter != SELF:
         return 0
     B, S, T = w.batch_size, w.prefix_len, policy.rerun_tokens(w.prefix_len)
-    per_token = kv_bytes_per_token(model, shard, DTYPE_BYTES[config.model.dtype])
-    forward = forward_bytes(config, model, shard, (B, T, S), policy.needs_weights)
-    rerun = B * T * per_token + forward if T else 0
-    call = _call_size(config, model, shard, (B, min(policy.observed_tokens, S), S))
+    forward = forward_bytes(plan, (B, T, S), policy.needs_weights)
+    rerun = B * T * plan.bytes_per_token() + forward if T else 0
+    call = _call_size(plan, (B, min(policy.observed_tokens, S), S))
     if not call.T:
         return rerun
-    queries = model.num_layers * B * call.T * call.num_heads * call.head_dim * call.dtype_bytes
+    num_layers = plan.part_model.num_layers
+    queries = num_layers * B * call.T * call.num_heads * call.head_dim * call.dtype_bytes
     choosing = queries + call.kv_bytes  # K of a layer, twice
     if not policy.is_copied:
         choosing += 4 * B * S * call.num_kv_heads * call.head_dim  # and in float32
@@ -87,48 +70,44 @@ def first_choice_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard)
     return max(rerun, choosing)
 
 
-def forward_bytes(
-    config: ResolvedConfig,
-    model: ModelConfig,
-    shard: Shard,
-    shape: tuple[int, int, int],
-    observes: bool = False,
-) -> int:
+def forward_bytes(plan: ModelPlan, shape: tuple[int, int, int], observes: bool = False) -> int:
     """One layer of a forward of shape (B rows, T new tokens a row, S cached tokens a row): the
     residual stream twice and normed; the larger of attention's and the MLP's tensors; and what the
     backend allocates, also to return its attention weights if the forward `observes` them."""
-    call, backend = _call_size(config, model, shard, shape), backend_class(config.attention.backend)
-    first, last = shard.split(model.intermediate_size)
+    model, backend = plan.model, backend_class(plan.config.attention.backend)
+    call = _call_size(plan, shape)
+    first, last = plan.shard.split(model.intermediate_size)
     heads = call.num_heads + call.num_kv_heads
     widest = max(3 * heads * model.head_dim, 4 * (last - first))
     layer = call.B * call.T * (3 * model.hidden_size + widest) * call.dtype_bytes
     return layer + backend.working_bytes(call) + observes * backend.weights_bytes(call)
 
 
-def _call_size(
-    config: ResolvedConfig, model: ModelConfig, shard: Shard, shape: tuple[int, int, int]
-) -> CallSize:
-    queries, keys = shard.heads(model.num_heads, model.num_kv_heads)
+def _call_size(plan: ModelPlan, shape: tuple[int, int, int]) -> CallSize:
+    model = plan.model
+    queries, keys = plan.shard.heads(model.num_heads, model.num_kv_heads)
     num_heads, num_kv_heads = queries[1] - queries[0], keys[1] - keys[0]
-    dtype_bytes = DTYPE_BYTES[config.model.dtype]
+    dtype_bytes = DTYPE_BYTES[plan.config.model.dtype]
     return CallSize(*shape, num_heads, num_kv_heads, model.cached_head_dim, dtype_bytes)
 
 
-def _logits_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard, num_tokens: int) -> int:
+def _logits_bytes(plan: ModelPlan, num_tokens: int) -> int:
     """This rank's logits; to sample, all logits in float32 and three times in float64."""
-    first, last = shard.split(model.vocab_size)
-    sampled = 0 if config.sampling.temperature == 0 else model.vocab_size * (4 + 3 * 8)
+    config, vocab_size = plan.config, plan.model.vocab_size
+    first, last = plan.shard.split(vocab_size)
+    sampled = 0 if config.sampling.temperature == 0 else vocab_size * (4 + 3 * 8)
     return num_tokens * ((last - first) * DTYPE_BYTES[config.model.dtype] + sampled)
 
 
-def _loading_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard) -> int:
+def _loading_bytes(plan: ModelPlan) -> int:
     """The largest matrix a second time, while it is packed or quantised, and the part that is being
     read in float32; for int8 also divided by its scales and rounded."""
+    model, shard = plan.model, plan.shard
     vocab, ffn = shard.split(model.vocab_size), shard.split(model.intermediate_size)
     largest = max(vocab[1] - vocab[0], 2 * (ffn[1] - ffn[0])) * model.hidden_size
-    if config.model.target_dtype == "int8":
+    if plan.kinds.weights == "int8":
         return largest + READ_ELEMENTS * (4 + 4 + 1)
-    return largest * DTYPE_BYTES[config.model.dtype] + READ_ELEMENTS * 4
+    return largest * DTYPE_BYTES[plan.kinds.dtype] + READ_ELEMENTS * 4
 
 
 @dataclass(frozen=True)
@@ -161,91 +140,32 @@ class Models:
     draft: ModelConfig | None = None
 
 
+def model_plans_of(config: ResolvedConfig, models: Models, rank: int) -> list[ModelPlan]:
+    """What a rank of a run holds. `config` is resolved."""
+    draft = config.draft
+    plans = [ModelPlan(config, models.target, config.parallel.rank_group, rank)]
+    if draft is not None and models.draft is not None and rank in draft.rank_group:
+        plans.append(ModelPlan(config, models.draft, draft.rank_group, rank, is_draft=True))
+    return plans
+
+
+def plan_of(plans: Sequence[ModelPlan], keeps_queries: bool = True) -> MemoryPlan:
+    """The plan of one rank. `keeps_queries`: prompts are prefilled, and the queries that the KV
+    policy asks for are kept."""
+    targets = [each for each in plans if not each.is_draft]
+    drafts = [each for each in plans if each.is_draft]
+    kept = sum(each.policy_bytes + keeps_queries * each.query_bytes for each in plans)
+    return MemoryPlan(
+        sum(each.weight_bytes for each in targets),
+        sum(each.kv_bytes for each in targets),
+        sum(each.weight_bytes for each in drafts),
+        sum(each.kv_bytes for each in drafts) + kept,
+        max(map(working_bytes, targets or drafts), default=0),
+    )
+
+
 def plan_rank(
     config: ResolvedConfig, models: Models, rank: int, keeps_queries: bool = True
 ) -> MemoryPlan:
-    """The plan of one rank. `config` is resolved. `keeps_queries`: prompts are prefilled, and the
-    queries that the KV policy asks for are kept."""
-    group, size = config.parallel.rank_group, DTYPE_BYTES[config.model.dtype]
-    shard, is_packed = Shard(group.index(rank), len(group)), config.model.linear == "packed"
-    is_int8 = config.model.target_dtype == "int8"
-    weights = stored_bytes(models.target, shard, size, is_packed, is_int8)
-    tokens = _stored_tokens(config, config.attention.backend, max_tokens(config))
-    kv = tokens * kv_bytes_per_token(models.target, shard, size)
-    working = working_bytes(config, models.target, shard)
-    draft = config.draft
-    if draft is None or models.draft is None:
-        draft_kv = _draft_kv_bytes(config, models.target, shard, config.attention.backend)
-        if config.decoding.drafter == "self" and keeps_queries:
-            draft_kv += _query_bytes(config, models.target, shard)
-        return MemoryPlan(weights, kv, 0, draft_kv, working)
-    if rank not in draft.rank_group:
-        return MemoryPlan(weights, kv, working=working)
-    shard = Shard(draft.rank_group.index(rank), len(draft.rank_group))
-    is_int8 = draft.draft_dtype == "int8"
-    draft_weights = stored_bytes(models.draft, shard, size, is_packed, is_int8)
-    draft_kv = _draft_kv_bytes(config, models.draft, shard, draft.backend)
-    if keeps_queries:
-        draft_kv += _query_bytes(config, models.draft, shard)
-    return MemoryPlan(weights, kv, draft_weights, draft_kv, working)
-
-
-def plan_stage(
-    config: ResolvedConfig, model: ModelConfig, num_layers: int, has_ends: bool, rank: int
-) -> MemoryPlan:
-    """The plan of one rank of a pipeline's stage, which shares `num_layers` of the layers with the
-    ranks of the config's group. Only with `has_ends` does it hold the embedding and the head."""
-    plan = plan_rank(config, Models(replace(model, num_layers=num_layers)), rank)
-    if has_ends:
-        return plan
-    group, size = config.parallel.rank_group, DTYPE_BYTES[config.model.dtype]
-    is_packed, is_int8 = config.model.linear == "packed", config.model.target_dtype == "int8"
-    shard = Shard(group.index(rank), len(group))
-    ends = stored_bytes(replace(model, num_layers=0), shard, size, is_packed, is_int8)
-    return replace(plan, weights=plan.weights - ends)
-
-
-def _stored_tokens(config: ResolvedConfig, backend: str, tokens: int) -> int:
-    """Tokens that a cache of all rows has room for, `tokens` of them in each row: the backend's
-    blocks are whole."""
-    block = backend_class(backend)().block_size(tokens)
-    return config.workload.batch_size * -(-tokens // block) * block
-
-
-def _query_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard) -> int:
-    """The queries of each prompt's newest tokens, which prefill keeps for the KV policy."""
-    w, (first, last) = config.workload, shard.heads(model.num_heads, model.num_kv_heads)[0]
-    tokens = w.batch_size * min(make_policy(config.kv).observed_tokens, w.prefix_len)
-    numbers = model.num_layers * (last - first) * model.cached_head_dim
-    return tokens * numbers * DTYPE_BYTES[config.model.dtype]
-
-
-def _draft_kv_bytes(config: ResolvedConfig, model: ModelConfig, shard: Shard, backend: str) -> int:
-    """What the KV policy makes a draft hold beside the newest queries of the prompts: the whole
-    cache of a standalone draft, or, in self-speculation, what is kept beside the target's cache."""
-    is_self, w, longest = config.decoding.drafter == "self", config.workload, max_tokens(config)
-    if not is_self and config.draft is None:
-        return 0
-    in_run_dtype = kv_bytes_per_token(model, shard, DTYPE_BYTES[config.model.dtype])
-    is_int8 = config.kv.draft_kv_dtype == "int8"
-    per_token = int8_kv_bytes_per_token(model, shard) if is_int8 else in_run_dtype
-    whole, policy = _stored_tokens(config, backend, longest), make_policy(config.kv)
-    if policy.is_copied:  # with room for the tokens that follow
-        following = max_following(config, longest)
-        copied = min(policy.copied_tokens(w.prefix_len) + following, longest)
-        context = 0 if is_self else whole * in_run_dtype
-        return context + _stored_tokens(config, backend, copied) * per_token
-    if is_self:
-        queries, (first, last) = shard.heads(model.num_heads, model.num_kv_heads)
-        blocks, group = -(-longest // WEIGHTS_BLOCK), (queries[1] - queries[0]) // (last - first)
-        numbers = policy.state_numbers(blocks, model.cached_head_dim, group)
-        return model.num_layers * w.batch_size * (last - first) * numbers * 4
-    if policy.can_roll:
-        tail = min(config.attention.prefill_chunk, w.prefix_len) + config.decoding.most_draft_tokens
-        return (
-            w.batch_size
-            * blocks_held(longest, policy.rolling_rule(), tail)
-            * BLOCK_SIZE
-            * per_token
-        )
-    return whole * per_token
+    """The plan of one rank of a run."""
+    return plan_of(model_plans_of(config, models, rank), keeps_queries)

@@ -7,6 +7,7 @@ speculation serve it as they serve a model, and all of them emit the same tokens
 
 from __future__ import annotations
 
+import threading
 import time
 
 import torch
@@ -27,9 +28,25 @@ def sleep_until(due_s: float) -> None:
     time.sleep(max(0.0, due_s - time.perf_counter()))
 
 
+class Arrival(threading.local):
+    """When the message came that this thread answers; None if it has no part in the time of the
+    next forward."""
+
+    time_s: float | None = None
+
+    def take(self) -> float:
+        """From when on the next forward counts, which is the only one."""
+        time_s, self.time_s = self.time_s, None
+        return time.perf_counter() if time_s is None else time_s
+
+
+ARRIVAL = Arrival()
+
+
 class EmulatedModel(Transformer):
-    """Takes `seconds` for a forward of any size, in equal shares for each of its layers. What
-    leaves its last layer names the position of a token."""
+    """Takes `seconds` for a forward of any size, in equal shares for each of its layers. The first
+    forward after a message counts from its arrival (`ARRIVAL`), so that what the stage does beside
+    is a part of its time. What leaves its last layer names the position of a token."""
 
     def __init__(
         self,
@@ -42,12 +59,8 @@ class EmulatedModel(Transformer):
     ) -> None:
         """`like` has the dtype and the device of the weights that there would be."""
         nn.Module.__init__(self)
-        self.config, self.shard, self.seconds = config, shard, seconds
-        self.layers = range(config.num_layers) if layers is None else layers
-        self.is_last = self.layers.stop == config.num_layers
-        self.has_embedding = self.layers.start == 0 if has_ends is None else has_ends
-        self.has_head = self.is_last if has_ends is None else has_ends
-        self.head_rows = shard.split(config.vocab_size)
+        self.set_part(config, shard, layers, has_ends)
+        self.seconds = seconds
         self.weight = nn.Parameter(like.new_zeros(1), requires_grad=False)
 
     def set_positions(self, max_positions: int, device: torch.device) -> None:
@@ -63,7 +76,7 @@ class EmulatedModel(Transformer):
         before_layer: BeforeLayer = lambda layer: None,
     ) -> Tensor:
         """As `Transformer.forward`."""
-        begin_s, num_layers = time.perf_counter(), len(self.layers)
+        begin_s, num_layers = ARRIVAL.take(), len(self.layers)
         for number, layer in enumerate(self.layers, 1):
             before_layer(layer)
             sleep_until(begin_s + self.seconds * number / num_layers)

@@ -13,13 +13,9 @@ import itertools
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
-
-if TYPE_CHECKING:
-    import sentencepiece
-    import tiktoken
-    import tokenizers
 
 # Llama 3's published split pattern and its 256 special tokens, in the order of their ids.
 LLAMA3_PATTERN = (
@@ -42,96 +38,41 @@ LONGEST_BLANK_RUN = re.compile(r"\s{25000}(?=\s)")
 RANK_LINE = re.compile(rb"[A-Za-z0-9+/]+={0,2} [0-9]+\r?(?:\n|\Z)")
 
 
-class Tokenizer(Protocol):
-    """What the suite needs of a tokenizer. Special tokens are ids only: no text encodes to one."""
+@dataclass(frozen=True)
+class Tokenizer:
+    """The vocabulary of a file, and a library that encodes and decodes by it. Special tokens are
+    ids only: no text encodes to one."""
 
-    @property
+    path: Path
+    pieces: dict[int, str]
+    encode_plain: Callable[[str], list[int]]
+    decode_known: Callable[[list[int]], str]
+
+    @cached_property
     def vocab_size(self) -> int:
         """One more than the largest id (a model's own vocabulary may be padded beyond it)."""
+        return max(self.pieces, default=-1) + 1
 
     def encode(self, text: str) -> list[int]:
         """Ids of the whole text, without BOS or EOS; a special token's name is plain text."""
+        try:
+            return list(self.encode_plain(text))
+        except Exception as error:  # the libraries raise nothing narrower
+            raise ValueError(f"{self.path}: the text cannot be encoded ({error})") from error
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of the ids; special tokens give none. ValueError for an id that has no piece."""
+        """Text of the ids; special tokens give none. Raises ValueError for an id that has no piece:
+        one of the libraries would skip it, one raise and one panic."""
+        last = self.vocab_size - 1
+        for i in ids:
+            if not 0 <= i <= last:
+                raise ValueError(f"{self.path}: token id {i} has no piece; ids are 0 to {last}")
+        return self.decode_known(list(ids))
 
     def vocabulary_hash(self) -> str:
         """sha256 (hex) of the id -> piece map: equal for two formats of one vocabulary."""
-
-
-class JsonTokenizer:
-    """A `tokenizer.json`, run by the `tokenizers` library."""
-
-    def __init__(self, backend: tokenizers.Tokenizer, source: str) -> None:
-        # The file may ask for truncation or padding, and by default the name of a special token in
-        # the text is encoded as that token. A book must be encoded whole and as plain text.
-        backend.no_truncation()
-        backend.no_padding()
-        backend.encode_special_tokens = True
-        self._backend = backend
-        self._source = source
-        self._pieces = {i: p for p, i in backend.get_vocab(with_added_tokens=True).items()}
-        self.vocab_size = max(self._pieces, default=-1) + 1
-
-    def encode(self, text: str) -> list[int]:
-        # The "fast" call skips character offsets, which at least halves the time for a whole book.
-        try:
-            encoded = self._backend.encode_batch_fast([text], add_special_tokens=False)
-        except Exception as error:  # the library raises nothing narrower
-            raise ValueError(f"{self._source}: the text cannot be encoded ({error})") from error
-        return list(encoded[0].ids)
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return self._backend.decode(_checked_ids(ids, self.vocab_size, self._source))
-
-    def vocabulary_hash(self) -> str:
-        return _hash_pieces(self._pieces)
-
-
-class SentencePieceTokenizer:
-    """A SentencePiece `tokenizer.model` (Llama 2, Mistral)."""
-
-    def __init__(self, backend: sentencepiece.SentencePieceProcessor, source: str) -> None:
-        self._backend = backend
-        self._source = source
-        self.vocab_size = int(backend.get_piece_size())
-
-    def encode(self, text: str) -> list[int]:
-        ids: list[int] = self._backend.encode(text, out_type=int, add_bos=False, add_eos=False)
-        return ids
-
-    def decode(self, ids: Sequence[int]) -> str:
-        return str(self._backend.decode(_checked_ids(ids, self.vocab_size, self._source)))
-
-    def vocabulary_hash(self) -> str:
-        return _hash_pieces({i: self._backend.id_to_piece(i) for i in range(self.vocab_size)})
-
-
-class TiktokenTokenizer:
-    """Llama 3's `tokenizer.model`: a rank file. Its 256 special tokens, which are not in the file,
-    have the ids after the last rank."""
-
-    def __init__(self, backend: tiktoken.Encoding, ranks: dict[bytes, int], source: str) -> None:
-        self._backend = backend
-        self._ranks = ranks
-        self._source = source
-        self.vocab_size = len(ranks) + len(LLAMA3_SPECIAL_TOKENS)
-
-    def encode(self, text: str) -> list[int]:
-        cuts = [0, *(run.end() for run in LONGEST_BLANK_RUN.finditer(text)), len(text)]
-        parts = [text[a:b] for a, b in itertools.pairwise(cuts)]
-        return [i for part in parts for i in self._backend.encode_ordinary(part)]
-
-    def decode(self, ids: Sequence[int]) -> str:
-        known_ids = _checked_ids(ids, self.vocab_size, self._source)
-        return self._backend.decode([i for i in known_ids if i < len(self._ranks)])
-
-    def vocabulary_hash(self) -> str:
-        # Pieces are written in the byte alphabet of `tokenizer.json`, so that both formats of one
-        # vocabulary have the same hash.
-        alphabet = _byte_alphabet()
-        pieces = {i: "".join(alphabet[b] for b in piece) for piece, i in self._ranks.items()}
-        return _hash_pieces(pieces | dict(enumerate(LLAMA3_SPECIAL_TOKENS, len(self._ranks))))
+        listing = json.dumps(sorted(self.pieces.items()), separators=(",", ":"))
+        return hashlib.sha256(listing.encode("ascii")).hexdigest()
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
@@ -140,7 +81,7 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     Raises ValueError when the directory holds none of them, or when the first one found cannot be
     read or is corrupt. The next file is not tried, because it might hold another vocabulary.
     """
-    for name, load in LOADERS:
+    for name, load in LOADERS.items():
         path = directory / name
         if path.is_file():
             try:
@@ -148,25 +89,38 @@ def load_tokenizer(directory: Path) -> Tokenizer:
             except OSError as error:
                 raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
             return load(path, data)
-    looked_for = ", ".join(name for name, _ in LOADERS)
     state = "holds no tokenizer" if directory.is_dir() else "is not a directory"
-    raise ValueError(f"{directory}: {state}; looked for {looked_for}")
+    raise ValueError(f"{directory}: {state}; looked for {', '.join(LOADERS)}")
 
 
-def _load_json(path: Path, data: bytes) -> Tokenizer:
+def load_json(path: Path, data: bytes) -> Tokenizer:
+    """A `tokenizer.json`, run by the `tokenizers` library."""
     import tokenizers
 
     try:
         backend = tokenizers.Tokenizer.from_buffer(data)
     except Exception as error:  # the library raises nothing narrower
         raise ValueError(f"{path}: is not a `tokenizers` file ({error})") from error
-    return JsonTokenizer(backend, str(path))
+    # The file may ask for truncation or padding, and by default the name of a special token in the
+    # text is encoded as that token. A book must be encoded whole and as plain text.
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
+
+    def encode(text: str) -> list[int]:
+        # The "fast" call skips character offsets, which at least halves the time for a whole book.
+        ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
+        return ids
+
+    pieces = {i: piece for piece, i in backend.get_vocab(with_added_tokens=True).items()}
+    return Tokenizer(path, pieces, encode, backend.decode)
 
 
-def _load_model_file(path: Path, data: bytes) -> Tokenizer:
-    """Two formats are named `tokenizer.model`. The first line of the file tells them apart."""
+def load_model_file(path: Path, data: bytes) -> Tokenizer:
+    """Two formats are named `tokenizer.model`: Llama 3's rank file, which the first line tells, and
+    SentencePiece's (Llama 2, Mistral)."""
     if RANK_LINE.match(data):
-        return _load_ranks(path, data)
+        return load_ranks(path, data)
     import sentencepiece
 
     try:
@@ -176,20 +130,35 @@ def _load_model_file(path: Path, data: bytes) -> Tokenizer:
         backend = None
     if backend is None:
         raise ValueError(f"{path}: is neither a SentencePiece model nor a tiktoken rank file")
-    return SentencePieceTokenizer(backend, str(path))
+    pieces = {i: backend.id_to_piece(i) for i in range(backend.get_piece_size())}
+    return Tokenizer(path, pieces, backend.encode_as_ids, backend.decode)
 
 
-def _load_ranks(path: Path, data: bytes) -> Tokenizer:
+def load_ranks(path: Path, data: bytes) -> Tokenizer:
+    """A rank file. Its 256 special tokens, which are not in the file, have the ids after the last
+    rank, and give no text."""
     import tiktoken
 
     ranks = _parse_ranks(path, data)
+    specials = {name: i for i, name in enumerate(LLAMA3_SPECIAL_TOKENS, len(ranks))}
     backend = tiktoken.Encoding(
-        name="llama3",
-        pat_str=LLAMA3_PATTERN,
-        mergeable_ranks=ranks,
-        special_tokens={name: len(ranks) + i for i, name in enumerate(LLAMA3_SPECIAL_TOKENS)},
+        name="llama3", pat_str=LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens=specials
     )
-    return TiktokenTokenizer(backend, ranks, str(path))
+
+    def encode(text: str) -> list[int]:
+        cuts = [0, *(run.end() for run in LONGEST_BLANK_RUN.finditer(text)), len(text)]
+        parts = [text[a:b] for a, b in itertools.pairwise(cuts)]
+        return [i for part in parts for i in backend.encode_ordinary(part)]
+
+    def decode(ids: list[int]) -> str:
+        return backend.decode([i for i in ids if i < len(ranks)])
+
+    # Pieces are written in the byte alphabet of `tokenizer.json`, so that both formats of one
+    # vocabulary have the same hash.
+    alphabet = _byte_alphabet()
+    pieces = {i: "".join(alphabet[b] for b in piece) for piece, i in ranks.items()}
+    pieces |= {i: name for name, i in specials.items()}
+    return Tokenizer(path, pieces, encode, decode)
 
 
 def _parse_ranks(path: Path, data: bytes) -> dict[bytes, int]:
@@ -212,20 +181,11 @@ def _parse_ranks(path: Path, data: bytes) -> dict[bytes, int]:
     return ranks
 
 
-LOADERS: tuple[tuple[str, Callable[[Path, bytes], Tokenizer]], ...] = (
-    ("tokenizer.json", _load_json),
-    ("tokenizer.model", _load_model_file),
-    ("original/tokenizer.model", _load_model_file),
-)
-
-
-def _checked_ids(ids: Sequence[int], vocab_size: int, source: str) -> list[int]:
-    """The ids as a list, checked here because the three libraries treat an id out of range
-    differently: one skips it, one raises and one panics."""
-    for i in ids:
-        if not 0 <= i < vocab_size:
-            raise ValueError(f"{source}: token id {i} has no piece; ids are 0 to {vocab_size - 1}")
-    return list(ids)
+LOADERS: dict[str, Callable[[Path, bytes], Tokenizer]] = {
+    "tokenizer.json": load_json,
+    "tokenizer.model": load_model_file,
+    "original/tokenizer.model": load_model_file,
+}
 
 
 def _byte_alphabet() -> list[str]:
@@ -233,8 +193,3 @@ def _byte_alphabet() -> list[str]:
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = [b for b in range(256) if b not in printable]
     return [chr(b) if b in printable else chr(256 + others.index(b)) for b in range(256)]
-
-
-def _hash_pieces(pieces: dict[int, str]) -> str:
-    listing = json.dumps(sorted(pieces.items()), separators=(",", ":"))
-    return hashlib.sha256(listing.encode("ascii")).hexdigest()

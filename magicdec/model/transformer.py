@@ -64,15 +64,8 @@ class Transformer(nn.Module):
         has_ends: bool | None = None,
     ) -> None:
         super().__init__()
-        self.config, self.shard = config, shard
-        self.layers = range(config.num_layers) if layers is None else layers
-        assert (
-            self.layers.step == 1 and 0 <= self.layers.start < self.layers.stop <= config.num_layers
-        )
+        self.set_part(config, shard, layers, has_ends)
         self.elementwise = Elementwise()
-        self.is_last = self.layers.stop == config.num_layers
-        self.has_embedding = self.layers.start == 0 if has_ends is None else has_ends
-        self.has_head = self.is_last if has_ends is None else has_ends
         if self.has_embedding or (self.has_head and config.tie_word_embeddings):
             self.embedding = Embedding(config.vocab_size, config.hidden_size)
         self.position_embedding = self.embedding_norm = None
@@ -81,7 +74,6 @@ class Transformer(nn.Module):
         if self.has_embedding and config.embedding_norm:
             self.embedding_norm = make_norm(config)
         self.blocks = nn.ModuleList(Block(config, shard) for _ in self.layers)
-        self.head_rows = shard.split(config.vocab_size)
         if self.has_head:
             self.norm = make_norm(config)
             if not config.tie_word_embeddings:
@@ -92,6 +84,20 @@ class Transformer(nn.Module):
                 )
             else:
                 self.head = None
+
+    def set_part(
+        self, config: ModelConfig, shard: Shard, layers: range | None, has_ends: bool | None
+    ) -> None:
+        """Which part of the model this is."""
+        self.config, self.shard = config, shard
+        self.layers = range(config.num_layers) if layers is None else layers
+        assert (
+            self.layers.step == 1 and 0 <= self.layers.start < self.layers.stop <= config.num_layers
+        )
+        self.is_last = self.layers.stop == config.num_layers
+        self.has_embedding = self.layers.start == 0 if has_ends is None else has_ends
+        self.has_head = self.is_last if has_ends is None else has_ends
+        self.head_rows = shard.split(config.vocab_size)
 
     def set_positions(self, max_positions: int, device: torch.device) -> None:
         """Prepare the position encoding on `device`: ALiBi's slopes, or a rotary table for at least

@@ -9,11 +9,11 @@ comes to the same split.
 from __future__ import annotations
 
 import json
-import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
@@ -29,27 +29,27 @@ from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message
 from magicdec.distributed.groups import Group, Launch, ParallelGroups, exchange_texts
 from magicdec.distributed.layer_split import FLAG, StageTimes, is_auto, split_layers
-from magicdec.distributed.stages import StageGrid
+from magicdec.distributed.layout import StageGrid
 from magicdec.distributed.start import stage_groups_before_run
 from magicdec.hardware.ceiling_file import load_machine
 from magicdec.hardware.environment import device_of, release_memory
 from magicdec.hardware.threads import use_threads
+from magicdec.memory.model_plan import ModelPlan, StagePart
 from magicdec.model.checkpoint.chunks import ChunkedWeights
 from magicdec.model.checkpoint.source import ModelSource
-from magicdec.pipeline.recurrent import RecurrentPipeline
-from magicdec.pipeline.speculation import Speculation, make_speculation
-from magicdec.pipeline.stage import VERIFY, WANTED, Stage, StageLoop, load_part
-from magicdec.pipeline.tracing import Spans, What
+from magicdec.pipeline.recurrent import RecurrentPipeline, Speculation, make_speculation
+from magicdec.pipeline.spans import Spans, What
+from magicdec.pipeline.stage import VERIFY, WANTED, Part, Stage, StageLoop
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
 from magicdec.scheduling.plan import Limits
-from magicdec.setup.loading import LoadedModels, StagePart
+from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.prepare import Prepared, check_machine
 
 STEPS = 8  # of a round; with drafts, whose number depends on the acceptance, at least so many
 MOST_LAYERS = 4  # that are timed together
-FEWEST_ROUNDS, ROUNDS, ENOUGH_S = 3, 20, 2.0
+ROUNDS = 5
 
 Timer = Callable[[], float]
 """Measures the seconds of a step."""
@@ -273,12 +273,9 @@ class Timing(ABC):
         assert stage is not None, "this rank has a stage"
         end = self.end_of(stage)
         with_end = None if end is None else self.load(end, groups, has_ends=True)
-        rounds: list[tuple[float, float, float]] = []
-        end_s = time.perf_counter() + ENOUGH_S
-        while len(rounds) < FEWEST_ROUNDS or (
-            len(rounds) < ROUNDS and has_time(groups.target, end_s, self.device)
-        ):
-            rounds.append((one(), several(), 0.0 if with_end is None else with_end()))
+        rounds = [
+            (one(), several(), 0.0 if with_end is None else with_end()) for _ in range(ROUNDS)
+        ]
         one_s, several_s, with_end_s = map(min, zip(*rounds, strict=True))
         layer_s = (several_s - one_s) / (num_layers - 1)
         if layer_s <= 0:  # only noise makes it so; a stage's time is then that of its layers
@@ -290,19 +287,14 @@ class Timing(ABC):
     def load(self, part: StagePart, groups: ParallelGroups, has_ends: bool = False) -> Timer:
         """A timer of a part of the target, with a cache that is not the zeros of fresh memory."""
         models, w = LoadedModels(self.device, make_progress(False)), self.config.workload
-        runner = load_part(
-            self.config, self.run.source, groups.target, models, part, w.batch_size,
-            w.prefix_len + w.gen_len,
-        )  # fmt: skip
+        source, ranks, rank = self.run.source, groups.target.ranks, self.run.launch.rank
+        plan = ModelPlan(
+            self.config, source.config, ranks, rank, part, row_tokens=w.prefix_len + w.gen_len
+        )
+        runner = make_runner(plan, source, groups.target, models)
         for pool in (runner.cache.k, runner.cache.v):
             pool.fill_(0.1)
         return self.timer(runner, has_ends, groups)
-
-
-def has_time(group: Group, end_s: float, device: torch.device) -> bool:
-    """Whether the first rank of a stage has time left, on all its ranks: they time together."""
-    is_early = torch.tensor([time.perf_counter() < end_s], device=device).int()
-    return bool(group.broadcast(is_early, 0).item())
 
 
 @dataclass
@@ -363,17 +355,22 @@ def time_passing(stage: FilledStage, step: DecodeStep) -> float:
     are rejected."""
     rows, width = tuple(range(step.rows)), stage.runner.model.config.hidden_size
     newest = next(stage.runner.model.parameters()).new_full((step.rows, 1, width), 0.1)
-    inbound = Loopback()
-    inbound.send(Message(Kind.HIDDEN, 0, WANTED, rows, newest.expand(-1, step.context, -1)))
+    prompt = Message(Kind.HIDDEN, 0, WANTED, rows, newest.expand(-1, step.context, -1))
     payload = newest.expand(-1, step.num_tokens, -1).contiguous()
-    for length in range(step.context, step.context + STEPS):
-        if step.num_drafts:
-            words = *rows, *[length] * step.rows
-            inbound.send(Message(Kind.HIDDEN, 0, VERIFY, words, payload))
-        else:
-            inbound.send(Message(Kind.HIDDEN, 0, WANTED, rows, payload))
-    inbound.send(Message(Kind.FREE, words=rows))
-    inbound.send(Message(Kind.END))
-    spans = Spans()
-    StageLoop(stage, Ends(inbound, Loopback()), spans).serve()
-    return median(span.seconds for span in spans[1:])
+    steps = [
+        Message(Kind.HIDDEN, 0, VERIFY, (*rows, *[length] * step.rows), payload)
+        if step.num_drafts
+        else Message(Kind.HIDDEN, 0, WANTED, rows, payload)
+        for length in range(step.context, step.context + STEPS)
+    ]
+    return time_messages(stage, [prompt, *steps, Message(Kind.FREE, words=rows)])
+
+
+def time_messages(part: Part, messages: Sequence[Message]) -> float:
+    """The median seconds from answer to answer where the next message always waits already, which
+    one that was held up does not move."""
+    inbound, spans = Loopback(), Spans()
+    for message in (*messages, Message(Kind.END)):
+        inbound.send(message)
+    StageLoop(part, Ends(inbound, Loopback()), spans).serve()
+    return median(b.end_s - a.end_s for a, b in pairwise(spans))

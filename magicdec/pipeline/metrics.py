@@ -1,15 +1,22 @@
-"""RingMetrics: how the stages of a ring spent their time, and the time of a round as it is
-predicted from that of the stages and links. Imports no torch.
+"""RingMetrics and SpeculationMetrics: how stages and ranks spent their time, as their spans tell
+it, and what was drafted. Imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+import statistics
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from itertools import accumulate, compress, pairwise
 from typing import Any
 
 from magicdec.distributed.layer_split import round_seconds
+from magicdec.distributed.layout import Layout
+from magicdec.pipeline.spans import Span, Spans, What
+from magicdec.pipelined_speculation.scheduler import Counts
 from magicdec.records.fields import Part, recorded
+from magicdec.request import Request
 
 NO_DRAFTS = "without drafts"
 
@@ -34,6 +41,36 @@ class StageUse:
         """The mean number of messages that are sent and not taken, which is their rate times the
         time that each is (Little 1961)."""
         return self.queued_s / self.total_s if self.total_s else 0.0
+
+
+def uses_of(
+    stages: Sequence[Spans], sent: Sequence[tuple[int, int]], prompts: Collection[int]
+) -> list[StageUse]:
+    """How each stage spent its time, from its first run on until the last is home. What a stage
+    takes, the stage before it has sent: messages and bytes. `prompts` are the runs of prompts."""
+    heads = stages[0].of(What.HEAD)
+    computed = [spans.of(What.STAGE) for spans in stages]
+    uses = []
+    for stage, runs in enumerate(computed):
+        turns = runs if stage else heads
+        taken = runs if stage else [span for span in heads if span.run >= 0]
+        decodes = [span.run not in prompts if stage else span.value > 0 for span in turns]
+        decoded_s = [span.seconds for span in compress(turns, decodes)]
+        total_s = heads[-1].end_s - turns[0].begin_s if turns else 0.0
+        uses.append(
+            StageUse(
+                total_s=total_s,
+                waiting_s=total_s - sum(span.seconds for span in turns),
+                decode_s=statistics.median(decoded_s) if decoded_s else 0.0,
+                num_sent=sent[stage][0],
+                num_bytes=sent[stage][1],
+                queued_s=sum(
+                    after.begin_s - before.end_s
+                    for before, after in zip(computed[stage - 1], taken, strict=True)
+                ),
+            )
+        )
+    return uses
 
 
 @dataclass
@@ -134,7 +171,7 @@ def ring_metrics(
         sent_bytes=[use.num_bytes for use in uses],
         decode_hop_bytes=hop_bytes,
         link_ms=None if link_s is None else 1e3 * link_s,
-        predicted_round_ms=1e3 * predict_round(stage_s, link_s or 0.0, lanes[0]),
+        predicted_round_ms=1e3 * round_seconds(stage_s, [link_s or 0.0] * len(uses), lanes[0]),
         measured_round_ms=measured_round_ms,
         **describe_drafts(drafts, num_later),
     )
@@ -151,6 +188,173 @@ def describe_drafts(drafts: DraftCounts | None, num_later: int) -> dict[str, Any
     return dict(zip(names, values, strict=True))
 
 
-def predict_round(stage_s: Sequence[float], link_s: float, num_lanes: int) -> float:
-    """Seconds until every lane has gained a token, with equal links."""
-    return round_seconds(stage_s, [link_s] * len(stage_s), num_lanes)
+@dataclass(frozen=True, kw_only=True)
+class SpeculationMetrics(Part):
+    """Numbers of all requests together. Shares of time are of the time between the first token and
+    the last."""
+
+    runs: int = recorded("runs that were launched, prompts included", label="runs")
+    speculative_runs: int = recorded("those with drafted tokens", label="with drafts")
+    invalid_runs: int = recorded(
+        "cancelled, because none of their rows could be right any more", label="invalid"
+    )
+    skipped_before: int = recorded(
+        "runs that a stage skipped before its first layer; summed over the stages",
+        label="skipped before a stage",
+    )  # fmt: skip
+    skipped_inside: int = recorded(
+        "runs that a stage stopped between its layers; summed over the stages",
+        label="skipped inside",
+    )  # fmt: skip
+    layers_computed: int = recorded("layers that stages computed for runs", label="layers computed")
+    layers_skipped: int = recorded("layers that they skipped", label="layers skipped")
+    drafted: int = recorded("tokens that were launched as drafts", label="drafted")
+    accepted: int = recorded("committed tokens that had been launched as drafts", label="accepted")
+    acceptance_rate: float | None = recorded(
+        "`accepted / drafted`", label="acceptance, %", digits=1, scale=100,
+        null="if nothing was drafted",
+    )  # fmt: skip
+    failed_attempts: int = recorded(
+        "attempts to draft whose first candidate was less probable than the threshold",
+        label="failed attempts",
+    )  # fmt: skip
+    least_margin: float | None = recorded(
+        "by how much the largest of the logits by which a token is chosen exceeds the second, at "
+        "the committed token where this is least; rounding can change a token with a small one",
+        null="of stages that sleep",
+    )  # fmt: skip
+    mean_in_flight: float = recorded(
+        "runs that are under way; mean over the time", label="runs in flight, mean", digits=2
+    )
+    most_in_flight: int = recorded("the most of them at one time", label="runs in flight, most")
+    num_layers: list[int] = recorded("layers of the target on each rank")
+    draft_rank: int | None = recorded(
+        "the rank that drafts; of several, the first", null="if no mode drafts"
+    )
+    draft_ranks: list[int] | None = recorded(
+        "all ranks that draft, which share each layer", null="if no mode drafts"
+    )
+    busy: list[float] = recorded(
+        "share of the time in which a rank computes layers or drafts; the rest is idle",
+        label="busy by rank, %", scale=100,
+    )  # fmt: skip
+    idle_s: list[float] = recorded("the rest in seconds, of each rank", "s")
+    stage_ms: list[float] = recorded(
+        "mean time of a stage for a run of decoded tokens that it did not skip", "ms",
+        label="stages, ms", digits=2,
+    )  # fmt: skip
+    draft_ms: float | None = recorded(
+        "mean time of a step of the drafter, on the first of its ranks", "ms",
+        label="draft step, ms", digits=2,
+        null="if nothing was drafted",
+    )  # fmt: skip
+    draft_busy: float = recorded(
+        "share of the time in which the drafter drafts", label="drafting, %", scale=100
+    )
+    link_ms: float | None = recorded(
+        "mean time from the end of a run of decoded tokens at a stage to its begin at the next, "
+        "which was idle",
+        "ms", label="link, ms", digits=2, null="with one stage",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Observed:
+    """The spans of each rank, of the runs and drafts that count, and the time that counts."""
+
+    layout: Layout
+    by_rank: Sequence[Sequence[Span]]
+    begin_s: float
+    end_s: float
+
+    @classmethod
+    def of_requests(
+        cls, layout: Layout, by_rank: Sequence[Sequence[Span]], requests: Sequence[Request]
+    ) -> Observed:
+        """What counts is the time between the first token of all requests and the last."""
+        begin_s = min(request.token_times_s[0] for request in requests)
+        end_s = max(request.token_times_s[-1] for request in requests)
+        return cls(layout, by_rank, begin_s, end_s)
+
+    def of(self, rank: int, what: What) -> list[Span]:
+        return [span for span in self.by_rank[rank] if span.what is what]
+
+    @property
+    def rows(self) -> dict[int, int]:
+        """The number of rows of each run that is not of a prompt."""
+        return {span.run: span.value for span in self.of(0, What.LAUNCH)}
+
+    def within(self, spans: Sequence[Span]) -> float:
+        """Seconds of the time that counts in which at least one of the spans is."""
+        total, until = 0.0, self.begin_s
+        for span in sorted(spans, key=lambda span: span.begin_s):
+            begin, end = max(span.begin_s, until), min(span.end_s, self.end_s)
+            total, until = total + max(0.0, end - begin), max(until, end)
+        return total
+
+
+def speculation_metrics(observed: Observed, counts: Counts, has_drafts: bool) -> SpeculationMetrics:
+    layout, rows, seconds = observed.layout, observed.rows, observed.end_s - observed.begin_s
+    drafts = observed.of(layout.draft_rank, What.DRAFT)
+    busy_s = [
+        observed.within([*observed.of(rank, What.STAGE), *observed.of(rank, What.DRAFT)])
+        for rank in range(layout.world_size)
+    ]
+    stages = [(observed.of(rank, What.STAGE), len(layout.layers[rank])) for rank in layout.stages]
+    layers = [(span.value, size) for spans, size in stages for span in spans]
+    mean_in_flight, most = _in_flight(observed)
+    least_margin = counts.least_margin if math.isfinite(counts.least_margin) else None
+    return SpeculationMetrics(
+        **vars(counts) | {"least_margin": least_margin},
+        skipped_before=sum(computed == 0 for computed, _ in layers),
+        skipped_inside=sum(0 < computed < size for computed, size in layers),
+        layers_computed=sum(computed for computed, _ in layers),
+        layers_skipped=sum(size - computed for computed, size in layers),
+        acceptance_rate=counts.accepted / counts.drafted if counts.drafted else None,
+        mean_in_flight=mean_in_flight,
+        most_in_flight=most,
+        num_layers=[len(each) for each in layout.layers],
+        draft_rank=layout.draft_rank if has_drafts else None,
+        draft_ranks=list(layout.draft_ranks) if has_drafts else None,
+        busy=[each / seconds if seconds else 0.0 for each in busy_s],
+        idle_s=[seconds - each for each in busy_s],
+        stage_ms=[
+            _mean_ms([s.seconds for s in spans if s.run in rows and s.value == size]) or 0.0
+            for spans, size in stages
+        ],
+        draft_ms=_mean_ms([span.seconds for span in drafts]),
+        draft_busy=observed.within(drafts) / seconds if seconds else 0.0,
+        link_ms=_mean_ms(link_times(observed)),
+    )
+
+
+def link_times(observed: Observed) -> list[float]:
+    """Seconds from the end of a run at a stage until the next stage, on another rank and idle,
+    begins it; no prompts."""
+    links_s, rows = list[float](), observed.rows
+    for here, there in pairwise(observed.layout.stages):
+        ends = {span.run: span.end_s for span in observed.of(here, What.STAGE)}
+        free_s = 0.0
+        for span in observed.of(there, What.STAGE):
+            if free_s < ends[span.run] and span.run in rows:
+                links_s.append(span.begin_s - ends[span.run])
+            free_s = span.end_s
+    return links_s
+
+
+def _in_flight(observed: Observed) -> tuple[float, int]:
+    """The mean number of runs in flight in the time that counts, and the most of them ever."""
+    home = {span.run: span.begin_s for span in observed.of(0, What.RESULT)}
+    flights = [
+        Span(What.LAUNCH, span.run, span.begin_s, home[span.run])
+        for span in (*observed.of(0, What.PROMPT), *observed.of(0, What.LAUNCH))
+    ]
+    seconds = observed.end_s - observed.begin_s
+    total = sum(observed.within([flight]) for flight in flights)
+    changes = sorted([(f.begin_s, 1) for f in flights] + [(f.end_s, -1) for f in flights])
+    most = max(accumulate(change for _, change in changes), default=0)
+    return (total / seconds if seconds else 0.0), most
+
+
+def _mean_ms(seconds: Sequence[float]) -> float | None:
+    return 1e3 * statistics.fmean(seconds) if seconds else None

@@ -8,7 +8,9 @@ one queue. A step of a lane ends when its messages have come home, and its next 
 A lane without requests is idle until one arrives.
 
 With drafts, a message that decodes holds a row's newest token and its drafts, and its words say how
-many tokens every stage keeps of each row: without those drafts that were rejected last.
+many tokens every stage keeps of each row: without those drafts that were rejected last. The first
+stage drafts and judges (`Speculation`), with the drafters and the judgement of the engine
+(`decoding.steps`). All its ranks make the same calls in the same order.
 
 Messages come home in the order in which they were sent. So all ranks of the first stage, which do
 the same work, see the same order without agreeing on it.
@@ -19,24 +21,102 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.device_batch import DeviceBatch
 from magicdec.distributed.channels.message import Ends, Kind, Message
+from magicdec.distributed.groups import Group, ParallelGroups
+from magicdec.drafting.drafter import Drafter, DraftSetup, make_drafter
+from magicdec.hardware.environment import wait_for_stream
 from magicdec.hardware.timing import Clock, GroupClock, RealClock
-from magicdec.kv.cache import upload
-from magicdec.pipeline.speculation import Draft, Speculation
+from magicdec.kv.cache import BatchRows, Lengths, upload
+from magicdec.model.emulated import ARRIVAL
+from magicdec.pipeline.metrics import DraftCounts
+from magicdec.pipeline.spans import Spans, What
 from magicdec.pipeline.stage import VERIFY, WANTED, Stage
-from magicdec.pipeline.tracing import Spans, What
 from magicdec.request import Batch, Request, Status, StepOutput
+from magicdec.runner import ModelRunner
 from magicdec.sampling.metadata import SamplingMetadata
-from magicdec.sampling.model_tokens import next_tokens
+from magicdec.sampling.model_tokens import Proposal, judge, next_tokens
 from magicdec.scheduling.plan import Limits, Plan
 from magicdec.scheduling.scheduler import Scheduler
-from magicdec.scheduling.waiting import WaitingQueue, fcfs
+from magicdec.setup.loading import LoadedModels, make_draft
+from magicdec.setup.prepare import Prepared
 
 Watcher = Callable[[Plan], None]
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What is verified of some rows: `tokens`, int64 [B, 1 + K], are the newest token and K
+    drafts of each."""
+
+    tokens: Tensor
+    proposal: Proposal
+    sampling: SamplingMetadata
+
+
+class Speculation:
+    """`drafter` drafts `num_draft_tokens` for each row of a message. `runner` is the stage's."""
+
+    def __init__(self, runner: ModelRunner, drafter: Drafter, num_draft_tokens: int) -> None:
+        self.runner, self.drafter = runner, drafter
+        self.num_draft_tokens, self.counts = num_draft_tokens, DraftCounts()
+        of_draft = () if drafter.draft_kv is None else (drafter.draft_kv.runner,)
+        self._vocab_size = max(r.model.config.vocab_size for r in (runner, *of_draft))
+        self._known: dict[int, Request] = {}  # by row; they share the lists of their output tokens
+
+    def admit(self, requests: Sequence[Request], rows: Sequence[int]) -> None:
+        """The prompts of `requests` are in the cache, and their first tokens are known."""
+        in_rows = [replace(r, row=row) for r, row in zip(requests, rows, strict=True)]
+        self._known |= zip(rows, in_rows, strict=True)
+        with self._timed():
+            self.drafter.admit(in_rows)
+
+    @torch.inference_mode()
+    def draft(self, rows: Sequence[int]) -> Draft:
+        """Drafts for `rows`, whose committed tokens alone are in the cache."""
+        batch, count = Batch(tuple(self._known[row] for row in rows)), self.num_draft_tokens
+        with self._timed():
+            on_device = DeviceBatch.of(batch, self._vocab_size, self.runner.device)
+            pending = self.drafter.prepare(batch.requests, count)
+            proposal = self.drafter.propose(on_device, count, pending)
+        self.counts.num_messages += 1
+        tokens = torch.cat([on_device.newest[:, -1:], proposal.ids], dim=1)
+        return Draft(tokens, proposal, on_device.sampling)
+
+    @torch.inference_mode()
+    def judge(self, draft: Draft, logits: Tensor) -> StepOutput:
+        """The tokens that each row emits, from this rank's logits [B, 1 + K, V]."""
+        judgement = judge(self.runner, draft.sampling, draft.proposal, logits)
+        counts, emitted = judgement.accepted.tolist(), judgement.ids.tolist()
+        num_drafted = draft.proposal.ids.shape[1]
+        self.counts.num_verified += len(counts)
+        self.counts.num_drafted += num_drafted * len(counts)
+        self.counts.num_accepted += sum(counts)
+        tokens = [of_row[: n + 1] for of_row, n in zip(emitted, counts, strict=True)]
+        return StepOutput(tokens, num_drafted, counts)
+
+    def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """The first `lengths` tokens of `rows` are committed. All after them is forgotten."""
+        device = self.runner.device
+        self.drafter.commit(BatchRows.of(rows, device), Lengths.of(lengths, device))
+
+    def release(self, rows: Sequence[int]) -> None:
+        """The samples in `rows` have ended."""
+        self.drafter.release([row for row in rows if self._known.pop(row, None) is not None])
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin_s = time.perf_counter()
+        yield
+        wait_for_stream(self.runner.device)
+        self.counts.draft_s += time.perf_counter() - begin_s
 
 
 @dataclass(frozen=True)
@@ -74,8 +154,8 @@ class Flight:
 
 class RecurrentPipeline:
     """The first stage of the ring. `limits` are those of each lane, of `lane_size` rows. With
-    `speculation`, messages carry drafts. `spans`, `samples` and `are_prompts` say what happened in
-    the last call of `serve`: whose tokens each run had, and whether it was of a prompt."""
+    `speculation`, messages carry drafts. `spans`, `samples` and `prompts` say what happened in the
+    last call of `serve`: whose tokens each run had, and which runs were of prompts."""
 
     def __init__(
         self,
@@ -93,12 +173,12 @@ class RecurrentPipeline:
         self.stage, self.ends, self.prefill_chunk = stage, ends, prefill_chunk
         self.clock, self.speculation = clock or RealClock(), speculation
         self.shared_clock = GroupClock(self.clock, stage.runner.group, stage.runner.device)
-        waiting = WaitingQueue(fcfs)
+        waiting: list[Request] = []
         self.lanes = [
             Lane(i, i * lane_size, Scheduler(lane_size, limits, waiting=waiting))
             for i in range(num_lanes)
         ]
-        self.spans, self.samples, self.are_prompts = Spans(), list[list[int]](), list[bool]()
+        self.spans, self.samples, self.prompts = Spans(), list[list[int]](), set[int]()
         self._under_way: deque[tuple[int, Flight]] = deque()  # with their numbers
         self._idle_lanes = list(self.lanes)
         self._arrivals: deque[Request] = deque()  # those that have not arrived yet
@@ -116,7 +196,7 @@ class RecurrentPipeline:
         for request in requests:
             self.lanes[0].scheduler.limits.check(request)
         self._arrivals.extend(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
-        self.spans, self.samples, self.are_prompts = Spans(), [], []
+        self.spans, self.samples, self.prompts = Spans(), [], set()
         while self._under_way or self._arrivals:
             if not self._under_way:
                 self.shared_clock.wait_until(self._arrivals[0].arrived_s)
@@ -124,14 +204,17 @@ class RecurrentPipeline:
                     self._take_arrivals(watch)
                 continue
             message = self.ends.inbound.receive()
-            arrived_s = time.perf_counter()
+            arrived_s = ARRIVAL.time_s = time.perf_counter()
             run, flight = self._under_way.popleft()
             assert message.run == run, "messages come home in their order"
+            num_prompts = len(self.prompts)
             observe(self._land(flight, message))
-            prefills = self._take_arrivals(watch)
+            self._take_arrivals(watch)
             if flight.ends_step:
-                prefills |= self._begin(flight.lane, watch)
-            self.spans.add(What.HEAD, run, arrived_s, int(flight.is_decode and not prefills))
+                self._begin(flight.lane, watch)
+            is_decode = flight.is_decode and len(self.prompts) == num_prompts
+            ARRIVAL.time_s = None
+            self.spans.add(What.HEAD, run, arrived_s, int(is_decode))
 
     def close(self) -> None:
         """End the other stages."""
@@ -140,27 +223,26 @@ class RecurrentPipeline:
         assert last.kind is Kind.END, "no message is behind the last"
         self.ends.outbound.close()
 
-    def _take_arrivals(self, watch: Watcher) -> bool:
-        """Let requests that have arrived wait for rows, and begin idle lanes. Returns whether one
-        of them has begun. All ranks of the first stage read the shared clock equally often."""
+    def _take_arrivals(self, watch: Watcher) -> None:
+        """Let requests that have arrived wait for rows, and begin idle lanes. All ranks of the
+        first stage read the shared clock equally often."""
         if not self._arrivals:
-            return False
+            return
         now = self.shared_clock.now()
         while self._arrivals and self._arrivals[0].arrived_s <= now:
             request = self._arrivals.popleft()
             self.lanes[0].scheduler.add([request], request.arrived_s)  # the queue of all lanes
         idle_lanes = sorted(self._idle_lanes, key=lambda lane: lane.index)
         self._idle_lanes = []
-        prefills = [self._begin(lane, watch) for lane in idle_lanes]
-        return any(prefills)
+        for lane in idle_lanes:
+            self._begin(lane, watch)
 
-    def _begin(self, lane: Lane, watch: Watcher) -> bool:
-        """Send the messages of the lane's next step; if there is none, it is idle. Returns whether
-        it has prompts to prefill."""
+    def _begin(self, lane: Lane, watch: Watcher) -> None:
+        """Send the messages of the lane's next step; if there is none, it is idle."""
         plan = lane.scheduler.schedule()
         if plan is None:
             self._idle_lanes.append(lane)
-            return False
+            return
         assert not plan.preempted, "every row has room for its whole text"
         watch(plan)
         chunks = list(self._chunks(lane, plan))
@@ -169,7 +251,6 @@ class RecurrentPipeline:
             self._send(replace(flight, ends_step=ends_step), token_ids)
         if plan.decoding is not None:
             self._send(*self._newest(lane, plan.decoding.requests))
-        return bool(plan.parts)
 
     def _chunks(self, lane: Lane, plan: Plan) -> Iterator[tuple[Flight, Tensor]]:
         """The messages of the prompts of a step with their token ids [1, T], one for each chunk."""
@@ -201,11 +282,12 @@ class RecurrentPipeline:
         self.ends.outbound.send(Message(kind, run, status, (*rows, *lengths), out))
         self._under_way.append((run, flight))
         self.samples.append([request.request_id for request in flight.requests])
-        self.are_prompts.append(not flight.is_decode)
+        if not flight.is_decode:
+            self.prompts.add(run)
 
     def _land(self, flight: Flight, message: Message) -> int:
-        """Commit the tokens that follow from a message, and free the rows of requests that have
-        ended. Returns the number of tokens."""
+        """Commit the tokens that follow from a message, free the rows of requests that have ended,
+        and let the drafter follow those that go on. Returns the number of tokens."""
         if not flight.is_wanted:
             return 0
         assert message.payload is not None, "the last stage sends what is wanted"
@@ -218,7 +300,12 @@ class RecurrentPipeline:
             self._free(lane, lane.rows(ended))
         if self.speculation is not None and len(ended) < len(requests):
             going = [request for request in requests if request.status is Status.RUNNING]
-            self._follow(self.speculation, flight, going)
+            rows, lengths = lane.rows(going), [request.num_cached for request in going]
+            if flight.draft is None:
+                self.speculation.admit(going, rows)
+            else:  # the other stages forget what was rejected with the lane's next message
+                self.stage.runner.truncate(rows, lengths)
+                self.speculation.commit(rows, lengths)
         return sum(map(len, output.token_ids))
 
     def _tokens(self, flight: Flight, logits: Tensor) -> StepOutput:
@@ -238,18 +325,6 @@ class RecurrentPipeline:
         if not self.stage.is_whole:
             self.ends.outbound.send(Message(Kind.FREE, words=tuple(rows)))
 
-    def _follow(
-        self, speculation: Speculation, flight: Flight, requests: Sequence[Request]
-    ) -> None:
-        """Let the drafter follow `requests`, which go on. The other stages forget what was rejected
-        when they get the lane's next message."""
-        rows = flight.lane.rows(requests)
-        if flight.draft is None:
-            return speculation.admit(requests, rows)
-        lengths = [request.num_cached for request in requests]
-        self.stage.keep(rows, lengths)
-        speculation.commit(rows, lengths)
-
 
 def most_under_way(num_lanes: int, lane_size: int, limits: Limits, chunk: int) -> int:
     """Messages that are under way at most. A step of a lane has one for each chunk of the prompts
@@ -257,3 +332,21 @@ def most_under_way(num_lanes: int, lane_size: int, limits: Limits, chunk: int) -
     assert limits.prefill_tokens is not None, "a step prefills a limited number of tokens"
     chunks = -(-limits.prefill_tokens // chunk) + lane_size
     return num_lanes * (chunks + 2)
+
+
+def num_drafts_of(config: ResolvedConfig) -> int:
+    """Draft tokens of each row of a message that decodes."""
+    return 0 if config.decoding.drafter is None else config.decoding.most_draft_tokens
+
+
+def make_speculation(
+    run: Prepared, runner: ModelRunner, groups: ParallelGroups, models: LoadedModels
+) -> Speculation:
+    """The drafter of `run` on the first stage, whose `runner` and `groups` are given. A draft model
+    is on its first rank alone."""
+    config = run.config
+    assert config.decoding.drafter is not None, "the run drafts"
+    groups = replace(groups, draft=Group((0,), 0) if groups.rank == 0 else None)
+    draft = make_draft(run, groups, models, runner.max_tokens)
+    setup = DraftSetup(runner, config.decoding, config.kv, draft)
+    return Speculation(runner, make_drafter(config.decoding.drafter, setup), num_drafts_of(config))

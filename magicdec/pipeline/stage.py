@@ -1,6 +1,6 @@
 """The loop in which a stage serves messages: each is answered when it arrives, and the answer goes
-on. What a message says is a matter of the part of the model that answers. `Stage` is the part of a
-ring, which computes rows and frees them.
+on. What a message says is a matter of the part of the model that answers: `Stage` is that of a
+ring, and `RunStage` that of pipelined speculation.
 
 A HIDDEN message of a ring holds the hidden states of new tokens of some rows, which its `words`
 name. Its status says what is wanted of the last stage. WANTED: the hidden state of the last of
@@ -8,28 +8,56 @@ these tokens. VERIFY: those of all these tokens, which are a row's newest token 
 Otherwise the last stage sends VOID home. The words of a VERIFY message also say how many tokens
 each row keeps of those that it holds so far, so that every stage forgets the drafts that were
 rejected last.
+
+A HIDDEN message of pipelined speculation holds the words of a `Launch`, and the hidden states of
+its rows. A run that is cancelled, or that an earlier stage has skipped, goes on as VOID. The last
+stage answers with NUMBERS: the next token of each row that asked for one, and by how much the
+largest logit exceeds the second (`floats_of`). On CUDA the host looks for cancellations between
+launching one layer and the next. What it has launched by then is computed; a run that is skipped
+afterwards costs that time.
+
+Stages of the head's host map one board of cancelled runs in shared memory, into which the head
+writes, so that a stage can look without a system call. A stage that shares no memory with the head
+has a board of its own, and a thread that writes into it what comes through a channel.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from threading import Thread
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from magicdec.config.resolved import ResolvedConfig
-from magicdec.distributed.channels.message import COMPUTED, Ends, Kind, Message
-from magicdec.distributed.groups import Group
+from magicdec.config.sections import SamplingSection
+from magicdec.distributed.channels.message import (
+    COMPUTED,
+    Ends,
+    Kind,
+    Message,
+    Receiver,
+    Sender,
+    words_of,
+)
+from magicdec.executor.executor import Cancellation, Cancelled
 from magicdec.hardware.environment import wait_for_stream
-from magicdec.model.checkpoint.source import ModelSource
-from magicdec.pipeline.tracing import Spans, What
+from magicdec.kv.cache import upload
+from magicdec.kv.tree import DraftTree
+from magicdec.model.emulated import ARRIVAL, sleep_until
+from magicdec.pipeline.spans import Spans, What
+from magicdec.pipelined_speculation.messages import Launch, Ranges, to_ranges
 from magicdec.runner import ModelRunner
-from magicdec.setup.loading import LoadedModels, StagePart, kinds_of, make_backend, make_executor
+from magicdec.sampling.coupled import CoupledSampling
+from magicdec.sampling.model_tokens import gather_vocab
 
 WANTED, VERIFY = 1, 2
+SLOTS = 1 << 12  # more runs than are ever in flight; a slot that is taken twice only costs work
+BOARD_BYTES = SLOTS * 2 * 8
 
 
 class Part(Protocol):
@@ -51,8 +79,9 @@ class StageLoop:
         """Serve messages until END. Not for the first stage of a ring, which begins the runs."""
         inbound, outbound = self.ends.inbound, self.ends.outbound
         while (message := inbound.receive()).kind is not Kind.END:
-            begin_s = time.perf_counter()
+            begin_s = ARRIVAL.time_s = time.perf_counter()
             answer, num_layers = self.part.answer(message)
+            ARRIVAL.time_s = None
             if message.kind in COMPUTED:
                 # Before sending: the receiver may have the answer before this rank goes on.
                 self.spans.add(What.STAGE, message.run, begin_s, num_layers)
@@ -64,11 +93,12 @@ class StageLoop:
 
 @dataclass
 class Stage:
-    """`runner` has the layers of one stage. Every row has room for `runner.max_tokens` tokens from
-    its first message on, until it is freed."""
+    """Of a ring. `runner` has the layers of one stage. Every row has room for `runner.max_tokens`
+    tokens from its first message on, until it is freed. A message takes at least `pad_s`."""
 
     runner: ModelRunner
     is_last: bool
+    pad_s: float = 0.0
 
     @property
     def num_layers(self) -> int:
@@ -85,11 +115,14 @@ class Stage:
         needs it. After the last layer this is of the last token alone, unless status is VERIFY.
         Returns when it is computed, so that times are right and a message is there when it says
         so."""
+        due_s = time.perf_counter() + self.pad_s
         for row in rows:
             if not self.runner.cache.blocks[row]:
                 self.runner.allocate(row)
         out = self.compute(x, rows, last_only=status != VERIFY)
         wait_for_stream(out.device)
+        if self.pad_s:
+            sleep_until(due_s)
         return out if status or not self.is_last else None
 
     def compute(self, x: Tensor, rows: Sequence[int], last_only: bool) -> Tensor:
@@ -99,10 +132,6 @@ class Stage:
     def logits(self, hidden: Tensor) -> Tensor:
         """This rank's logits [B,T,V] of hidden states [B,T,hidden] that came home."""
         return self.runner.model.logits(hidden)
-
-    def keep(self, rows: Sequence[int], num_tokens: Sequence[int]) -> None:
-        """Forget the tokens of each row after its first `num_tokens`."""
-        self.runner.truncate(rows, num_tokens)
 
     def free(self, rows: Sequence[int]) -> None:
         for row in rows:
@@ -116,30 +145,257 @@ class Stage:
             return message, 0
         rows: Sequence[int] = message.words
         if message.status == VERIFY:
-            rows, lengths = split_words(message.words)
-            self.keep(rows, lengths)
+            count = len(message.words) // 2
+            rows = message.words[:count]
+            self.runner.truncate(rows, message.words[count:])
         out = self.forward(message.payload, rows, message.status)
         kind = Kind.VOID if out is None else Kind.HIDDEN
         return replace(message, kind=kind, payload=out), self.num_layers
 
 
-def load_part(
-    config: ResolvedConfig,
-    source: ModelSource,
-    group: Group,
-    models: LoadedModels,
-    part: StagePart,
-    num_rows: int,
-    max_tokens: int,
-) -> ModelRunner:
-    """A runner of a part of the target, whose layers `group` shares."""
-    kinds = kinds_of(config.model, config.model.target_dtype)
-    model, backend = models.get(source, group, kinds, part), make_backend(config.attention.backend)
-    executor = make_executor(kinds, model, group)
-    return ModelRunner(model, backend, group, num_rows, max_tokens, executor=executor)
+@dataclass(frozen=True)
+class RunCancellation:
+    """Whether one run is cancelled; `Cancellation` explains the address."""
+
+    board: CancelBoard
+    run: int
+
+    @property
+    def address(self) -> int:
+        return self.board.address + self.run % SLOTS * 16
+
+    @property
+    def value(self) -> int:
+        return self.run + 1
+
+    def is_set(self) -> bool:
+        return self.board.is_cancelled(self.run)
 
 
-def split_words(words: Sequence[int]) -> tuple[Sequence[int], Sequence[int]]:
-    """The rows of a VERIFY message, and the number of tokens that each of them keeps."""
-    count = len(words) // 2
-    return words[:count], words[count:]
+class CancelBoard:
+    """Run r has slot r modulo SLOTS: its number plus 1, and from when on it counts as cancelled, in
+    ns of `time.perf_counter_ns`, which is the same clock in all processes of a host."""
+
+    def __init__(self, memory: mmap.mmap | bytearray | None = None) -> None:
+        self._memory = memory or bytearray(BOARD_BYTES)
+        self._numbers = memoryview(self._memory).cast("q")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    def cancel(self, run: int, delay_s: float = 0.0) -> None:
+        slot = run % SLOTS * 2
+        self._numbers[slot + 1] = time.perf_counter_ns() + int(1e9 * delay_s)
+        self._numbers[slot] = run + 1
+
+    def is_cancelled(self, run: int) -> bool:
+        slot = run % SLOTS * 2
+        if self._numbers[slot] != run + 1:
+            return False
+        return time.perf_counter_ns() >= self._numbers[slot + 1]
+
+    def void_if_cancelled(self, message: Message) -> Message:
+        """The message that goes to all ranks of a stage, which must skip the same runs."""
+        if message.kind is Kind.HIDDEN and self.is_cancelled(message.run):
+            return replace(message, kind=Kind.VOID, payload=None)
+        return message
+
+
+class Canceller:
+    """Tells all stages what is cancelled: those that look at `board`, for which it takes `delay_s`,
+    and those of other hosts, to each of which a channel leads."""
+
+    def __init__(
+        self, board: CancelBoard, channels: Sequence[Sender] = (), delay_s: float = 0.0
+    ) -> None:
+        self.board, self.channels, self.delay_s = board, channels, delay_s
+
+    def cancel(self, runs: Sequence[int]) -> None:
+        """Returns before the stages know it."""
+        for channel in self.channels:
+            channel.send(Message(Kind.NUMBERS, words=tuple(runs)))
+        for run in runs:
+            self.board.cancel(run, self.delay_s)
+
+    def close(self) -> None:
+        """No run is cancelled any more."""
+        for channel in self.channels:
+            channel.send(Message(Kind.END))
+            channel.close()
+
+
+def listen(channel: Receiver, board: CancelBoard) -> Thread:
+    """A thread that writes into `board` what comes through `channel`, until its end. If the channel
+    breaks it ends: the stage notices that itself, and a run that is not skipped does no harm."""
+
+    def copy() -> None:
+        try:
+            while (message := channel.receive()).kind is not Kind.END:
+                for run in message.words:
+                    board.cancel(run)
+        except RuntimeError:
+            return
+
+    thread = Thread(target=copy, name="cancellations", daemon=True)
+    thread.start()
+    return thread
+
+
+@dataclass(frozen=True)
+class ContextCells:
+    """What the rows of a launch read before them, as a `Visible` rule of one row."""
+
+    cells: Ranges
+
+    def ranges(self, committed: Tensor) -> Tensor:
+        return torch.tensor([self.cells], dtype=torch.int64, device=committed.device).view(1, -1, 2)
+
+    def num_visible(self, committed: int) -> int:
+        return sum(end - first for first, end in self.cells)
+
+    def most_visible(self, committed: int) -> int:
+        return self.num_visible(committed)
+
+
+class LaneText:
+    """The tokens in the cells of a lane, from which the last stage knows the text before each row.
+    It must be told of every run, also of those that are skipped."""
+
+    def __init__(self) -> None:
+        self.tokens: dict[int, int] = {}  # by cell
+        self.prompt: set[int] = set()  # the tokens in the first `num_prompt` cells
+        self.num_prompt = 0
+        self._is_prompt = True  # whether the next run is of the prompt
+
+    def take(self, launch: Launch) -> None:
+        """Write the tokens of a run. A request begins with its prompt, up to the run that predicts
+        its first token."""
+        if launch.positions[0] == 0:
+            self.prompt, self._is_prompt = set(), True
+        moved = [(target, self.tokens[source]) for source, target in launch.moves]
+        self.tokens.update(moved)
+        self.tokens.update(zip(launch.cells, launch.tokens, strict=True))
+        if self._is_prompt:
+            self.prompt.update(launch.tokens)
+            self.num_prompt = launch.positions[-1] + 1
+            self._is_prompt = launch.num_outputs == 0
+
+    def outputs(self, launch: Launch) -> list[list[int]]:
+        """The output tokens up to each row of a run, the row's own included."""
+        first, read = self.num_prompt, self.tokens
+        before = [read[c] for begin, end in launch.context for c in range(max(begin, first), end)]
+        texts: list[list[int]] = []
+        rows = zip(launch.tokens, launch.positions, launch.parents, strict=True)
+        for token, position, parent in rows:
+            text = texts[parent] if parent >= 0 else before
+            texts.append([*text, token] if position >= first else text)
+        return texts
+
+
+class RunStage:
+    """Of pipelined speculation. `runner` has the stage's layers and a row of its cache for each
+    lane, with cell c of the lane in place c. A run that continues the cells from 0 on is appended
+    to its row, which is cut at the run's first position before; any other run is a `DraftTree` with
+    cells of its own. The last stage chooses tokens as `sampling` says.
+
+    It skips the runs that `board` names. Ranks that share the layers of a stage have no board: they
+    skip what arrives as VOID, which the first of them decides before a run."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sampling: CoupledSampling = CoupledSampling(SamplingSection()),
+        board: CancelBoard | None = None,
+    ) -> None:
+        self.runner, self.sampling, self.board = runner, sampling, board
+        self.num_layers = len(runner.model.layers)
+        self.texts: list[LaneText] | None = None  # if the tokens depend on them
+        if runner.model.has_head and sampling.has_penalties:
+            self.texts = [LaneText() for _ in range(runner.num_rows)]
+        for row in range(runner.num_rows):
+            runner.allocate(row)
+
+    def answer(self, message: Message) -> tuple[Message, int]:
+        run, launch = message.run, Launch.from_words(message.words)
+        self.prepare(launch)
+        try:
+            if message.kind is Kind.VOID:
+                raise Cancelled(0)
+            cancellation = None if self.board is None else RunCancellation(self.board, run)
+            out = self.compute(launch, message, cancellation)
+            if isinstance(out, Tensor):
+                wait_for_stream(out.device)
+        except Cancelled as cancelled:
+            return Message(Kind.VOID, run, words=message.words), cancelled.num_layers
+        if isinstance(out, tuple):
+            return Message(Kind.NUMBERS, run, words=out), self.num_layers
+        return replace(message, payload=out), self.num_layers
+
+    def prepare(self, launch: Launch) -> None:
+        """What a run does to the cache beside its rows, even if it is skipped."""
+        if self.texts is not None:
+            self.texts[launch.lane].take(launch)
+        if launch.moves:
+            cache, device = self.runner.cache, self.runner.device
+            row, moves = upload([launch.lane], device), upload(launch.moves, device)
+            sources, targets = moves.T.unsqueeze(1)  # [1, moves] each
+            cache.copy_within(cache.slots(row, sources), cache.slots(row, targets))
+
+    def compute(
+        self, launch: Launch, message: Message, cancellation: Cancellation | None
+    ) -> Tensor | tuple[int, ...] | None:
+        """Hidden states [1, rows, hidden], None if they are emulated; of the last stage the words
+        of its answer. Raises Cancelled if the cancellation is set before a layer."""
+        model, num_rows = self.runner.model, launch.num_rows
+        self._cut(launch.lane, launch.positions[0])
+        if model.has_embedding:
+            x = upload([launch.tokens], self.runner.device)
+        else:
+            assert message.payload is not None, "the stage before has computed"
+            x = message.payload
+        rows, run = [launch.lane], self.runner.forward
+        if is_appended(launch):
+            last_only = launch.num_outputs < num_rows
+            out = run(x, rows, last_only=last_only, cancellation=cancellation)
+        else:
+            context, tree = ContextCells(launch.context), tree_of(launch, self.runner.device)
+            out = run(x, rows, context, tree=tree, cancellation=cancellation)
+        if not model.has_head:
+            return out
+        first = -launch.num_outputs or num_rows  # the first row that asked for a prediction
+        following = [place + 1 for place in launch.positions[first:]]
+        logits = gather_vocab(out[:, first:], self.runner.vocab_places, self.runner.group)[0]
+        if self.texts is not None and following:
+            text = self.texts[launch.lane]
+            outputs = text.outputs(launch)[first:]
+            logits = self.sampling.penalised(logits, [*text.prompt], outputs)
+        return predict(self.sampling.perturbed(logits, launch.request, following))
+
+    def _cut(self, lane: int, length: int) -> None:
+        """Let the row hold `length` tokens. If it held fewer, a run before this one was skipped;
+        then this one is cancelled too, and nobody reads what it computes."""
+        cache = self.runner.cache
+        if cache.lengths[lane] > length:
+            cache.truncate([lane], [length])
+        elif cache.lengths[lane] < length:
+            cache.advance([lane], length - cache.lengths[lane])
+
+
+def is_appended(launch: Launch) -> bool:
+    """Whether the rows are a chain that continues the cells 0, 1, ... of its lane."""
+    first, num_rows = launch.positions[0], launch.num_rows
+    is_chain = launch.parents == tuple(range(-1, num_rows - 1))
+    at_home = launch.cells == tuple(range(first, first + num_rows))
+    return is_chain and at_home and launch.context == to_ranges(first, ())
+
+
+def tree_of(launch: Launch, device: torch.device) -> DraftTree:
+    first, parents = upload([launch.positions[0]], device), upload([launch.parents], device)
+    return DraftTree(first, parents, upload([launch.cells], device))
+
+
+def predict(logits: Tensor) -> tuple[int, ...]:
+    """The tokens and the margins by logits [rows, V], with noise or without."""
+    best = logits.argmax(dim=-1)
+    largest = logits.double().topk(2, dim=-1).values
+    # A token is exact in float64, so that one copy to the host brings both.
+    both = torch.stack([best.double(), largest[:, 0] - largest[:, 1]]).cpu()
+    return (*both[0].long().tolist(), *words_of(both[1].tolist()))

@@ -23,7 +23,6 @@ class Launch:
     run: int
     request: int
     lane: int  # the row of the KV cache that belongs to the request
-    parent: int  # the run in flight that writes the end of the context; -1: none, it has come home
     is_speculative: bool
     num_outputs: int
     tokens: tuple[int, ...]
@@ -38,22 +37,22 @@ class Launch:
         return len(self.tokens)
 
     def to_words(self) -> tuple[int, ...]:
-        """The run as int64 words: nine words of a header, then the rows and the pairs."""
-        header = (self.run, self.request, self.lane, self.parent, int(self.is_speculative))
+        """The run as int64 words: eight words of a header, then the rows and the pairs."""
+        header = (self.run, self.request, self.lane, int(self.is_speculative))
         sizes = (self.num_outputs, self.num_rows, len(self.context), len(self.moves))
         pairs = [cell for pair in (*self.context, *self.moves) for cell in pair]
         return (*header, *sizes, *self.tokens, *self.positions, *self.cells, *self.parents, *pairs)
 
     @classmethod
     def from_words(cls, words: Sequence[int]) -> Launch:
-        run, request, lane, parent, is_speculative, num_outputs, rows, ranges, moves = words[:9]
-        assert len(words) == 9 + 4 * rows + 2 * (ranges + moves), "the header names the size"
-        columns = [tuple(words[9 + i * rows : 9 + (i + 1) * rows]) for i in range(4)]
-        rest = words[9 + 4 * rows :]
+        run, request, lane, is_speculative, num_outputs, rows, ranges, moves = words[:8]
+        assert len(words) == 8 + 4 * rows + 2 * (ranges + moves), "the header names the size"
+        columns = [tuple(words[8 + i * rows : 8 + (i + 1) * rows]) for i in range(4)]
+        rest = words[8 + 4 * rows :]
         pairs = tuple(zip(rest[::2], rest[1::2], strict=True))
         tokens, positions, cells, parents = columns
         return cls(
-            run, request, lane, parent, bool(is_speculative), num_outputs,
+            run, request, lane, bool(is_speculative), num_outputs,
             tokens, positions, cells, parents, pairs[:ranges], pairs[ranges:],
         )  # fmt: skip
 
@@ -85,13 +84,7 @@ class Draft:
     paths: tuple[tuple[int, ...], ...]
 
 
-@dataclass(frozen=True)
-class Stop:
-    """Every request so far has ended and every run has come home: unless another request arrives,
-    the stages may leave."""
-
-
-Action = Launch | Cancel | Commit | Draft | Stop
+Action = Launch | Cancel | Commit | Draft
 Candidates = tuple[tuple[int, float], ...]
 """(token, probability) of a path's next token, the most probable first, at most 8."""
 

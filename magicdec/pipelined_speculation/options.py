@@ -1,11 +1,7 @@
-"""The settings of pipelined speculation, the formulas that belong to them (Butler et al. 2024,
-PipeInfer, and its code), and the counts of what a scheduler has done so far. Must not know trees or
-runs.
-"""
+"""The settings of pipelined speculation (Butler et al. 2024, PipeInfer, and its code)."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 from magicdec.config.sections import DecodingSection
@@ -56,41 +52,3 @@ class Options:
         """Cells of a lane beside those of its positions: for branches, of which at most `np` - 1
         have another cell than that of their position."""
         return 4 * self.gamma * (self.np - 1)
-
-
-@dataclass
-class Adjustment:
-    """What `--pr` and `--pd` add to both thresholds: `it * pr - max(rejects * pd, 0)`."""
-
-    options: Options
-    num_launched: int = 0  # microbatches since the burst began: `it`
-    rejects: int = 0  # attempts that drafted nothing since the last commit
-
-    @property
-    def value(self) -> float:
-        return self.num_launched * self.options.pr - max(self.rejects * self.options.pd, 0.0)
-
-    @property
-    def may_draft(self) -> bool:
-        return self.options.pa + self.value < 1.0
-
-    def committed(self) -> None:
-        self.num_launched = self.rejects = 0
-
-    def failed(self) -> None:
-        """An attempt drafted nothing."""
-        self.rejects += 1
-
-
-@dataclass
-class Counts:
-    """What was scheduled so far."""
-
-    runs: int = 0
-    speculative_runs: int = 0
-    invalid_runs: int = 0  # cancelled: no row of them could be right any more
-    drafted: int = 0  # tokens of speculative runs
-    accepted: int = 0  # committed tokens that had been launched before as drafts
-    failed_attempts: int = 0  # to draft; the first candidate was less probable than the threshold
-    # By how much the largest logit exceeded the second, at the committed token with the least.
-    least_margin: float = math.inf

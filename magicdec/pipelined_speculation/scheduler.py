@@ -20,6 +20,7 @@ import heapq
 import math
 from collections import deque
 from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
 
 from magicdec.pipelined_speculation.messages import (
     Action,
@@ -28,11 +29,23 @@ from magicdec.pipelined_speculation.messages import (
     Commit,
     Draft,
     Launch,
-    Stop,
 )
-from magicdec.pipelined_speculation.options import Counts, Options
-from magicdec.pipelined_speculation.sequence import Branch, Microbatch, Sequence
-from magicdec.pipelined_speculation.token_tree import Node, Run
+from magicdec.pipelined_speculation.options import Options
+from magicdec.pipelined_speculation.sequence import Branch, Microbatch, Node, Run, Sequence
+
+
+@dataclass
+class Counts:
+    """What was scheduled so far."""
+
+    runs: int = 0
+    speculative_runs: int = 0
+    invalid_runs: int = 0  # cancelled: no row of them could be right any more
+    drafted: int = 0  # tokens of speculative runs
+    accepted: int = 0  # committed tokens that had been launched before as drafts
+    failed_attempts: int = 0  # to draft; the first candidate was less probable than the threshold
+    # By how much the largest logit exceeded the second, at the committed token with the least.
+    least_margin: float = math.inf
 
 
 class PipelinedScheduler:
@@ -47,6 +60,12 @@ class PipelinedScheduler:
         self._drafting: tuple[int, Sequence, Microbatch, list[Branch]] | None = None
         self._num_drafts = self._num_requests = 0
         self._turn: deque[int] = deque()  # requests, the next to draft for first
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every request so far has ended and every run has come home: unless another
+        request arrives, the stages may leave."""
+        return not (self.in_flight or self._sequences or self._waiting)
 
     def submit(
         self, prompt: Tokens[int], max_new_tokens: int, eos_ids: Tokens[int] = ()
@@ -68,15 +87,15 @@ class PipelinedScheduler:
         assert oldest.run == run, f"result of run {run}, but run {oldest.run} is the oldest"
         oldest.is_home = True
         if oldest.is_cancelled:
-            return self._stop()
+            return []
         assert tokens is not None and len(tokens) == oldest.num_outputs, "no stage skipped it"
         sequence = self._sequences[oldest.request]
         sequence.num_in_flight -= 1
         if oldest.num_outputs:
-            known = margins or [math.inf] * len(tokens)
-            for node, token, margin in zip(oldest.nodes, tokens, known, strict=True):
+            margins = margins or [math.inf] * len(tokens)
+            for node, token, margin in zip(oldest.nodes, tokens, margins, strict=True):
                 node.predicted, node.margin = token, margin
-        return [*self._commit(sequence), *self._stop()]
+        return self._commit(sequence)
 
     def drafted(self, draft: int, candidates: Tokens[Candidates]) -> list[Action]:
         """The drafter has done a step. `candidates` belong to the paths of the Draft in order."""
@@ -97,7 +116,7 @@ class PipelinedScheduler:
             sequence = self._sequences[self._turn[0]]
             self._turn.rotate(-1)
             if sequence.microbatch is None and self._may_draft(sequence):
-                leaf, value = sequence.tree.frontier(), sequence.adjustment.value
+                leaf, value = sequence.frontier(), sequence.adjustment.value
                 sequence.microbatch = Microbatch([Branch(leaf)], self.options, value)
             branches = sequence.open_branches()
             if branches:
@@ -130,7 +149,7 @@ class PipelinedScheduler:
         rows = sequence.take_drafted()
         if not batch.rows and batch.was_refused:
             before = sequence.adjustment.value
-            sequence.adjustment.failed()
+            sequence.adjustment.rejects += 1
             sequence.is_stalled = sequence.adjustment.value >= before
             self.counts.failed_attempts += 1
         if rows:
@@ -151,12 +170,10 @@ class PipelinedScheduler:
         actions += self._cancel(sequence)
         if finished is not None:
             return [*actions, *self._leave(sequence)]
-        if sequence.tip.run is None and not self._waits_for_drafts(sequence):
+        waits_for_drafts = self.options.mode == "sync" and self._may_draft(sequence)
+        if sequence.tip.run is None and not waits_for_drafts:
             actions.append(self._launch(sequence, [sequence.tip]))
         return actions
-
-    def _waits_for_drafts(self, sequence: Sequence) -> bool:
-        return self.options.mode == "sync" and self._may_draft(sequence)
 
     def _cancel(self, sequence: Sequence) -> list[Action]:
         needed = sequence.needed_runs()
@@ -217,7 +234,3 @@ class PipelinedScheduler:
         heapq.heappush(self._free_lanes, sequence.lane)
         sequence.microbatch = None
         return self._admit()
-
-    def _stop(self) -> list[Action]:
-        is_done = not self.in_flight and not self._sequences and not self._waiting
-        return [Stop()] if is_done else []

@@ -1,5 +1,9 @@
-"""One request in the pipeline: its token tree, the cells that its nodes hold, and what is drafted
-for it, one microbatch at a time.
+"""One request in the pipeline: the tree of its tokens that are not committed yet, the cells that
+its nodes hold, and what is drafted for it, one microbatch at a time.
+
+A node is a token at a position with a cell of its own. The path from the prompt to a node is the
+text that the node's row reads. The tip is the node of the newest committed token: everything that
+can still be right hangs below it.
 
 The cells of a lane are the KV slots of one request, the same on every stage. Cell p is the home of
 position p. Cells past the last position are spare: they hold branches whose home is taken. A free
@@ -14,15 +18,88 @@ from __future__ import annotations
 import heapq
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from magicdec.pipelined_speculation.messages import Candidates, Launch, Ranges, to_ranges
-from magicdec.pipelined_speculation.options import NUM_CANDIDATES, Adjustment, Options
-from magicdec.pipelined_speculation.token_tree import Node, Run, TokenTree
+from magicdec.pipelined_speculation.options import NUM_CANDIDATES, Options
 
 Ints = tuple[int, ...]
+
+
+@dataclass(eq=False)
+class Run:
+    """Rows that go through the stages together."""
+
+    run: int
+    request: int
+    nodes: list[Node]
+    num_outputs: int
+    is_speculative: bool
+    is_cancelled: bool = False
+    is_home: bool = False  # its result has come: every stage has computed or skipped it
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    token: int
+    position: int
+    parent: Node | None
+    cell: int = -1
+    run: Run | None = None  # which writes the cell; None: not launched
+    predicted: int | None = None  # the target's next token, once the run is home
+    margin: float = math.inf  # by how much its logit exceeds the second largest
+    children: list[Node] = field(default_factory=list)
+    was_tip: bool = False
+    ends: bool = False  # the drafter expects the end of the output after it, which is no input
+
+    def add(self, token: int) -> Node:
+        child = Node(token, self.position + 1, self)
+        self.children.append(child)
+        return child
+
+    def path(self, after: int) -> tuple[int, ...]:
+        """The tokens from the first position past `after` to this one."""
+        tokens, node = [], self
+        while node.position > after:
+            tokens.append(node.token)
+            assert node.parent is not None, "uncommitted tokens hang on committed ones"
+            node = node.parent
+        return tuple(reversed(tokens))
+
+    def ancestors(self) -> Iterator[Node]:
+        node = self.parent
+        while node is not None:
+            yield node
+            node = node.parent
+
+    def below(self) -> set[Node]:
+        """This node and all that hangs on it."""
+        nodes: set[Node] = set()
+        waiting = [self]
+        while waiting:
+            node = waiting.pop()
+            nodes.add(node)
+            waiting += node.children
+        return nodes
+
+
+@dataclass
+class Adjustment:
+    """What `--pr` and `--pd` add to both thresholds: `it * pr - max(rejects * pd, 0)`."""
+
+    options: Options
+    num_launched: int = 0  # microbatches since the burst began: `it`
+    rejects: int = 0  # attempts that drafted nothing since the last commit
+
+    @property
+    def value(self) -> float:
+        return self.num_launched * self.options.pr - max(self.rejects * self.options.pd, 0.0)
+
+    @property
+    def may_draft(self) -> bool:
+        return self.options.pa + self.value < 1.0
 
 
 class Sequence:
@@ -42,7 +119,7 @@ class Sequence:
         self.cells = Cells(self.num_positions, options.spare_cells)
         self.cells.taken.update(range(len(prompt)))
         last = len(prompt) - 1
-        self.tree = TokenTree(Node(prompt[last], last, None, cell=last, was_tip=True))
+        self.tip = Node(prompt[last], last, None, cell=last, was_tip=True)  # committed last
         self.nodes = {self.tip}  # those that hold a cell
         self.prefix = last  # the committed cells below it are at home, cell p at position p
         self.moves: list[tuple[int, int]] = []  # of cells, for the next launch
@@ -51,11 +128,6 @@ class Sequence:
         self.is_stalled = False  # no attempt to draft can succeed before the next commit
         self.num_output = self.num_in_flight = 0
         self.least_margin = math.inf  # of the committed tokens
-
-    @property
-    def tip(self) -> Node:
-        """The newest committed token."""
-        return self.tree.tip
 
     def commit(self) -> tuple[tuple[int, ...], str | None]:
         """Commit all that the results tell: the tokens, and why the request has ended, if it has.
@@ -66,7 +138,9 @@ class Sequence:
             tokens.append(token)
             self.least_margin = min(self.least_margin, self.tip.margin)
             self.num_output += 1
-            self.tree.commit(token)
+            drafted = [child for child in self.tip.children if child.token == token]
+            self.tip = drafted[0] if drafted else self.tip.add(token)
+            self.tip.was_tip = True
             if token in self.eos_ids:
                 finished = "eos"
             elif self.num_output == self.max_new_tokens:
@@ -79,12 +153,22 @@ class Sequence:
 
     def _begin_anew(self) -> None:
         """After a commit: begin a burst of drafts, and give the newest token a cell."""
-        self.adjustment.committed()
-        self.is_stalled = False
-        self._keep(self.tree.below() | self.tree.above())
+        self.adjustment, self.is_stalled = Adjustment(self.options), False
+        self._keep(self.tip.below() | self.above())
         has_cell = self.tip.cell >= 0 or self._take_cell(self.tip)
         assert has_cell, "a tip that was not drafted finds its home free"
         self._settle()
+
+    def above(self) -> set[Node]:
+        """All that the tip hangs on: what rows that can still be right read."""
+        return set(self.tip.ancestors())
+
+    def frontier(self) -> Node:
+        """Where the chain that hangs on the tip ends: at the end of its first branches."""
+        node = self.tip
+        while node.children:
+            node = node.children[0]
+        return node
 
     def _keep(self, needed: set[Node]) -> None:
         """Give back the cells of all other nodes, which cannot be right and which no row reads."""
@@ -94,7 +178,7 @@ class Sequence:
 
     def _settle(self) -> None:
         """Move the path that is committed and computed to its home cells, and forget its nodes."""
-        above = self.tree.above()
+        above = self.above()
         copies = Counter(node.position for node in above)
         for node in sorted(above, key=lambda node: node.position):
             if node.run is None or not node.run.is_home or copies[node.position] > 1:
@@ -148,7 +232,7 @@ class Sequence:
     @property
     def may_grow(self) -> bool:
         """Whether there is something to draft after all that was drafted."""
-        end = self.tree.frontier()
+        end = self.frontier()
         return not end.ends and self.can_grow(end)
 
     def can_grow(self, leaf: Node) -> bool:
@@ -178,7 +262,7 @@ class Sequence:
         tokens = tuple(self.prompt[p] for p in positions)
         rows_before = tuple(range(-1, len(positions) - 1))
         context = to_ranges(first, ())
-        return self._message(run, node.parent, tokens, positions, positions, rows_before, context)
+        return self._message(run, tokens, positions, positions, rows_before, context)
 
     def launch(self, run: Run) -> Launch:
         """The message that runs the nodes of `run`, which continue one path."""
@@ -189,7 +273,6 @@ class Sequence:
         path = () if end is None else (end, *end.ancestors())
         return self._message(
             run,
-            end,
             tuple(node.token for node in run.nodes),
             tuple(node.position for node in run.nodes),
             tuple(node.cell for node in run.nodes),
@@ -200,20 +283,16 @@ class Sequence:
     def _message(
         self,
         run: Run,
-        end: Node | None,
         tokens: Ints,
         positions: Ints,
         cells: Ints,
         parents: Ints,
         context: Ranges,
     ) -> Launch:
-        """`end` is the node that the rows follow, None if it is at home."""
-        before = None if end is None else end.run
-        parent = -1 if before is None or before.is_home else before.run
         moves, self.moves = tuple(self.moves), []
         self.num_in_flight += 1
         return Launch(
-            run.run, self.request, self.lane, parent, run.is_speculative, run.num_outputs,
+            run.run, self.request, self.lane, run.is_speculative, run.num_outputs,
             tokens, positions, cells, parents, context, moves,
         )  # fmt: skip
 

@@ -8,14 +8,17 @@ from collections.abc import Sequence
 from typing import Any
 
 from magicdec.records.fields import Recorded, described_fields
+from magicdec.records.performance import SUFFIX
 from magicdec.tables import Column, Shown
 
 
-def cell(value: Any, description: Recorded) -> object:
-    """The cell of a value of that field: empty if it is None, and a name as it is."""
+def cell(metrics: Any, key: str, description: Recorded) -> object:
+    """The cell of a field: empty if it is None, a name as it is, and a number with its interval, if
+    it has one."""
+    value, ends = getattr(metrics, key), getattr(metrics, f"{key}{SUFFIX}", None)
     if value is None or isinstance(value, str):
         return value
-    return Shown(description.show(value), value)
+    return Shown(description.show_between(value, ends), value)
 
 
 def fixed(value: float | None, digits: int, suffix: str = "", scale: float = 1.0) -> Shown | None:
@@ -26,37 +29,34 @@ def fixed(value: float | None, digits: int, suffix: str = "", scale: float = 1.0
 
 def metric_rows(
     kind: type, metrics: Sequence[Any], only: Sequence[str] | None = None
-) -> list[list[object]]:
+) -> list[list[Any]]:
     """A row for each field of the dataclass `kind` that has a label, and a value in any of
     `metrics`, which are of that kind, or None: the label, and a cell for each of `metrics`. `only`
-    names the fields that may have a row; None stands for all."""
+    names the fields that may have a row, in order; None stands for all."""
     return [
         [Shown(described.label, key)]
-        + [None if each is None else cell(getattr(each, key), described) for each in metrics]
+        + [None if each is None else cell(each, key, described) for each in metrics]
         for key, described in _labelled(kind, metrics, only)
     ]
 
 
 def metric_columns(
     kind: type, metrics: Sequence[Any], only: Sequence[str] | None = None
-) -> tuple[list[Column], list[list[object]]]:
-    """The same the other way round: a column for each of these fields, in the order of `only`, and
+) -> tuple[list[Column], list[list[Any]]]:
+    """The same the other way round: a column for each of these fields, and
     a row for each of `metrics`, of which none is None."""
     fields = _labelled(kind, metrics, only)
-    if only is not None:
-        fields.sort(key=lambda field: only.index(field[0]))
     columns = [Column(described.label, key=key) for key, described in fields]
-    rows = [[cell(getattr(each, key), about) for key, about in fields] for each in metrics]
+    rows = [[cell(each, key, about) for key, about in fields] for each in metrics]
     return columns, rows
 
 
 def _labelled(
     kind: type, metrics: Sequence[Any], only: Sequence[str] | None
 ) -> list[tuple[str, Recorded]]:
+    fields = {key: described for key, _, described in described_fields(kind)}
     return [
-        (key, described)
-        for key, _, described in described_fields(kind)
-        if described.label
-        and (only is None or key in only)
-        and any(getattr(each, key, None) is not None for each in metrics)
+        (key, fields[key])
+        for key in only or fields
+        if fields[key].label and any(getattr(each, key, None) is not None for each in metrics)
     ]

@@ -7,7 +7,6 @@ A line is read by pydantic, which checks every field against its type.
 from __future__ import annotations
 
 import gzip
-import re
 import shlex
 import sys
 import zlib
@@ -20,11 +19,10 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-from magicdec.names import RECORDS
+from magicdec.names import RECORDS, load_named
 from magicdec.records.record import SCHEMA_VERSION, Record, RunRecord
 
 R = TypeVar("R", bound=Record)
-KIND = re.compile(rb'\{"kind": "(\w+)"')  # how the lines that this program writes begin
 
 
 class Unreadable(ValueError):
@@ -36,22 +34,23 @@ def load_records(path: Path, is_strict: bool = False) -> list[RunRecord]:
     return list(read_records(path, RunRecord, is_strict))
 
 
-def read_records(
-    path: Path, record_type: type[R], is_strict: bool = False, others: Counter[str] | None = None
-) -> Iterator[R]:
-    """The records of one type in a file, one after the other, so that a large file need not fit in
-    memory. A line that is no record is skipped with a warning on stderr that names the file and the
-    line, if the file holds records besides; with `is_strict` it is an error. Records of other kinds
-    are counted in `others`; without it, a line on stderr says how many were left out, and a file
+def read_records(path: Path, record_type: type[R], is_strict: bool = False) -> Iterator[R]:
+    """The records of one type in a file, of `Record` those of every kind, one after the other, so
+    that a large file need not fit in memory. A line that is no record is skipped with a warning on
+    stderr that names the file and the line, if the file holds records besides; with `is_strict` it
+    is an error. A line on stderr says how many records of other kinds were left out, and a file
     that has only these is an error. Raises ValueError, one line, for these errors, for a file
     without any record among its lines, for a file that cannot be read, and for a record of another
     schema version."""
     unreadable, num_records, left_out = list[str](), 0, Counter[str]()
-    record_kind = vars(record_type)["kind"]  # the default of the field
+    wanted_kind = vars(record_type).get("kind")  # the default of the field; `Record` has none
     for number, line in _lines(path):
         try:
             kind = kind_of(line)
-            record = parse_line(line, record_type) if kind == record_kind else None
+            if wanted_kind not in (kind, None):
+                left_out[kind] += 1
+                continue
+            record: R = parse_line(line, load_named(RECORDS, kind))
         except Unreadable as error:
             unreadable.append(f"{path}:{number}: {error}")
             if is_strict:
@@ -59,21 +58,16 @@ def read_records(
         except ValueError as error:
             raise ValueError(f"{path}:{number}: {error}") from None
         else:
-            if record is None:
-                left_out[kind] += 1
-            else:
-                num_records += 1
-                yield record
+            num_records += 1
+            yield record
     if unreadable and (is_strict or not (num_records or left_out)):
         raise ValueError(f"{unreadable[0]}; give a file of records (JSON lines)")
+    counts = " and ".join(f"{count} of kind {kind}" for kind, count in left_out.items())
+    if left_out and not num_records:
+        raise ValueError(f"{path}: it has other records only, {counts}; see `magicdec table`")
     for problem in unreadable:
         print(f"{problem}; this line is skipped", file=sys.stderr)
-    if others is not None:
-        others.update(left_out)
-    elif left_out:
-        counts = " and ".join(f"{count} of kind {kind}" for kind, count in left_out.items())
-        if not num_records:
-            raise ValueError(f"{path}: it has other records only, {counts}; see `magicdec table`")
+    if left_out:
         print(
             f"{path}: other records are left out, {counts}; see `magicdec table`", file=sys.stderr
         )
@@ -92,9 +86,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
 
 def kind_of(line: bytes) -> str:
     """The kind of the record in a line. Raises Unreadable if it is no record of any kind, and
-    ValueError for a record of another schema version."""
-    if (match := KIND.match(line)) is not None and match[1].decode() in RECORDS:
-        return match[1].decode()
+    ValueError for a record of another schema version, which says how it was made, so that it can
+    be made again."""
     try:
         raw = from_json(line.decode(), allow_inf_nan=False)
     except UnicodeDecodeError:
@@ -103,54 +96,39 @@ def kind_of(line: bytes) -> str:
         raise Unreadable(f"not a JSON record ({error})") from None
     if not isinstance(raw, dict):
         raise Unreadable("not a record; it is not an object")
-    _check_version(raw)
-    if (kind := raw.get("kind")) not in RECORDS:
+    version, kind = raw.get("schema_version"), raw.get("kind")
+    if type(version) is not int:
+        raise Unreadable(f"not a record; schema_version is {version}")
+    if version != SCHEMA_VERSION:
+        environment = raw.get("environment")
+        argv = environment.get("argv") if isinstance(environment, dict) else None
+        again = f": {shlex.join(map(str, argv))}" if isinstance(argv, list) else ""
+        raise ValueError(
+            f"schema_version is {version}, this program reads {SCHEMA_VERSION}; measure it "
+            f"again{again}"
+        )
+    if kind not in RECORDS:
         raise Unreadable(f"not a record; its kind is {kind}, none of {', '.join(RECORDS)}")
     return str(kind)
 
 
 def parse_line(line: bytes | str, record_type: type[R]) -> R:
-    """The record in a line. Raises Unreadable if it is none of this type, and ValueError for a
-    record of another schema version."""
+    """The record in a line. Raises Unreadable if it is none of this type."""
     try:
         record: R = _adapter(record_type).validate_json(line, strict=True)  # type: ignore[arg-type]
         return record
     except ValidationError as error:
         (first, *_) = error.errors(include_url=False, include_context=False)
-    kind, message, key = first["type"], first["msg"], _key(first["loc"])
-    if kind == "json_invalid":
-        raise Unreadable(f"not a JSON record ({message})")
-    _check_version(from_json(line))
+    parts = (f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"])
+    key = "".join(parts).removeprefix(".")  # such as samples.speculative.step_ms[0]
     reasons = {
-        "missing": f"; it has no {key}",
-        "assertion_error": f"; {message.removeprefix('Assertion failed, ')}",
+        "missing": f"it has no {key}",
+        "assertion_error": first["msg"].removeprefix("Assertion failed, "),
     }
-    other = f"; {key} has another type" if key else ""
-    raise Unreadable(f"not a record{reasons.get(kind, other)}")
+    reason = reasons.get(first["type"], f"{key} has another type")
+    raise Unreadable(f"not a record; {reason}")
 
 
 @cache
 def _adapter(record_type: Any) -> TypeAdapter[Any]:
     return TypeAdapter(record_type)
-
-
-def _key(parts: tuple[int | str, ...]) -> str:
-    """Where a value is, such as samples.speculative.step_ms[0]."""
-    text = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in parts)
-    return text.removeprefix(".")
-
-
-def _check_version(raw: Any) -> None:
-    """Raises ValueError for the record of another version of the schema. It says how the record was
-    made, so that it can be made again."""
-    version = raw.get("schema_version") if isinstance(raw, dict) else None
-    if version == SCHEMA_VERSION:
-        return
-    if type(version) is not int:
-        raise Unreadable(f"not a record; schema_version is {version}")
-    environment = raw.get("environment")
-    argv = environment.get("argv") if isinstance(environment, dict) else None
-    again = f": {shlex.join(map(str, argv))}" if isinstance(argv, list) else ""
-    raise ValueError(
-        f"schema_version is {version}, this program reads {SCHEMA_VERSION}; measure it again{again}"
-    )

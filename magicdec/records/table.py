@@ -2,25 +2,24 @@
 no torch.
 
 The rows are what the sample can carry, in numbers that agree with each other. A percentile has one
-only where the sequences are enough for it; otherwise the largest value has, with the number of
-sequences. The first speedup is the ratio of the two rates above it; the medians over batches say
-over how many.
+only where the sequences are enough for it. The first speedup is the ratio of the two rates above
+it; the medians over batches say over how many.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+from collections.abc import Sequence
 from typing import Any
 
 from magicdec.names import BASELINE, FULL_KV_POLICY
 from magicdec.records.comparison.conditions import policy_of
 from magicdec.records.correctness import Correctness, Divergence
 from magicdec.records.environment import threads_of_ranks
-from magicdec.records.fields import Recorded, description_of
-from magicdec.records.metrics import tpots
+from magicdec.records.fields import Recorded
+from magicdec.records.metric_tables import metric_rows
 from magicdec.records.performance import Metrics
 from magicdec.records.record import RunRecord
-from magicdec.tables import Column, Line, Table
+from magicdec.tables import Column, Line, Table, text_of
 
 STYLES = {"ok": "bold", "ok_with_ties": "bold yellow"}
 
@@ -130,63 +129,42 @@ SHOWN = (
     *("bytes_read", "roofline_fraction", "peak_memory_bytes"),
 )
 # The sequences that a percentile needs: with fewer, it would be the largest value or the next one.
-# With fewer than the most of these, the largest TPOT has a row.
 MANY = 100
 LEAST_SEQUENCES = {"p90_tpot_ms": 10, "p99_tpot_ms": MANY}
+POSITION = Recorded("", digits=2)  # how the share of a draft position is shown
 MEDIANS = {"speedup": "  ", "net_speedup": "net speedup, "}
 
 
 def table_rows(record: RunRecord) -> list[tuple[str, list[str]]]:
     """(label, a cell for each pass that the record has metrics of) for each row that says
-    something."""
-    described = {item.name: description_of(item) for item in fields(Metrics)}
+    something. Each draft position has a line in its cell, with the number of verifications that
+    judged it."""
     columns = [m for m in (record.baseline_metrics, record.metrics) if m is not None]
-    by_pass = _tpots(record)
-    num_sequences = min(map(len, by_pass), default=MANY)
+    num_sequences = MANY if record.workload is None else record.workload.num_prompts
+    shown = [name for name in SHOWN if num_sequences >= LEAST_SEQUENCES.get(name, 0)]
     rows = []
-    for name in SHOWN:
-        if num_sequences < LEAST_SEQUENCES.get(name, 0):
-            continue
-        label = described[name].label
+    for (label, name), *cells in metric_rows(Metrics, columns, shown):
+        texts = [text_of(cell) for cell in cells]
         if name in MEDIANS:
             each = getattr(columns[-1], f"{name}_per_batch") or ()
             label = f"{MEDIANS[name]}median of {len(each)} batch{'' if len(each) == 1 else 'es'}"
-        rows.append((label, [cell(metrics, name, described[name]) for metrics in columns]))
-        if name == "decode_tokens_per_s":
-            rows.append(_ratio_of_rates(columns))
-        if name == "p50_tpot_ms" and 1 < num_sequences < MANY:
-            largest = [f"{max(times):.2f}" for times in by_pass]
-            rows.append((f"TPOT max of {num_sequences}, ms", largest))
-    return [(label, cells) for label, cells in rows if any(cells)]
+        if name == "acceptance_per_position":
+            texts = [positions_of(metrics) for metrics in columns]
+        rows.append((label, texts))
+        rates = [metrics.decode_tokens_per_s for metrics in columns]
+        if name == "decode_tokens_per_s" and len(rates) == 2 and rates[0] and rates[1]:
+            # The speedup over all batches together.
+            rows.append(("speedup of decode steps", ["", f"{rates[1] / rates[0]:.2f}x"]))
+    return rows
 
 
-def cell(metrics: Metrics, name: str, description: Recorded) -> str:
-    """A metric with its interval, if it has one; empty if it is None. Each draft position has a
-    line, with the number of verifications that judged it."""
-    value, ends = getattr(metrics, name), getattr(metrics, f"{name}_interval", None)
-    if value is None:
-        return ""
-    judged = metrics.judged_per_position
-    if name != "acceptance_per_position" or judged is None:
-        return description.show_between(value, ends)
-    ends = ends or [[]] * len(value)
+def positions_of(metrics: Metrics) -> str:
+    """The acceptance of each draft position."""
+    shares = metrics.acceptance_per_position or []
+    ends = metrics.acceptance_per_position_interval or [[]] * len(shares)
+    judged: Sequence[int | None] = metrics.judged_per_position or [None] * len(shares)
+    described = POSITION.show_between
     return "\n".join(
-        f"{description.show_between(share, both)}, {count} judged"
-        for share, both, count in zip(value, ends, judged, strict=True)
+        described(share, both) + ("" if count is None else f", {count} judged")
+        for share, both, count in zip(shares, ends, judged, strict=True)
     )
-
-
-def _ratio_of_rates(columns: list[Metrics]) -> tuple[str, list[str]]:
-    """The speedup over all batches together: the ratio of the two rates of decode steps."""
-    rates = [metrics.decode_tokens_per_s for metrics in columns]
-    if len(rates) < 2 or not rates[0] or rates[1] is None:
-        return "", []
-    return "speedup of decode steps", ["", f"{rates[1] / rates[0]:.2f}x"]
-
-
-def _tpots(record: RunRecord) -> list[list[float]]:
-    """TPOT of each sequence, by pass; empty if the record has no samples."""
-    names = [BASELINE] if record.baseline_metrics is not None else []
-    names.append(record.config["decoding"]["strategy"])
-    samples = record.samples or {}
-    return [tpots(samples[name].restored()) for name in names if name in samples]

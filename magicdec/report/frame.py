@@ -86,7 +86,7 @@ def _about_run(record: RunRecord, name: str) -> Row:
     # The times of a run that diverged are no result.
     samples = record.samples.get(name) if record.samples and record.passed else None
     prefill = record.prefill_samples if is_run and record.passed else None
-    accepted = verifications(samples.restored()) if samples else ()
+    judged = verifications(samples.restored()) if samples else ()
     return values | {
         "autoregressive_step_ms": None if baseline is None else baseline.mean_step_ms,
         "is_run": is_run,
@@ -97,7 +97,7 @@ def _about_run(record: RunRecord, name: str) -> Row:
         else ", ".join(str(part) for part in drafts if part is not None),
         "ttft_ms": list(chain.from_iterable(prefill.ttft_ms)) if prefill else [],
         "tpot_ms": tpots(samples) if samples else [],
-        "accepted": Counter(count for _, _, count, _ in accepted),
+        "accepted": Counter(num_accepted for _, _, num_accepted, _ in judged),
     }
 
 

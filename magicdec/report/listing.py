@@ -1,6 +1,4 @@
-"""Many records as one table, with a line for each run or for each group of runs; and which of them
-differ in acceptance by no more than the noise: records that decoded the same prompts of the same
-model are compared, prompt by prompt, with the one that accepted most.
+"""Many records as one table, with a line for each run or for each group of runs.
 
 Owns the choice of rows and columns and their order. Imports no torch.
 """
@@ -10,10 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
-from magicdec.records.comparison.change import change_of, pair_of
 from magicdec.records.performance import SUFFIX, Metrics
 from magicdec.records.record import RunRecord
-from magicdec.records.table import method
 from magicdec.report.settings import SETTINGS, Setting, rank, settings
 from magicdec.tables import Column, Shown, Table
 
@@ -49,12 +45,12 @@ class Listing:
     columns: Sequence[str]
     rows: list[Row]
 
-    def table(self, form: str, notes: Sequence[str] = ()) -> Table:
-        """The table with `notes` below it. As CSV it has every column. Otherwise a setting that is
+    def table(self, form: str) -> Table:
+        """The table. As CSV it has every column. Otherwise a setting that is
         the same in every row of several is said in a line of text, and a column without a value is
         left out. As text it is narrow."""
         columns, rows, labels = self.columns, self.rows, LABELS
-        above, below = list[str](), list(notes)
+        above, below = list[str](), list[str]()
         if form != "csv":
             values = {key: {row[key] for row in rows} for key in columns}
             same = [
@@ -64,7 +60,7 @@ class Listing:
             columns = [key for key in columns if key not in constants and values[key] != {None}]
             texts = [f"{LABELS.get(key, key)} {_cell(key, v)}" for key, v in constants.items()]
             lines = [f"in every row: {', '.join(texts)}"] if texts else []
-            above, below = (lines, below) if form == "text" else (above, below or lines)
+            above, below = (lines, []) if form == "text" else ([], lines)
         if form == "text":
             columns, rows, labels = *_compact(columns, rows), NARROW_LABELS
         return Table(
@@ -101,9 +97,9 @@ def list_records(
         columns = (*group_by, "runs", *DIGITS)
     if sort is not None:
         rising = sort not in METRICS if is_ascending is None else is_ascending
-        known = [row for row in rows if row[sort] is not None]
-        known.sort(key=lambda row: rank(row[sort]), reverse=not rising)
-        rows = known + [row for row in rows if row[sort] is None]
+        with_value = [row for row in rows if row[sort] is not None]
+        with_value.sort(key=lambda row: rank(row[sort]), reverse=not rising)
+        rows = with_value + [row for row in rows if row[sort] is None]
     return Listing(columns, rows)
 
 
@@ -151,41 +147,3 @@ def _cell(key: str, value: Setting, half: Setting = None) -> str:
         return f"{value:.{digits}f}"
     digits = min(2, digits)  # no more than the interval says
     return f"{value:.{digits}f}±{half:.{digits}f}"
-
-
-MOST_RECORDS = 100  # of a table; a longer one is for programs, and is not compared
-
-
-def noise_lines(records: Sequence[RunRecord]) -> list[str]:
-    """A line for each set of records with the same prompts and gamma in which some differ from the
-    best by no more than the noise; none of more than `MOST_RECORDS`."""
-    sets: dict[object, list[RunRecord]] = {}
-    for record in records if len(records) <= MOST_RECORDS else ():
-        if record.workload is not None and _rate(record) is not None:
-            decoding, dtype = record.config["decoding"], record.config["model"]["dtype"]
-            gamma = decoding.get("tree") or decoding["num_draft_tokens"]
-            key = record.workload.sha256, record.workload.model_sha256, gamma, dtype
-            sets.setdefault(key, []).append(record)
-    lines = []
-    for same in sets.values():
-        best = max(same, key=lambda record: _rate(record) or 0.0)
-        alike = [method(r) for r in same if r is not best and _is_noise(r, best)]
-        if alike:
-            assert best.workload is not None
-            lines.append(
-                f"acceptance inside the noise of the best ({method(best)}: {_rate(best):.3f}), "
-                f"over {best.workload.num_prompts} prompts: {'; '.join(dict.fromkeys(alike))}"
-            )
-    return lines
-
-
-def _is_noise(record: RunRecord, best: RunRecord) -> bool:
-    """Whether the interval of the change holds 0. Records without samples are not compared."""
-    try:
-        return change_of([pair_of(record, best)]).is_noise
-    except ValueError:
-        return False
-
-
-def _rate(record: RunRecord) -> float | None:
-    return None if record.metrics is None else record.metrics.acceptance_rate

@@ -9,12 +9,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING
 
-import numpy as np
 import pandas as pd
 
 from magicdec.figures import styled
+from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.names import BASELINE
 from magicdec.report.figures.panels import Drawn, LeftOut
 from magicdec.report.figures.passes import (
@@ -23,27 +22,21 @@ from magicdec.report.figures.passes import (
     draw_lengths,
     draw_pareto,
     draw_roofline,
-    draw_throughput,
     draw_tpot,
     draw_ttft,
 )
+from magicdec.report.figures.served import draw_served, tables_of
 from magicdec.report.figures.speedup import draw_predicted, draw_speedup
-from magicdec.report.figures.steps import draw_drift, draw_phases
+from magicdec.report.figures.steps import draw_phases
 from magicdec.report.frame import Row, frame_of
-from magicdec.report.prediction import Predictor
 from magicdec.report.tables import (
     PageTable,
     commands_table,
     environments_table,
-    failures_table,
     runs_table,
 )
 
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 DOTS_PER_INCH = 160
-MOST_MARKS = 2000  # a cloud of more marks is drawn as an image inside the SVG
 ID = re.compile(r'(\bid="|xlink:href="#|url\(#)')
 PAGE, RERUN = "index.html", "rerun.sh"
 RERUN_HEAD = """#!/usr/bin/env bash
@@ -51,7 +44,6 @@ RERUN_HEAD = """#!/usr/bin/env bash
 set -u
 """
 HERE = Path(__file__).parent
-SECTIONS = {"serving": "Requests that were served"}
 
 
 @dataclass(frozen=True)
@@ -90,42 +82,36 @@ def make_report(
     command: Sequence[str],
     has_figure_files: bool,
     rows: Sequence[Row],
-    predictor: Predictor,
+    machine: MachineFile | None,
 ) -> Report:
     """Draw the figures and make the tables of records: rows of `report_rows`."""
     frame = frame_of(rows)
-    kinds = dict(iter(frame.groupby("kind", sort=False)))
+    runs = frame[frame.get("is_run", pd.Series(False, frame.index)).fillna(False).astype(bool)]
+    served = frame[frame["kind"] == "serving"]
     sections = []
-    if "run" in kinds:
-        passes = kinds.pop("run")
-        runs = passes[passes["is_run"].astype(bool)]
-        outcomes = draw_runs(frame, predictor)
-        frame = pd.concat([runs, *kinds.values()])
-        tables = [runs_table(runs), failures_table(runs)]
-        sections.append(Section("Runs", summary(runs), outcomes, tables))
-    for kind, of in kinds.items():
-        from magicdec.report.figures.served import draw_kind, tables_of
-
-        lines = [f"{len(of):,} passes: {', '.join(of['pass'].unique())}."]
-        outcomes = draw_kind(kind, of)
-        sections.append(Section(SECTIONS[kind], lines, outcomes, tables_of(kind, of)))
-    tables = [environments_table(frame), commands_table(frame)]
-    commands = list(frame["command"].unique())
-    revisions = sorted(frame["environment.revision"].dropna().unique())
+    if not runs.empty:
+        outcomes = draw_runs(frame[frame["has_result"].astype(bool)], machine)
+        sections.append(Section("Runs", summary(runs), outcomes, [runs_table(runs)]))
+    if not served.empty:
+        lines = [f"{len(served):,} passes: {', '.join(served['pass'].unique())}."]
+        tables = tables_of(served)
+        sections.append(Section("Requests that were served", lines, draw_served(served), tables))
+    of_records = pd.concat([runs, served])
+    tables = [environments_table(of_records), commands_table(of_records)]
+    commands = list(of_records["command"].unique())
+    revisions = sorted(of_records["environment.revision"].dropna().unique())
     return Report(title, shlex.join(command), has_figure_files, sections, tables, commands,
                   revisions)  # fmt: skip
 
 
-def draw_runs(frame: pd.DataFrame, predictor: Predictor) -> list[Drawn | LeftOut]:
-    """Draw every figure that the passes of runs can feed. `frame` has the rows of all records."""
-    frame = frame[frame["has_result"].astype(bool)]
+def draw_runs(frame: pd.DataFrame, machine: MachineFile | None) -> list[Drawn | LeftOut]:
+    """Draw every figure that the passes of runs can feed. `frame` has those with a result."""
     passes = frame[frame["kind"] == "run"]
     runs = passes[passes["is_run"].astype(bool)]
     with styled():
         return [
-            draw_speedup(runs, predictor),
-            draw_throughput(passes),
-            draw_pareto(frame[frame["kind"].isin(("run", "serving"))]),
+            draw_speedup(runs),
+            draw_pareto(frame),
             draw_by_budget(runs),
             draw_by_position(runs),
             draw_lengths(runs),
@@ -133,8 +119,7 @@ def draw_runs(frame: pd.DataFrame, predictor: Predictor) -> list[Drawn | LeftOut
             draw_roofline(passes),
             draw_ttft(passes),
             draw_tpot(passes),
-            draw_predicted(runs, predictor),
-            draw_drift(passes),
+            draw_predicted(runs, machine),
         ]
 
 
@@ -166,22 +151,12 @@ def save_figure(drawn: Drawn, directory: Path | None) -> str:
             drawn.figure(png)
             drawn.figure(svg)
         else:
-            write(drawn.figure, drawn.title, png, svg)
+            with styled(drawn.name):
+                drawn.figure.savefig(png, dpi=DOTS_PER_INCH)  # this finds the places, too
+                drawn.figure.set_layout_engine("none")
+                about = {"Title": drawn.title, "Date": None}
+                drawn.figure.savefig(svg, dpi=DOTS_PER_INCH, metadata=about)
         return inline(svg.read_text(encoding="utf-8"), drawn.name)
-
-
-def write(figure: Figure, title: str, png: Path, svg: Path) -> None:
-    """Write both files. Large clouds of marks are images inside the SVG."""
-    for ax in figure.axes:
-        for marks in ax.collections:
-            if len(marks.get_offsets()) > MOST_MARKS:  # type: ignore[arg-type]
-                marks.set_rasterized(True)
-        for line in ax.lines:
-            line.set_rasterized(np.size(line.get_xdata()) > MOST_MARKS)
-    with styled(svg.stem):
-        figure.savefig(png, dpi=DOTS_PER_INCH)  # this finds the places, too
-        figure.set_layout_engine("none")
-        figure.savefig(svg, dpi=DOTS_PER_INCH, metadata={"Title": title, "Date": None})
 
 
 def inline(svg: str, name: str) -> str:

@@ -5,7 +5,6 @@ command that started it. Imports no torch and no pandas.
 from __future__ import annotations
 
 import shlex
-from collections.abc import Callable
 
 from magicdec.names import BASELINE, FULL_KV_POLICY
 from magicdec.records.comparison.conditions import policy_of
@@ -15,56 +14,43 @@ from magicdec.records.record import RunRecord
 Setting = str | int | float | bool | None
 
 
-def _config(section: str, key: str) -> Callable[[RunRecord], Setting]:
-    """Reads a value of the config; None where a record has no such section or key."""
-    return lambda record: (record.config.get(section) or {}).get(key)
-
-
-def _drafted(section: str, key: str) -> Callable[[RunRecord], Setting]:
-    """Reads a setting of drafting, which the baseline does not have."""
-    read = _config(section, key)
-    return lambda record: None if is_baseline(record) else read(record)
-
-
-def _policy(record: RunRecord) -> Setting:
-    return None if is_baseline(record) else policy_of(record.config)
-
-
-def _budget(record: RunRecord) -> Setting:
-    policy, budget = _policy(record), record.config["kv"]["budget"]
-    return None if policy in (None, FULL_KV_POLICY) else int(budget)
-
-
-SETTINGS: dict[str, Callable[[RunRecord], Setting]] = {
-    "model": _config("model", "model"),
-    "dtype": _config("model", "dtype"),
-    "target_dtype": _config("model", "target_dtype"),
-    "draft_model": _config("draft", "model"),
-    "draft_ranks": lambda r: len(_config("draft", "rank_group")(r) or ()) or None,  # type: ignore[arg-type]
-    "draft_dtype": _config("draft", "draft_dtype"),
-    "drafter": _drafted("decoding", "drafter"),
-    "kv_policy": _policy,
-    "budget": _budget,
-    "gamma": lambda r: (
-        _drafted("decoding", "tree")(r) or _drafted("decoding", "num_draft_tokens")(r)
-    ),
-    "B": _config("workload", "batch_size"),
-    "prefix_len": _config("workload", "prefix_len"),
-    "gen_len": _config("workload", "gen_len"),
-    "dataset": lambda r: None if r.workload is None else r.workload.dataset,
-    "ranks": lambda r: r.environment.world_size,
-    "threads": lambda r: threads_of_ranks(r.config, r.environment),
-    "device": lambda r: r.environment.gpu or r.environment.cpu or r.config["parallel"]["device"],
-    "attention": _config("attention", "backend"),
-    "temperature": _config("sampling", "temperature"),
-    "seed": _config("workload", "seed"),
-    "status": lambda r: r.status,
-}
+SETTINGS = (
+    *("model", "dtype", "target_dtype", "draft_model", "draft_ranks", "draft_dtype", "drafter"),
+    *("kv_policy", "budget", "gamma", "B", "prefix_len", "gen_len", "dataset", "ranks"),
+    *("threads", "device", "attention", "temperature", "seed", "status"),
+)
 
 
 def settings(record: RunRecord) -> dict[str, Setting]:
-    """The settings of a run by the names of their flags; None where they mean nothing."""
-    return {name: read(record) for name, read in SETTINGS.items()}
+    """The settings of a run, which `SETTINGS` names in order, by the names of their flags; None
+    where they mean nothing."""
+    config, environment = record.config, record.environment
+    model, workload, decoding = (config[name] for name in ("model", "workload", "decoding"))
+    draft, drafts = config.get("draft") or {}, not is_baseline(record)
+    policy = policy_of(config) if drafts else None
+    return {
+        "model": model["model"],
+        "dtype": model["dtype"],
+        "target_dtype": model["target_dtype"],
+        "draft_model": draft.get("model"),
+        "draft_ranks": len(draft.get("rank_group") or ()) or None,
+        "draft_dtype": draft.get("draft_dtype"),
+        "drafter": decoding["drafter"] if drafts else None,
+        "kv_policy": policy,
+        "budget": None if policy in (None, FULL_KV_POLICY) else int(config["kv"]["budget"]),
+        "gamma": (decoding.get("tree") or decoding["num_draft_tokens"]) if drafts else None,
+        "B": workload["batch_size"],
+        "prefix_len": workload["prefix_len"],
+        "gen_len": workload["gen_len"],
+        "dataset": None if record.workload is None else record.workload.dataset,
+        "ranks": environment.world_size,
+        "threads": threads_of_ranks(config, environment),
+        "device": environment.gpu or environment.cpu or config["parallel"]["device"],
+        "attention": (config.get("attention") or {}).get("backend"),
+        "temperature": (config.get("sampling") or {}).get("temperature"),
+        "seed": workload.get("seed"),
+        "status": record.status,
+    }
 
 
 def rank(value: Setting) -> tuple[bool, float, str]:

@@ -69,13 +69,16 @@ def runs_table(runs: pd.DataFrame) -> PageTable:
     metrics = [m for m in described_fields(Metrics)
                if m[0] in SHOWN_METRICS and runs[m[0]].notna().any()]  # fmt: skip
     metrics.sort(key=lambda metric: SHOWN_METRICS.index(metric[0]))
+    has_errors = bool(runs["error"].notna().any())
     rows = [
         [run["run"], *(run[key] for key in keys),
-         *(metric_cell(run, name, described) for name, _, described in metrics), run["status"]]
+         *(metric_cell(run, name, described) for name, _, described in metrics), run["status"],
+         *([run["error"]] if has_errors else [])]
         for run in runs[:MOST_ROWS].to_dict("records")
     ]  # fmt: skip
     labels = [LABELS.get(key, key) for key in keys]
     columns = ["run", *labels, *(described.label for _, _, described in metrics), "status"]
+    columns += ["error"] * has_errors
     ends = [name for name in runs if name.endswith((f"{SUFFIX}_low", f"{SUFFIX}_high"))]
     notes = ["In brackets: 95 % intervals"] if runs[ends].notna().any(axis=None) else []
     notes += [f"In every run: {', '.join(said)}"] if said else []
@@ -84,15 +87,6 @@ def runs_table(runs: pd.DataFrame) -> PageTable:
     frame = frame.rename(columns=lambda name: name.removeprefix(ENVIRONMENT))
     note = _note(notes, len(runs))
     return PageTable(columns, rows, "Runs", name="runs", note=note, frame=frame)
-
-
-def failures_table(runs: pd.DataFrame) -> PageTable:
-    """The runs without a result."""
-    bad = runs[runs["status"].isin(("failed", "diverged"))]
-    bad = bad.assign(reason=bad["error"].fillna("outputs differ"))
-    return PageTable.of(
-        "Runs without a result", "failures", bad[["run", "method", "status", "reason"]]
-    )
 
 
 def environments_table(every: pd.DataFrame) -> PageTable:

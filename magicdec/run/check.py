@@ -37,21 +37,13 @@ from magicdec.runner import ModelRunner
 WIDER = {"float32": "float64", "bfloat16": "float32"}
 
 
-def first_difference(
-    sequence: int, expected: Sequence[int], found: Sequence[int]
-) -> Divergence | None:
-    """Where two outputs of one prompt differ first, without its margin; None if they are equal."""
-    for index, (a, b) in enumerate(zip_longest(expected, found)):
-        if a != b:
-            return Divergence(sequence, index, a, b)
-    return None
-
-
 def differences(expected: Sequence[Request], found: Sequence[Request]) -> list[Divergence]:
-    """The first differences of all sequences that differ."""
-    pairs = enumerate(zip(expected, found, strict=True))
-    firsts = [first_difference(i, a.output_ids, b.output_ids) for i, (a, b) in pairs]
-    return [first for first in firsts if first is not None]
+    """Where the two outputs of each prompt differ first, without margins, if they do."""
+    firsts: list[Divergence] = []
+    for sequence, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
+        tokens = enumerate(zip_longest(ours.output_ids, theirs.output_ids))
+        firsts += [Divergence(sequence, index, a, b) for index, (a, b) in tokens if a != b][:1]
+    return firsts
 
 
 def uncompared(requests: Sequence[Request]) -> Correctness:
@@ -95,15 +87,15 @@ def check_outputs(
     judged = differing if len(differing) <= most else differing[:1]
     wider, chunk = replays.make_wider(), replays.prefill_chunk
     measured = sequences_to_measure([d.sequence for d in judged], expected)
-    known = [view_of(wider, expected[i], chunk, gaps[i].pairs) for i in measured]
+    own_views = [view_of(wider, expected[i], chunk, gaps[i].pairs) for i in measured]
     views = [view_of(wider, found[d.sequence], chunk) for d in judged]
-    bound = largest_error([gaps[i] for i in measured], known)
-    known = known[: len(judged)]
+    bound = largest_error([gaps[i] for i in measured], own_views)
+    own_views = own_views[: len(judged)]
     margins = [
         max(margin(expected[d.sequence], ours), margin(found[d.sequence], theirs))
-        for d, ours, theirs in zip(judged, known, views, strict=True)
+        for d, ours, theirs in zip(judged, own_views, views, strict=True)
     ]
-    num_short = [sum(int((v.shortfalls > 0).sum()) for v in side) for side in (known, views)]
+    num_short = [sum(int((v.shortfalls > 0).sum()) for v in side) for side in (own_views, views)]
     diverged = [i for i, value in enumerate(margins) if not value <= bound]
     is_excusable = len(differing) <= most and is_by_chance(*num_short)
     num_diverged = len(diverged) if is_excusable else len(differing)

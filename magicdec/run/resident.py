@@ -21,7 +21,7 @@ from magicdec.config.sections import KVSection
 from magicdec.console import Progress
 from magicdec.drafting.policies.policy import keep_queries, make_policy
 from magicdec.engine import Engine
-from magicdec.memory.plan import max_tokens
+from magicdec.memory.model_plan import max_tokens
 from magicdec.request import Request, SamplingParams
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params

@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -128,8 +129,8 @@ def view_of(
             chosen = whole.gather(1, emitted[first:last].unsqueeze(1)).squeeze(1)
             shortfalls.append((whole.amax(1) - chosen).double().nan_to_num(nan=math.inf))
             if pairs is not None:
-                known = max(first, 1)  # the first token has no pair
-                gaps.append(_gap(whole[known - first :], pairs[known - 1 : last - 1]))
+                begin = max(first, 1)  # the first token has no pair
+                gaps.append(_gap(whole[begin - first :], pairs[begin - 1 : last - 1]))
         at = last
     return WiderView(torch.cat(shortfalls), torch.cat(gaps or [shortfalls[0][:0]]))
 
@@ -171,16 +172,10 @@ def chances_to_differ(gaps: Sequence[Gaps]) -> list[float]:
 def most_by_chance(chances: Sequence[float]) -> int:
     """The number of events, independent and with these probabilities, that is exceeded with a
     probability of at most 1 - CONFIDENCE."""
-    of_count = [1.0]
+    of_count = np.ones(1)  # the probability of each number of events
     for chance in chances:
-        pairs = zip([*of_count, 0.0], [0.0, *of_count], strict=True)
-        of_count = [no * (1 - chance) + yes * chance for no, yes in pairs]
-    total = 0.0
-    for count, probability in enumerate(of_count):
-        total += probability
-        if total >= CONFIDENCE:
-            return count
-    return len(chances)
+        of_count = np.convolve(of_count, [1 - chance, chance])
+    return min(len(chances), int(np.searchsorted(of_count.cumsum(), CONFIDENCE)))
 
 
 def is_by_chance(expected: int, found: int) -> bool:

@@ -33,7 +33,7 @@ from magicdec.hardware.timing import (
     synchronize,
 )
 from magicdec.kv.forward_counts import ForwardCounts
-from magicdec.memory.plan import max_tokens
+from magicdec.memory.model_plan import Kinds, ModelPlan, max_tokens
 from magicdec.memory.sampler import NOT_MEASURED, MemoryTaken, MemoryWatch
 from magicdec.names import BASELINE, REFERENCE_BACKEND
 from magicdec.records.correctness import Correctness
@@ -50,7 +50,7 @@ from magicdec.run.outcome import (
 )
 from magicdec.run.resident import Resident, Room
 from magicdec.runner import ModelRunner
-from magicdec.setup.loading import Kinds, load_model, make_backend, make_draft, make_target
+from magicdec.setup.loading import load_model, make_backend, make_draft, make_runner
 from magicdec.setup.prepare import Prepared
 from magicdec.setup.session import RankSession, session_of
 
@@ -79,7 +79,7 @@ class Run:
         room = room or Room.of([self.config])
         self.prompts = self.resident.prompts(self.config, room, self.make_runner)
         self.engine = self.prompts.engine
-        self.draft = make_draft(prepared, self.groups, self.max_tokens, self.resident.models)
+        self.draft = make_draft(prepared, self.groups, self.resident.models)
         self.draft_length = make_draft_length(d, group, self.device, prepared.step_estimate)
         has_baseline = d.baseline and d.strategy != BASELINE
         self.passes = [BASELINE, d.strategy] if has_baseline else [d.strategy]
@@ -96,9 +96,11 @@ class Run:
 
     def make_runner(self, max_tokens: int) -> ModelRunner:
         """A runner for the batches of this run."""
-        return make_target(
-            self.config, self.prepared.source, self.groups.target, self.resident.models, max_tokens
+        source, group = self.prepared.source, self.groups.target
+        plan = ModelPlan(
+            self.config, source.config, group.ranks, self.groups.rank, row_tokens=max_tokens
         )
+        return make_runner(plan, source, group, self.resident.models)
 
     def make_reference(self) -> ModelRunner:
         """A runner with the same weights in a wider dtype, which uses only torch's operators."""

@@ -7,17 +7,14 @@ request's seed and the position alone. The drafter adds the same noise to the lo
 probabilities (Daliri, Musco, Suresh 2024, "Coupling without communication and drafter-invariant
 speculative decoding"), and a draft is right if it is the token that the target chooses.
 
-Lossless. With E(i) exponential of mean 1, G(i) = -log E(i), and the chosen i has the smallest
-E(i) / p(i). These are independent and exponential with the rates p(i), so that the smallest is
-that of i with probability p(i) / sum(p) = p(i). The tokens before a position follow from the noise
-of the positions before it, and the noise of a position is independent of that. So each token is a
-draw from the target's probabilities given the tokens before it, and the whole output follows from
-the target and the seed: no draft, cancellation or division into runs can change it.
+Lossless: E(i) = exp(-G(i)) is exponential of mean 1, so the E(i) / p(i) are exponential with the
+rates p(i), and that of token i is the smallest with probability p(i). The noise of a position is
+independent of the tokens before it. So the whole output follows from the target and the seed: no
+draft, cancellation or division into runs can change it.
 
-Acceptance. Both choose i if E(j) > E(i) * max(p(j)/p(i), q(j)/q(i)) for every other j, which has
-probability 1 / sum_j max(p(j)/p(i), q(j)/q(i)) >= min(p(i), q(i)) / sum_j max(p(j), q(j)). Summed
-over i, a draft is right with probability (1 - d) / (1 + d) or more, where d is the total variation
-distance of p and q. No method whose two sides do not communicate has a better bound.
+Acceptance: a draft is right with probability (1 - d) / (1 + d) or more, where d is the total
+variation distance of p and q (Daliri et al.). No method whose two sides do not
+communicate has a better bound.
 
 The best k of the drafter's perturbed candidates are a sample of k tokens without replacement.
 """
@@ -61,8 +58,8 @@ class CoupledSampling:
     ) -> Tensor:
         """Logits [N, V] after the penalties, float32, of rows that follow the same prompt. `prompt`
         has each of its tokens once or more, and `outputs` the output tokens before each row."""
-        params, (_, vocab_size) = make_params(self.section, 1, (), 0), logits.shape
-        penalties = Penalties.of_texts(params, prompt, outputs, vocab_size, logits.device)
+        params = [make_params(self.section, 1, (), 0)] * len(outputs)
+        penalties = Penalties.of_texts(params, [prompt], outputs, logits.shape[1], logits.device)
         return process(logits.unsqueeze(1), penalties)[:, 0]
 
     def perturbed(self, logits: Tensor, request: int, positions: Sequence[int]) -> Tensor:

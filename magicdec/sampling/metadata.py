@@ -99,36 +99,31 @@ class Penalties:
         places = tuple(i for i, r in enumerate(requests) if r.sampling.has_penalties)
         if not places:
             return None
-        params = [requests[place].sampling for place in places]
-        prompts = [requests[place].distinct_prompt_ids for place in places]
-        outputs = [requests[place].output_ids for place in places]
+        rows = [requests[place] for place in places]
+        return cls.of_texts(
+            [r.sampling for r in rows], [r.distinct_prompt_ids for r in rows],
+            [r.output_ids for r in rows], vocab_size, device, places,
+        )  # fmt: skip
+
+    @classmethod
+    def of_texts(
+        cls,
+        params: Sequence[SamplingParams],
+        prompts: Sequence[Sequence[int]],
+        outputs: Sequence[Sequence[int]],
+        vocab_size: int,
+        device: torch.device,
+        places: tuple[int, ...] | None = None,
+    ) -> Penalties:
+        """Of rows with these parameters, prompts and output tokens; a single prompt is that of all
+        rows. By default they are all rows of the batch."""
+        places = tuple(range(len(outputs))) if places is None else places
         return cls(
             places,
             upload(places, device),
             _per_row([p.repetition_penalty for p in params], device, torch.float32),
             _per_row([p.presence_penalty for p in params], device, torch.float32),
-            _seen(prompts, vocab_size, device),
-            _seen(outputs, vocab_size, device),
-        )
-
-    @classmethod
-    def of_texts(
-        cls,
-        params: SamplingParams,
-        prompt: Sequence[int],
-        outputs: Sequence[Sequence[int]],
-        vocab_size: int,
-        device: torch.device,
-    ) -> Penalties:
-        """Of rows with the same parameters and prompt, each with output tokens of its own."""
-        count = len(outputs)
-        index = torch.arange(count, device=device)
-        return cls(
-            tuple(range(count)),
-            index,
-            _per_row([params.repetition_penalty] * count, device, torch.float32),
-            _per_row([params.presence_penalty] * count, device, torch.float32),
-            _seen([prompt], vocab_size, device).expand(count, -1),
+            _seen(prompts, vocab_size, device).expand(len(outputs), -1),
             _seen(outputs, vocab_size, device),
         )
 
@@ -186,11 +181,9 @@ class SamplingMetadata:
             emitted = self.draws.emitted
             emitted.copy_(upload([len(ids) for ids in outputs], emitted.device))
         if self.penalties is not None:
-            in_output, ids_of_rows = (
-                self.penalties.in_output,
-                [outputs[i] for i in self.penalties.places],
-            )
-            in_output.copy_(_seen(ids_of_rows, in_output.shape[1], in_output.device))
+            in_output = self.penalties.in_output
+            seen = [outputs[place] for place in self.penalties.places]
+            in_output.copy_(_seen(seen, in_output.shape[1], in_output.device))
 
 
 def _per_row(

@@ -21,7 +21,7 @@ from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.randomness import Purpose
 from magicdec.sampling.sampling import probabilities, process, sample
 from magicdec.sampling.verification import (
-    TreeVerdict,
+    Judgement,
     ancestor_mask,
     count_accepted,
     longest_path,
@@ -48,17 +48,6 @@ class Proposal:
         assert self.tree is None, "a tree is judged as a whole"
         probs = self.probabilities
         return Proposal(self.ids[:, :count], None if probs is None else probs[:, :count])
-
-
-@dataclass(frozen=True)
-class Judgement:
-    """A row that accepts n drafts emits the first n + 1 of its ids. With a tree, these drafts are
-    those of the nodes 1 to n of its path, which begins with node 0, the newest token before them;
-    the rest of the path repeats its last node."""
-
-    accepted: Tensor  # int64 [B]
-    ids: Tensor  # int64 [B, 1 + most drafts that can be accepted]
-    path: Tensor | None = None  # int64, of the same shape
 
 
 def greedy_tokens(
@@ -122,50 +111,26 @@ def judge(
 ) -> Judgement:
     """Verify a proposal of K drafts with this rank's logits [B, K+1, V], those of the newest token
     and of the K drafts."""
-    if proposal.tree is not None:
-        verdict = _judge_tree(runner, sampling, proposal, proposal.tree, logits)
-        return Judgement(verdict.accepted, verdict.emitted(proposal.ids), verdict.path)
-    draws, drafts = sampling.draws, proposal.ids
+    draws, drafts, tree = sampling.draws, proposal.ids, proposal.tree
     if drafts.shape[1] == 0:
         token = next_tokens(runner, logits, sampling)
         return Judgement(torch.zeros_like(token[:, 0]), token)
     assert draws is None or draws.prompt_lens is None, "only pipelined speculation couples drafts"
-    if draws is None:
-        target = greedy_tokens(runner, logits, sampling, drafts)
-        return Judgement(count_accepted(drafts, target), target)
-    probs = probabilities(whole_logits(runner, logits, sampling, drafts), draws.filters)
-    count, following = verify(
-        drafts,
-        proposal.probabilities,
-        probs,
-        draws.ahead(drafts.shape[1], Purpose.ACCEPT),
-        draws.ahead(drafts.shape[1] + 1, Purpose.RESAMPLE),
-    )
-    tokens = torch.cat([drafts, following.unsqueeze(1)], dim=1)
-    return Judgement(count, tokens.scatter(1, count.unsqueeze(1), following.unsqueeze(1)))
-
-
-def _judge_tree(
-    runner: ModelRunner,
-    sampling: SamplingMetadata,
-    proposal: Proposal,
-    tree: TreeShape,
-    logits: Tensor,
-) -> TreeVerdict:
-    draws, drafts = sampling.draws, proposal.ids
-    is_before = ancestor_mask(tree, drafts.device)[:, 1:]
+    is_before = None if tree is None else ancestor_mask(tree, drafts.device)[:, 1:]
     if draws is None:
         target = greedy_tokens(runner, logits, sampling, drafts, is_before)
-        return longest_path(tree, drafts, target)
+        if tree is not None:
+            return longest_path(tree, drafts, target)
+        return Judgement(count_accepted(drafts, target), target)
     whole = whole_logits(runner, logits, sampling, drafts, is_before)
-    return verify_tree(
-        tree,
-        drafts,
-        proposal.probabilities,
-        probabilities(whole, draws.filters),
-        draws.branching_ahead(tree.depth, tree.most_children, Purpose.ACCEPT),
-        draws.ahead(tree.depth + 1, Purpose.RESAMPLE),
-    )
+    probs, drawn_from = probabilities(whole, draws.filters), proposal.probabilities
+    depth = drafts.shape[1] if tree is None else tree.depth
+    resample = draws.ahead(depth + 1, Purpose.RESAMPLE)
+    if tree is None:
+        accept = draws.ahead(depth, Purpose.ACCEPT)
+        return Judgement.of(drafts, *verify(drafts, drawn_from, probs, accept, resample))
+    accept = draws.branching_ahead(depth, tree.most_children, Purpose.ACCEPT)
+    return verify_tree(tree, drafts, drawn_from, probs, accept, resample)
 
 
 def greedy(logits: Tensor, first_row: int, group: Group) -> Tensor:

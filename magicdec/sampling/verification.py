@@ -98,19 +98,26 @@ def residual(
 
 
 @dataclass(frozen=True)
-class TreeVerdict:
-    """A row that accepts n drafts has accepted the drafts of nodes `path`[1] to `path`[n]; `next`
-    is the token that follows them. The rest of a path repeats its last node."""
+class Judgement:
+    """A row that accepts n drafts emits the first n + 1 of its ids. With a tree, these drafts are
+    those of the nodes 1 to n of its path, which begins with node 0, the newest token before them;
+    the rest of the path repeats its last node."""
 
     accepted: Tensor  # int64 [B]
-    path: Tensor  # int64 [B, D + 1], from node 0
-    next: Tensor  # int64 [B]
+    ids: Tensor  # int64 [B, 1 + most drafts that can be accepted]
+    path: Tensor | None = None  # int64, of the same shape
 
-    def emitted(self, draft_ids: Tensor) -> Tensor:
-        """The ids [B, D + 1] of which a row emits the first n + 1; draft_ids [B, K]."""
-        drafts = draft_ids.gather(1, (self.path[:, 1:] - 1).clamp(min=0))
-        ids = torch.cat([drafts, self.next.unsqueeze(1)], dim=1)
-        return ids.scatter(1, self.accepted.unsqueeze(1), self.next.unsqueeze(1))
+    @classmethod
+    def of(
+        cls, draft_ids: Tensor, accepted: Tensor, following: Tensor, path: Tensor | None = None
+    ) -> Judgement:
+        """Of rows that accept the first `accepted` [B] of their drafts [B, K], or of those on their
+        `path`, which the token `following` [B] follows."""
+        if path is not None:
+            draft_ids = draft_ids.gather(1, (path[:, 1:] - 1).clamp(min=0))
+        following = following.unsqueeze(1)
+        ids = torch.cat([draft_ids, following], dim=1)
+        return cls(accepted, ids.scatter(1, accepted.unsqueeze(1), following), path)
 
 
 @cache
@@ -130,7 +137,7 @@ def child_table(shape: TreeShape, device: torch.device) -> Tensor:
     return torch.tensor(table, device=device)
 
 
-def longest_path(shape: TreeShape, draft_ids: Tensor, target_ids: Tensor) -> TreeVerdict:
+def longest_path(shape: TreeShape, draft_ids: Tensor, target_ids: Tensor) -> Judgement:
     """Judge greedy drafts [B, K] by the target's choices [B, U] after each node."""
     device = draft_ids.device
     ancestors, depths = ancestor_mask(shape, device), torch.tensor(shape.depths, device=device)
@@ -138,17 +145,12 @@ def longest_path(shape: TreeShape, draft_ids: Tensor, target_ids: Tensor) -> Tre
     differs = draft_ids != target_ids[:, parents]  # [B, K]
     is_cut = (differs.unsqueeze(1) & ancestors[:, 1:]).any(dim=2)  # [B, U]
     accepted, last = torch.where(is_cut, -1, depths).max(dim=1)
-    path = _path_to(shape, last)
-    return TreeVerdict(accepted, path, target_ids.gather(1, last.unsqueeze(1)).squeeze(1))
-
-
-def _path_to(shape: TreeShape, last: Tensor) -> Tensor:
-    """The nodes [B, D + 1] from node 0 to the nodes `last` [B], which are then repeated."""
-    nodes = torch.arange(shape.num_nodes + 1, device=last.device)
-    is_on_path = ancestor_mask(shape, last.device)[last]  # [B, U]
+    nodes = torch.arange(shape.num_nodes + 1, device=device)
     # The numbers of nodes rise along a path.
-    ordered = torch.where(is_on_path, nodes, shape.num_nodes + 1).sort(dim=1).values
-    return torch.minimum(ordered[:, : shape.depth + 1], last.unsqueeze(1))
+    ordered = torch.where(ancestors[last], nodes, shape.num_nodes + 1).sort(dim=1).values
+    path = torch.minimum(ordered[:, : shape.depth + 1], last.unsqueeze(1))
+    following = target_ids.gather(1, last.unsqueeze(1)).squeeze(1)
+    return Judgement.of(draft_ids, accepted, following, path)
 
 
 def verify_tree(
@@ -158,7 +160,7 @@ def verify_tree(
     target_probs: Tensor,
     u_accept: Tensor,
     u_resample: Tensor,
-) -> TreeVerdict:
+) -> Judgement:
     """Judge sampled drafts [B, K].
 
     draft_probs, float64 [B, E, V], are the probabilities q after each node from which its children
@@ -196,7 +198,7 @@ def verify_tree(
         accepted = accepted + is_going_on
         path.append(node)
     u = u_resample.gather(1, accepted.unsqueeze(1)).squeeze(1)
-    return TreeVerdict(accepted, torch.stack(path, dim=1), sample(p, u))
+    return Judgement.of(draft_ids, accepted, sample(p, u), torch.stack(path, dim=1))
 
 
 def draw_again(q: Tensor | None, token: Tensor, like: Tensor) -> tuple[Tensor, Tensor | None]:

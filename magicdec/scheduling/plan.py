@@ -1,19 +1,11 @@
-"""Plan: what one step does, and the limits within which it is decided.
-
-Owns the numbers that a plan is sent as, so that every rank does the same. Imports no torch.
-"""
+"""Plan: what one step does, and the limits within which it is decided. Imports no torch."""
 
 from __future__ import annotations
 
-import zlib
-from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from magicdec.request import Batch, Request
-
-NONE = -1  # in place of the id of a request
-NUMBERS_PER_ROW = 7
 
 
 @dataclass(frozen=True)
@@ -82,59 +74,3 @@ class Plan:
     admitted: tuple[tuple[Request, int], ...] = ()  # with its new row
     reserved: tuple[tuple[int, int], ...] = ()  # (row, tokens that it must have room for)
     parts: tuple[Part, ...] = ()
-
-    def to_numbers(self, num_rows: int, digest: int) -> list[int]:
-        """The plan in a fixed number of integers: a hash of all others, the `digest` of the state
-        that it was made from, and for each row the requests that leave it (preempted, cancelled)
-        and get it, the tokens to prefill, whether it decodes, and the tokens to reserve."""
-        table = [[NONE, NONE, NONE, 0, 0, 0, 0] for _ in range(num_rows)]
-        for column, pairs in enumerate((self.preempted, self.cancelled, self.admitted)):
-            for request, row in pairs:
-                table[row][column] = request.request_id
-        for part in self.parts:
-            table[part.row][3:5] = part.start, part.stop
-        for row in () if self.decoding is None else self.decoding.rows:
-            table[row][5] = 1
-        for row, num_tokens in self.reserved:
-            table[row][6] = num_tokens
-        numbers = [digest, *(number for of_row in table for number in of_row)]
-        return [hash_of(numbers), *numbers]
-
-    @classmethod
-    def from_numbers(
-        cls,
-        numbers: Sequence[int],
-        digest: int,
-        find: Callable[[int], Request],
-        in_rows: Sequence[Request | None],
-    ) -> Plan:
-        """The plan that another rank has sent. `find` gives a request by its id; `in_rows` are the
-        requests that have the rows so far. Raises RuntimeError if this rank's state is another."""
-        checksum, theirs, *table = numbers
-        if checksum != hash_of(numbers[1:]) or theirs != digest:
-            raise RuntimeError(
-                f"the ranks disagree about the running batch: the plan of a step was made from "
-                f"state {theirs:x}, and this rank is in state {digest:x}"
-            )
-        moves: tuple[list[tuple[Request, int]], ...] = ([], [], [])
-        reserved, parts, decoding = [], [], []
-        for row, request in enumerate(in_rows):
-            first = row * NUMBERS_PER_ROW
-            *ids, start, stop, decodes, num_tokens = table[first : first + NUMBERS_PER_ROW]
-            for request_id, pairs in zip(ids, moves, strict=True):
-                if request_id != NONE:
-                    pairs.append((find(request_id), row))
-            request = request if ids[2] == NONE else find(ids[2])
-            if num_tokens:
-                reserved.append((row, num_tokens))
-            if stop and request is not None:
-                parts.append(Part(request, row, start, stop))
-            if decodes and request is not None:
-                decoding.append(request)
-        preempted, cancelled, admitted = map(tuple, moves)
-        batch = Batch(tuple(decoding)) if decoding else None
-        return cls(batch, preempted, cancelled, admitted, tuple(reserved), tuple(parts))
-
-
-def hash_of(numbers: Sequence[int]) -> int:
-    return zlib.crc32(array("q", numbers).tobytes())

@@ -12,12 +12,15 @@ again later (PagedAttention, Kwon et al. 2023, section 4.5).
 from __future__ import annotations
 
 import sys
+import zlib
+from array import array
+from bisect import insort
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from magicdec.request import Batch, Request, Status, StepOutput
-from magicdec.scheduling.plan import Limits, Part, Plan, hash_of
-from magicdec.scheduling.waiting import Order, WaitingQueue, fcfs
+from magicdec.scheduling.plan import Limits, Part, Plan
+from magicdec.scheduling.waiting import Order, fcfs
 
 
 class Scheduler:
@@ -30,12 +33,12 @@ class Scheduler:
         num_rows: int,
         limits: Limits = Limits(),
         order: Order = fcfs,
-        waiting: WaitingQueue | None = None,
+        waiting: list[Request] | None = None,
     ) -> None:
-        """`waiting` is a queue that schedulers share, each with rows of its own. By default it is
-        this scheduler's, in the order of `order`."""
-        self.num_rows, self.limits = num_rows, limits
-        self.waiting = WaitingQueue(order) if waiting is None else waiting
+        """`waiting` is an empty list that schedulers of one order share, each with rows of its own.
+        By default it is this scheduler's."""
+        self.num_rows, self.limits, self.order = num_rows, limits, order
+        self.waiting: list[Request] = [] if waiting is None else waiting  # in order of admission
         self.rows: list[Request | None] = [None] * num_rows
         self.blocks = RowBlocks(num_rows, limits)
         self._prefilled: dict[Request, int] = {}  # tokens so far, of texts that are not complete
@@ -48,24 +51,25 @@ class Scheduler:
         return [request for request in self.rows if request is not None]
 
     @property
-    def has_room(self) -> bool:
-        """Whether another request may wait."""
-        return self.limits.max_waiting is None or len(self.waiting) < self.limits.max_waiting
+    def room(self) -> int:
+        """How many more requests may wait."""
+        most = self.limits.max_waiting
+        # Those that were preempted wait too, whatever the limit.
+        return sys.maxsize if most is None else max(0, most - len(self.waiting))
 
     def add(self, requests: Sequence[Request], now: float) -> None:
         """Let `requests`, which arrived at `now`, wait for rows. Raises ValueError if one of them
         can never be served, or if too many requests are waiting already."""
         for request in requests:
             self.limits.check(request)
-        most = self.limits.max_waiting
-        if most is not None and len(self.waiting) + len(requests) > most:
+        if len(requests) > self.room:
             raise ValueError(
                 f"{len(self.waiting)} requests are waiting and {len(requests)} more were "
-                f"submitted; at most {most} may wait"
+                f"submitted; at most {self.limits.max_waiting} may wait"
             )
         for request in requests:
             request.arrived_s = now
-        self.waiting.add(requests)
+            self._wait(request)
 
     def cancel(self, request: Request) -> None:
         """End a request early. Its row is freed in the next step."""
@@ -84,21 +88,20 @@ class Scheduler:
         if not self.waiting and not any(self.rows):
             return None
         plan = self._decide()
-        self.apply(plan)
+        self._apply(plan)
         # Requests that wait for a row, and not for blocks, wait until another request leaves.
         is_waiting = self.waiting and None in self.rows
         if not (is_waiting or plan.parts or plan.cancelled or plan.preempted):
             self._repeated = Plan(plan.decoding) if plan.reserved else plan
         return plan
 
-    def apply(self, plan: Plan) -> None:
-        """Take over a plan, which this scheduler or that of another rank has made."""
+    def _apply(self, plan: Plan) -> None:
         for request, row in (*plan.preempted, *plan.cancelled):
             self._leave(row)
             request.row, request.status = None, Status.CANCELLED
         for request, _ in plan.preempted:
             request.status = Status.WAITING
-            self.waiting.add([request])
+            self._wait(request)
         for request, row in plan.admitted:
             self.waiting.remove(request)
             self.rows[row], self._prefilled[request] = request, 0
@@ -142,7 +145,11 @@ class Scheduler:
             for r, num_blocks in zip(self.rows, self.blocks.held, strict=True)
             if r is not None
         ]
-        return hash_of([number for of_row in state for number in of_row])
+        return zlib.crc32(array("q", [number for of_row in state for number in of_row]).tobytes())
+
+    def _wait(self, request: Request) -> None:
+        """Of requests with equal values in the order, the one with the smallest id is first."""
+        insort(self.waiting, request, key=lambda r: (self.order(r), r.request_id))
 
     def _leave(self, row: int) -> None:
         request = self.rows[row]
@@ -203,7 +210,7 @@ class Scheduler:
         if blocks.is_limited:
             free = blocks.free(_rows_of(leaving))
             free -= sum(blocks.lacking(row, num_tokens) for row, num_tokens in reserved.items())
-        for request, row in zip(self.waiting.first(len(free_rows)), free_rows, strict=False):
+        for request, row in zip(self.waiting, free_rows, strict=False):
             tokens = request.num_cached + limits.step_tokens
             if blocks.is_limited:
                 free -= limits.num_blocks_of(tokens)

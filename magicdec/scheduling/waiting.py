@@ -1,16 +1,12 @@
-"""WaitingQueue: the requests that wait for a row, in the order of admission
-(`names.ADMISSION_ORDERS`).
+"""Orders of admission (`names.ADMISSION_ORDERS`): which of the requests that wait gets a row first.
 
 An order is a function of a request that begins to wait; the request with the smallest value is
-admitted first. The value does not depend on the time, so that the queue stays sorted. Adding and
-removing a request takes the logarithm of the queue's length. Imports no torch.
+admitted first. The value does not depend on the time, so that waiting requests stay sorted.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Callable, Iterable
-from itertools import count
+from collections.abc import Callable
 
 from magicdec.request import Request
 
@@ -34,42 +30,3 @@ def priority(request: Request) -> float:
     AGING_S seconds, so that no request waits for ever. Waiting raises all requests alike, so only
     the times of arrival count."""
     return request.arrived_s / AGING_S - request.priority
-
-
-Entry = tuple[float, int, int, Request]
-"""The request's value in the order, its id, and a number that differs between all entries."""
-
-
-class WaitingQueue:
-    """Requests with equal values in the order are sorted by their ids."""
-
-    def __init__(self, order: Order) -> None:
-        self.order = order
-        self._sorted: list[Entry] = []
-        self._entries: dict[Request, Entry] = {}
-        self._numbers = count()
-
-    def __len__(self) -> int:
-        return len(self._sorted)
-
-    def __contains__(self, request: Request) -> bool:
-        return request in self._entries
-
-    def add(self, requests: Iterable[Request]) -> None:
-        for request in requests:
-            entry = self.order(request), request.request_id, next(self._numbers), request
-            self._entries[request] = entry
-            insort(self._sorted, entry)
-
-    def remove(self, request: Request) -> None:
-        """Raises KeyError if the request does not wait."""
-        entry = self._entries.pop(request)
-        del self._sorted[bisect_left(self._sorted, entry)]
-
-    def first(self, most: int) -> list[Request]:
-        """Up to `most` requests, the one that is admitted first before the others."""
-        return [entry[3] for entry in self._sorted[:most]]
-
-    def clear(self) -> None:
-        self._sorted.clear()
-        self._entries.clear()

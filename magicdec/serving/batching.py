@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from magicdec.attention.backend import backend_class
 from magicdec.autotune import settle
 from magicdec.config.choices.collectives import check_stage_group
 from magicdec.config.run_config import RunConfig
@@ -34,8 +33,9 @@ from magicdec.drafting.policies.policy import keep_queries
 from magicdec.engine import Engine
 from magicdec.hardware.environment import probe_machine
 from magicdec.hardware.timing import Clock, GroupClock, RealClock
-from magicdec.memory.check import Room, add_up, largest
-from magicdec.memory.plan import MemoryPlan, Models, max_tokens, plan_rank
+from magicdec.memory.check import Room, largest
+from magicdec.memory.model_plan import ModelPlan, max_tokens
+from magicdec.memory.plan import model_plans_of
 from magicdec.model.checkpoint.source import check_part
 from magicdec.names import BASELINE
 from magicdec.request import Request, StepOutput
@@ -45,8 +45,8 @@ from magicdec.serving.configs import alone_of, complete_run, without_drafts
 from magicdec.serving.modes import Pass
 from magicdec.serving.options import PREFILL_TOKENS, ServeOptions
 from magicdec.serving.system import Extras, System, Watch
-from magicdec.setup.loading import LoadedModels, make_draft, make_target
-from magicdec.setup.prepare import Found, Known, Prepared, find
+from magicdec.setup.loading import LoadedModels, make_draft, make_runner
+from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, find
 
 Serve = Callable[[Sequence[Request]], None]
 BatchFunction = Callable[[Serve, Sequence[Request], Clock, int, float], None]
@@ -128,13 +128,13 @@ class Batching(System):
         options: ServeOptions,
         passes: Sequence[Pass],
         launch: Launch,
-        known: Known,
+        cache: SetupCache,
     ) -> Batching:
         is_on_all = options.is_on_all(passes[0], launch.world_size)
         workload = options.batch_of(run_config.workload, options.rows)
         if not any(each.is_drafting for each in passes):
             run_config = run_config.with_draft(NONE)
-        models = find(replace(run_config, workload=workload), launch, known)
+        models = find(replace(run_config, workload=workload), launch, cache)
         names, model = " ".join(each.name for each in passes), models.source.config
         if is_on_all:
             check_stage_group(f"--modes {names}", models.config.parallel)
@@ -143,10 +143,10 @@ class Batching(System):
             except ValueError as error:
                 raise ValueError(f"--modes {names}: {error}") from error
         else:
-            models = of_first_rank_alone(models, launch, known)
+            models = of_first_rank_alone(models, launch, cache)
         options.check_lengths(model.max_length, f"--model {run_config.model.model}")
         options.check_cache(max_tokens(models.config))
-        run = complete_run(models, known, options)
+        run = complete_run(models, cache, options)
         return cls(run, options, passes, launch, is_on_all)
 
     @property
@@ -164,26 +164,16 @@ class Batching(System):
                 names = " ".join(each.name for each in self.passes)
                 raise ValueError(f"--modes {names}, which read the whole model: {error}") from error
 
-    def plans(self, each: Pass, ranks: Sequence[int]) -> Iterator[MemoryPlan]:
-        config, draft = self.run.config, self.run.draft_source
-        models = Models(self.run.source.config, None if draft is None else draft.config)
-        backend = backend_class(config.attention.backend)()
-        block = backend.block_size(max_tokens(config))
-        in_plan = config.workload.batch_size * -(-max_tokens(config) // block) * block
-        for rank in ranks:
-            if rank in config.parallel.rank_group:
-                plan = plan_rank(config, models, rank)
-                plan = replace(plan, kv=plan.kv // in_plan * self.stored_tokens)
-                yield self.options.without_weights(plan)
-
-    @property
-    def stored_tokens(self) -> int:
-        """Tokens that the KV cache has room for, in whole blocks (`ModelRunner.storage`)."""
+    def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
         config = self.run.config
-        block = backend_class(config.attention.backend)().block_size(self.options.block_tokens)
-        if self.options.cache_tokens is not None:
-            return -(-self.options.cache_tokens // block) * block
-        return config.workload.batch_size * -(-max_tokens(config) // block) * block
+        if rank not in config.parallel.rank_group:
+            return []
+        target, *drafts = model_plans_of(config, self.run.models, rank)
+        options = self.options
+        return [
+            replace(target, block_tokens=options.block_tokens, cache_tokens=options.cache_tokens),
+            *drafts,
+        ]
 
     def advice(self, each: Pass, room: Room) -> str:
         """The largest KV cache that would fit."""
@@ -191,9 +181,12 @@ class Batching(System):
         def fits(cache_tokens: int) -> bool:
             options = replace(self.options, cache_tokens=cache_tokens)
             smaller = Batching(self.run, options, self.passes, self.launch, self.is_on_all)
-            return room.refusal(add_up([*smaller.plans(each, room.ranks)])) is None
+            return room.refusal(smaller.plan(each, room.ranks)) is None
 
-        most = largest(fits, self.stored_tokens)
+        size, num_blocks = self.model_plans(each, self.run.config.parallel.rank_group[0])[
+            0
+        ].storage()
+        most = largest(fits, size * num_blocks)
         if most < max_tokens(self.run.config):
             return "choose a smaller --B, shorter requests or a smaller model"
         return f"--cache_tokens {most} would fit"
@@ -202,14 +195,11 @@ class Batching(System):
         config = self.run.config
         return (config if each.is_drafting else without_drafts(config)).to_dict()
 
-    def facts(self) -> dict[str, object]:
-        return {}
-
     def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
         if self.runner is None and self.computes:
-            self._load(device, progress)
+            self._load(each, device, progress)
 
-    def _load(self, device: torch.device, progress: Progress) -> None:
+    def _load(self, each: Pass, device: torch.device, progress: Progress) -> None:
         """Load this rank's part of the models and allocate the KV caches."""
         run, launch, draft = self.run, self.launch, self.run.config.draft
         if self.is_on_all:
@@ -223,15 +213,10 @@ class Batching(System):
         draft_model = None if run.draft_source is None else run.draft_source.config
         config = settle(run.config, run.source.config, draft_model, groups.target, device)
         self.run = run = replace(run, config=config)
-        tokens, self.models = (
-            max_tokens(config),
-            self.models or LoadedModels(device, progress, self._emulated_s),
-        )
-        self.runner = runner = make_target(
-            config, run.source, groups.target, self.models, tokens, self.options.block_tokens,
-            self.options.cache_tokens,
-        )  # fmt: skip
-        self.draft = make_draft(run, groups, tokens, self.models)
+        self.models = LoadedModels(device, progress, self._emulated_s)
+        target = self.model_plans(each, launch.rank)[0]
+        self.runner = runner = make_runner(target, run.source, groups.target, self.models)
+        self.draft = make_draft(run, groups, self.models)
         self.clock = GroupClock(RealClock(), runner.group, runner.device)
 
     @property
@@ -309,13 +294,13 @@ class Batching(System):
         self.runner = self.draft = self.models = None
 
 
-def of_first_rank_alone(models: Found, launch: Launch, known: Known) -> Found:
+def of_first_rank_alone(models: ResolvedRun, launch: Launch, cache: SetupCache) -> ResolvedRun:
     """The run of the first rank, which needs no other, with the threads of all ranks of its host,
     since these wait."""
-    machine = known.get(("machine",), lambda: probe_machine(launch))
+    machine = cache.get(("machine",), lambda: probe_machine(launch))
     config = alone_of(models, machine)
     threads = config.parallel.threads_on(launch.local_ranks)
-    parallel = replace(config.parallel, rank_group=(0,), collectives_choice=None, threads=threads)
+    parallel = replace(config.parallel, rank_group=(0,), collectives=None, threads=threads)
     draft = None if config.draft is None else replace(config.draft, rank_group=(0,))
     config = replace(config, parallel=parallel, draft=draft)
     return replace(models, config=config, launch=Launch(0, 1, 0, 1))

@@ -11,17 +11,17 @@ from dataclasses import replace
 from magicdec.config.resolve import without_collectives
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.distributed.layer_split import StageTimes, is_auto, split_layers
-from magicdec.distributed.stages import StageGrid
+from magicdec.distributed.layout import StageGrid
 from magicdec.executor.descriptions import layer_obstacle
 from magicdec.hardware.environment import Machine
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.names import BASELINE
 from magicdec.pipeline.auto_split import check_source
 from magicdec.serving.options import ServeOptions
-from magicdec.setup.prepare import Found, Known, Prepared, complete
+from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, complete
 
 
-def alone_of(models: Found, machine: Machine) -> ResolvedConfig:
+def alone_of(models: ResolvedRun, machine: Machine) -> ResolvedConfig:
     """The config of a rank that needs no other to compute what it holds, where this is resolved for
     all ranks."""
     draft = models.models.draft
@@ -43,11 +43,11 @@ def of_stage(config: ResolvedConfig, ranks: Sequence[int]) -> ResolvedConfig:
     return replace(config, parallel=replace(config.parallel, rank_group=tuple(ranks)))
 
 
-def complete_run(models: Found, known: Known, options: ServeOptions) -> Prepared:
+def complete_run(models: ResolvedRun, cache: SetupCache, options: ServeOptions) -> Prepared:
     """The run with a prompt for each request. Its memory is planned later, with that of all
     systems, and ranks have not agreed on anything."""
     count = len(options.shapes), options.counted_by
-    return complete(models, known, lambda launch, check: "", count)
+    return complete(models, cache, lambda launch, check: "", count)
 
 
 def check_split(split: str | None, grid: StageGrid, source: ModelSource) -> None:

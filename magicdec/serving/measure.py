@@ -13,14 +13,13 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from magicdec.console import Progress, Silent, make_progress
+from magicdec.console import make_progress
 from magicdec.distributed.start import close_groups, start_process_group
 from magicdec.hardware.environment import release_memory
 from magicdec.hardware.threads import check_threads
 from magicdec.hardware.timing import peak_memory_bytes, reset_peak_memory
-from magicdec.pipeline.tracing import all_gather
+from magicdec.pipeline.clocks import all_gather
 from magicdec.request import Request
-from magicdec.serving.live_view import Display
 from magicdec.serving.metrics import serving_metrics
 from magicdec.serving.modes import SPECULATIVE, Pass
 from magicdec.serving.options import ServeOptions
@@ -29,6 +28,7 @@ from magicdec.serving.record import (
     ServingRecord,
     describe_requests,
     differing,
+    occupancy_of,
     parts_of,
     status_of,
 )
@@ -61,9 +61,7 @@ class Measured:
     traces: list[Trace | None] = field(default_factory=list)  # of each record
 
 
-def measure(
-    prepared: PreparedServing, display: Display, keep: Callable[[ServingRecord], None]
-) -> Measured:
+def measure(prepared: PreparedServing, keep: Callable[[ServingRecord], None]) -> Measured:
     """`keep` gets each record as soon as its pass is done, so that what ends a later pass costs
     only that one. All ranks call it; only the first makes records. Raises PeerLost, or the
     RuntimeError of a collective, if another rank has ended."""
@@ -71,7 +69,7 @@ def measure(
     session = RankSession(launch, prepared.run.config.parallel)
     session.begin()
     start_process_group(launch, session.device)
-    experiment = Experiment(prepared, session, display, keep)
+    experiment = Experiment(prepared, session, keep)
     if options.sweep_rate is None:
         for each in options.passes:
             experiment.measure(each, options, each.name)
@@ -89,14 +87,11 @@ class Experiment:
         self,
         prepared: PreparedServing,
         session: RankSession,
-        display: Display,
         keep: Callable[[ServingRecord], None],
     ) -> None:
-        self.prepared, self.session, self.display, self.keep = prepared, session, display, keep
+        self.prepared, self.session, self.keep = prepared, session, keep
         self.launch, self.measured = prepared.launch, Measured()
-        progress = make_progress(self.launch.rank == 0)
-        self.loading = progress  # shown while models are loaded
-        self.progress: Progress = Silent() if display.is_shown else progress
+        self.progress = make_progress(self.launch.rank == 0)
         self.system: System | None = None
         self.warm: Pass | None = None  # the pass that was warmed up last
         self.reference: Served | None = None
@@ -105,15 +100,10 @@ class Experiment:
     def measure(self, each: Pass, options: ServeOptions, name: str) -> None:
         """Serve all requests in the pass and make its record."""
         system = self.open(each)
-        shapes, rows = options.shapes, system.warm_up_rows(each)
-        self._warm_up(each, rows)
-        num_tokens = sum(shape.output_len for shape in shapes)
-        with (
-            self.display.view(name, rows) as view,
-            self.progress.task(name, num_tokens) as advance,
-        ):
-            watch = Watch(tokens=advance, view=view, is_measured=True)
-            served = self.serve(each, shapes, watch)
+        self._warm_up(each, system.warm_up_rows(each))
+        num_tokens = sum(shape.output_len for shape in options.shapes)
+        with self.progress.task(name, num_tokens) as advance:
+            served = self.serve(each, options.shapes, Watch(tokens=advance, is_measured=True))
         if self.reference is None:
             self.reference = served
             self._tell_outputs(served)
@@ -150,7 +140,7 @@ class Experiment:
                 all_gather(None, self.launch.world_size)
             self.system = system
             torch.set_num_threads(system.run.config.parallel.threads_of(self.launch.rank))
-        system.open(each, self.session.device, self.loading)
+        system.open(each, self.session.device, self.progress)
         return system
 
     def close(self) -> None:
@@ -169,8 +159,6 @@ class Experiment:
         is_reset, now_s = reset_peak_memory(device), system.now()
         prompts = self.prepared.run.workload.prompts
         requests = make_requests(prompts, shapes, now_s, config.sampling, ends, is_coupled)
-        if watch.view is not None:
-            watch.view.begin(requests, now_s, watch.counts.now)
         extras = system.serve(each, requests, watch)
         expected = system.expected_threads(each)
         peak = peak_memory_bytes(device) if is_reset else None
@@ -193,6 +181,7 @@ class Experiment:
         config = system.config_of(each)
         status = status_of(num_differing, config["model"]["dtype"])
         is_right, counts = status != "diverged", served.watch.counts
+        trace = served.extras.trace
         workload, goodput = system.run.config.workload, options.goodput or {}
         prompts = self.prepared.run.workload
         settings = {"dataset": workload.dataset, "seed": prompts.seed}
@@ -215,6 +204,7 @@ class Experiment:
             else None,
             ring=served.extras.ring if is_right else None,
             speculation=served.extras.speculation if is_right else None,
+            occupancy=occupancy_of(trace.spans) if is_right and trace is not None else None,
             requests=describe_requests(requests, counts.moves, requests[0].arrived_s),
         )
 

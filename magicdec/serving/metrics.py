@@ -12,6 +12,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -29,7 +30,6 @@ class StepCounts:
     num_steps: int = 0
     num_preemptions: int = 0
     num_in_flight: int = 0  # summed over the steps
-    in_flight: int = 0  # in the step that was counted last
     moves: dict[int, Moves] = field(default_factory=lambda: defaultdict(Moves))
 
     def watch(self, plan: Plan) -> None:
@@ -38,8 +38,7 @@ class StepCounts:
         decoding = () if plan.decoding is None else plan.decoding.requests
         self.num_steps += 1
         self.num_preemptions += len(plan.preempted)
-        self.in_flight = len(decoding) + len(plan.parts)
-        self.num_in_flight += self.in_flight
+        self.num_in_flight += len(decoding) + len(plan.parts)
         for request, _ in plan.preempted:
             self.moves[request.request_id].preempted_s.append(now)
         for request, _ in plan.admitted:
@@ -47,6 +46,8 @@ class StepCounts:
 
 
 ONE_TOKEN = "if every request has a single output token"
+of_request = partial(recorded, unit="ms", digits=1)
+of_later = partial(recorded, unit="ms", digits=2, null=ONE_TOKEN)  # tokens after the first
 GOODPUT_OF = ("ttft", "tpot", "e2el")  # what `--goodput` can bound
 
 
@@ -78,50 +79,38 @@ class ServingMetrics(Part):
         "alone; it falls below the arrival rate if requests arrive faster than they are served",
         "requests/s", label="served/s", digits=2, null="without `--sweep_rate`",
     )  # fmt: skip
-    mean_ttft_ms: float = recorded(
+    mean_ttft_ms: float = of_request(
         "time to first token: from the arrival of a request to its first output token; mean over "
         "the requests",
-        "ms", label="TTFT mean, ms", digits=1,
-    )  # fmt: skip
-    p50_ttft_ms: float = recorded("median of the same", "ms", label="TTFT p50, ms", digits=1)
-    p90_ttft_ms: float = recorded("its 90th percentile", "ms", label="TTFT p90, ms", digits=1)
-    p99_ttft_ms: float = recorded("its 99th percentile", "ms", label="TTFT p99, ms", digits=1)
-    mean_tpot_ms: float | None = recorded(
+        label="TTFT mean, ms",
+    )
+    p50_ttft_ms: float = of_request("median of the same", label="TTFT p50, ms")
+    p90_ttft_ms: float = of_request("its 90th percentile", label="TTFT p90, ms")
+    p99_ttft_ms: float = of_request("its 99th percentile", label="TTFT p99, ms")
+    mean_tpot_ms: float | None = of_later(
         "time per output token: from the first output token of a request to its last, divided by "
         "the number of tokens after the first; mean over the requests that have such tokens",
-        "ms", label="TPOT mean, ms", digits=2, null=ONE_TOKEN,
-    )  # fmt: skip
-    p50_tpot_ms: float | None = recorded(
-        "median of the same", "ms", label="TPOT p50, ms", digits=2, null=ONE_TOKEN
+        label="TPOT mean, ms",
     )
-    p90_tpot_ms: float | None = recorded(
-        "its 90th percentile", "ms", label="TPOT p90, ms", digits=2, null=ONE_TOKEN
-    )
-    p99_tpot_ms: float | None = recorded(
-        "its 99th percentile", "ms", label="TPOT p99, ms", digits=2, null=ONE_TOKEN
-    )
-    mean_itl_ms: float | None = recorded(
+    p50_tpot_ms: float | None = of_later("median of the same", label="TPOT p50, ms")
+    p90_tpot_ms: float | None = of_later("its 90th percentile", label="TPOT p90, ms")
+    p99_tpot_ms: float | None = of_later("its 99th percentile", label="TPOT p99, ms")
+    mean_itl_ms: float | None = of_later(
         "inter-token latency: the time between two steps that emitted tokens of the same request; "
         "mean over all of them",
-        "ms", label="ITL mean, ms", digits=2, null=ONE_TOKEN,
-    )  # fmt: skip
-    p50_itl_ms: float | None = recorded(
-        "median of the same", "ms", label="ITL p50, ms", digits=2, null=ONE_TOKEN
+        label="ITL mean, ms",
     )
-    p90_itl_ms: float | None = recorded(
-        "its 90th percentile", "ms", label="ITL p90, ms", digits=2, null=ONE_TOKEN
-    )
-    p99_itl_ms: float | None = recorded(
-        "its 99th percentile", "ms", label="ITL p99, ms", digits=2, null=ONE_TOKEN
-    )
-    mean_e2el_ms: float = recorded(
+    p50_itl_ms: float | None = of_later("median of the same", label="ITL p50, ms")
+    p90_itl_ms: float | None = of_later("its 90th percentile", label="ITL p90, ms")
+    p99_itl_ms: float | None = of_later("its 99th percentile", label="ITL p99, ms")
+    mean_e2el_ms: float = of_request(
         "end-to-end latency: from the arrival of a request to its last output token; mean over the "
         "requests",
-        "ms", label="E2EL mean, ms", digits=1,
-    )  # fmt: skip
-    p50_e2el_ms: float = recorded("median of the same", "ms", label="E2EL p50, ms", digits=1)
-    p90_e2el_ms: float = recorded("its 90th percentile", "ms", label="E2EL p90, ms", digits=1)
-    p99_e2el_ms: float = recorded("its 99th percentile", "ms", label="E2EL p99, ms", digits=1)
+        label="E2EL mean, ms",
+    )
+    p50_e2el_ms: float = of_request("median of the same", label="E2EL p50, ms")
+    p90_e2el_ms: float = of_request("its 90th percentile", label="E2EL p90, ms")
+    p99_e2el_ms: float = of_request("its 99th percentile", label="E2EL p99, ms")
     request_tokens_per_s: float | None = recorded(
         "tokens of a request after its first, divided by the time from the first to the last; mean "
         "over the requests that have such tokens",
@@ -215,11 +204,11 @@ def request_ms(request: Request) -> dict[str, float]:
     first_s, last_s = request.first_token_s, _finished_s(request)
     num_later = len(request.output_ids) - 1
     assert first_s is not None, "what has ended has a first token"
-    found = {"ttft": 1e3 * (first_s - request.arrived_s)}
-    found["e2el"] = 1e3 * (last_s - request.arrived_s)
+    times_ms = {"ttft": 1e3 * (first_s - request.arrived_s)}
+    times_ms["e2el"] = 1e3 * (last_s - request.arrived_s)
     if num_later:
-        found["tpot"] = 1e3 * (last_s - first_s) / num_later
-    return found
+        times_ms["tpot"] = 1e3 * (last_s - first_s) / num_later
+    return times_ms
 
 
 def gaps_ms(request: Request) -> list[float]:

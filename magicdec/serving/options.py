@@ -22,8 +22,7 @@ from magicdec.config.sections import (
 )
 from magicdec.config.setting import same, setting
 from magicdec.distributed.layer_split import FLAG, is_auto
-from magicdec.distributed.stages import StageGrid, make_grid
-from magicdec.pipelined_run.layout import read_split
+from magicdec.distributed.layout import StageGrid, make_grid, read_split
 from magicdec.pipelined_speculation.options import Options
 from magicdec.serving.metrics import GOODPUT_OF
 from magicdec.serving.modes import (
@@ -46,8 +45,7 @@ from magicdec.workload.request_shapes import (
 )
 
 if TYPE_CHECKING:
-    from magicdec.memory.plan import MemoryPlan
-    from magicdec.pipeline.emulation import Link
+    from magicdec.distributed.channels.message import Link
 
 WINDOW_MS, PREFILL_TOKENS = 1000.0, 512
 FLAGS = ("--prefix_len", "--gen_len")  # the lengths of a request without a trace
@@ -89,7 +87,8 @@ class ServeOptions(StagesSection):
     gen_len: str | None = same(WorkloadSection, "gen_len")
     modes: tuple[str, ...] | None = setting(
         None,
-        f"Ways to serve the requests that are compared, of {', '.join(MODES)}; with {WITH_DRAFT} "
+        "Ways to serve the requests that are compared: "
+        f"{'; '.join(f'{name} ({mode.text})' for name, mode in MODES.items())}. With {WITH_DRAFT} "
         "behind its name, a mode that can do without a draft has one. The tokens of the first are "
         "the reference of the others. Default: all that these ranks can run.",
         metavar="MODE",
@@ -187,7 +186,6 @@ class ServeOptions(StagesSection):
     draft: str = "none"
     own_draft_dtype: str = DraftSection.draft_dtype
     has_rows_of_ring: bool = False  # batches have as many rows as circulate in a ring
-    has_trace: bool = False  # every rank notes what it does when
 
     def settle(self, passes: Sequence[Pass], seed: int, world_size: int) -> ServeOptions:
         """These options for `passes` on so many ranks, with the requests and every default. Raises
@@ -227,7 +225,7 @@ class ServeOptions(StagesSection):
         """The link that is emulated between stages; None if there is none."""
         if self.emulate_link_ms is None and self.emulate_link_mbps is None:
             return None
-        from magicdec.pipeline.emulation import Link
+        from magicdec.distributed.channels.message import Link
 
         rate = self.emulate_link_mbps
         bytes_per_s = None if rate is None else rate * BYTES_PER_MBIT
@@ -236,10 +234,6 @@ class ServeOptions(StagesSection):
     @property
     def emulated_stage_s(self) -> float | None:
         return None if self.emulate_stage_ms is None else self.emulate_stage_ms / 1e3
-
-    def without_weights(self, plan: MemoryPlan) -> MemoryPlan:
-        """A plan of a rank, whose stages have no weights if they sleep."""
-        return plan if self.emulate_stage_ms is None else replace(plan, weights=0, working=0)
 
     @property
     def on_host(self) -> str | None:
@@ -347,11 +341,10 @@ class ServeOptions(StagesSection):
             raise ValueError(
                 f"--n_samples {samples} is not a multiple of --B {size}, the samples of a message"
             )
-        if count < samples:
-            flag = "--B" if self.n_samples is None else "--n_samples"
+        if self.n_samples is not None and count < samples:
             raise ValueError(
-                f"--num_requests {count} is less than the samples in flight of a ring, {flag} "
-                f"{samples}"
+                f"--num_requests {count} is less than the samples in flight of a ring, "
+                f"--n_samples {samples}"
             )
         return samples
 
@@ -361,7 +354,7 @@ class ServeOptions(StagesSection):
         values = asdict(self) | asdict(self.speculation)
         for name in (
             *("shapes", "passes", "speculation", "mode", "sweep_rate", "has_rows_of_ring"),
-            *("has_trace", "own_draft_dtype"),
+            "own_draft_dtype",
         ):
             del values[name]
         if self.gen_len is None:  # a trace has the lengths

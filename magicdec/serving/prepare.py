@@ -15,14 +15,14 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.threads import agreed_threads
 from magicdec.distributed.groups import Launch, check_equal
 from magicdec.hardware.environment import probe_machine
-from magicdec.memory.check import Room, add_up, check_together, find_room
+from magicdec.memory.check import Room, check_together, find_room
 from magicdec.memory.plan import MemoryPlan
 from magicdec.model.checkpoint.source import fingerprint
 from magicdec.names import load_object
 from magicdec.serving.modes import Pass, Ranks
 from magicdec.serving.options import ServeOptions
 from magicdec.serving.system import System
-from magicdec.setup.prepare import Known, Prepared
+from magicdec.setup.prepare import Prepared, SetupCache
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ def prepare(run_config: RunConfig, options: ServeOptions, launch: Launch) -> Pre
     ValueError, one line naming the flag, for errors that a user can correct."""
     threads = {"--threads": agreed_threads(run_config.parallel.threads)}
     check_equal(launch, threads, "threads")
-    known, by_system = Known(), dict[tuple[str, bool], list[Pass]]()
+    cache, by_system = SetupCache(), dict[tuple[str, bool], list[Pass]]()
     # Stages first: they can read a checkpoint of which this host has a part.
     for each in sorted(options.passes, key=lambda each: each.ranks is not Ranks.STAGES):
         place = each.system, options.is_on_all(each, launch.world_size)
@@ -59,8 +59,8 @@ def prepare(run_config: RunConfig, options: ServeOptions, launch: Launch) -> Pre
         kind: type[System] = load_object(name)
         has_stages = passes[0].ranks is Ranks.STAGES
         config = without_draft_ranks(run_config) if has_stages else run_config
-        systems.append(kind.prepare(config, options, passes, launch, known))
-    machine = known.get(("machine",), lambda: probe_machine(launch))
+        systems.append(kind.prepare(config, options, passes, launch, cache))
+    machine = cache.get(("machine",), lambda: probe_machine(launch))
     room = find_room(systems[0].run.config, launch, machine.num_gpus)
     memory = check_together(launch, partial(check_here, systems, room))
     prepared = PreparedServing(launch, options, systems, memory)
@@ -81,7 +81,7 @@ def check_here(systems: Sequence[System], room: Room) -> str:
     for system in systems:
         system.check_files()
         for each in system.passes:
-            plans[each] = add_up([MemoryPlan(0, 0), *system.plans(each, room.ranks)])
+            plans[each] = system.plan(each, room.ranks)
     each, plan = max(plans.items(), key=lambda item: item[1].total)
     if refusal := room.refusal(plan):
         (system,) = (system for system in systems if each in system.passes)
@@ -96,7 +96,9 @@ def check_agreement(run_config: RunConfig, prepared: PreparedServing) -> None:
     facts: dict[str, Any] = {"magicdec": version("magicdec")}
     facts |= {f"model's {name}": value for name, value in asdict(run.source.config).items()}
     for system in prepared.systems:
-        facts |= {name: value for name, value in system.facts().items() if name not in facts}
+        names, transport = " ".join(each.name for each in system.passes), system.transport
+        facts[f"layers of {names}"] = [len(layers) for layers in system.layers]
+        facts[f"messages of {names}"] = None if transport is None else transport.describe()
     facts |= prepared.options.describe() | asdict(run_config.sampling)
     del facts["machine"]  # every host has a file of its own
     facts["model's weights, by their fingerprint,"] = fingerprint(run.source)

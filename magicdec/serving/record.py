@@ -10,20 +10,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from magicdec.pipeline.metrics import RingMetrics
-from magicdec.pipelined_speculation.metrics import SpeculationMetrics
+import numpy as np
+
+from magicdec.pipeline.metrics import RingMetrics, SpeculationMetrics
 from magicdec.records.fields import Part, recorded
 from magicdec.records.record import MeasuredRecord
 from magicdec.records.workload import WorkloadRecord
 from magicdec.request import Moves, Request
 from magicdec.serving.metrics import ServingMetrics
 
+if TYPE_CHECKING:
+    from magicdec.pipeline.spans import Span
+
 PARTS = ("model", "parallel", "attention", "decoding", "sampling")  # of a config that are recorded
 OF_DRAFTS = ("draft", "kv")  # and those of a pass with drafts
 UNCHECKED = "unchecked"
 STATUSES = ("ok", "differs", "diverged", UNCHECKED)
+WORK = ("STAGE", "DRAFT", "HEAD")  # spans in which a stage is busy
+NUM_PARTS = 100  # of the time of a pass, in which the share that stages are busy is recorded
 EXACT_DTYPE = "float32"  # in which every request emits the same tokens in every pass
 
 
@@ -83,6 +89,14 @@ class ServingRecord(MeasuredRecord):
     speculation: SpeculationMetrics | None = recorded(
         "what pipelined speculation launched and skipped", null="of other modes, or if `diverged`"
     )
+    occupancy: list[list[float]] | None = recorded(
+        "the share of each of "
+        f"{NUM_PARTS} equal parts of the pass, from the first work of a stage to the last, in "
+        "which each stage of a ring, or each rank of pipelined speculation, computed, drafted or, "
+        "as the head of a ring, chose tokens",
+        "0 to 1",
+        null="of other modes, or if `diverged`",
+    )
     requests: list[RequestRecord] = recorded("the requests in the order of arrival")
 
     def __post_init__(self) -> None:
@@ -110,6 +124,27 @@ def differing(expected: Sequence[Request], others: Sequence[Request]) -> list[in
     """The ids of the requests whose output tokens are not the same."""
     pairs = zip(expected, others, strict=True)
     return [a.request_id for a, b in pairs if a.output_ids != b.output_ids]
+
+
+def occupancy_of(spans: Sequence[Sequence[Span]]) -> list[list[float]]:
+    """[stages, NUM_PARTS] the share of each part of the time in which each stage was busy, from
+    what the stages did when."""
+    working = [
+        sorted((s.begin_s, s.end_s) for s in of_stage if s.what.name in WORK) for of_stage in spans
+    ]
+    times = [np.array(each).reshape(-1, 2).T for each in working]
+    edges = np.linspace(
+        min(begins_s.min(initial=np.inf) for begins_s, _ in times),
+        max(ends_s.max(initial=-np.inf) for _, ends_s in times),
+        NUM_PARTS + 1,
+    )
+    shares = []
+    for begins_s, ends_s in times:
+        until_s = np.maximum.accumulate(ends_s)  # what overlaps counts once
+        from_s = np.maximum(begins_s, np.concatenate(([-np.inf], until_s))[: len(begins_s)])
+        inside_s = np.minimum(until_s[:, None], edges[1:]) - np.maximum(from_s[:, None], edges[:-1])
+        shares.append(inside_s.clip(min=0).sum(axis=0) / (edges[1] - edges[0]))
+    return [share.clip(max=1).round(3).tolist() for share in shares]
 
 
 def describe_requests(

@@ -8,7 +8,7 @@ messages is that of the `RecurrentPipeline`.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
@@ -19,22 +19,27 @@ from magicdec.config.choices.collectives import NCCL, check_stage_group, choose_
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NONE
 from magicdec.console import Progress
-from magicdec.distributed.channels.connect import connect_ring, time_round
+from magicdec.distributed.channels.connect import Connector, time_round
 from magicdec.distributed.channels.message import Ends, MessageForm
 from magicdec.distributed.groups import Launch, ParallelGroups
 from magicdec.distributed.layer_split import FLAG
+from magicdec.distributed.layout import read_split
 from magicdec.distributed.start import make_stage_groups
 from magicdec.hardware.environment import probe_machine
-from magicdec.memory.plan import MemoryPlan, Models, max_tokens, plan_rank, plan_stage
+from magicdec.memory.model_plan import ModelPlan, StagePart, max_tokens
 from magicdec.model.checkpoint.source import check_part
 from magicdec.pipeline.auto_split import DecodeStep, RingTiming, choose_split, describe_origin
-from magicdec.pipeline.emulation import DelayedSender, padded
-from magicdec.pipeline.metrics import DraftCounts, RingMetrics, StageUse, ring_metrics
-from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
-from magicdec.pipeline.speculation import Speculation, make_speculation, num_drafts_of
-from magicdec.pipeline.stage import Stage, StageLoop, load_part
-from magicdec.pipeline.tracing import RingTrace, Span, Spans, What, gather_ring
-from magicdec.pipelined_run.layout import read_split
+from magicdec.pipeline.clocks import gather_leaders
+from magicdec.pipeline.metrics import DraftCounts, RingMetrics, StageUse, ring_metrics, uses_of
+from magicdec.pipeline.recurrent import (
+    RecurrentPipeline,
+    Speculation,
+    make_speculation,
+    most_under_way,
+    num_drafts_of,
+)
+from magicdec.pipeline.spans import Spans
+from magicdec.pipeline.stage import Stage, StageLoop
 from magicdec.records.metrics import percentile
 from magicdec.request import Request
 from magicdec.scheduling.plan import Limits
@@ -49,8 +54,8 @@ from magicdec.serving.metrics import gaps_ms
 from magicdec.serving.modes import Pass
 from magicdec.serving.options import ServeOptions
 from magicdec.serving.system import Extras, System, Trace, Watch
-from magicdec.setup.loading import LoadedModels, StagePart
-from magicdec.setup.prepare import Known, Prepared, find
+from magicdec.setup.loading import LoadedModels, make_runner
+from magicdec.setup.prepare import Prepared, SetupCache, find
 
 PROBES = 100  # rounds that are timed without other messages
 LEAST_CAPACITY, MOST_CAPACITY = 1 << 20, 1 << 24  # bytes of an edge in shared memory
@@ -85,15 +90,15 @@ class Ring(System):
         options: ServeOptions,
         passes: Sequence[Pass],
         launch: Launch,
-        known: Known,
+        cache: SetupCache,
     ) -> Ring:
         grid = options.grid(launch.world_size)
         workload = options.batch_of(run_config.workload, options.samples(grid))
         if not any(each.is_drafting for each in passes):
             run_config = run_config.with_draft(NONE)
-        models = find(replace(run_config, workload=workload), launch, known, is_part=True)
+        models = find(replace(run_config, workload=workload), launch, cache, is_part=True)
         options.check_lengths(models.source.config.max_length, f"--model {run_config.model.model}")
-        machine = known.get(("machine",), lambda: probe_machine(launch))
+        machine = cache.get(("machine",), lambda: probe_machine(launch))
         split = read_split(options.layer_split)
         check_split(split.stages, grid, models.source)
         has_others = grid.world_size < launch.world_size
@@ -107,7 +112,7 @@ class Ring(System):
         transport = choose_transport(models.config.parallel, machine, options.on_host)
         of_ranks = alone_of(models, machine) if grid.tensor_parallel == 1 else models.config
         config = of_stage(of_ranks, grid.ranks_of(grid.stage_of(launch.rank)))
-        run = complete_run(replace(models, config=config), known, options)
+        run = complete_run(replace(models, config=config), cache, options)
         step = DecodeStep(options.batch_size, options.mean_context, num_drafts_of(config))
         tokens = f" and {step.num_drafts} drafts" if step.num_drafts else ""
         timing = RingTiming(run, [grid.ranks_of(stage) for stage in range(grid.num_stages)], step)
@@ -139,23 +144,20 @@ class Ring(System):
             draft = self.run.draft_source
             check_part(draft, range(draft.config.num_layers), has_ends=True)
 
-    def plans(self, each: Pass, ranks: Sequence[int]) -> Iterator[MemoryPlan]:
-        target, draft = self.run.source.config, self.run.draft_source
-        for rank in ranks:
-            stage = self.grid.stage_of(rank)
-            if stage >= self.grid.num_stages:
-                continue
-            whole = of_stage(self.run.config, self.grid.ranks_of(stage))
-            config = whole if each.is_drafting else without_drafts(whole)
-            plan = plan_stage(
-                replace(config, draft=None), target, len(self.layers[stage]), stage == 0, rank
-            )
-            if stage == 0 and config.draft is not None and draft is not None:
-                with_draft = plan_rank(config, Models(target, draft.config), rank)
-                plan = replace(
-                    plan, draft_weights=with_draft.draft_weights, draft_kv=with_draft.draft_kv
-                )
-            yield self.options.without_weights(plan)
+    def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
+        stage = self.grid.stage_of(rank)
+        if stage >= self.grid.num_stages:
+            return []
+        ranks, draft = self.grid.ranks_of(stage), self.run.draft_source
+        config = of_stage(self.run.config, ranks)
+        if not each.is_drafting:
+            config = without_drafts(config)
+        part = StagePart(self.layers[stage], has_ends=stage == 0)
+        plans = [ModelPlan(config, self.run.source.config, ranks, rank, part)]
+        if config.draft is not None and draft is not None and rank in config.draft.rank_group:
+            drafting = config.draft.rank_group
+            plans.append(ModelPlan(config, draft.config, drafting, rank, is_draft=True))
+        return plans
 
     def config_of(self, each: Pass) -> Mapping[str, Any]:
         config = self.run.config
@@ -165,13 +167,6 @@ class Ring(System):
         resolved["parallel"]["transport"] = None if transport is None else transport.to_dict()
         return resolved
 
-    def facts(self) -> dict[str, object]:
-        transport = self.transport
-        return {
-            "layers": [len(layers) for layers in self.layers],
-            "messages": None if transport is None else transport.describe(),
-        }
-
     def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
         if self.groups is None:
             collectives = self.run.config.parallel.collectives
@@ -180,7 +175,7 @@ class Ring(System):
         if self.opened is None or self.opened.is_drafting != each.is_drafting:
             assert self.models is not None, "it is made with the groups"
             self.opened = None  # its memory is free before the next is allocated
-            self.opened = OpenRing(self, each.is_drafting, self.groups, self.models)
+            self.opened = OpenRing(self, each, self.groups, self.models)
 
     def warm_up_rows(self, each: Pass) -> int:
         return self.num_samples
@@ -207,15 +202,16 @@ class OpenRing:
     a rank that waits. On the ranks of the first stage, `pipeline` leads."""
 
     def __init__(
-        self, ring: Ring, is_drafting: bool, groups: ParallelGroups, models: LoadedModels
+        self, ring: Ring, each: Pass, groups: ParallelGroups, models: LoadedModels
     ) -> None:
-        self.ring, self.is_drafting, self.groups, self.models = ring, is_drafting, groups, models
+        self.ring, self.groups, self.models = ring, groups, models
+        self.is_drafting = is_drafting = each.is_drafting
         options, chunk = ring.options, ring.run.config.attention.prefill_chunk
         self.num_drafts = num_drafts_of(ring.run.config) if is_drafting else 0
         # Tokens of a message of a whole lane that decodes.
         self.lane_tokens = options.batch_size * (1 + self.num_drafts)
         self.max_tokens = max_tokens(without_drafts(ring.run.config)) + self.num_drafts
-        self.stage = self._load_stage() if ring.computes else None
+        self.stage = self._load_stage(each) if ring.computes else None
         self.rounds_s: list[float] = []
         limits = Limits(
             self.max_tokens,
@@ -237,14 +233,11 @@ class OpenRing:
                 speculation=self.speculation,
             )  # fmt: skip
 
-    def _load_stage(self) -> Stage:
-        run, options, number = self.ring.run, self.ring.options, self.ring.stage_number
-        part = StagePart(self.ring.layers[number], has_ends=number == 0)
-        runner = load_part(
-            run.config, run.source, self.groups.target, self.models, part, self.ring.num_samples,
-            self.max_tokens,
-        )  # fmt: skip
-        return padded(runner, options.pad_stage_ms)
+    def _load_stage(self, each: Pass) -> Stage:
+        ring = self.ring
+        plan = ring.model_plans(each, ring.launch.rank)[0]
+        runner = make_runner(plan, ring.run.source, self.groups.target, self.models)
+        return Stage(runner, runner.model.is_last, (ring.options.pad_stage_ms or 0.0) / 1e3)
 
     def _connect(self, depth: int, chunk: int) -> tuple[MessageForm, Ends]:
         """The ends of this rank, and the form of messages. At most `depth` of them are under way,
@@ -256,37 +249,43 @@ class OpenRing:
         form = MessageForm(width, dtype, num_words)
         # Whatever is on its way home must fit, since the first stage may be sending meanwhile.
         least = max(LEAST_CAPACITY, depth * form.num_bytes(self.lane_tokens))
-        ends = connect_ring(
-            ring.grid, ring.launch, form, depth,
-            max(least, min(depth * form.num_bytes(chunk), MOST_CAPACITY)),
-            None if transport is None else transport.headers, self.models.device,
+        connector = Connector(
+            ring.launch, None if transport is None else transport.headers, form,
+            self.models.device,
             NCCL if transport is not None and transport.payloads == NCCL else None,
+            ring.options.link, depth, max(least, min(depth * form.num_bytes(chunk), MOST_CAPACITY)),
         )  # fmt: skip
-        if (link := ring.options.link) is not None:
-            ends = replace(ends, outbound=DelayedSender(ends.outbound, link, form))
-        return form, ends
+        return form, connector.ring(ring.grid)
 
     def serve(self, requests: Sequence[Request], watch: Watch) -> Extras:
         """Serve all requests. The first time, the links are timed afterwards."""
         spans, before = Spans(), self.ends.outbound.traffic
         launch, grid, pipeline = self.ring.launch, self.ring.grid, self.pipeline
-        samples, are_prompts = list[list[int]](), list[bool]()
+        samples, prompts = list[list[int]](), set[int]()
         if self.speculation is not None:
             self.speculation.counts = DraftCounts()
         if pipeline is not None:
             pipeline.serve(requests, watch.tokens, watch.step)
             pipeline.close()
-            spans, samples, are_prompts = pipeline.spans, pipeline.samples, pipeline.are_prompts
+            spans, samples, prompts = pipeline.spans, pipeline.samples, pipeline.prompts
         elif self.stage is not None:
             StageLoop(self.stage, self.ends, spans).serve()
         sent = self.ends.outbound.traffic.since(before)
-        uses, trace = gather_ring(launch, grid, spans, sent, samples, are_prompts)
+        stages, sent_by_stage, error_s = gather_leaders(launch, grid, spans, sent)
         if not self.has_timed_links:
             self.has_timed_links = True
             self._time_links()
         if launch.rank != 0 or not watch.is_measured:
             return Extras()
-        return Extras(ring=self._metrics(uses, requests), trace=trace_of(trace))
+        trace = Trace(
+            [f"stage {number}" for number in range(len(stages))],
+            [sorted(each, key=lambda span: span.begin_s) for each in stages],
+            dict(enumerate(samples)),
+            frozenset(prompts),
+            error_s,
+        )
+        uses = uses_of(stages, sent_by_stage, prompts)
+        return Extras(ring=self._metrics(uses, requests), trace=trace)
 
     def _time_links(self) -> None:
         if self.pipeline is not None:
@@ -311,19 +310,3 @@ class OpenRing:
             None if self.speculation is None else self.speculation.counts,
             sum(len(request.output_ids) - 1 for request in requests),
         )
-
-
-def trace_of(trace: RingTrace) -> Trace:
-    """The spans of the stages; the head of the ring is a part of the first."""
-    rows = [
-        [Span(What.STAGE, number, begin, end) for number, (begin, end) in enumerate(intervals)]
-        for intervals in trace.stages
-    ]
-    rows[0] += [Span(What.HEAD, number, *interval) for number, interval in enumerate(trace.head)]
-    return Trace(
-        [f"stage {number}" for number in range(len(rows))],
-        rows,
-        dict(enumerate(trace.samples)),
-        frozenset(n for n, is_prompt in enumerate(trace.are_prompts) if is_prompt),
-        trace.clock_error_s,
-    )

@@ -9,14 +9,14 @@ Must not know how a metric is computed.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from magicdec import gantt
 from magicdec.figures import COLOURS, saved_figure
 from magicdec.gantt import Bar, Look, Panel
-from magicdec.pipeline.metrics import RingMetrics
-from magicdec.pipelined_speculation.metrics import SpeculationMetrics
+from magicdec.pipeline.metrics import RingMetrics, SpeculationMetrics
 from magicdec.records.metric_tables import fixed, metric_columns, metric_rows
 from magicdec.serving.metrics import ServingMetrics
 from magicdec.serving.record import RequestRecord, ServingRecord
@@ -280,7 +280,7 @@ def draw_timeline(
 def stages_panel(name: str, trace: Trace, plot_ms: float | None) -> Panel:
     """What the stages did in the time that is shown, each message or run in the colour of its first
     request, where that is known, or of its number."""
-    origin_s = min(span.begin_s for spans in trace.spans for span in spans)
+    origin_s = origin_of(trace)
     begin_s, until_s = decoding_window(trace, plot_ms)
     error = f" (clocks within {1e3 * trace.clock_error_s:.2f} ms)" if trace.clock_error_s else ""
     return Panel(
@@ -299,15 +299,15 @@ def bars_of(trace: Trace, origin_s: float) -> Iterator[Bar]:
     """The bars of the spans that take time."""
     for row, spans in enumerate(trace.spans):
         for span in spans:
+            requests = trace.requests.get(span.run, ())
+            of_run = PROMPT if span.run in trace.prompts else DECODING
+            kind = SPAN_LOOKS.get(span.what.name, of_run)
+            look = OF_STAGES[kind]
+            if kind == of_run:
+                place = requests[0] if requests else span.run
+                look = replace(look, colour=LIGHT[place % len(LIGHT)])
+            text = ",".join(map(str, requests)) if kind != HEAD else ""
             if span.end_s > span.begin_s:
-                requests = trace.requests.get(span.run, ())
-                kind = SPAN_LOOKS.get(span.what.name, DECODING)
-                kind = PROMPT if kind == DECODING and span.run in trace.prompts else kind
-                look = OF_STAGES[kind]
-                if kind in (DECODING, PROMPT):
-                    place = requests[0] if requests else span.run
-                    look = Look(LIGHT[place % len(LIGHT)], look.height, look.hatch)
-                text = ",".join(map(str, requests)) if kind != HEAD else ""
                 yield Bar(row, span.begin_s - origin_s, span.end_s - origin_s, look, text)
 
 
@@ -315,14 +315,11 @@ def decoding_window(trace: Trace, plot_ms: float | None) -> tuple[float, float]:
     """When the time that is shown begins and ends: from a little before the last stage computes the
     first run that decodes, for some rounds of the slowest stage or for `plot_ms`."""
     stages = [[span for span in spans if span.what.name == "STAGE"] for spans in trace.spans]
-    decoding = [
-        [span for span in spans if span.run not in trace.prompts] or spans
-        for spans in stages
-        if spans
-    ]
-    mean_s = max(sum(s.end_s - s.begin_s for s in spans) / len(spans) for spans in decoding)
+    stages = [spans for spans in stages if spans]
+    decoding = [[s for s in spans if s.run not in trace.prompts] or spans for spans in stages]
+    mean_s = max(sum(span.seconds for span in spans) / len(spans) for spans in decoding)
     length_s = SHOWN_SPANS * mean_s if plot_ms is None else plot_ms / 1e3
-    first_s = min(spans[0].begin_s for spans in stages if spans)
+    first_s = min(spans[0].begin_s for spans in stages)
     begin_s = max(first_s, decoding[-1][0].begin_s - SHOWN_BEFORE * length_s)
     end_s = max(span.end_s for spans in trace.spans for span in spans)
     return begin_s, min(begin_s + length_s, end_s)
@@ -333,30 +330,30 @@ def trace_events(
 ) -> list[dict[str, object]]:
     """The requests of each record and what its stages did, as events of the Chrome trace format.
     The requests of a mode, and each of its stages, are a process."""
-    events: list[dict[str, object]] = []
-
-    def process(name: str) -> int:
-        number = sum(event["ph"] == "M" for event in events)
-        events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
-        return number
-
-    def add(process: int, thread: int, name: str, begin_s: float, length_s: float) -> None:
-        times = {"ts": 1e6 * begin_s, "dur": 1e6 * length_s}
-        events.append({"ph": "X", "name": name, "pid": process, "tid": thread, **times})
-
+    processes: dict[str, list[tuple[int, str, float, float]]] = {}  # thread, name, begin, length
     for record, trace in zip(records, traces, strict=True):
-        of_requests = process(f"{record.name}: requests")
-        for row, request in enumerate(record.requests):
-            for kind, begin_s, length_s in spans_of(request):
-                add(of_requests, row, kind, begin_s, length_s)
-        if trace is None:
-            continue
-        origin_s = min(span.begin_s for spans in trace.spans for span in spans)
-        for name, spans in zip(trace.rows, trace.spans, strict=True):
-            of_row = process(f"{record.name}: {name}")
-            for span in spans:
-                text = f"{span.what.name.lower()} {span.run}"
-                add(
-                    of_row, int(span.what), text, span.begin_s - origin_s, span.end_s - span.begin_s
-                )
+        processes[f"{record.name}: requests"] = [
+            (row, *span)
+            for row, request in enumerate(record.requests)
+            for span in spans_of(request)
+        ]
+        if trace is not None:
+            origin_s = origin_of(trace)
+            for name, spans in zip(trace.rows, trace.spans, strict=True):
+                processes[f"{record.name}: {name}"] = [
+                    (int(s.what), f"{s.what.name.lower()} {s.run}", s.begin_s - origin_s, s.seconds)
+                    for s in spans
+                ]
+    events: list[dict[str, object]] = []
+    for number, (name, spans_of_process) in enumerate(processes.items()):
+        events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
+        events += [
+            {"ph": "X", "name": what, "pid": number, "tid": thread, "ts": 1e6 * at, "dur": 1e6 * s}
+            for thread, what, at, s in spans_of_process
+        ]
     return events
+
+
+def origin_of(trace: Trace) -> float:
+    """When the first span begins."""
+    return min(span.begin_s for spans in trace.spans for span in spans)

@@ -10,15 +10,12 @@ it.
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from magicdec.attention.backend import check_trees
 from magicdec.config.choices.collectives import NCCL, check_stage_group, choose_transport
@@ -26,21 +23,15 @@ from magicdec.config.resolved import ResolvedConfig, ResolvedDraft
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NONE, SELF, DraftSection
 from magicdec.console import Progress
-from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message, MessageForm
+from magicdec.distributed.channels.connect import Connector
+from magicdec.distributed.channels.message import Kind, Message, MessageForm
 from magicdec.distributed.groups import Group, Launch, ParallelGroups
 from magicdec.distributed.layer_split import FLAG
-from magicdec.distributed.stages import StageGrid
+from magicdec.distributed.layout import ON_HEAD, Layout, make_layout, read_split
 from magicdec.distributed.start import make_stage_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.environment import probe_machine
-from magicdec.memory.plan import (
-    MemoryPlan,
-    Models,
-    max_tokens,
-    plan_rank,
-    plan_stage,
-    working_bytes,
-)
+from magicdec.memory.model_plan import ModelPlan, StagePart
 from magicdec.model.checkpoint.source import check_part
 from magicdec.model.config import ModelConfig
 from magicdec.model.emulated import following_tokens
@@ -52,27 +43,26 @@ from magicdec.pipeline.auto_split import (
     check_source,
     choose_split,
     describe_origin,
+    time_messages,
 )
-from magicdec.pipeline.stage import StageLoop, load_part
-from magicdec.pipeline.tracing import Spans, What, clocks_of, gather_spans
-from magicdec.pipelined_run.channels import CancelBoard, Connections
-from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter, ScriptedDrafter
-from magicdec.pipelined_run.head import Head, PipelineRank
-from magicdec.pipelined_run.layout import ON_HEAD, Layout, make_layout, read_split
-from magicdec.pipelined_run.metrics import Observed, speculation_metrics
-from magicdec.pipelined_run.stage import CancellableStage, ModelPart, RunPart
+from magicdec.pipeline.clocks import clocks_of, gather_spans
+from magicdec.pipeline.drafter import Drafter, LookupDrafter, ModelDrafter, ScriptedDrafter
+from magicdec.pipeline.head import PipelineRank, connect_ranks
+from magicdec.pipeline.metrics import Observed, speculation_metrics
+from magicdec.pipeline.spans import What
+from magicdec.pipeline.stage import CancelBoard, RunStage
 from magicdec.pipelined_speculation import messages
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.coupled import CoupledSampling
-from magicdec.serving.configs import alone_of, complete_run, without_drafts
+from magicdec.serving.configs import alone_of, complete_run, of_stage, without_drafts
 from magicdec.serving.modes import Pass
 from magicdec.serving.options import ServeOptions
 from magicdec.serving.system import Extras, System, Trace, Watch
-from magicdec.setup.loading import LoadedModels, StagePart, make_draft
-from magicdec.setup.prepare import Found, Known, Prepared, find
-from magicdec.simulator.text import draw_ranks
+from magicdec.setup.loading import LoadedModels, make_draft, make_runner
+from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, find
+from magicdec.simulator.simulation import draw_ranks
 
 SCRIPTED_PROBABILITY = 0.7  # that the drafter of an emulated acceptance gives its candidate
 
@@ -92,6 +82,7 @@ class SpeculativePipeline(System):
     ) -> None:
         self.run, self.drafting, self.options = run, drafting, options
         self.passes, self.launch, self.layout = passes, launch, layout
+        self.layers = layout.layers
         self.needs_drafts = any(each.is_drafting for each in passes)
         self.rank, self.sampling = launch.rank, CoupledSampling(run.config.sampling)
         self.member: PipelineRank | None = None
@@ -103,13 +94,13 @@ class SpeculativePipeline(System):
         options: ServeOptions,
         passes: Sequence[Pass],
         launch: Launch,
-        known: Known,
+        cache: SetupCache,
     ) -> SpeculativePipeline:
         is_drafting = any(each.is_drafting for each in passes)
         has_script = options.emulate_acceptance is not None
         run_config = run_config.with_draft(NONE) if has_script or not is_drafting else run_config
         run_config = with_own_model(run_config, options.own_draft_dtype)
-        models = find(with_lanes(run_config, options), launch, known, is_part=True)
+        models = find(with_lanes(run_config, options), launch, cache, is_part=True)
         model = models.source.config
         options.check_lengths(model.max_length, f"--model {run_config.model.model}")
         layout = make_layout(options.layer_split, launch.world_size, model.num_layers)
@@ -120,14 +111,14 @@ class SpeculativePipeline(System):
             check_source(str(options.layer_split), models.source)
         if options.speculation.spare_cells:
             check_cells(models.config, model)
-        machine = known.get(("machine",), lambda: probe_machine(launch))
+        machine = cache.get(("machine",), lambda: probe_machine(launch))
         drafting = of_lanes(alone_of(models, machine), options.speculation.lanes)
         if layout.tensor_parallel > 1:
             shared = replace(models.config, draft=drafting.draft)
-            drafting = of_stage_ranks(shared, layout, launch.rank)
+            drafting = of_stage(shared, layout.group_of(launch.rank))
         drafting = with_draft_ranks(drafting, models.config.draft, layout.draft_ranks)
         transport = choose_transport(models.config.parallel, machine, options.on_host)
-        run = complete_run(replace(models, config=drafting), known, options)
+        run = complete_run(replace(models, config=drafting), cache, options)
         draft = None if models.draft is None else replace(run, config=of_drafts(drafting))
         run = replace(run, config=without_drafts(drafting))
         most = max(shape.output_len for shape in options.shapes) - 1
@@ -155,32 +146,22 @@ class SpeculativePipeline(System):
         source, draft = self.run.source, self.run.draft_source
         if draft is not None and self.rank in self.layout.draft_ranks:
             check_part(draft, range(draft.config.num_layers), has_ends=True)
-        layers = self.layout.layers[self.rank]
+        layers, last = self.layout.layers[self.rank], source.config.num_layers
         if self.options.emulate_stage_ms is None and len(layers):
-            check_part(source, layers, has_ends=self._has_end(layers))
+            check_part(source, layers, has_ends=layers.start == 0 or layers.stop == last)
 
-    def _has_end(self, layers: range) -> bool:
-        return layers.start == 0 or layers.stop == self.run.source.config.num_layers
-
-    def plans(self, each: Pass, ranks: Sequence[int]) -> Iterator[MemoryPlan]:
-        """A stage with an end of the model is planned as if it had both."""
-        model, draft_ranks = self.run.source.config, self.layout.draft_ranks
-        for rank in ranks:
-            layers = self.layout.layers[rank]
-            if len(layers):
-                has_end = self._has_end(layers)
-                of_rank = of_stage_ranks(self.run.config, self.layout, rank)
-                plan = plan_stage(of_rank, model, len(layers), has_end, rank)
-                yield self.options.without_weights(plan)
-            if (drafting := self.drafting) is not None and rank in draft_ranks:
-                config, draft = drafting.config, drafting.draft_source
-                assert draft is not None, "a model drafts"
-                parallel = replace(config.parallel, rank_group=(rank,))
-                models = Models(model, draft.config)
-                plan = plan_rank(replace(config, parallel=parallel), models, rank)
-                shard = Shard(draft_ranks.index(rank), len(draft_ranks))
-                working = working_bytes(config, draft.config, shard)
-                yield MemoryPlan(0, 0, plan.draft_weights, plan.draft_kv, working)
+    def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
+        layers, drafting = self.layout.layers[rank], self.drafting
+        plans = []
+        if len(layers):
+            ranks = self.layout.group_of(rank)
+            config = of_stage(self.run.config, ranks)
+            plans.append(ModelPlan(config, self.run.source.config, ranks, rank, StagePart(layers)))
+        if drafting is not None and rank in self.layout.draft_ranks:
+            assert drafting.draft_source is not None, "a model drafts"
+            model, ranks = drafting.draft_source.config, self.layout.draft_ranks
+            plans.append(ModelPlan(drafting.config, model, ranks, rank, is_draft=True))
+        return plans
 
     def config_of(self, each: Pass) -> Mapping[str, Any]:
         config, transport = self.run.config.to_dict(), self.transport
@@ -191,13 +172,6 @@ class SpeculativePipeline(System):
             config |= {name: of_draft[name] for name in ("draft", "kv")}
         return config
 
-    def facts(self) -> dict[str, object]:
-        transport = self.transport
-        return {
-            "layers": [len(layers) for layers in self.layout.layers],
-            "messages": None if transport is None else transport.describe(),
-        }
-
     def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
         """Load what this rank computes, and connect it with the others, once for all passes."""
         if self.member is not None:
@@ -205,22 +179,26 @@ class SpeculativePipeline(System):
         run, launch, layout = self.run, self.launch, self.layout
         models = LoadedModels(device, progress, self.options.emulated_stage_s)
         groups = make_stage_groups(
-            launch, StageGrid(launch.world_size), device, run.config.parallel.collectives,
-            None if self.drafting is None else layout.draft_ranks, layout.groups,
+            launch, layout.grid, device, run.config.parallel.collectives,
+            None if self.drafting is None else layout.draft_ranks,
         )  # fmt: skip
-        part = self._load_part(models, groups.target) if len(layout.layers[self.rank]) else None
-        drafter = None
+        stage, drafter = None, None
+        if len(layout.layers[self.rank]):
+            runner = make_runner(
+                self.model_plans(each, self.rank)[0], run.source, groups.target, models
+            )
+            stage = RunStage(runner, self.sampling)
         if self.needs_drafts and self.rank in layout.draft_ranks:
             drafter = self._make_drafter(groups.draft, models)
         width, dtype = run.source.config.hidden_size, getattr(torch, run.config.model.dtype)
         transport = self.transport
-        connections = Connections(
-            layout, launch, None if transport is None else transport.headers, self.options.link,
-            MessageForm(width, dtype, 0), device,
-            NCCL if transport is not None and transport.payloads == NCCL else None,
+        connector = Connector(
+            launch, None if transport is None else transport.headers, MessageForm(width, dtype, 0),
+            device, NCCL if transport is not None and transport.payloads == NCCL else None,
+            self.options.link,
         )  # fmt: skip
-        wires = connections.connect(self.needs_drafts)
-        self.member = PipelineRank(self.rank, wires, part, drafter, device)
+        wires = connect_ranks(connector, layout, self.needs_drafts)
+        self.member = PipelineRank(self.rank, wires, stage, drafter, device)
 
     def warm_up_rows(self, each: Pass) -> int:
         return self.options.speculation.lanes
@@ -235,35 +213,23 @@ class SpeculativePipeline(System):
             replace(self.options.speculation, mode=each.mode),
             self.run.config.attention.prefill_chunk,
         )
-
-        def lead(head: Head) -> None:
-            head.serve(scheduler, requests, watch.tokens)
-            watch.counts.moves = head.moves
-            watch.counts.num_steps = scheduler.counts.runs
-
-        spans = gather_spans(self.member.serve(lead, watch.threads), clocks_of(self.launch))
+        spans = self.member.serve(scheduler, requests, watch.tokens, watch.threads)
+        spans_of_ranks = gather_spans(spans, clocks_of(self.launch))
+        watch.counts.moves, watch.counts.num_steps = self.member.moves, scheduler.counts.runs
         if self.rank != 0 or not watch.is_measured:
             return Extras()
-        observed = Observed.of_requests(self.layout, spans, requests)
-        prompts = frozenset(span.run for span in spans[0] if span.what is What.PROMPT)
-        ranks = [f"rank {n}: {self.layout.describe(n)}" for n in range(len(spans))]
+        observed = Observed.of_requests(self.layout, spans_of_ranks, requests)
+        prompts = frozenset(span.run for span in spans_of_ranks[0] if span.what is What.PROMPT)
+        ranks = [f"rank {n}: {self.layout.describe(n)}" for n in range(len(spans_of_ranks))]
         return Extras(
             speculation=speculation_metrics(observed, scheduler.counts, each.is_drafting),
-            trace=Trace(ranks, spans, {}, prompts),
+            trace=Trace(ranks, spans_of_ranks, {}, prompts),
         )
 
     def close(self) -> None:
         if self.member is not None:
             self.member.close()
         self.member = None
-
-    def _load_part(self, models: LoadedModels, group: Group) -> RunPart:
-        run, options, layers = self.run, self.options, self.layout.layers[self.rank]
-        runner = load_part(
-            run.config, run.source, group, models, StagePart(layers, None),
-            options.speculation.lanes, max_tokens(run.config),
-        )  # fmt: skip
-        return ModelPart(runner, self.sampling)
 
     def _make_drafter(self, group: Group | None, models: LoadedModels) -> Drafter:
         if self.options.emulate_acceptance is not None:
@@ -273,7 +239,7 @@ class SpeculativePipeline(System):
         config = self.drafting.config
         assert group is not None, "this rank drafts"
         groups = ParallelGroups(self.rank, self.layout.world_size, group, draft=group)
-        draft = make_draft(self.drafting, groups, max_tokens(config), models)
+        draft = make_draft(self.drafting, groups, models)
         assert draft is not None, "a model drafts"
         vocab_size = self.drafting.source.config.vocab_size
         return ModelDrafter(draft, config.kv, vocab_size, self.sampling)
@@ -325,13 +291,7 @@ def of_lanes(config: ResolvedConfig, num_lanes: int) -> ResolvedConfig:
     return replace(config, parallel=parallel, workload=workload)
 
 
-def of_stage_ranks(config: ResolvedConfig, layout: Layout, rank: int) -> ResolvedConfig:
-    """The config of a rank that shares the layers of its stage with others."""
-    parallel = replace(config.parallel, rank_group=layout.group_of(rank))
-    return replace(config, parallel=parallel)
-
-
-def check_stage_ranks(models: Found, options: ServeOptions, layout: Layout) -> None:
+def check_stage_ranks(models: ResolvedRun, options: ServeOptions, layout: Layout) -> None:
     """Raises ValueError if several ranks are to share the layers of a stage that cannot."""
     count, split, model = layout.tensor_parallel, options.layer_split, models.source.config
     if count == 1:
@@ -365,7 +325,7 @@ def of_drafts(config: ResolvedConfig) -> ResolvedConfig:
     return replace(config, workload=replace(config.workload, gen_len=0))
 
 
-def check_draft_ranks(models: Found, options: ServeOptions, layout: Layout) -> None:
+def check_draft_ranks(models: ResolvedRun, options: ServeOptions, layout: Layout) -> None:
     """Raises ValueError if several ranks are to draft what they cannot share."""
     count, split, draft = len(layout.draft_ranks), f"{FLAG} {options.layer_split}", models.draft
     if count == 1:
@@ -409,29 +369,22 @@ class RunTiming(Timing):
         return StagePart(range(last, last + 1), None) if is_last else None
 
     def timer(self, runner: ModelRunner, has_ends: bool, groups: ParallelGroups) -> Timer:
-        part = ModelPart(runner, CoupledSampling(self.config.sampling))
-        return partial(time_part, part, self.step)
+        stage = RunStage(runner, CoupledSampling(self.config.sampling), CancelBoard())
+        return partial(time_part, stage, self.step)
 
 
-def time_part(part: ModelPart, step: DecodeStep) -> float:
-    """Seconds from run to run where the next run always waits already: the median, which a run that
-    was held up does not move."""
+def time_part(stage: RunStage, step: DecodeStep) -> float:
+    """Seconds from run to run."""
     num_rows, places = step.num_tokens, tuple(range(step.context, step.context + step.num_tokens))
     run = messages.Launch(
-        run=0, request=0, lane=0, parent=-1, is_speculative=num_rows > 1, num_outputs=num_rows,
+        run=0, request=0, lane=0, is_speculative=num_rows > 1, num_outputs=num_rows,
         tokens=(1,) * num_rows, positions=places, cells=places,
         parents=tuple(range(-1, num_rows - 1)), moves=(),
         context=messages.to_ranges(step.context, ()),
     )  # fmt: skip
-    spans, inbound, model = Spans(), Loopback(), part.runner.model
-    payload: Tensor | None = None
+    model, payload = stage.runner.model, None
     if not model.has_embedding:
         dtype = next(model.parameters()).dtype
         payload = torch.full((1, num_rows, model.config.hidden_size), 0.1, dtype=dtype)
     message = Message(Kind.HIDDEN, run.run, words=run.to_words(), payload=payload)
-    for _ in range(STEPS + 1):
-        inbound.send(message)
-    inbound.send(Message(Kind.END))
-    stage = CancellableStage(part, CancelBoard())
-    StageLoop(stage, Ends(inbound, Loopback()), spans).serve()
-    return statistics.median(b.end_s - a.end_s for a, b in pairwise(spans))
+    return time_messages(stage, [message] * (STEPS + 1))

@@ -1,18 +1,18 @@
 """System: what serves requests in one or several modes, on the ranks of a command.
-`serving/modes.py` names the systems. Also what every system needs: requests with their arrivals,
-and a clock that all ranks of a group share.
+`serving/modes.py` names the systems. Also the requests, with their arrivals, that every system
+serves.
 
 A system is made before any process group exists (`prepare`). It says what its ranks will hold
-(`plans`), loads that (`open`), serves all requests in each of its passes (`serve`), and gives the
-memory back (`close`). All ranks make the same systems and call the same methods together, also
+(`model_plans`), loads that (`open`), serves all requests in each of its passes (`serve`), and gives
+the memory back (`close`). All ranks make the same systems and call the same methods together, also
 those that have no part in a pass.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,22 +24,21 @@ from magicdec.console import Progress
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.threads import ThreadCount
 from magicdec.hardware.timing import RealClock
-from magicdec.memory.check import Room
-from magicdec.memory.plan import MemoryPlan
-from magicdec.pipeline.tracing import Span
+from magicdec.memory.check import Room, add_up
+from magicdec.memory.model_plan import ModelPlan
+from magicdec.memory.plan import MemoryPlan, plan_of
+from magicdec.pipeline.spans import Span
 from magicdec.request import Request
 from magicdec.sampling.sampling import make_params
 from magicdec.scheduling.plan import Plan
-from magicdec.serving.live_view import View
 from magicdec.serving.metrics import StepCounts
 from magicdec.serving.modes import Pass
 from magicdec.serving.options import ServeOptions
-from magicdec.setup.prepare import Known, Prepared
+from magicdec.setup.prepare import Prepared, SetupCache
 from magicdec.workload.request_shapes import RequestShape
 
 if TYPE_CHECKING:
-    from magicdec.pipeline.metrics import RingMetrics
-    from magicdec.pipelined_speculation.metrics import SpeculationMetrics
+    from magicdec.pipeline.metrics import RingMetrics, SpeculationMetrics
 
 WARM_UP_TOKENS = 3
 
@@ -57,13 +56,10 @@ class Watch:
     counts: StepCounts = field(default_factory=StepCounts)
     tokens: Callable[[int], None] = ignore
     threads: ThreadCount = field(default_factory=ThreadCount)
-    view: View | None = None
     is_measured: bool = False
 
     def step(self, plan: Plan) -> None:
         self.counts.watch(plan)
-        if self.view is not None:
-            self.view.step(self.counts.in_flight)
 
 
 @dataclass(frozen=True)
@@ -95,7 +91,9 @@ class System(ABC):
     knows."""
 
     run: Prepared
+    options: ServeOptions
     passes: Sequence[Pass]
+    layers: Sequence[range] = ()  # of each stage of a ring, or of each rank
     layer_split: str | None = None  # as `--layer_split` would name the layers of the stages
     split: str = ""  # what `--layer_split auto` chose, in one line
     transport: Transport | None = None  # of messages between stages
@@ -109,7 +107,7 @@ class System(ABC):
         options: ServeOptions,
         passes: Sequence[Pass],
         launch: Launch,
-        known: Known,
+        cache: SetupCache,
     ) -> System:
         """Find and check what the system needs for `passes`. Raises ValueError, one line naming the
         flag, for errors that a user can correct."""
@@ -119,8 +117,15 @@ class System(ABC):
         """Raises ValueError if a part of a checkpoint that this rank reads is not on this host."""
 
     @abstractmethod
-    def plans(self, each: Pass, ranks: Sequence[int]) -> Iterator[MemoryPlan]:
-        """What those of these ranks that hold anything in a pass hold."""
+    def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
+        """The models that a rank holds in a pass, which `open` loads."""
+
+    def plan(self, each: Pass, ranks: Sequence[int]) -> MemoryPlan:
+        """What these ranks hold together in a pass."""
+        plan = add_up([plan_of(self.model_plans(each, rank)) for rank in ranks])
+        if self.options.emulate_stage_ms is None:
+            return plan
+        return replace(plan, weights=0, working=0)  # models that sleep have none
 
     def advice(self, each: Pass, room: Room) -> str:
         """What to do where a pass does not fit into `room`."""
@@ -129,10 +134,6 @@ class System(ABC):
     @abstractmethod
     def config_of(self, each: Pass) -> Mapping[str, Any]:
         """The resolved config that a pass runs with, as its record has it."""
-
-    @abstractmethod
-    def facts(self) -> dict[str, object]:
-        """What must be equal on all ranks, by what it is called in a message."""
 
     @abstractmethod
     def open(self, each: Pass, device: torch.device, progress: Progress) -> None:

@@ -5,20 +5,19 @@ Owns the choice of the runner for a model.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from magicdec.attention.backend import AttentionBackend, backend_class
-from magicdec.config.resolved import ResolvedConfig, ResolvedModel
 from magicdec.console import Progress
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.drafter import DraftModel
-from magicdec.drafting.policies.policy import keep_queries, make_policy, standalone_kv_dtype
+from magicdec.drafting.policies.policy import keep_queries, make_policy
 from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.executor.executor import Executor
-from magicdec.memory.plan import max_following
+from magicdec.memory.model_plan import Kinds, ModelPlan, StagePart, max_following
 from magicdec.model.checkpoint.source import ModelSource, load_transformer
 from magicdec.model.emulated import EmulatedModel
 from magicdec.model.transformer import Transformer
@@ -27,40 +26,13 @@ from magicdec.runner import ModelRunner
 from magicdec.setup.prepare import Prepared
 
 
-@dataclass(frozen=True)
-class StagePart:
-    """What a stage of a pipeline has of a model. `has_ends`: whether it has the embedding, the
-    final norm and the head; None: those of them that belong to its layers."""
-
-    layers: range
-    has_ends: bool | None
-
-
-@dataclass(frozen=True)
-class Kinds:
-    """How a model is stored and computed. Activations are in `dtype`, matrices in `weights` (either
-    `dtype` or int8). `linear` and `elementwise` name the kernels for matrix products and for the
-    elementwise operations; `native_steps` is on or off."""
-
-    dtype: str
-    weights: str
-    linear: str = "torch"
-    elementwise: str = "torch"
-    native_steps: str = "off"
-
-
-def kinds_of(section: ResolvedModel, weights: str) -> Kinds:
-    """The `Kinds` of a model in a run with that config section, with its matrices in `weights`."""
-    return Kinds(section.dtype, weights, section.linear, section.elementwise, section.native_steps)
-
-
 def load_model(
     source: ModelSource,
     group: Group,
     kinds: Kinds,
     device: torch.device,
     progress: Progress,
-    part: StagePart | None = None,
+    part: StagePart = StagePart(),
 ) -> Transformer:
     """Load this rank's shard of a model, or of a part of it, that is sharded over `group`."""
     shard = Shard(group.index, group.size)
@@ -75,12 +47,11 @@ def load_kind(
     shard: Shard,
     kinds: Kinds,
     device: torch.device,
-    part: StagePart | None = None,
+    part: StagePart = StagePart(),
 ) -> Transformer:
-    layers, has_ends = (None, None) if part is None else (part.layers, part.has_ends)
     dtype, is_int8 = getattr(torch, kinds.dtype), kinds.weights == "int8"
     model = load_transformer(
-        source.config, source.weights, shard, layers, dtype, device, is_int8, has_ends
+        source.config, source.weights, shard, part.layers, dtype, device, is_int8, part.has_ends
     )
     if kinds.linear == "packed":
         model.pack()
@@ -104,16 +75,15 @@ class LoadedModels:
         return len(self._models)
 
     def get(
-        self, source: ModelSource, group: Group, kinds: Kinds, part: StagePart | None = None
+        self, source: ModelSource, group: Group, kinds: Kinds, part: StagePart = StagePart()
     ) -> Transformer:
         """This rank's shard of a model, or of a part of it, that is sharded over `group`. Native
         steps read the same weights."""
         if self.emulated_s is not None:
-            layers, has_ends = (None, None) if part is None else (part.layers, part.has_ends)
             like = torch.zeros(1, dtype=getattr(torch, kinds.dtype), device=self.device)
             shard = Shard(group.index, group.size)
             return EmulatedModel(
-                source.config, shard, layers, has_ends, self.emulated_s, like
+                source.config, shard, part.layers, part.has_ends, self.emulated_s, like
             ).eval()
         key = id(source), group.ranks, replace(kinds, native_steps="off"), part
         if key not in self._models:
@@ -137,70 +107,44 @@ def make_executor(kinds: Kinds, model: Transformer, group: Group) -> Executor | 
     return Executor(model, group) if is_native else None
 
 
-def make_target(
-    config: ResolvedConfig,
-    source: ModelSource,
-    group: Group,
-    models: LoadedModels,
-    max_tokens: int,
-    block_tokens: int | None = None,
-    cache_tokens: int | None = None,
+def make_runner(
+    plan: ModelPlan, source: ModelSource, group: Group, models: LoadedModels
 ) -> ModelRunner:
-    """A runner of the target for a batch of at most `max_tokens` tokens a row. `block_tokens` is
-    the size of a block of its cache, and `cache_tokens` what the cache holds of all rows together,
-    each rounded up; by default, every row has room for `max_tokens`."""
-    kinds = kinds_of(config.model, config.model.target_dtype)
-    model, backend = models.get(source, group, kinds), make_backend(config.attention.backend)
-    num_rows = config.workload.batch_size
-    size = backend.block_size(block_tokens or max_tokens)
-    num_blocks = num_rows * -(-max_tokens // size)
-    if cache_tokens is not None:
-        num_blocks = -(-cache_tokens // size)
+    """The runner of what this rank holds, whose layers `group` shares."""
+    return runner_of(plan, models.get(source, group, plan.kinds, plan.part), group)
+
+
+def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
+    """The runner of a model that is loaded, with a cache of its own."""
+    backend, executor = make_backend(plan.backend), make_executor(plan.kinds, model, group)
+    if plan.rolling_rule is not None:
+        return RollingRunner(
+            model, backend, group, plan.num_rows, plan.tokens, plan.rolling_rule, plan.kv_dtype,
+            executor, max_tail=plan.tail,
+        )  # fmt: skip
     return ModelRunner(
-        model,
-        backend,
-        group,
-        num_rows,
-        max_tokens,
-        executor=make_executor(kinds, model, group),
-        block_tokens=block_tokens,
-        num_blocks=num_blocks,
-        max_following=max_following(config, max_tokens),
-    )
+        model, backend, group, plan.num_rows, plan.tokens, kv_dtype=plan.kv_dtype,
+        executor=executor, block_tokens=plan.block_tokens, num_blocks=plan.storage()[1],
+        max_following=max_following(plan.config, plan.tokens),
+    )  # fmt: skip
 
 
 def make_draft(
-    prepared: Prepared, groups: ParallelGroups, max_tokens: int, models: LoadedModels
+    prepared: Prepared, groups: ParallelGroups, models: LoadedModels, row_tokens: int | None = None
 ) -> DraftModel | None:
     """The standalone draft model of a run; None if the run has none. Only the draft's ranks hold
-    weights and a cache. Sequences have at most `max_tokens` tokens."""
+    weights and a cache. Sequences have at most `row_tokens` tokens (default: those of the run)."""
     config, source = prepared.config, prepared.draft_source
     if config.draft is None or source is None:
         return None
-    chunk = config.attention.prefill_chunk
     runner: ModelRunner | None = None
-    policy = make_policy(config.kv)
-    is_rolling = policy.can_roll
     if groups.draft is not None:
-        kinds = kinds_of(config.model, config.draft.draft_dtype)
-        kinds = replace(kinds, native_steps=config.draft.native_steps)
-        model = models.get(source, groups.draft, kinds)
-        backend, num_rows = make_backend(config.draft.backend), config.workload.batch_size
-        executor, kv_dtype = (
-            make_executor(kinds, model, groups.draft),
-            standalone_kv_dtype(config.kv),
-        )
-        if policy.can_roll:
-            tail = min(chunk, config.workload.prefix_len) + config.decoding.most_draft_tokens
-            runner = RollingRunner(
-                model, backend, groups.draft, num_rows, max_tokens, policy.rolling_rule(),
-                kv_dtype, executor, max_tail=tail,
-            )  # fmt: skip
-        else:
-            runner = ModelRunner(
-                model, backend, groups.draft, num_rows, max_tokens, kv_dtype=kv_dtype,
-                executor=executor, max_following=max_following(config, max_tokens),
-            )  # fmt: skip
+        plan = ModelPlan(
+            config, source.config, groups.draft.ranks, groups.rank, is_draft=True,
+            row_tokens=row_tokens,
+        )  # fmt: skip
+        runner = make_runner(plan, source, groups.draft, models)
         keep_queries(runner, config.kv)
     first = groups.target.ranks.index(config.draft.rank_group[0])
-    return DraftModel(runner, first, chunk, is_rolling)
+    is_rolling = make_policy(config.kv).can_roll
+    return DraftModel(runner, first, config.attention.prefill_chunk, is_rolling)

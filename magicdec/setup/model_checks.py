@@ -15,7 +15,7 @@ from magicdec.config.capabilities import (
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import flag_of
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.memory.plan import max_tokens
+from magicdec.memory.model_plan import max_tokens
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.names import AUTO_BACKENDS, REFERENCE_BACKEND
@@ -35,7 +35,7 @@ def check_draft(config: ResolvedConfig, target: ModelSource, draft: ModelSource)
     check_reach(config, label, draft)
     check_choice(config, draft_flag, draft)
     check_shards(config, label, draft)
-    check_backend(config, config.draft.backend_choice.settled, draft_flag, draft)
+    check_backend(config, config.draft.backend.settled, draft_flag, draft)
 
 
 def check_vocabularies(
@@ -158,7 +158,7 @@ def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> 
     length = w.prefix_len + w.num_new_tokens
     flags_text = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
     check_length(flags_text, length, flag, source)
-    check_backend(config, config.attention.backend_choice.settled, flag, source)
+    check_backend(config, config.attention.backend.settled, flag, source)
     if config.decoding.drafter == "self":
         check_choice(config, flag, source)
     Shard(0, world_size).heads(source.config.num_heads, source.config.num_kv_heads)

@@ -103,6 +103,11 @@ class Prepared:
     step_estimate: StepEstimate | None = None  # the first step times of `--gamma auto`
 
     @property
+    def models(self) -> Models:
+        draft = self.draft_source
+        return Models(self.source.config, None if draft is None else draft.config)
+
+    @property
     def is_random(self) -> bool:
         """Whether the target or its standalone draft has random weights, which make acceptance
         meaningless."""
@@ -137,7 +142,7 @@ def describe_model(source: ModelSource) -> ModelRecord:
 T = TypeVar("T")
 
 
-class Known:
+class SetupCache:
     """What was found while runs were prepared, so that the runs of a study find it once."""
 
     def __init__(self) -> None:
@@ -151,7 +156,7 @@ class Known:
 
 
 @dataclass(frozen=True)
-class Found:
+class ResolvedRun:
     """A run whose models were found and whose config is resolved. What it needs of the machine, and
     its prompts, are not checked yet."""
 
@@ -169,7 +174,7 @@ def prepare(run_config: RunConfig, launch: Launch) -> Prepared:
     """Resolve the config and check everything. Raises ValueError, one line naming the flag, for
     errors that a user can correct."""
     check_threads_equal(launch, run_config)
-    cache = Known()
+    cache = SetupCache()
     return complete(find(run_config, launch, cache), cache)
 
 
@@ -178,7 +183,9 @@ def check_threads_equal(launch: Launch, run_config: RunConfig) -> None:
     check_equal(launch, {"--threads": agreed_threads(run_config.parallel.threads)}, "threads")
 
 
-def find(run_config: RunConfig, launch: Launch, cache: Known, is_part: bool = False) -> Found:
+def find(
+    run_config: RunConfig, launch: Launch, cache: SetupCache, is_part: bool = False
+) -> ResolvedRun:
     """Find the models and resolve the config. Raises ValueError as `prepare` does. `is_part`:
     this rank is a stage of a pipeline, as in `find_model` and `resolve`."""
     run_config.check(launch.world_size)
@@ -197,12 +204,12 @@ def find(run_config: RunConfig, launch: Launch, cache: Known, is_part: bool = Fa
         (layer_obstacle(source.config), None if draft is None else layer_obstacle(draft.config)),
         is_part,
     )
-    return Found(config, launch, source, draft)
+    return ResolvedRun(config, launch, source, draft)
 
 
 def complete(
-    run: Found,
-    cache: Known,
+    run: ResolvedRun,
+    cache: SetupCache,
     agree: Callable[[Launch, Callable[[], str]], str] = check_together,
     num_prompts: tuple[int, str] | None = None,
     check: Callable[[ResolvedConfig, Models, Launch, int | None], str] = check_memory,
@@ -252,7 +259,7 @@ def complete(
     )
 
 
-def find_tokenizer(source: ModelSource, cache: Known) -> tuple[ModelSource, Tokenizer]:
+def find_tokenizer(source: ModelSource, cache: SetupCache) -> tuple[ModelSource, Tokenizer]:
     """The model whose tokenizer makes the prompts, and that tokenizer. Random weights have none, so
     the demo's is used. Its ids are valid in any vocabulary that is at least as large."""
     tokenizer_source = source

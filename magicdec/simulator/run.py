@@ -22,14 +22,12 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Literal
 
-from magicdec.pipelined_speculation.options import Counts, Options
-from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
+from magicdec.pipelined_speculation.options import Options
+from magicdec.pipelined_speculation.scheduler import Counts, PipelinedScheduler
 from magicdec.records.fields import Part, recorded
 from magicdec.records.metrics import mean, percentile
 from magicdec.records.record import Record
-from magicdec.simulator.machine import Machine
-from magicdec.simulator.simulation import Simulation, Trace
-from magicdec.simulator.text import Text, TextModels
+from magicdec.simulator.simulation import Machine, Simulation, TextModels, Trace
 
 MODES = ("iterative", "sync", "async", "ring")
 WITHOUT_DRAFTS = ("iterative", "ring")  # every token takes as long as the one before
@@ -59,10 +57,10 @@ def run_mode(
     scheduler = PipelinedScheduler(replace(options, mode=kind, lanes=requests))
     # Every request has another part of the ranks, which are taken in a circle.
     starts = (index * work.gen_len % len(work.ranks) for index in range(requests))
-    texts = [
-        Text(0, [*work.ranks[start:], *work.ranks[:start]], work.probabilities) for start in starts
-    ]
-    simulation = Simulation(machine, scheduler, TextModels(texts), is_ring)
+    models = TextModels(
+        [[*work.ranks[start:], *work.ranks[:start]] for start in starts], work.probabilities
+    )
+    simulation = Simulation(machine, scheduler, models, is_ring)
     trace = simulation.run([PROMPT] * requests, work.gen_len)
     return trace, measure(machine, trace, scheduler.counts)
 
@@ -115,7 +113,7 @@ class SimulationRecord(Record):
     status: Literal["simulated"] = recorded("`simulated`: nothing has run", default="simulated")
     config: dict[str, Any] = recorded(
         "`mode`, `nodes` (null where the stages were given by themselves), `machine` in seconds "
-        "and bytes, `options` of the scheduler and `work`, with the flags of the command"
+        "and bytes, `options` of the scheduler, `work`, and the `flags` of the command"
     )
     metrics: SimulatedMetrics = recorded("what came out")
 

@@ -8,45 +8,44 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.distributed.groups import Launch
-from magicdec.memory.plan import max_tokens
+from magicdec.memory.model_plan import max_tokens
 from magicdec.names import BASELINE
 from magicdec.records.reading import read_records
 from magicdec.records.record import RunRecord
 from magicdec.run.resident import prefill_key
-from magicdec.setup.prepare import Found, Known, Prepared, complete, find
+from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, complete, find
 
 
 @dataclass(frozen=True)
 class Cell:
     """One run of a study. `prepared` is None if it was refused, for the reason in `refusal`."""
 
-    found: Found
+    resolved: ResolvedRun
     prepared: Prepared | None = None
     refusal: str = ""
 
     @cached_property
     def key(self) -> str:
-        return config_key(self.found.config.to_dict())
+        return config_key(self.resolved.config.to_dict())
 
     @cached_property
     def prompts_key(self) -> object:
         """Equal for cells that can share a prefill. What a draft may choose in a model's sliding
         window follows from the room of a row, so that there this must be equal too."""
-        config, window = self.found.config, self.found.source.config.sliding_window
+        config, window = self.resolved.config, self.resolved.source.config.sliding_window
         return prefill_key(config), None if window is None else max_tokens(config)
 
     @property
     def model_key(self) -> object:
         """Equal for cells whose target is loaded once."""
-        model, parallel = self.found.config.model, self.found.config.parallel
+        model, parallel = self.resolved.config.model, self.resolved.config.parallel
         kind = model.dtype, model.target_dtype, model.linear, model.elementwise
         return model.model, kind, parallel.rank_group, parallel.threads
 
@@ -56,7 +55,11 @@ class Cell:
         prefill. 0 if it was refused."""
         if self.prepared is None:
             return 0.0
-        plan, w, d = self.prepared.plan, self.found.config.workload, self.found.config.decoding
+        plan, w, d = (
+            self.prepared.plan,
+            self.resolved.config.workload,
+            self.resolved.config.decoding,
+        )
         num_passes = 2 if d.baseline and d.strategy != BASELINE else 1
         steps = num_passes * w.gen_len * (w.num_batches + w.warmup_batches)
         prefill = w.batch_size * w.num_batches * w.prefix_len / 16
@@ -82,28 +85,16 @@ def config_key(config: dict[str, Any]) -> str:
 def make_cells(configs: Iterable[RunConfig], launch: Launch) -> list[Cell]:
     """The cells, each once. Raises ValueError for what keeps a cell from having a resolved config,
     such as a model that does not exist."""
-    known, cells = Known(), dict[str, Cell]()
+    cache, cells = SetupCache(), dict[str, Cell]()
     for config in configs:
-        cell = make_cell(config, launch, known)
+        resolved = find(config, launch, cache)
+        try:
+            # Each rank checks alone: the ranks of a study agree on all refusals at once.
+            cell = Cell(resolved, complete(resolved, cache, lambda launch, check: check()))
+        except ValueError as error:
+            cell = Cell(resolved, refusal=" ".join(str(error).split()))
         cells.setdefault(cell.key, cell)
     return list(cells.values())
-
-
-def make_cell(config: RunConfig, launch: Launch, known: Known) -> Cell:
-    """The cell of a config, or its refusal."""
-    found = find(config, launch, known)
-    try:
-        # Each rank checks alone: the ranks of a study agree on all refusals at once.
-        return Cell(found, complete(found, known, lambda launch, check: check()))
-    except ValueError as error:
-        return Cell(found, refusal=" ".join(str(error).split()))
-
-
-def baseline_of(config: RunConfig) -> RunConfig:
-    """Autoregressive decoding with the same target and prompts."""
-    d = config.decoding
-    plain = DecodingSection(BASELINE, ignore_eos=d.ignore_eos, cuda_graphs=d.cuda_graphs)
-    return replace(config, draft=None, kv=KVSection(), decoding=plain)
 
 
 def records_of(path: Path, cells: Sequence[Cell]) -> list[RunRecord]:

@@ -18,48 +18,35 @@ from magicdec.study.cells import Cell
 from magicdec.study.plan import StudyPlan
 
 
-class Remaining:
-    """Estimates the time that is left from the seconds that cells have taken for their work."""
-
-    def __init__(self, plan: StudyPlan, time_budget_s: float | None) -> None:
-        self.started, self.time_budget_s = time.monotonic(), time_budget_s
-        self.work_left = sum(plan.order[number].work for number in plan.todo)
-        self.work_done = self.seconds_done = 0.0
-
-    def ran(self, cell: Cell, seconds: float) -> None:
-        self.work_left -= cell.work
-        self.work_done += cell.work
-        self.seconds_done += seconds
-
-    @property
-    def seconds(self) -> float | None:
-        """Until all is done; None before the first cell is."""
-        return self._expected(self.work_left)
-
-    def is_over(self, cell: Cell) -> bool:
-        """Whether the time budget would end before the cell."""
-        if self.time_budget_s is None:
-            return False
-        elapsed = time.monotonic() - self.started
-        return elapsed + (self._expected(cell.work) or 0.0) > self.time_budget_s
-
-    def _expected(self, work: float) -> float | None:
-        return work * self.seconds_done / self.work_done if self.work_done else None
-
-
 class StudyProgress:
-    """The progress of the cell that runs, after its number and the time that is left."""
+    """The progress of the cell that runs, after its number and the time that is left, which is
+    estimated from the seconds that cells have taken for their work."""
 
-    def __init__(self, inner: Progress, num_runs: int) -> None:
-        self.inner, self.num_runs = inner, num_runs
+    def __init__(self, inner: Progress, plan: StudyPlan) -> None:
+        self.inner, self.num_runs = inner, len(plan.order)
+        self.work_left = sum(plan.order[number].work for number in plan.todo)
+        self.work_done = self.seconds_done = self.started = 0.0
         self.name = self.label = ""
 
-    def begin(self, number: int, cell: Cell, remaining: Remaining) -> None:
+    def begin(self, number: int, cell: Cell) -> None:
+        self.started = time.monotonic()
         self.name = f"{number + 1}/{self.num_runs} {describe(cell)}"
-        self.label = f"{self.name}{shown_left(remaining)}; "
+        self.label = f"{self.name}{self.left}; "
 
-    def end(self, record: RunRecord, remaining: Remaining) -> None:
-        say(f"{self.name}: {shown(record)}{shown_left(remaining)}")
+    def end(self, cell: Cell, record: RunRecord) -> None:
+        self.work_left -= cell.work
+        self.work_done += cell.work
+        self.seconds_done += time.monotonic() - self.started
+        say(f"{self.name}: {shown(record)}{self.left}")
+
+    @property
+    def left(self) -> str:
+        """The time until all is done; empty before the first cell is."""
+        if not self.work_done or self.work_left <= 0:
+            return ""
+        seconds = self.work_left * self.seconds_done / self.work_done
+        unit, length = ("min", 60) if seconds >= 60 else ("s", 1)
+        return f", about {seconds / length:.0f} {unit} left"
 
     @contextmanager
     def task(self, name: str, total: int) -> Iterator[Advance]:
@@ -68,7 +55,7 @@ class StudyProgress:
 
 
 def describe(cell: Cell) -> str:
-    config = cell.found.config.to_dict()
+    config = cell.resolved.config.to_dict()
     w = config["workload"]
     return (
         f"{config['model']['model']}, {method_of(config)}, B {w['batch_size']}, "
@@ -86,15 +73,6 @@ def shown(record: RunRecord) -> str:
     if metrics.speedup is not None:
         parts.append(f"{metrics.speedup:.2f}x")
     return ", ".join(parts)
-
-
-def shown_left(remaining: Remaining) -> str:
-    seconds = remaining.seconds
-    if seconds is None or remaining.work_left <= 0:
-        return ""
-    return (
-        f", about {seconds / 60:.0f} min left" if seconds >= 60 else f", about {seconds:.0f} s left"
-    )
 
 
 def print_order(plan: StudyPlan) -> None:

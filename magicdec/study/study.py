@@ -6,7 +6,6 @@ Owns what a study file may hold. Must not know any flag of a driver.
 
 from __future__ import annotations
 
-import difflib
 import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -17,6 +16,7 @@ from typing import Any
 from magicdec.config.sections import OutputSection
 from magicdec.config.setting import declared, same, setting
 from magicdec.config.toml_file import TomlFile
+from magicdec.names import most_like
 
 MOST_CELLS = 10_000  # unless the user confirms more
 
@@ -59,18 +59,6 @@ class Settings:
         least=1,
         other_defaults="20 in latency",
     )
-    baseline_every: int = setting(
-        10,
-        "Runs after which a baseline of the study is measured again, to see drift of the machine. "
-        "0 never does so.",
-        least=0,
-    )
-    time_budget: float | None = setting(
-        None,
-        "Start no run that is not expected to end within so many minutes. Default: no limit.",
-        metavar="MINUTES",
-        above=0,
-    )
 
 
 @dataclass(frozen=True)
@@ -109,8 +97,8 @@ def _settings(file: TomlFile, raw: dict[str, Any]) -> Settings:
     settings, values = declared(Settings), {}
     for key, value in raw.items():
         if key not in settings:
-            names = [*settings, "common", "grid"]
-            raise ValueError(f"{file.place_of(key)}: {unknown('key', key, names)}")
+            hint = most_like(key, [*settings, "common", "grid"])
+            raise ValueError(f"{file.place_of(key)}: unknown key {key}; {hint}")
         try:
             values[key] = settings[key].read(value)
         except ValueError as error:
@@ -146,15 +134,6 @@ def checked(grid: Grid) -> Grid:
             raise ValueError(f"{grid.place_of(key)}: {key} is empty; give at least one value")
         twice = next((v for n, v in enumerate(values) if v in values[:n]), None)
         if twice is not None:
-            raise ValueError(
-                f"{grid.place_of(key)}: {key} names {twice} twice; name each value once"
-            )
+            where = grid.place_of(key)
+            raise ValueError(f"{where}: {key} names {twice} twice; name each value once")
     return grid
-
-
-def unknown(what: str, key: str, known: Iterable[str]) -> str:
-    """The message about a name that does not exist."""
-    names = sorted(known)
-    close = difflib.get_close_matches(key, names, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"choose from {', '.join(names)}"
-    return f"unknown {what} {key}; {hint}"

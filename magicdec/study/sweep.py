@@ -8,7 +8,6 @@ Must not know what a cell measures.
 from __future__ import annotations
 
 import datetime
-import time
 from pathlib import Path
 
 from magicdec.console import make_progress
@@ -22,10 +21,9 @@ from magicdec.run.outcome import unfinished_record
 from magicdec.run.resident import Resident
 from magicdec.run.run import execute_in
 from magicdec.setup.session import RankSession, session_of
-from magicdec.study.cells import Cell, records_of
-from magicdec.study.drift import measure_drift
+from magicdec.study.cells import Cell
 from magicdec.study.plan import StudyPlan
-from magicdec.study.progress import Remaining, StudyProgress, say
+from magicdec.study.progress import StudyProgress, say
 from magicdec.study.study import Settings
 
 
@@ -41,41 +39,26 @@ class Sweep:
         self.resident: Resident | None = None
         self.records: list[RunRecord] = []
 
-    def run(self, time_budget_s: float | None) -> None:
-        """Run what is left, until the time budget is over: no cell starts that is not expected to
-        end within it. Raises KeyboardInterrupt on Ctrl-C, OSError if a record cannot be
+    def run(self) -> None:
+        """Run what is left. Raises KeyboardInterrupt on Ctrl-C, OSError if a record cannot be
         written."""
-        remaining = Remaining(self.plan, time_budget_s)
         for number in self.plan.todo:
             cell = self.plan.order[number]
-            session = None if cell.prepared is None else self.session(cell)
-            if self.is_over(session, remaining, cell):
-                break
-            self.progress.begin(number, cell, remaining)
-            started = time.monotonic()
-            if session is None:
+            self.progress.begin(number, cell)
+            if cell.prepared is None:
                 record = self.failed(cell, cell.refusal)
             else:
-                record = self.run_cell(cell, session)
-            remaining.ran(cell, time.monotonic() - started)
+                record = self.run_cell(cell, self.session(cell))
             if self.is_leader:
                 append_record(self.results, record)
-                self.progress.end(record, remaining)
+                self.progress.end(cell, record)
             self.records.append(record)
         close_groups()
-
-    def is_over(self, session: RankSession | None, remaining: Remaining, cell: Cell) -> bool:
-        """Whether the time budget ends before the next cell would. The leading rank's clock
-        counts."""
-        is_over = remaining.is_over(cell)
-        if session is None:
-            return self.launch.world_size == 1 and is_over
-        return bool(session.groups.target.all_gather_object(is_over)[0])
 
     def session(self, cell: Cell) -> RankSession:
         """The session of the cell's ranks, opened at its first use."""
         assert cell.prepared is not None
-        parallel, draft = cell.found.config.parallel, cell.found.config.draft
+        parallel, draft = cell.resolved.config.parallel, cell.resolved.config.draft
         key = repr((parallel, None if draft is None else draft.rank_group))
         if key not in self.sessions:
             self.sessions[key] = session_of(cell.prepared)
@@ -87,11 +70,12 @@ class Sweep:
         """The record of a cell. With one rank, a failure is a record and nothing of it stays; with
         several, whose states may differ after it, the exception ends the study."""
         assert cell.prepared is not None
-        stay = self.plan.stays[cell.key]
         resident = self.resident = self.resident or Resident(session.device, self.progress)
-        resident.models.drop_others(*stay.sources)
+        resident.models.drop_others(cell.resolved.source, cell.resolved.draft)
         try:
-            return execute_in(session, cell.prepared, self.progress, resident, stay.room).record
+            return execute_in(
+                session, cell.prepared, self.progress, resident, self.plan.rooms[cell.key]
+            ).record
         except Exception as error:
             self.resident = None
             record = self.failed(cell, f"{type(error).__name__}: {error}")
@@ -103,7 +87,7 @@ class Sweep:
 
     def failed(self, cell: Cell, error: str) -> RunRecord:
         """The record of a cell that did not run to its end."""
-        config = cell.found.config
+        config = cell.resolved.config
         now = datetime.datetime.now(datetime.timezone.utc)
         environment = describe_environment(self.launch, config.parallel.device, now)
         return unfinished_record(config, cell.prepared, environment, error)
@@ -113,13 +97,12 @@ def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:
     """Run what is left, report it, and return the exit code: 0 if nothing failed, 1 if something
     did, 130 on Ctrl-C."""
     is_leader, path = launch.rank == 0, Path(settings.out)
-    progress = StudyProgress(make_progress(is_leader), len(plan.order))
-    sweep = Sweep(plan, launch, path, progress)
+    sweep = Sweep(plan, launch, path, StudyProgress(make_progress(is_leader), plan))
     if is_leader:
         say(f"{len(plan.order)} runs, {len(plan.order) - len(plan.todo)} of them done before")
-    budget, is_interrupted = settings.time_budget, False
+    is_interrupted = False
     try:
-        sweep.run(None if budget is None else 60 * budget)
+        sweep.run()
     except KeyboardInterrupt:
         stop_watching()
         is_interrupted = True
@@ -127,20 +110,10 @@ def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:
         if is_leader:
             say(f"--out {path}: {error.strerror}; the record of the last run is lost")
         return 1
-    if is_leader:
-        say_end(plan, sweep, path)
-    return (
-        INTERRUPTED if is_interrupted else int(not all(record.passed for record in sweep.records))
-    )
-
-
-def say_end(plan: StudyPlan, sweep: Sweep, path: Path) -> None:
-    """How much is done, and how steady the machine was."""
-    num_left = len(plan.todo) - len(sweep.records)
     bad = [record for record in sweep.records if not record.passed]
-    end = f"; {num_left} left, which the same command runs" if num_left else ""
-    failed = f", {len(bad)} of the last {len(sweep.records)} without success" if bad else ""
-    say(f"{len(plan.order) - num_left} of {len(plan.order)} runs done{failed}{end}: {path}")
-    drift = measure_drift(records_of(path, plan.order))
-    if drift is not None:
-        say(drift.describe())
+    if is_leader:
+        num_left = len(plan.todo) - len(sweep.records)
+        end = f"; {num_left} left, which the same command runs" if num_left else ""
+        failed = f", {len(bad)} of the last {len(sweep.records)} without success" if bad else ""
+        say(f"{len(plan.order) - num_left} of {len(plan.order)} runs done{failed}{end}: {path}")
+    return INTERRUPTED if is_interrupted else int(bool(bad))

@@ -7,18 +7,24 @@ random generator; the times are in ms after the first arrival. `names.ARRIVALS` 
 
 from __future__ import annotations
 
-import json
 import math
+import re
 from dataclasses import dataclass, replace
 from itertools import accumulate
 from pathlib import Path
 from random import Random
+from typing import Annotated
+
+from pydantic import Field, TypeAdapter, ValidationError
 
 from magicdec.config.sections import DEFAULT_GEN_LEN
+from magicdec.files import first_error
 from magicdec.names import ARRIVALS, load_named
 
 BURST, TRACE = "burst", "trace"
 FORMS = ", ".join([*(n if n == BURST else f"{n}:MS" for n in ARRIVALS), f"{TRACE}:FILE"])
+DEFAULT_NUM_REQUESTS = 8
+UNIFORM = "uniform"
 
 
 def burst(mean_ms: float, count: int, random: Random) -> list[float]:
@@ -59,37 +65,30 @@ class Arrival:
 
 def parse_arrival(text: str) -> Arrival:
     """Raises ValueError if `text` is none of `FORMS`."""
-    name, colon, value = text.partition(":")
+    name, _, value = text.partition(":")
     if name == TRACE and value:
         return Arrival(TRACE, trace=Path(value))
-    if name == BURST and not colon:
+    if text == BURST:
         return Arrival(BURST)
-    if name not in ARRIVALS or name == BURST:
-        raise ValueError(f"--arrival {text} is not known; choose from {FORMS}")
     try:
-        mean_ms = float(value)
+        mean_ms = float(value) if name in ARRIVALS and name != BURST else math.nan
     except ValueError:
         mean_ms = math.nan
     if not 0 < mean_ms < math.inf:
         raise ValueError(
-            f"--arrival {text}: {value!r} is no time in ms larger than 0; choose from {FORMS}"
+            f"--arrival {text} is not known; choose from {FORMS}, with a time MS larger than 0"
         )
     return Arrival(name, mean_ms)
 
 
-DEFAULT_NUM_REQUESTS = 8
-UNIFORM = "uniform"
-KEYS = ("arrival_ms", "prompt_len", "output_len")  # of a line of a trace
-
-
 @dataclass(frozen=True)
 class RequestShape:
-    """When a request arrives, and its lengths in tokens: the keys of a line. `place` names the line
-    that it is from, empty without a file."""
+    """When a request arrives, and its lengths in tokens: the keys of a line of a trace. `place`
+    names the line that it is from, empty without a file."""
 
-    arrival_ms: float
-    prompt_len: int
-    output_len: int
+    arrival_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    prompt_len: Annotated[int, Field(ge=1)]
+    output_len: Annotated[int, Field(ge=1)]
     place: str = ""
 
 
@@ -101,35 +100,17 @@ def read_trace(flag: str, path: Path) -> list[RequestShape]:
     except (OSError, UnicodeDecodeError) as error:
         reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ValueError(f"{flag}: {path}: {reason}") from None
-    shapes = [
-        _shape(f"{flag}: {path}, line {number}", line)
-        for number, line in enumerate(lines, 1)
-        if line.strip()
-    ]
+    adapter, shapes = TypeAdapter(RequestShape), list[RequestShape]()
+    for number, line in enumerate(lines, 1):
+        place = f"{flag}: {path}, line {number}"
+        try:
+            if line.strip():
+                shapes.append(replace(adapter.validate_json(line, strict=True), place=place))
+        except ValidationError as error:
+            raise ValueError(f"{place}: {first_error(error)}") from None
     if not shapes:
         raise ValueError(f"{flag}: {path} has no requests")
     return sorted(shapes, key=lambda shape: shape.arrival_ms)
-
-
-def _shape(place: str, line: str) -> RequestShape:
-    try:
-        values = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{place} is not JSON: {error.msg}") from None
-    if not isinstance(values, dict):
-        raise ValueError(f"{place} is not a JSON object")
-    for key in KEYS:
-        if key not in values:
-            raise ValueError(f"{place}: {key} is missing")
-    arrival, prompt, output = (values[key] for key in KEYS)
-    if type(arrival) not in (int, float) or not 0 <= arrival < math.inf:
-        raise ValueError(f"{place}: arrival_ms is {arrival!r}; it must be 0 or larger")
-    for key, value in (("prompt_len", prompt), ("output_len", output)):
-        if type(value) is not int or value < 1:
-            raise ValueError(
-                f"{place}: {key} is {value!r}; it must be a whole number of at least 1"
-            )
-    return RequestShape(float(arrival), prompt, output, place)
 
 
 def make_shapes(
@@ -164,19 +145,12 @@ def make_shapes(
 
 def parse_lengths(flag: str, text: str) -> tuple[int, int]:
     """The smallest and the largest length. Raises ValueError, naming the flag."""
-    name, colon, ends = text.partition(":")
-    low, middle, high = ends.partition(":")
-    try:
-        if name == UNIFORM and middle:
-            lengths = int(low), int(high)
-        elif not colon:
-            lengths = int(text), int(text)
-        else:
-            raise ValueError
-    except ValueError:
-        raise ValueError(
-            f"{flag} {text} is not known; choose a whole number, or {UNIFORM}:LOW:HIGH"
-        ) from None
-    if not 1 <= lengths[0] <= lengths[1]:
-        raise ValueError(f"{flag} {text}: lengths are at least 1, and LOW is at most HIGH")
-    return lengths
+    pattern = rf"{UNIFORM}:([1-9]\d*):([1-9]\d*)|([1-9]\d*)"
+    if (parts := re.fullmatch(pattern, text)) is not None:
+        low, high, fixed = parts.groups()
+        if fixed or int(low) <= int(high):
+            return int(fixed or low), int(fixed or high)
+    raise ValueError(
+        f"{flag} {text} is not known; choose a whole number of at least 1, or {UNIFORM}:LOW:HIGH, "
+        "where LOW is at most HIGH"
+    )

@@ -12,8 +12,9 @@ from pathlib import Path
 from magicdec.model.tokenizer import Tokenizer
 from magicdec.workload import ruler
 from magicdec.workload.answers import Answer, recall_prompts
-from magicdec.workload.books import check_positive, read_books
+from magicdec.workload.books import read_books
 
+MOST_BOOKS = 50  # that are read
 SKIP_TOKENS = 8000  # tokens skipped in each book: title page, contents, preface
 SKIP_TOKENS_BY_NAME = {"demo": 0}  # the demo text is sampled from a model and has no front matter
 
@@ -44,7 +45,6 @@ def build_workload(
     prefix_len: int,
     num_prompts: int,
     seed: int,
-    max_books: int = 50,
     gen_len: int = 64,
     counted_by: str = "--B x --num_batches",
 ) -> Workload:
@@ -53,10 +53,9 @@ def build_workload(
     `ruler:TASK`, `recall`, `recall:BOOKS`, or a name or file of books. `gen_len`: tokens of the
     continuation that `recall` expects. `counted_by`: the flags that `num_prompts` comes from.
 
-    Raises ValueError when a size is below 1, when the dataset is unknown, cannot be read (see
-    `read_books`) or has fewer than `num_prompts` prefixes, or when the prefix is too short for it.
+    Raises ValueError when the dataset is unknown, cannot be read (see `read_books`) or has fewer
+    than `num_prompts` prefixes, or when the prefix is too short for it.
     """
-    check_positive(("--prefix_len", prefix_len), (counted_by, num_prompts))
     kind, colon, name = dataset.partition(":")
     if kind == "ruler":
         prompts, strings = ruler.make_prompts(
@@ -69,7 +68,7 @@ def build_workload(
         books = name if colon else "demo"
     skip = SKIP_TOKENS_BY_NAME.get(books, SKIP_TOKENS)
     name = Path(books).name
-    texts = [array("q", tokenizer.encode(t)[skip:]) for t in read_books(books, max_books)]
+    texts = [array("q", tokenizer.encode(t)[skip:]) for t in read_books(books, MOST_BOOKS)]
     places = [(b, c) for b, text in enumerate(texts) for c in range(len(text) // prefix_len)]
     if len(places) < num_prompts:
         raise ValueError(

@@ -12,9 +12,9 @@ PROPERTIES = (
         "A stage of a ring waits from its first message on, whatever it waits for.",
         f"{STAGES}test_another_stage_waits_from_its_first_message_on",
         (
-            Fault("waits of a stage before its second run left out", "pipeline/tracing.py",
+            Fault("waits of a stage before its second run left out", "pipeline/metrics.py",
                   "heads[-1].end_s - turns[0].begin_s if", "heads[-1].end_s - turns[1].begin_s if"),
-            Fault("a stage's time until it answered its last run", "pipeline/tracing.py",
+            Fault("a stage's time until it answered its last run", "pipeline/metrics.py",
                   "heads[-1].end_s - turns[0].begin_s if", "turns[-1].end_s - turns[0].begin_s if"),
         ),
     ),
@@ -22,9 +22,9 @@ PROPERTIES = (
         "The time of a message that decodes is a median without prompts.",
         f"{STAGES}test_only_runs_that_decode_are_in_the_median",
         (
-            Fault("prompts timed as decoded tokens", "pipeline/tracing.py",
-                  "if (span.run in decodes if stage else span.value)",
-                  "if (stage or span.value)"),
+            Fault("prompts timed as decoded tokens", "pipeline/metrics.py",
+                  "span.run not in prompts if stage else span.value > 0",
+                  "stage > 0 or span.value > 0"),
         ),
     ),
     Property(
@@ -33,15 +33,15 @@ PROPERTIES = (
         (
             Fault("waits of the first stage taken for its work", "pipeline/recurrent.py",
                   "            message = self.ends.inbound.receive()\n"
-                  "            arrived_s = time.perf_counter()\n",
-                  "            arrived_s = time.perf_counter()\n"
+                  "            arrived_s = ARRIVAL.time_s = time.perf_counter()\n",
+                  "            arrived_s = ARRIVAL.time_s = time.perf_counter()\n"
                   "            message = self.ends.inbound.receive()\n"),
             Fault("the first stage's time from its first message home on", "pipeline/recurrent.py",
                   "                with self.spans.during(What.HEAD, -1):\n"
                   "                    self._take_arrivals(watch)\n",
                   "                self._take_arrivals(watch)\n"),
             Fault("prompts of the next step timed as decoded tokens", "pipeline/recurrent.py",
-                  "int(flight.is_decode and not prefills)", "int(flight.is_decode)"),
+                  "flight.is_decode and len(self.prompts) == num_prompts", "flight.is_decode"),
         ),
     ),
     Property(
@@ -64,8 +64,6 @@ PROPERTIES = (
                   "            out = self.stage.forward(token_ids, rows, status)\n",
                   "            out = self.stage.forward(token_ids, rows, status)\n"
                   "            time.sleep(0.25)\n"),
-            Fault("the layers counted as the head's work too", "pipeline/tracing.py",
-                  "            begin_s = part.end_s\n", "            begin_s = part.begin_s\n"),
         ),
     ),
     Property(
@@ -83,9 +81,9 @@ PROPERTIES = (
         "Queues are those between two stages, by one clock.",
         f"{TRACES}test_queues_by_the_times_of_both_sides",
         (
-            Fault("the turns of the first stage before any run came home", "pipeline/tracing.py",
+            Fault("the turns of the first stage before any run came home", "pipeline/metrics.py",
                   "[span for span in heads if span.run >= 0]", "heads[:-1]"),
-            Fault("what a stage sent taken by itself", "pipeline/tracing.py",
+            Fault("what a stage sent taken by itself", "pipeline/metrics.py",
                   "zip(computed[stage - 1], taken, strict=True)",
                   "zip(computed[stage], taken, strict=True)"),
         ),
@@ -94,9 +92,9 @@ PROPERTIES = (
         "A clock is compared by the fastest round trip, whose middle it is.",
         f"{TRACES}test_a_clock_is_compared_by_the_fastest_round_trip",
         (
-            Fault("the slowest round trip", "pipeline/tracing.py",
+            Fault("the slowest round trip", "pipeline/clocks.py",
                   "return min(comparisons, key=", "return max(comparisons, key="),
-            Fault("an answer taken for the begin of its round trip", "pipeline/tracing.py",
+            Fault("an answer taken for the begin of its round trip", "pipeline/clocks.py",
                   "Ahead(answer.item() - begin_s - error_s, error_s)",
                   "Ahead(answer.item() - begin_s, error_s)"),
         ),
@@ -106,14 +104,15 @@ PROPERTIES = (
         f"{STAGES}test_a_message_that_decodes_takes_until_the_device_is_done",
         (
             Fault("a stage timed until its work is launched", "pipeline/stage.py",
-                  "        wait_for_stream(out.device)\n", ""),
+                  "        wait_for_stream(out.device)\n        if self.pad_s:",
+                  "        if self.pad_s:"),
         ),
     ),
     Property(
         "Drafting in a ring takes until the device is done.",
         f"{STAGES}test_drafting_takes_until_the_device_is_done",
         (
-            Fault("drafts timed until they are launched", "pipeline/speculation.py",
+            Fault("drafts timed until they are launched", "pipeline/recurrent.py",
                   "        wait_for_stream(self.runner.device)\n", ""),
         ),
     ),
@@ -125,8 +124,8 @@ PROPERTIES = (
                   "return 1 - self.waiting_s / self.total_s",
                   "return self.waiting_s / self.total_s"),
             Fault("the predicted round of samples in place of lanes", "pipeline/metrics.py",
-                  "predict_round(stage_s, link_s or 0.0, lanes[0])",
-                  "predict_round(stage_s, link_s or 0.0, lanes[0] * lanes[1])"),
+                  "[link_s or 0.0] * len(uses), lanes[0])",
+                  "[link_s or 0.0] * len(uses), lanes[0] * lanes[1])"),
         ),
     ),
     Property(
@@ -141,7 +140,7 @@ PROPERTIES = (
     ),
     Property(
         "A round takes the slowest stage for each lane, or all stages and links once.",
-        f"{RING}test_a_round_is_bound_by_the_slowest_stage_or_by_all",
+        "test_layer_split.py::test_a_round_is_bound_by_the_slowest_stage_or_by_all",
         (
             Fault("a round without its links", "distributed/layer_split.py",
                   "sum(stages_s) + sum(links_s))", "sum(stages_s))"),
@@ -152,7 +151,7 @@ PROPERTIES = (
         "test_recurrent_speculation.py::"
         "test_an_end_token_among_accepted_drafts_ends_the_sample",
         (
-            Fault("drafts of a message counted as those of one row", "pipeline/speculation.py",
+            Fault("drafts of a message counted as those of one row", "pipeline/recurrent.py",
                   "self.counts.num_drafted += num_drafted * len(counts)",
                   "self.counts.num_drafted += num_drafted"),
         ),
@@ -162,7 +161,7 @@ PROPERTIES = (
         f"{WARM_UP}test_a_ring_counts_what_comes_after_it",
         (
             Fault("a ring's spans not begun anew", "pipeline/recurrent.py",
-                  "        self.spans, self.samples, self.are_prompts = Spans(), [], []\n", ""),
+                  "        self.spans, self.samples, self.prompts = Spans(), [], set()\n", ""),
             Fault("messages of the warm-up counted", "serving/ring.py",
                   "sent = self.ends.outbound.traffic.since(before)",
                   "sent = self.ends.outbound.traffic"),

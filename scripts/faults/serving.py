@@ -65,8 +65,8 @@ PROPERTIES = (
         f"{METRICS}test_a_step_counts_what_it_prefills_and_decodes",
         (
             Fault("prompts are not in flight", "serving/metrics.py",
-                  "self.in_flight = len(decoding) + len(plan.parts)",
-                  "self.in_flight = len(decoding)"),
+                  "self.num_in_flight += len(decoding) + len(plan.parts)",
+                  "self.num_in_flight += len(decoding)"),
             Fault("one preemption a step", "serving/metrics.py",
                   "self.num_preemptions += len(plan.preempted)",
                   "self.num_preemptions += bool(plan.preempted)"),
@@ -139,7 +139,7 @@ PROPERTIES = (
         "test_serve.py::test_warm_up_counts_in_nothing",
         (
             Fault("no warm-up", "serving/measure.py",
-                  "self._warm_up(each, rows)", "pass"),
+                  "self._warm_up(each, system.warm_up_rows(each))", "pass"),
             Fault("the first mode alone is warmed up", "serving/measure.py",
                   "if each != self.warm:", "if self.warm is None:"),
             Fault("whole requests as a warm-up", "serving/measure.py",

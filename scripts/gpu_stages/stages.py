@@ -1,5 +1,5 @@
-"""Stage `stages`: the demo model divided among 2 ranks, by `magicdec recurrent` and `magicdec
-pipeline`. Where both ranks share a GPU, hidden states are copied through the host; where there are
+"""Stage `stages`: the demo model divided among 2 ranks, by `magicdec serve` in every mode that has
+stages. Where both ranks share a GPU, hidden states are copied through the host; where there are
 two, they go from GPU to GPU by NCCL."""
 
 from __future__ import annotations
@@ -16,19 +16,7 @@ from gpu_stages.latency import run_magicdec
 from gpu_stages.scale import Suite
 
 RANKS = 2
-COMMANDS: dict[str, list[Any]] = {
-    "recurrent": [
-        "--modes",
-        "sequential",
-        "ring",
-        "ring+draft",
-        "--draft",
-        "ngram",
-        "--n_samples",
-        4,
-    ],
-    "pipeline": ["--draft", "ngram", "--modes", "sequential", "iterative", "async"],
-}
+MODES = "sequential", "ring", "ring+draft", "iterative", "async"
 
 
 def run(suite: Suite) -> None:
@@ -37,22 +25,21 @@ def run(suite: Suite) -> None:
     if suite.device.type == "cuda" and torch.cuda.device_count() >= RANKS:
         ways.append("nccl")
     for collectives in ways:
-        for command in COMMANDS:
-            cell = partial(run_command, suite, command, collectives)
-            suite.results.cell(f"{command}/{collectives}", cell)
+        suite.results.cell(collectives, partial(serve, suite, collectives))
 
 
-def run_command(suite: Suite, command: str, collectives: str) -> list[dict[str, Any]]:
-    """The records of all passes. Raises RuntimeError if one of them has other tokens."""
+def serve(suite: Suite, collectives: str) -> list[dict[str, Any]]:
+    """The records of all modes. Raises RuntimeError if one of them has other tokens."""
     with tempfile.TemporaryDirectory() as temporary:
         path = Path(temporary) / "records.jsonl"
         flags = [
             *("--model", "demo", "--dataset", "demo", "--device", suite.device.type),
             *("--dtype", "float32", "--nproc", RANKS, "--collectives", collectives),
             *("--prefix_len", 64 if suite.is_tiny else 4096, "--num_requests", 4),
-            *("--gen_len", 8 if suite.is_tiny else 64, "--out", path, *COMMANDS[command]),
+            *("--gen_len", 8 if suite.is_tiny else 64, "--out", path),
+            *("--arrival", "burst", "--draft", "ngram", "--n_samples", 4, "--modes", *MODES),
         ]
-        run_magicdec(command, flags, suite.results.seconds_left)
+        run_magicdec("serve", flags, suite.results.seconds_left)
         records: list[dict[str, Any]] = [json.loads(line) for line in path.open()]
     wrong = [record["name"] for record in records if record["status"] not in ("ok", "unchecked")]
     if wrong:

@@ -18,10 +18,11 @@ class Magicdec(Peer):
         from magicdec.distributed.groups import Group
         from magicdec.distributed.tensor_parallel import Shard
         from magicdec.engine import Engine
+        from magicdec.memory.model_plan import Kinds
         from magicdec.model.checkpoint.source import find_model
         from magicdec.names import ATTENTION_BACKENDS, load_named
         from magicdec.runner import ModelRunner
-        from magicdec.setup.loading import Kinds, load_kind, make_executor
+        from magicdec.setup.loading import load_kind, make_executor
 
         torch.set_num_threads(threads)
         kinds = Kinds(dtype, dtype, "packed", "native", "on")

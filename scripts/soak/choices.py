@@ -46,7 +46,8 @@ def draw(chooser: random.Random, is_repeated: bool) -> tuple[int, list[str]]:
     values = {flag: chooser.choice(choices) for flag, choices in CHOICES.items()}
     modes = [chooser.choice(["async", "async", *MODES])] if is_repeated else MODES
     if modes == ["iterative"]:
-        values |= dict.fromkeys(("--draft", "--gamma", "--emulate_acceptance"))
+        drafting = ("--gamma", "--np", "--pa", "--ps", "--pr", "--pd", "--max_in_flight")
+        values |= dict.fromkeys(("--draft", "--emulate_acceptance", *drafting))
     if values["--emulate_acceptance"] is not None:
         values["--draft"] = None  # it would do nothing
     if values["--draft"] in (None, "ngram"):

@@ -28,8 +28,8 @@ from magicdec.cli.serve import pipeline
 from magicdec.distributed import shared_memory
 from magicdec.distributed.ranks import end_with_launcher
 from magicdec.hardware.threads import ThreadCount
-from magicdec.pipelined_run.channels import Wires
-from magicdec.pipelined_run.stage import ModelPart
+from magicdec.pipeline.head import Wires
+from magicdec.pipeline.stage import RunStage
 from magicdec.serving.measure import Experiment, Served
 from magicdec.serving.metrics import StepCounts
 from magicdec.serving.modes import SPECULATIVE, Pass
@@ -113,9 +113,9 @@ def waiting(owner: object, seen: set[int]) -> int:
 
 def plant(name: str) -> None:
     """Keep something for every run."""
-    compute, kept = ModelPart.compute, list[Any]()
+    compute, kept = RunStage.compute, list[Any]()
 
-    def leak(self: ModelPart, *args: Any) -> Any:
+    def leak(self: RunStage, *args: Any) -> Any:
         if name == "payload":
             kept.append(args[1])
         elif name == "thread":
@@ -127,7 +127,7 @@ def plant(name: str) -> None:
             kept.append(bytes(1024))
         return compute(self, *args)
 
-    ModelPart.compute = leak  # type: ignore[method-assign, assignment]
+    RunStage.compute = leak  # type: ignore[method-assign, assignment]
 
 
 if __name__ == "__main__":

@@ -19,11 +19,11 @@ PHASES = {
     "starting": ("torch.distributed", "init_process_group", 1),
     "grouping": ("torch.distributed", "new_group", 1),
     "loading": ("magicdec.setup.loading", "LoadedModels.get", 1),
-    "connecting": ("magicdec.distributed.channels.shared_ring", "map_segment", 2),
+    "connecting": ("magicdec.distributed.channels.carriers", "map_segment", 2),
     "connecting through gloo": ("torch.distributed", "new_group", 2),
     "serving": ("magicdec.pipeline.stage", "Stage.forward", 40),
-    "serving runs": ("magicdec.pipelined_run.stage", "ModelPart.compute", 20),
-    "serving drafts": ("magicdec.pipelined_run.drafter", "ModelDrafter.propose", 8),
+    "serving runs": ("magicdec.pipeline.stage", "RunStage.compute", 20),
+    "serving drafts": ("magicdec.pipeline.drafter", "ModelDrafter.propose", 8),
     "closing": ("magicdec.distributed.start", "leave_ranks", 1),
 }
 WAIT_S = 1.0

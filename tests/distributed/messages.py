@@ -12,13 +12,10 @@ from typing import Any
 import torch
 
 from magicdec.distributed import shared_memory
-from magicdec.distributed.channels.connect import (
-    connect_ring,
-    time_round,
-)
+from magicdec.distributed.channels.connect import Connector, time_round
 from magicdec.distributed.channels.message import ChannelSender, Ends, Kind, Message, MessageForm
 from magicdec.distributed.groups import read_launch
-from magicdec.distributed.stages import StageGrid
+from magicdec.distributed.layout import StageGrid
 from magicdec.distributed.start import close_groups, make_stage_groups
 from magicdec.distributed.watching.processes import PeerLost
 
@@ -61,10 +58,9 @@ def check(ends: Ends, is_first: bool, rounds: int = 40) -> None:
                 ends.outbound.send(found)
 
 
-def check_apart(place: tuple[Any, ...], is_first: bool) -> None:
+def check_apart(place: tuple[Any, ...], grid: StageGrid, is_first: bool) -> None:
     """Payloads go by process groups of their own; a message without one sends its header alone."""
-    grid, launch, form, depth, *rest = place
-    ends = connect_ring(grid, launch, form, depth, *rest, "gloo")
+    form, ends = place[2], Connector(*place, "gloo", depth=DEPTH, capacity=CAPACITY).ring(grid)
     check(ends, is_first, rounds=10)
     assert isinstance(ends.outbound, ChannelSender) and ends.outbound.payloads is not None
     payload_bytes = sum(m.payload.numel() * 2 for m in messages() if m.payload is not None)
@@ -88,13 +84,13 @@ def main(collectives: str, task: str) -> None:
     width = 4096 if task == "time" else WIDTH
     form = MessageForm(width, torch.bfloat16, 2)
     capacity = 1 << 22 if task == "time" else CAPACITY
-    place = grid, launch, form, DEPTH, capacity, collectives, CPU
-    ends = connect_ring(*place)
+    place = launch, collectives, form, CPU
+    ends = Connector(*place, depth=DEPTH, capacity=capacity).ring(grid)
     is_first = groups.stage == 0
     if task == "check":
         check(ends, is_first)
         check(ends, is_first)
-        check_apart(place, is_first)
+        check_apart(place, grid, is_first)
     elif task == "time":
         if is_first:
             time_round(ends, form, 1, 50)

@@ -12,19 +12,19 @@ from several_ranks import arrive_over_time
 
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
-from magicdec.distributed.channels.connect import connect_ring
+from magicdec.distributed.channels.connect import Connector
 from magicdec.distributed.channels.message import MessageForm
 from magicdec.distributed.groups import Group, Launch, read_launch
 from magicdec.distributed.layer_split import split_layers
-from magicdec.distributed.stages import StageGrid
+from magicdec.distributed.layout import StageGrid
 from magicdec.distributed.start import close_groups, make_stage_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.drafter import DraftModel, DraftSetup, make_drafter
 from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer
-from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
-from magicdec.pipeline.speculation import Speculation
+from magicdec.pipeline.clocks import compare_clocks
+from magicdec.pipeline.recurrent import RecurrentPipeline, Speculation, most_under_way
+from magicdec.pipeline.spans import Spans, What
 from magicdec.pipeline.stage import Stage, StageLoop
-from magicdec.pipeline.tracing import Spans, What, compare_clocks
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits
@@ -98,7 +98,10 @@ def tokens_of(case: Case, path: str) -> list[list[int]]:
     depth = most_under_way(num_lanes, case.lane_size, limits, CHUNK)
     form = MessageForm(source.config.hidden_size, torch.float32, 2 * case.lane_size)
     apart = "gloo" if case.goes_apart else None
-    ends = connect_ring(grid, launch, form, depth, 1 << 16, case.collectives, device, apart)
+    connector = Connector(
+        launch, case.collectives, form, device, apart, depth=depth, capacity=1 << 16
+    )
+    ends = connector.ring(grid)
     requests = requests_of(case)
     if groups.stage == 0:
         place_of = num_lanes, case.lane_size, limits, CHUNK
@@ -145,9 +148,9 @@ def check_counts(speculation: Speculation, requests: Sequence[Request]) -> None:
 
 def check_clocks(launch: Launch) -> None:
     """The ranks of one host have one clock, so that no difference is more than its error."""
-    clocks = compare_clocks(launch.rank, range(1, launch.world_size))
-    assert len(clocks) == (launch.world_size - 1 if launch.rank == 0 else 0)
-    assert all(abs(each.ahead_s) <= each.error_s < 10 for each in clocks.values())
+    clocks = compare_clocks(launch.rank, launch.world_size)
+    assert len(clocks) == launch.world_size
+    assert all(abs(each.ahead_s) <= each.error_s < 10 for each in clocks)
 
 
 def main(paths: Sequence[str]) -> None:

@@ -4,10 +4,8 @@ scarce.py selfspec|latency FLAGS."""
 import os
 import sys
 
-from magicdec.cli.commands import COMMANDS
-from magicdec.cli.drivers import selfspec
+from magicdec.cli.commands import function_of
 from magicdec.memory import check as free_memory
-from magicdec.names import load_named
 from magicdec.setup import prepare
 
 read = free_memory.free_device_memory
@@ -19,5 +17,4 @@ def read_or_scarce(kind, local_rank):
 
 
 free_memory.free_device_memory = prepare.free_device_memory = read_or_scarce
-name = sys.argv.pop(1)
-(selfspec if name == "selfspec" else load_named({name: COMMANDS[name][1]}, name))()
+function_of(sys.argv.pop(1))()

@@ -4,27 +4,29 @@ sync, as JSON."""
 
 import json
 import sys
-from dataclasses import astuple, dataclass
+import time
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from conftest import load, make_draft, make_requests, random_prompts
 from several_ranks import arrive_over_time
+from threaded_pipeline import Noted, drafted_in
 
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.config.sections import KVSection, SamplingSection
+from magicdec.distributed.channels.connect import Connector
 from magicdec.distributed.channels.message import MessageForm
 from magicdec.distributed.groups import Group, read_launch
-from magicdec.distributed.stages import StageGrid
+from magicdec.distributed.layout import make_layout
 from magicdec.distributed.start import close_groups, make_stage_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.threads import ThreadCount
 from magicdec.model.checkpoint.source import find_model
-from magicdec.pipelined_run.channels import Connections
-from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter
-from magicdec.pipelined_run.head import Head, PipelineRank
-from magicdec.pipelined_run.layout import make_layout
-from magicdec.pipelined_run.stage import ModelPart
+from magicdec.pipeline.clocks import all_gather
+from magicdec.pipeline.drafter import Drafter, LookupDrafter, ModelDrafter
+from magicdec.pipeline.head import PipelineRank, connect_ranks
+from magicdec.pipeline.stage import RunStage
 from magicdec.pipelined_speculation.options import Options
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Request
@@ -118,36 +120,34 @@ def serve(case: Case, target: str, draft: str) -> dict[str, Any]:
     layout = make_layout(
         case.split, launch.world_size, find_model("--model", target).config.num_layers
     )
-    place = StageGrid(launch.world_size), torch.device("cpu"), case.collectives
-    groups = make_stage_groups(launch, *place, layout.draft_ranks, layout.groups)
-    part, drafter = None, None
+    place = layout.grid, torch.device("cpu"), case.collectives
+    groups = make_stage_groups(launch, *place, layout.draft_ranks)
+    stage, drafter = None, None
     if len(layout.layers[launch.rank]):
         shard = Shard(groups.target.index, groups.target.size)
         layers = load(target, layers=layout.layers[launch.rank], shard=shard)
         runner = ModelRunner(layers, GroupedBackend(), groups.target, LANES, MAX_TOKENS)
-        part = ModelPart(runner, CoupledSampling(case.sampling))
+        stage = RunStage(runner, CoupledSampling(case.sampling))
     if groups.draft is not None:
-        drafter = make_drafter(case, target, draft, groups.draft)
+        drafter = Noted(make_drafter(case, target, draft, groups.draft))
     form = MessageForm(find_model("--model", target).config.hidden_size, torch.float32, 0)
     apart = "gloo" if case.goes_apart else None
-    connections = Connections(
-        layout, launch, case.collectives, None, form, torch.device("cpu"), apart
-    )
-    member = PipelineRank(launch.rank, connections.connect(has_drafter=True), part, drafter)
+    connector = Connector(launch, case.collectives, form, torch.device("cpu"), apart)
+    wires = connect_ranks(connector, layout, has_drafter=True)
+    member = PipelineRank(launch.rank, wires, stage, drafter)
     found: dict[str, Any] = {"tokens": [], "drafted": []}
     for mode in MODES:
-
-        def lead(head: Head, mode: str = mode) -> None:
-            requests = served_requests(case.sampling)
-            if case.mean_ms:
-                arrive_over_time(requests, head.clock.now(), case.mean_ms)
-            head.serve(PipelinedScheduler(options_of(case, mode), CHUNK), requests)
+        requests = served_requests(case.sampling)
+        if case.mean_ms:
+            arrive_over_time(requests, time.perf_counter(), case.mean_ms)
+        scheduler = PipelinedScheduler(options_of(case, mode), CHUNK)
+        member.serve(scheduler, requests, lambda num_tokens: None, ThreadCount())
+        if mode == "sync":  # and what was drafted in it, since iterative drafts nothing
+            steps = [] if drafter is None else drafter.steps
+            found["drafted"] = drafted_in(all_gather(steps, launch.world_size)[layout.draft_rank])
+        if launch.rank == 0:
             assert all(r.arrived_s < r.token_times_s[0] for r in requests)
             found["tokens"].append([request.output_ids for request in requests])
-            if mode == "sync":
-                found["drafted"] = [astuple(each) for each in head.drafted]
-
-        member.serve(lead, ThreadCount())
     member.close()
     return found
 

@@ -32,20 +32,13 @@ DEFAULTS = {
 REFUSED: dict[str, list[tuple[list[object], str]]] = {
     "selfspec": [
         (["--gama", 3], "--gamma"),
-        (["--gamma", 0], "--gamma 0"),
-        (["--streamingllm_budget", 16], "--budget 16"),
         (["--model", "nope"], "demo, demo-draft, random:<preset>"),
         (["--model", "random:gpt-9"], "random:llama-3.1-8b"),
         (["--dataset", "nope"], "demo, pg19"),
-        (["--attention", "nope"], "sdpa, grouped, native"),
         (["--rank_group", 1], "--rank_group 1"),
         (["--prefix_len", 1000], "1024 positions"),
         (["--B", 500], "--dataset book.txt holds"),
-        (["--num_batches", 0], "--num_batches 0"),
         (["--drafter", "model"], "no draft is named here"),
-        (["--draft_ranks", 0], "unknown argument --draft_ranks"),
-        (["--draft_dtype", "int8"], "unknown argument --draft_dtype"),
-        (["--target_dtype", "int4"], "--target_dtype int4 is not known; choose from"),
         (
             ["--model", "demo", "--dtype", "float32", "--target_dtype", "bfloat16"],
             "--target_dtype bfloat16: weights that are not int8 have the --dtype of the run, "
@@ -60,14 +53,9 @@ REFUSED: dict[str, list[tuple[list[object], str]]] = {
         ),
     ],
     "longspec": [
-        (["--draft_ranks", 1], "--draft_ranks 1 names rank 1, which does not exist"),
-        (["--draft_group", 0, 0], "--draft_ranks 0 0 names a rank twice"),
-        (["--draft_ranks"], "argument --draft_ranks"),
+        (["--draft_ranks", 1], "--draft_ranks 1: name some of the launched ranks"),
         (["--model", "nope"], "--model 'nope' is not known"),
         (["--target", "nope"], "--target 'nope' is not known"),
-        (["--draft_budget", 16], "--budget 16 must be larger than"),
-        (["--drafter", "ngram"], "--model does nothing here: no other model"),
-        (["--kv_policy", "snapkv", "--reselect_every", 9], "--reselect_every 9"),
         (
             ["--model", "random:llama-68m"],
             "--model random:llama-68m has a vocabulary of 32000 ids, --target demo of 2048",
@@ -106,8 +94,7 @@ def test_bad_input_is_refused_in_one_line(
 @pytest.mark.parametrize(
     ("args", "expected"),
     [
-        (["--rank_group", 0], "--rank_group 0 leaves out"),
-        (["--rank_group", 0, 2], "names rank 2"),
+        (["--rank_group", 0], "--rank_group 0: name all"),
         (["--model", "nope"], "--model 'nope'"),
     ],
 )

@@ -26,11 +26,10 @@ from distributed.speculation import (
     served_requests,
 )
 from several_ranks import answer_of, generate_alone, read_records
-from threaded_pipeline import serve
+from threaded_pipeline import drafted_in, serve
 
 from magicdec.config.sections import SamplingSection
-from magicdec.pipelined_run.head import Drafted
-from magicdec.pipelined_run.stage import ModelPart
+from magicdec.pipeline.stage import RunStage
 from magicdec.sampling.coupled import CoupledSampling
 
 FLAGS = (
@@ -68,20 +67,21 @@ def test_the_tokens_are_those_of_one_process(
             check_drafted(found["drafted"], drafted_by_one_rank(case, models), case)
 
 
-def drafted_by_one_rank(case: Case, models: list[Path]) -> list[Drafted]:
+def drafted_by_one_rank(case: Case, models: list[Path]) -> list[Any]:
     """In mode sync, in which the scheduler does the same for a request whatever takes how long."""
     target, draft = map(str, models)
     sampling = CoupledSampling(case.sampling)
     options = options_of(case, "sync")
-    part = ModelPart(make_runner(load(models[0]), LANES, MAX_TOKENS), sampling)
+    stage = RunStage(make_runner(load(models[0]), LANES, MAX_TOKENS), sampling)
     requests = served_requests(case.sampling)
-    return serve([part], make_drafter(case, target, draft), options, requests, CHUNK).drafted
+    served = serve([stage], make_drafter(case, target, draft), options, requests, CHUNK)
+    return drafted_in(served.drafted)
 
 
-def check_drafted(shown: list[list[Any]], expected: list[Drafted], case: Case) -> None:
+def check_drafted(shown: list[list[Any]], expected: list[Any], case: Case) -> None:
     """Candidates that are hardly possible may come in another order."""
     theirs = sorted((request, place, tuple(path), found) for request, place, path, found in shown)
-    ours = sorted((each.request, each.num_output, each.path, each.candidates) for each in expected)
+    ours = sorted(expected)
     assert [each[:3] for each in theirs] == [each[:3] for each in ours] != [], case
     for (*_, found), (*place, wanted) in zip(theirs, ours, strict=True):
         assert [p for _, p in found] == pytest.approx([p for _, p in wanted], abs=1e-5)

@@ -21,7 +21,7 @@ from magicdec.records.correctness import Correctness
 from magicdec.records.reading import parse_line
 from magicdec.records.record import RunRecord
 from magicdec.request import Request
-from magicdec.run.check import Replays, check_outputs, first_difference
+from magicdec.run.check import Replays, check_outputs
 from magicdec.run.rounding import (
     Gaps,
     WiderView,
@@ -108,26 +108,9 @@ def test_a_tie_is_settled_and_counted() -> None:
     result = check(model, expected, found)
     assert not result.identical and result.passed and result.num_excused == 1
     assert result.first_divergence is not None and result.first_divergence.margin < 1e-9
-
-
-def test_a_tie_does_not_excuse_what_follows_it() -> None:
-    """The rest of the row is replayed too: a tie at one place must not wave a wrong token
-    through."""
-    plain = decoded(tiny_transformer())
-    token = plain[0].output_ids[5]
-    model = with_twin(token)
-    expected, found = decoded(model), decoded(model)
-    at = expected[0].output_ids.index(token)
-    found[0].output_ids[at] = 96
+    # The rest of the row is replayed too: a tie must not wave a wrong token through.
     found[0].output_ids[at + 3] = (found[0].output_ids[at + 3] + 1) % 90
     assert not check(model, expected, found).passed
-
-
-def test_first_difference() -> None:
-    assert first_difference(0, [1, 2], [1, 2]) is None
-    assert first_difference(3, [1, 2], [1, 4]).index == 1  # type: ignore[union-attr]
-    shorter = first_difference(0, [1, 2], [1])
-    assert shorter is not None and (shorter.index, shorter.expected, shorter.found) == (1, 2, None)
 
 
 def test_float64_replay_agrees_with_float32_decoding() -> None:

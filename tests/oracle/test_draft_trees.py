@@ -92,14 +92,19 @@ def test_a_node_has_the_logits_of_its_path(family: str, name: str, cuts: list[in
         torch.testing.assert_close(logits[row], expected, atol=1e-4, rtol=0)
 
 
+def tiny_tree(name: str, count: int, seed: int) -> tuple[ModelRunner, list[list[int]], Tensor]:
+    """A runner that has taken prompts, and the parents and ids of as many nodes after them."""
+    prompts = random_prompts(LENGTHS, TINY.vocab_size)
+    runner = prefilled(make_runner(tiny_transformer(), 3, 192, ON_CPUS[name]()), prompts)
+    return runner, drawn_parents(3, count, seed), torch.randint(TINY.vocab_size, (3, count))
+
+
 @pytest.mark.parametrize("name", ON_CPUS)
 def test_a_draft_tree_reads_what_its_policy_shows(name: str) -> None:
     """Sinks, a window before the committed length, and a tail of a chain before the tree: the same
     logits as of chains under the policy."""
     policy, committed = SinksAndWindow(4, 30), [n - 3 for n in LENGTHS]
-    prompts = random_prompts(LENGTHS, TINY.vocab_size)
-    runner = prefilled(make_runner(tiny_transformer(), 3, 192, ON_CPUS[name]()), prompts)
-    parents, ids = drawn_parents(3, NODES, 2), torch.randint(TINY.vocab_size, (3, NODES))
+    runner, parents, ids = tiny_tree(name, NODES, 2)
     tree = DraftTree(runner.cache.seq_lens.clone(), torch.tensor(parents))
     before = runner.counts.copy()
     logits = runner.forward(ids, [0, 1, 2], policy, committed, tree=tree)
@@ -119,9 +124,7 @@ def test_a_draft_tree_reads_what_its_policy_shows(name: str) -> None:
 @pytest.mark.parametrize("name", ON_CPUS)
 def test_a_tree_may_have_as_many_nodes_as_a_chunk_of_a_prompt(name: str) -> None:
     """A chain of so many tokens would be computed as in prefill."""
-    count, prompts = 40, random_prompts(LENGTHS, TINY.vocab_size)
-    runner = prefilled(make_runner(tiny_transformer(), 3, 192, ON_CPUS[name]()), prompts)
-    parents, ids = drawn_parents(3, count, 4), torch.randint(TINY.vocab_size, (3, count))
+    runner, parents, ids = tiny_tree(name, 40, 4)
     tree = DraftTree(runner.cache.seq_lens.clone(), torch.tensor(parents))
     logits = runner.forward(ids, [0, 1, 2], tree=tree)
     runner.truncate([0, 1, 2], LENGTHS)
@@ -135,9 +138,7 @@ def test_a_tree_may_have_as_many_nodes_as_a_chunk_of_a_prompt(name: str) -> None
 def test_nodes_may_lie_in_any_cells(name: str) -> None:
     """Two forwards of one tree, whose nodes lie far behind the row's end, before and after each
     other. The lengths of the rows stay."""
-    prompts = random_prompts(LENGTHS, TINY.vocab_size)
-    runner = prefilled(make_runner(tiny_transformer(), 3, 192, ON_CPUS[name]()), prompts)
-    parents, ids = drawn_parents(3, NODES, 3), torch.randint(TINY.vocab_size, (3, NODES))
+    runner, parents, ids = tiny_tree(name, NODES, 3)
     cells = torch.stack([torch.randperm(192 - 160)[:NODES] + 160 for _ in range(3)])
     base, found = runner.cache.seq_lens.clone(), []
     for first, last in ((0, 4), (4, NODES)):

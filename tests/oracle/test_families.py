@@ -43,11 +43,7 @@ from magicdec.cost_model import costs, roofline
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.block import Attend
 from magicdec.model.checkpoint.random_weights import RandomWeights
-from magicdec.model.checkpoint.source import (
-    expected_shapes,
-    find_model,
-    load_transformer,
-)
+from magicdec.model.checkpoint.source import expected_shapes, find_model, load_transformer
 from magicdec.model.config import RopeConfig
 from magicdec.model.elementwise.operators import apply_rope
 from magicdec.model.families.hf_config import ROPE_FIELDS
@@ -307,7 +303,7 @@ def test_more_ranks_than_heads() -> None:
         stored("llama-2").load(Shard(0, 9))
 
 
-@pytest.mark.parametrize("name", ["llama-3.1", "qwen2.5", "gpt2", "falcon-40b"])
+@pytest.mark.parametrize("name", ["llama-3.1", "gpt2"])
 def test_checkpoint_of_several_files(tmp_path: Path, name: str) -> None:
     expected = make_checkpoint(tmp_path, name, max_shard_size="100KB").logits(tokens())
     assert len(list(tmp_path.glob("*.safetensors"))) > 2

@@ -204,9 +204,7 @@ def check_seeds(
 
 
 @pytest.mark.parametrize(
-    "seeds",
-    [range(3), pytest.param(range(3, 46), marks=pytest.mark.wide)],
-    ids=["some", "many"],
+    "seeds", [range(3), pytest.param(range(3, 46), marks=pytest.mark.wide)], ids=["some", "many"]
 )
 @pytest.mark.parametrize(("drafter", "kv"), CASES, ids=str)
 def test_each_request_emits_the_tokens_of_its_lone_run(

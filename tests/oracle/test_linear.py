@@ -167,27 +167,6 @@ def test_without_byte_permutations_the_bits_are_the_same(monkeypatch: pytest.Mon
     assert all(torch.equal(linear(x[: len(e)]), e) for e in expected)
 
 
-@needs_kernel
-def test_the_kernels_trace() -> None:
-    """Under torch.compile both kernels are called through `torch.library`, with equal results."""
-    torch.manual_seed(0)
-    weight, x = torch.randn(96, 64), torch.randn(3, 64).to(BF16)
-    for linear in (PackedLinear(weight.to(BF16)), pack_layer(layer(weight))):
-        traced = torch.compile(linear, fullgraph=True, backend="eager")
-        assert torch.equal(traced(x), linear(x))
-    heads, size = (2, 3, 2, 64), 16
-    q, k, v = (torch.randn(heads).to(BF16) for _ in range(3))
-    k_pool, v_pool = (torch.zeros(2, 2, size, 64, dtype=BF16) for _ in range(2))
-    table, rows = torch.tensor([[0], [1]]), torch.tensor([0, 1])
-    lengths, ranges = torch.tensor([0, 0]), torch.tensor([[[[0, 3]]], [[[0, 3]]]])
-    arguments = (q, k, v, k_pool, v_pool, table, rows, lengths, ranges, 0, False)
-    torch.library.opcheck(
-        torch.ops.magicdec.native_attention.default,
-        arguments,
-        test_utils=("test_schema", "test_faketensor"),
-    )
-
-
 def int8_twins(
     config: ModelConfig, dtype: torch.dtype, seed: int = 0
 ) -> tuple[Transformer, Transformer]:

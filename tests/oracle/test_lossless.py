@@ -192,20 +192,6 @@ def test_300_tokens_past_the_window_are_the_baselines(
         assert shape.num_blocks * shape.block_size < 2 * 120, "the draft's storage is bounded"
 
 
-@pytest.mark.wide
-@pytest.mark.parametrize(
-    ("drafter", "kv"),
-    # Prompt lookup reads no cache, so the policy does not matter.
-    [("ngram", KV_SECTIONS[0]), *(("self", kv) for kv in KV_SECTIONS)],
-    ids=repr,
-)
-def test_160_tokens_of_rows_of_different_lengths_are_the_baselines(
-    drafter: str, kv: KVSection
-) -> None:
-    model = tiny_transformer(seed=2)
-    speculate(model, kv, drafter=drafter, num_new=160, seed=5, backend=NativeBackend)
-
-
 @pytest.mark.parametrize("num_drafts", [1, 30])
 def test_few_or_many_drafts_over_everything_are_accepted(num_drafts: int) -> None:
     """Of a policy that chooses by what verifications have seen, in native kernels."""

@@ -26,7 +26,7 @@ from magicdec.kv.cache import BatchRows
 from magicdec.kv.tree import DraftTree
 from magicdec.kv.view import FULL, SinksAndWindow, Visible
 from magicdec.model.config import ModelConfig, RopeConfig
-from magicdec.pipelined_run.channels import CancelBoard, RunCancellation
+from magicdec.pipeline.stage import CancelBoard, RunCancellation
 from magicdec.runner import ModelRunner
 from magicdec.sampling.metadata import SamplingMetadata
 

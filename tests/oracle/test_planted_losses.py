@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from magicdec.cli import gate
+from magicdec.cli.flags import LoneCommand
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection
 from magicdec.gate.cases import Subject
@@ -110,19 +111,19 @@ def test_the_command_saves_cases_and_runs_them_again(
 ) -> None:
     path, junit = tmp_path / "gate.jsonl", tmp_path / "gate.xml"
 
-    def call(*flags: object) -> tuple[int, str]:
+    def call(*flags: object, command: LoneCommand = gate.main) -> tuple[int, str]:
         monkeypatch.setattr(sys, "argv", ["magicdec gate", *map(str, flags)])
         with pytest.raises(SystemExit) as stopped:
-            gate.main()
+            command()
         return int(stopped.value.code or 0), capsys.readouterr().out
 
     small = ("--prefix_len", 48, "--B", 4, "--num_batches", 1, "--gen_len", 16)
-    code, out = call("save", "--baseline", path, *small)
+    code, out = call("--baseline", path, *small, command=gate.save)
     records = load_records(path)
     assert code == 0 and f"{len(records)} baselines written" in out and len(records) >= 6
     code, out = call("--baseline", path, "--junit", junit)
     assert code == 0 and f"{len(records)} same" in out and junit.read_text().count("<testcase") >= 6
     code, out = call("--baseline", path, "--quick", "--processes", 1)
     assert code == 0 and "regression" not in out
-    code, out = call("save", "--baseline", path, "--margin", 0.1)
+    code, out = call("--baseline", path, "--margin", 0.1, command=gate.save)
     assert code == 0 and {r.margin for r in load_records(path)} == {0.0, 0.1}

@@ -13,9 +13,8 @@ from torch import Tensor
 from magicdec.attention import native
 from magicdec.attention.native import NativeBackend
 from magicdec.distributed.groups import Group
-from magicdec.drafting.copied_kv import CopiedKV
 from magicdec.drafting.observation import newest_queries, received_weights
-from magicdec.drafting.policies.snapkv import SnapKV
+from magicdec.drafting.policies.snapkv import CopiedKV, SnapKV
 from magicdec.engine import Engine
 from magicdec.executor.executor import Executor
 from magicdec.kv.cache import BatchRows

@@ -22,14 +22,7 @@ from magicdec.kv.view import FULL, SinksAndWindow, Visible, make_view
 needs_kernel = pytest.mark.skipif(not has_bfloat16_path(), reason="no bfloat16 dot products")
 # (query heads, KV heads, head size); with three heads a KV head and more, in tile registers.
 HEADS = [(4, 4, 64), (8, 2, 128), (34, 2, 32), (3, 1, 80)]
-BASES = [
-    0,
-    63,
-    509,
-    126,
-    1024,
-    700,
-]  # ends of tiles, stretches and pieces are among the nodes
+BASES = [0, 63, 509, 126, 1024, 700]  # ends of tiles, stretches and pieces are among the nodes
 NODES, MAX_TOKENS = 19, 1088
 VIEWS: dict[str, tuple[Visible, int | None]] = {
     "full": (FULL, None),

@@ -1,5 +1,6 @@
-"""Steps of any draft length in any order, also of length 0: they emit the baseline's tokens, and
-after steps without drafts the drafts are as good as before."""
+"""Steps without drafts between others: they emit the baseline's tokens, and the drafts after them
+are as good as before. `test_in_flight.py` and `test_replay.py` test any draft lengths in any
+order."""
 
 from __future__ import annotations
 
@@ -79,32 +80,8 @@ def run(
     return outputs[0], outputs[1], [(n, a) for n, a in steps if a is not None]
 
 
-CASES = [
-    ("self", KVSection("full")),
-    ("self", KVSection("streaming_llm", 40, 4)),
-    ("self", KVSection("snapkv", 40, window_size=8)),
-    ("self", KVSection("snapkv", 40, window_size=8, reselect_every=20)),
-    ("self", KVSection("verified", 50, 4)),
-    ("self", KVSection("retrieval", 50, 4)),
-    ("ngram", KVSection("full")),
-    ("model", KVSection("full")),
-    ("model", KVSection("streaming_llm", 40, 4)),
-    ("model", KVSection("snapkv", 40, window_size=8)),
-]
 # Pauses of drafting: longer than a prefill chunk of the draft, one step, and two in a row.
 COUNTS = [3, 0, 5, *[0] * 20, 1, 2, 0, 0, 4]
-
-
-@pytest.mark.narrow("values")
-@pytest.mark.parametrize(("drafter", "kv"), CASES, ids=str)
-@pytest.mark.parametrize("backend", [NativeBackend, GroupedBackend])
-def test_steps_of_any_draft_length_emit_the_baselines_tokens(
-    drafter: str, kv: KVSection, backend: type[AttentionBackend]
-) -> None:
-    baseline, ours, steps = run(drafter, kv, backend, COUNTS)
-    assert ours == baseline
-    assert [len(tokens) for tokens in ours] == NEW
-    assert {drafted for drafted, _ in steps} == {1, 2, 3, 4, 5}
 
 
 @pytest.mark.parametrize(

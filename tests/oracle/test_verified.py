@@ -8,14 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import (
-    TINY,
-    make_requests,
-    make_runner,
-    pack,
-    random_prompts,
-    tiny_transformer,
-)
+from conftest import TINY, make_requests, make_runner, pack, random_prompts, tiny_transformer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -195,7 +188,7 @@ def test_a_choice_is_for_its_own_rows() -> None:
         reader.rewind(rows, settled)
         assert reader._choice is not None
         expected = heaviest(policy, list(settled.bounds), reader._weights[:, rows])
-        assert torch.equal(reader._choice[1].chosen, expected)
+        assert torch.equal(reader._choice[1].key_ranges, expected)
 
 
 def test_a_step_without_drafts_watches_nothing() -> None:

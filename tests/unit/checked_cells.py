@@ -8,7 +8,7 @@ import random
 from collections.abc import Sequence
 
 from magicdec.pipelined_speculation.messages import Candidates, Draft, Launch
-from magicdec.simulator.machine import Flight, Machine
+from magicdec.simulator.simulation import Flight, Machine
 
 VOCABULARY = 11
 EMPTY = 7  # the text before the first token

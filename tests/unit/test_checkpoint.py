@@ -26,11 +26,9 @@ from checkpoint_files import (
 from torch import Tensor
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint import source as checkpoint
-from magicdec.model.checkpoint.random_weights import TILE_ROWS
+from magicdec.model.checkpoint import weight_files
 from magicdec.model.checkpoint.source import WeightSource, find_model, load_transformer
-from magicdec.model.checkpoint.weight_files import PthWeights
-from magicdec.model.checkpoint.weight_map import Piece
+from magicdec.model.checkpoint.weight_files import TILE_ROWS, Index, PthWeights
 from magicdec.model.families.hf_config import to_hf_config
 from magicdec.model.presets import presets
 
@@ -61,7 +59,7 @@ def test_dtype_and_files_by_name(tmp_path: Path) -> None:
 
 def test_packaged_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(presets.resources, "files", lambda package: tmp_path)
-    with pytest.raises(ValueError, match=r"--draft 'demo-draft': this installation lacks"):
+    with pytest.raises(ValueError, match=r"--draft 'demo-draft' is not known"):
         find_model("--draft", "demo-draft")
     (tmp_path / "demo" / "target").mkdir(parents=True)
     write(tmp_path / "demo" / "target", make_tensors())
@@ -78,8 +76,8 @@ class Recorder(WeightSource):
         self.source, self.elements, self.largest = source, 0, 0
         self.tensors = source.tensors
 
-    def read(self, piece: Piece) -> Tensor:
-        tensor = self.source.read(piece)
+    def read(self, name: str, index: Index = ()) -> Tensor:
+        tensor = self.source.read(name, index)
         self.elements += tensor.numel()
         self.largest = max(self.largest, tensor.numel())
         return tensor
@@ -92,7 +90,7 @@ def test_a_rank_reads_its_own_share_in_small_parts(
     config = replace(CONFIG, vocab_size=3000)
     writer(tmp_path, make_tensors(config))
     (tmp_path / "config.json").write_text(json.dumps(to_hf_config(config)))
-    monkeypatch.setattr(checkpoint, "READ_ELEMENTS", 1)  # the smallest part: one tile's rows
+    monkeypatch.setattr(weight_files, "READ_ELEMENTS", 1)  # the smallest part: one tile's rows
     source = Recorder(find_model("--model", str(tmp_path)).weights)
     model = load_transformer(config, source, Shard(0, 2), None, torch.float32, CPU)
     assert source.elements == sum(p.numel() for p in model.parameters())
@@ -100,12 +98,11 @@ def test_a_rank_reads_its_own_share_in_small_parts(
 
 
 def test_slices_are_lazy(tmp_path: Path) -> None:
-    piece = Piece(Q_PROJ, (4, 6), (3, 9), (32, 32))
     for source in (
         find_model("--model", str(write(tmp_path, make_tensors()))).weights,
         PthWeights(write_pth(tmp_path, make_tensors()) / "model.pth"),
     ):
-        part = source.read(piece)
+        part = source.read(Q_PROJ, (slice(4, 6), slice(3, 9)))
         assert torch.equal(part, make_tensors()[Q_PROJ][4:6, 3:9])
         # The view shares the mapping of the file or tensor, so slicing copied nothing.
         assert part.untyped_storage().nbytes() >= 32 * 32 * 4

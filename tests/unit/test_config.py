@@ -20,7 +20,7 @@ from magicdec.cli.drivers import ALIASES, DRIVERS, Driver
 from magicdec.cli.flags import config_of
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.choices.backend import choose_backend
-from magicdec.config.choices.choice import Choice, How, asked_for
+from magicdec.config.choices.choice import Choice, How
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
@@ -54,19 +54,14 @@ def mapped(*argv: object, driver: RunConfig) -> RunConfig:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--threads 0", "--threads 0 is too small; it must be at least 1"),
+        ("--threads 0", "--threads 0: give one number for all 3 ranks, or 3 numbers"),
         ("--prefix_len 9 --max_len 9", "--max_len minus --prefix_len is 0; it must be at least 1"),
-        ("--prefix_len 9 --max_len 7", "--max_len minus --prefix_len is -2"),
         (
             "--prefix_len 9 --gen_len 3 --max_len 13",
             "--max_len 13 is not --prefix_len 9 + --gen_len 3; give one of the two",
         ),
         (
             "--streamingllm_budget 16",
-            "--budget 16 must be larger than --num_sink_tokens 16",
-        ),
-        (
-            "--kv_policy verified --draft_budget 16",
             "--budget 16 must be larger than --num_sink_tokens 16",
         ),
         (
@@ -88,26 +83,10 @@ def mapped(*argv: object, driver: RunConfig) -> RunConfig:
         ("--tree 3,2 --drafter ngram", "--tree 3,2 --drafter ngram: prompt lookup drafts chains"),
         ("--tree 3,2 --gamma 4", "--gamma does nothing here: --tree says what a step drafts"),
         ("--tree 3,2 --gamma auto", "--gamma does nothing here: --tree says what a step drafts"),
-        (
-            "--draft_budget 4 --num_sink_tokens 9",
-            "budget 4 must be larger than --num_sink_tokens 9",
-        ),
-        (
-            "--rank_group 0 1",
-            "--rank_group 0 1 leaves out some of the launched ranks: 0 1 2; "
-            "the target group must be all of them",
-        ),
-        (
-            "--rank_group 0 1 3",
-            "--rank_group 0 1 3 names rank 3, which does not exist; "
-            "choose from the launched ranks: 0 1 2",
-        ),
-        ("--rank_group 0 1 -1", "--rank_group 0 1 -1 names rank -1, which does not exist"),
-        (
-            "--rank_group 0 1 1",
-            "--rank_group 0 1 1 names a rank twice; name each of the launched ranks: 0 1 2",
-        ),
-        ("--rank_group 0 1 2 3", "--rank_group 0 1 2 3 names rank 3, which does not exist"),
+        ("--rank_group 0 1", "0 1: name all of the launched ranks, each once: 0 1 2"),
+        ("--rank_group 0 1 -1", "--rank_group 0 1 -1: name all"),
+        ("--rank_group 0 1 1", "--rank_group 0 1 1: name all"),
+        ("--rank_group 0 1 2 3", "--rank_group 0 1 2 3: name all"),
     ],
 )
 def test_check_names_flag_and_value(flags: str, message: str) -> None:
@@ -144,39 +123,20 @@ def test_the_rank_group_is_all_ranks_in_any_order() -> None:
     ("flags", "message"),
     [
         ("--gama 3", "unknown argument --gama; did you mean --gamma?"),
-        ("--gen-len 3", "unknown argument --gen-len; did you mean --gen_len?"),
-        ("--gen-len=3", "unknown argument --gen-len=3; did you mean --gen_len?"),
         ("--streaming_llm_budget 9", "did you mean --streamingllm_budget?"),
-        ("-B 4", "unknown argument -B; did you mean --B?"),
         ("--prefix 9", "unknown argument --prefix; did you mean --prefix_len?"),
-        ("--prefix_le 9", "unknown argument --prefix_le; did you mean --prefix_len?"),
-        ("--print", "unknown argument --print; did you mean"),
         ("--xyzzy", "unknown argument --xyzzy; choose from"),
         ("demo", "unknown argument demo; "),
         ("--strategy autoregressive", "unknown argument --strategy"),
-        ("--gamma three", "--gamma three is not known; choose a whole number or auto"),
         ("--gamma", "argument --gamma: expected one argument"),
         ("--rank_group", "argument --rank_group: expected at least one argument"),
         ("--rank_group 0,1", "--rank_group 0,1 is not a whole number"),
-        ("--threads 2,x", "--threads 2,x is not known; choose a whole number, or one for each"),
     ],
 )
 def test_flags_that_do_not_exist_or_hold_what_they_cannot(flags: str, message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)) as error:
         parsed(*flags.split())
     assert "\n" not in str(error.value)
-
-
-def test_a_wrong_name_is_answered_with_the_right_ones() -> None:
-    for flag, names in (
-        ("--device", module.DEVICES),
-        ("--dtype", module.DTYPES),
-        ("--attention", module.ATTENTION_BACKENDS),
-        ("--kv_policy", module.KV_POLICIES),
-    ):
-        with pytest.raises(ValueError) as error:
-            parsed(flag, "nonsense")
-        assert all(name in str(error.value) for name in names)
 
 
 def fields(config: RunConfig) -> Iterator[tuple[str, Declared, Any]]:
@@ -196,8 +156,6 @@ BASELINE_DRIVER = DRIVERS["baseline"].config
     ("driver", "flags", "message"),
     [
         (BASELINE_DRIVER, "--gamma 7", "--gamma does nothing here: autoregressive decoding drafts"),
-        (BASELINE_DRIVER, "--gamma 4", "--gamma does nothing here"),  # its default
-        (BASELINE_DRIVER, "--draft_budget 9", "--budget does nothing here"),
         (BASELINE_DRIVER, "--no_baseline", "--no_baseline does nothing here"),
         (DRIVER, "--window_size 9", "--window_size does nothing here: --kv_policy streaming_llm"),
         (DRIVER, "--kv_policy snapkv --num_sink_tokens 9", "--num_sink_tokens does nothing here"),
@@ -223,17 +181,6 @@ def test_the_help_has_two_levels() -> None:
     assert "--gamma" in short and "--prefill_chunk" not in short and "--help_all shows" in short
     assert "--prefill_chunk" in whole and len(re.findall(r"^  --", short, re.M)) <= 13
     assert parser.format_help_all() == whole
-
-
-def test_the_help_offers_no_flag_that_can_only_be_refused() -> None:
-    """Autoregressive decoding drafts nothing; a seed does something if --temperature is given."""
-    parser = parser_of(BASELINE_DRIVER)
-    whole = parser.format_help_all()
-    for flag in ("--gamma", "--budget", "--kv_policy", "--tree", "--no_baseline"):
-        assert flag not in whole and flag in parser_of(DRIVER).format_help_all()
-    assert "--seed" in whole and "--prefix_len" in whole
-    with pytest.raises(ValueError, match="--gamma does nothing here: autoregressive decoding"):
-        parsed("--gamma", "4", driver=BASELINE_DRIVER)
 
 
 def test_no_flags_change_nothing() -> None:
@@ -282,9 +229,9 @@ def test_the_draft_has_the_flags_of_the_original_suite() -> None:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (("--draft_ranks", 3), "--draft_ranks 3 names rank 3, which does not exist; choose from"),
-        (("--draft_ranks", 0, -1), "--draft_ranks 0 -1 names rank -1"),
-        (("--draft_group", 2, 0, 2), "--draft_ranks 2 0 2 names a rank twice; name some of"),
+        (("--draft_ranks", 3), "--draft_ranks 3: name some of the launched ranks, each once"),
+        (("--draft_ranks", 0, -1), "--draft_ranks 0 -1: name some"),
+        (("--draft_group", 2, 0, 2), "--draft_ranks 2 0 2: name some"),
         (("--drafter", "self"), "--drafter self: the draft --model would do nothing"),
         (
             ("--kv_policy", "snapkv", "--reselect_every", 3),
@@ -296,10 +243,7 @@ def test_the_draft_has_the_flags_of_the_original_suite() -> None:
 def test_what_a_draft_cannot_be(config: tuple[object, ...], message: str) -> None:
     with pytest.raises(ValueError, match=re.escape(message)):
         parsed(*config, driver=LONGSPEC).check(world_size=3)
-
-
-def test_a_draft_group_is_never_empty() -> None:
-    with pytest.raises(ValueError, match="--draft_ranks names no rank; name some of the launched"):
+    with pytest.raises(ValueError, match="--draft_ranks : name some of the launched ranks"):
         dataclasses.replace(LONGSPEC, draft=DraftSection(rank_group=())).check(2)
 
 
@@ -318,9 +262,7 @@ def test_a_draft_has_the_attention_that_its_own_head_size_allows() -> None:
     resolved = resolve(LONGSPEC, Machine(2, has_compiler=True), head_dim=64, draft_head_dim=72)
     assert resolved.attention.backend == "native" and resolved.draft is not None
     assert resolved.draft.backend == "grouped"
-    assert (
-        resolved.draft.backend_choice.why == "auto: grouped; head size 72 is not a multiple of 16"
-    )
+    assert resolved.draft.backend.why == "auto: grouped; head size 72 is not a multiple of 16"
     with pytest.raises(ValueError, match="--attention native: head size 72"):
         asked = parsed("--attention", "native", driver=LONGSPEC)
         resolve(asked, Machine(2, has_compiler=True), 64, 72)
@@ -334,7 +276,6 @@ FAST = Machine(2, has_compiler=True, has_fast_bfloat16=True, has_avx512_bf16=Tru
     ("flags", "driver", "message"),
     [
         ("", DRIVER, "under --kv_policy streaming_llm self-speculation reads the target's own"),
-        ("--kv_policy verified", DRIVER, "under --kv_policy verified self-speculation reads"),
         ("--kv_policy snapkv --draft_budget -1", DRIVER, "under --kv_policy full self-spec"),
         ("--drafter ngram", DRIVER, "nothing here drafts with a KV cache"),
     ],
@@ -390,7 +331,7 @@ def test_two_spellings_of_a_length() -> None:
     found = [resolve(config, machine).workload for config in (by_gen, by_max, both)]
     assert found[0] == found[1] == found[2]
     assert by_max.workload.num_new_tokens == 28
-    assert resolve(parsed("--prefix_len", 100), machine).workload.to_dict()["max_len"] == 164
+    assert resolve(parsed("--prefix_len", 100), machine).workload.num_new_tokens == 64
 
 
 def test_the_recent_window_is_a_share_of_the_budget_unless_given() -> None:
@@ -400,11 +341,6 @@ def test_the_recent_window_is_a_share_of_the_budget_unless_given() -> None:
     given = parsed("--kv_policy", "verified", "--recent_window", 9)
     assert resolve(given, machine).kv.recent_window == 9
     assert resolve(parsed(), machine).kv.recent_window is None
-
-
-def test_two_spellings_of_a_budget() -> None:
-    assert parsed("--streamingllm_budget", 99) == parsed("--draft_budget", 99)
-    assert parsed("--draft_budget", 99).kv.budget == 99
 
 
 @pytest.mark.parametrize("config", [RunConfig(), DRIVER, LONGSPEC])
@@ -433,7 +369,6 @@ def test_resolve_leaves_no_auto_and_no_gap(config: RunConfig) -> None:
     ("machine", "device", "dtype", "threads"),
     [
         (Machine(8), "cpu", "float32", 8),
-        (Machine(8, 4, 4), "cpu", "float32", 2),
         (Machine(8, 8, 3, has_fast_bfloat16=True), "cpu", "bfloat16", 2),
         (Machine(2, 4, 4), "cpu", "float32", 1),
         (Machine(8, has_cuda=True), "cuda", "bfloat16", 8),
@@ -455,9 +390,6 @@ def test_what_was_chosen_is_kept() -> None:
     resolved = resolve(parsed(*flags.split()), machine)
     assert (resolved.parallel.device, resolved.parallel.threads) == ("cpu", 3)
     assert (resolved.model.dtype, resolved.attention.backend) == ("float32", "sdpa")
-
-
-def test_an_absent_device_is_refused() -> None:
     with pytest.raises(ValueError, match="--device cuda: no CUDA device here; choose from auto"):
         resolve(parsed("--device", "cuda"), Machine(8))
 
@@ -505,17 +437,10 @@ def test_the_config_is_light() -> None:
     assert run_python("import magicdec.config.run_config").stdout == "\n"
 
 
-@pytest.mark.parametrize(
-    ("flags", "line"),
-    [
-        ("--gama 3", "driver.py: unknown argument --gama; did you mean --gamma?\n"),
-        ("--gamma 0", "driver.py: --gamma 0 is too small; it must be at least 1\n"),
-    ],
-)
-def test_a_refusal_is_one_line_and_loads_nothing(flags: str, line: str) -> None:
-    code = f"""
+def test_a_refusal_is_one_line_and_loads_nothing() -> None:
+    code = """
 from magicdec.cli.drivers import selfspec
-sys.argv = ["some/driver.py", *{flags.split()}]
+sys.argv = ["some/driver.py", "--gamma", "0"]
 try:
     selfspec()
 except SystemExit as stopped:
@@ -524,13 +449,14 @@ else:
     raise AssertionError("not refused")
 """
     result = run_python(code)
+    line = "driver.py: --gamma 0 is too small; it must be at least 1\n"
     assert (result.stdout, result.stderr) == ("\n", line)
 
 
 def named(asked: str, device: str, machine: Machine, head_dim: int = 64) -> tuple[str, str]:
     """(name, reason) of the attention backend."""
     choice = choose_backend(asked, device, machine, head_dim)
-    return choice.name, choice.why
+    return str(choice), choice.why
 
 
 def test_auto_attention_is_native_where_it_can_be() -> None:
@@ -550,14 +476,11 @@ def test_auto_attention_is_native_where_it_can_be() -> None:
 @pytest.mark.parametrize(
     ("asked", "device", "head_dim", "dtype", "obstacle"),
     [
-        ("triton", "cuda", 64, "float32", "triton is not installed"),
         ("triton", "cuda", 257, "float32", "head size 257 is not at most 256"),
-        ("varlen", "cpu", 64, "bfloat16", "varlen is for --device cuda"),
         ("varlen", "cuda", 64, "float32", "varlen is for --dtype bfloat16, not float32"),
         ("varlen", "cuda", 84, "bfloat16", "head size 84 is not a multiple of 8, at most 256"),
         ("flash_attn", "cpu", 64, "bfloat16", "flash_attn is for --device cuda"),
         ("flash_attn", "cuda", 64, "bfloat16", "flash-attn is not installed"),
-        ("flashinfer", "cpu", 64, "bfloat16", "flashinfer is for --device cuda"),
         ("flashinfer", "cuda", 80, "bfloat16", "head size 80 is not 64, 128 or 256"),
     ],
 )
@@ -581,7 +504,7 @@ def test_an_attention_backend_that_cannot_serve_is_refused(
 def test_attention_backends_for_a_gpu_are_served() -> None:
     machine = Machine(num_cpus=2, has_cuda=True)
     for name in ("triton", "varlen", "flash_attn", "flashinfer"):
-        assert choose_backend(name, "cuda", machine, 128, "bfloat16") == asked_for(name)
+        assert choose_backend(name, "cuda", machine, 128, "bfloat16") == name
     assert named("triton", "cuda", machine, 80)[0] == "triton"
 
 
@@ -598,10 +521,9 @@ def test_triton_on_a_cpu_is_said_to_be_interpreted(capsys: pytest.CaptureFixture
 def test_what_auto_attention_is_on_cuda_waits_for_a_measurement() -> None:
     machine = Machine(num_cpus=2, has_cuda=True)
     config = resolve(LONGSPEC, machine)
-    for choice in (config.attention.backend_choice, config.draft.backend_choice):
+    for choice in (config.attention.backend, config.draft.backend):
         assert (choice.how, choice.settled) == (How.TO_BE_MEASURED, None)
-        assert choice.why == "auto: to be measured" and choice.is_to_be_measured
-    assert asked_for("grouped").settled == "grouped"
+        assert choice.why == "auto: to be measured"
 
 
 GRAPHS = [
@@ -620,8 +542,8 @@ GRAPHS = [
 def test_graphs_are_used_where_they_can_be(flags: str, graphs: str, why: str) -> None:
     machine = Machine(num_cpus=2, has_cuda=True)
     d = resolve(parsed(*flags.split()), machine).decoding
-    assert (d.cuda_graphs, d.graphs_choice.why) == (graphs, why)
-    assert d.graphs_choice.is_auto == why.startswith("auto")
+    assert (d.cuda_graphs, d.cuda_graphs.why) == (graphs, why)
+    assert d.cuda_graphs.is_auto == why.startswith("auto")
     if not why.startswith("auto: off"):
         return
     with pytest.raises(ValueError, match=f"^--cuda_graphs on: {why[11:]}; choose from auto, off$"):
@@ -635,16 +557,14 @@ def test_a_backend_that_was_measured_decides_on_graphs_again() -> None:
     for name, graphs in (("grouped", "off"), ("triton", "on")):
         attention = dataclasses.replace(
             resolved.attention,
-            backend_choice=Choice(name, f"auto: {name} 0.1 ms", How.MEASURED),
+            backend=Choice(name, f"auto: {name} 0.1 ms", How.MEASURED),
         )
         again = dataclasses.replace(resolved, attention=attention).resolve_graphs()
         assert again.decoding.cuda_graphs == graphs
     longspec = resolve(LONGSPEC, machine)
-    draft = dataclasses.replace(longspec.draft, backend_choice=asked_for("grouped"))
+    draft = dataclasses.replace(longspec.draft, backend=Choice("grouped"))
     again = dataclasses.replace(longspec, draft=draft).resolve_graphs()
-    assert again.decoding.graphs_choice.why.endswith(
-        "--attention grouped needs lengths on the host"
-    )
+    assert again.decoding.cuda_graphs.why.endswith("--attention grouped needs lengths on the host")
 
 
 @pytest.mark.parametrize("name", ["varlen", "flash_attn", "flashinfer"])

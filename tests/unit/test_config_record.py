@@ -9,8 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from synthetic_records import ENVIRONMENT
 from test_config import DRIVER, LONGSPEC
 
+from magicdec.cli import latency
 from magicdec.cli.front import config_of
 from magicdec.cli.serve import COMMANDS, is_unused
 from magicdec.config.machine import Machine
@@ -18,6 +20,7 @@ from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.toml_file import to_toml
 from magicdec.distributed.groups import Launch
+from magicdec.latency.record import LatencyRecord
 from magicdec.serving.modes import SPECULATIVE
 from magicdec.serving.record import ServingRecord
 
@@ -27,100 +30,49 @@ MACHINE = Machine(
 )  # fmt: skip
 SELFSPEC: dict[str, Any] = {
     "model": {
-        "model": "demo",
-        "dtype": "bfloat16",
-        "linear": "packed",
-        "elementwise": "native",
-        "elementwise_reason": "auto: --linear packed",
-        "native_steps": "on",
-        "native_steps_reason": "auto: on",
-        "target_dtype": "bfloat16",
+        "model": "demo", "dtype": "bfloat16", "linear": "packed", "elementwise": "native",
+        "elementwise_reason": "auto: --linear packed", "native_steps": "on",
+        "native_steps_reason": "auto: on", "target_dtype": "bfloat16",
     },
     "draft": None,
     "parallel": {
-        "rank_group": [0, 1],
-        "device": "cpu",
-        "collectives": "shared_memory",
-        "collectives_reason": "auto: one host",
-        "threads": 4,
+        "rank_group": [0, 1], "device": "cpu", "collectives": "shared_memory",
+        "collectives_reason": "auto: one host", "threads": 4,
     },
     "kv": {
-        "policy": "streaming_llm",
-        "budget": 257,
-        "num_sink_tokens": 16,
-        "window_size": 32,
-        "pooling": "avg",
-        "reselect_every": 0,
-        "recent_window": None,
+        "policy": "streaming_llm", "budget": 257, "num_sink_tokens": 16, "window_size": 32,
+        "pooling": "avg", "reselect_every": 0, "recent_window": None,
         "draft_kv_dtype": "bfloat16",
     },
-    "attention": {
-        "backend": "native",
-        "backend_reason": "auto: native",
-        "prefill_chunk": 512,
-    },
+    "attention": {"backend": "native", "backend_reason": "auto: native", "prefill_chunk": 512},
     "decoding": {
-        "strategy": "speculative",
-        "drafter": "self",
-        "num_draft_tokens": 4,
-        "tree": None,
-        "tree_nodes": None,
-        "machine": None,
-        "cuda_graphs": "off",
-        "cuda_graphs_reason": "auto: off, --device cpu has none",
-        "ignore_eos": False,
+        "strategy": "speculative", "drafter": "self", "num_draft_tokens": 4, "tree": None,
+        "machine": None, "cuda_graphs": "off",
+        "cuda_graphs_reason": "auto: off, --device cpu has none", "ignore_eos": False,
         "baseline": True,
+        "tree_nodes": None,
     },
     "sampling": {
-        "temperature": 0.0,
-        "top_k": 0,
-        "top_p": 1.0,
-        "min_p": 0.0,
-        "repetition_penalty": 1.0,
-        "presence_penalty": 0.0,
-        "seed": 0,
+        "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,
+        "presence_penalty": 0.0, "seed": 0,
     },
     "workload": {
-        "dataset": "demo",
-        "batch_size": 4,
-        "prefix_len": 4096,
-        "gen_len": 64,
-        "max_len": 4160,
-        "num_batches": 2,
-        "warmup_batches": 1,
-        "seed": 123,
+        "dataset": "demo", "batch_size": 4, "prefix_len": 4096, "gen_len": 64, "max_len": 4160,
+        "num_batches": 2, "warmup_batches": 1, "seed": 123,
     },
     "output": {
-        "results": "results/runs.jsonl",
-        "save_tokens": None,
-        "printoutput": False,
-        "benchmark": False,
-        "profile": None,
+        "results": "results/runs.jsonl", "save_tokens": None, "printoutput": False,
+        "benchmark": False, "profile": None,
     },
-}
+}  # fmt: skip
 LONGSPEC_CHANGES: dict[str, Any] = {
     "draft": {
-        "model": "demo-draft",
-        "rank_group": [0],
-        "backend": "native",
-        "backend_reason": "auto: native",
-        "native_steps": "on",
-        "native_steps_reason": "auto: on",
-        "draft_dtype": "bfloat16",
+        "model": "demo-draft", "rank_group": [0], "backend": "native",
+        "backend_reason": "auto: native", "native_steps": "on",
+        "native_steps_reason": "auto: on", "draft_dtype": "bfloat16",
     },
-    "decoding": {
-        "strategy": "speculative",
-        "drafter": "model",
-        "num_draft_tokens": 4,
-        "tree": None,
-        "tree_nodes": None,
-        "machine": None,
-        "cuda_graphs": "off",
-        "cuda_graphs_reason": "auto: off, --device cpu has none",
-        "ignore_eos": False,
-        "baseline": True,
-    },
-}
+    "decoding": SELFSPEC["decoding"] | {"drafter": "model"},
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -207,3 +159,25 @@ def test_a_mode_of_one_rank_of_several_takes_its_threads_anew(
     of_two = dataclasses.replace(record, environment=environment, threads=[2, 0])
     flags = config_of.flags_of(of_two)
     assert flags["nproc"] == 2 and not {"threads", "rank_group"} & set(flags)
+
+
+def test_the_file_of_a_record_of_latency_makes_its_grid_again(tmp_path: Path) -> None:
+    words = "--model demo --B 1 2 --prefix_len 64 --T 1 2 --budget 33 65 --kv_policy snapkv full"
+    words += " --window_size 8 --threads 1 --repeats 2 --warmup 1"
+    _, grid, _ = latency.parse(words.split())
+    config = resolve(RunConfig(), MACHINE).to_dict()
+    drafts = [
+        {"kv_policy": kv.policy, "budget": None if kv.policy == "full" else kv.budget,
+         "recent_window": kv.resolve().recent_window}
+        for kv in grid.drafts
+    ]  # fmt: skip
+    parts = {name: config[name] for name in ("model", "parallel", "attention", "decoding")}
+    parts["kv"] = {"num_sink_tokens": 16, "window_size": 8}
+    parts["grid"] = dataclasses.asdict(grid) | {"drafts": drafts}
+    record = LatencyRecord(config=parts, environment=ENVIRONMENT, rows=[])
+    file = tmp_path / "again.toml"
+    file.write_text(to_toml(config_of.flags_of(record)))
+    _, again, _ = latency.parse(["--config", str(file)])
+    assert dataclasses.replace(again, drafts=()) == dataclasses.replace(grid, drafts=())
+    kept = [[(kv.policy, kv.budget, kv.window_size) for kv in g.drafts] for g in (grid, again)]
+    assert kept[0] == kept[1]

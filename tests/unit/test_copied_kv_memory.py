@@ -11,14 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import (
-    TINY,
-    make_draft,
-    make_requests,
-    make_runner,
-    random_prompts,
-    tiny_transformer,
-)
+from conftest import TINY, make_draft, make_requests, make_runner, random_prompts, tiny_transformer
 from several_ranks import generate_alone
 from threaded_pipeline import divide, serve
 
@@ -26,15 +19,13 @@ from magicdec.cli.serve import COMMANDS, RecordFile
 from magicdec.config.sections import KVSection
 from magicdec.console import Silent
 from magicdec.distributed.groups import Group, Launch, ParallelGroups
-from magicdec.drafting.copied_kv import CopiedKV
 from magicdec.drafting.policies.policy import make_draft_kv, make_policy
+from magicdec.drafting.policies.snapkv import CopiedKV
 from magicdec.engine import Engine
 from magicdec.kv.cache import KVCache
-from magicdec.memory.check import add_up
-from magicdec.memory.plan import MemoryPlan, max_tokens
-from magicdec.pipelined_run.channels import DraftRequest
-from magicdec.pipelined_run.drafter import ModelDrafter
-from magicdec.pipelined_run.stage import ModelPart
+from magicdec.pipeline.drafter import ModelDrafter
+from magicdec.pipeline.head import DraftRequest
+from magicdec.pipeline.stage import RunStage
 from magicdec.pipelined_speculation.options import Options
 from magicdec.serving.modes import Pass
 from magicdec.serving.prepare import prepare
@@ -99,7 +90,7 @@ def test_what_is_copied_in_flight_is_what_was_planned(
     ], ALONE)  # fmt: skip
     prepared = prepare(experiment.config, experiment.options, ALONE)
     (batching,) = prepared.systems
-    (plan,) = batching.plans(Pass.named("inflight+draft"), (0,))
+    plan = batching.plan(Pass.named("inflight+draft"), (0,))
     assert made == []
     records = experiment.measure(prepared, RecordFile(tmp_path / "out.jsonl")).records
     assert [record.num_differing for record in records] == [0, 0]
@@ -128,7 +119,7 @@ def test_what_a_pipelines_drafter_copies_is_what_was_planned(
     assert drafting is not None and drafting.draft_source is not None
     alone, models = Group((0,), 0), LoadedModels(torch.device("cpu"), Silent())
     groups = ParallelGroups(0, 1, alone, draft=alone)
-    draft = load_draft(drafting, groups, max_tokens(drafting.config), models)
+    draft = load_draft(drafting, groups, models)
     assert draft is not None
     drafter = ModelDrafter(draft, drafting.config.kv, TINY.vocab_size)
     for number, (shape, prompt) in enumerate(
@@ -136,7 +127,7 @@ def test_what_a_pipelines_drafter_copies_is_what_was_planned(
     ):
         text = list(prompt[: shape.prompt_len])
         drafter.propose(DraftRequest(number, 0, 0, tuple(text), ((5,),)), text)
-    plan = add_up([MemoryPlan(0, 0), *pipeline.plans(Pass.named("async"), (0,))])
+    plan = pipeline.plan(Pass.named("async"), (0,))
     assert len(made) == 2, "the whole context, and the copy"
     assert sum(made) == plan.draft_kv - query_bytes(drafting)
 
@@ -161,7 +152,7 @@ def test_a_pipelines_drafter_needs_no_more_than_that(np: int, seed: int) -> None
     following = max(n for _, n in lengths) + options.spare_cells
     draft = make_draft(model, kv, 2, num_cells, max_following=following)
     drafter = ModelDrafter(draft, kv, TINY.vocab_size)
-    parts = [ModelPart(make_runner(part, 2, num_cells)) for part in divide(model, 2)]
+    parts = [RunStage(make_runner(part, 2, num_cells)) for part in divide(model, 2)]
     serve(parts, drafter, options, served, 16)
     assert [request.output_ids for request in served] == expected
     assert drafter.kv.runner.max_tokens == min(12 + following, num_cells)

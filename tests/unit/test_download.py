@@ -10,14 +10,16 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from checkpoint_files import CONFIG, make_tensors, write_sharded
 from conftest import HANG
 from hub_server import COMMIT, TOKEN, Hub
+from huggingface_hub.hf_api import RepoSibling
 
 from magicdec.model.checkpoint import hub as hub_module
-from magicdec.model.checkpoint.hub import RemoteFile, check_space
+from magicdec.model.checkpoint.hub import check_space
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.families.hf_config import to_hf_config
 
@@ -182,7 +184,7 @@ def test_a_wrong_token_and_a_wrong_revision(hub: Hub, tmp_path: Path) -> None:
     wrong = "hf_thisIsNotTheToken"
     code, out, err = fetch(hub, tmp_path, "--repo_id", "org/model", "--hf_token", wrong)
     assert code == 2 and wrong not in out + err
-    assert err.endswith("the hub answered 401; the token is not valid\n")
+    assert err.endswith("the hub answered 401; is the token valid for it?\n")
     code, out, err = fetch(hub, tmp_path, "--repo_id", "org/model", "--hf_token", "hf_\nbad")
     assert code == 2 and "bad" not in out + err and "Traceback" not in err
     code, _, err = fetch(hub, tmp_path, "--repo_id", "org/model", "--revision", "v9")
@@ -238,11 +240,9 @@ def test_what_cannot_run_is_not_downloaded(
 
 
 def test_disk_space_is_asked_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    usage = (10**12, 10**12, 3 * 10**9)
-    monkeypatch.setattr(
-        hub_module.shutil, "disk_usage", lambda path: type("", (), {"free": usage[2]})
-    )
-    shards = [RemoteFile(f"{i}.safetensors", 2 * 10**9, "ab" * 32, None) for i in range(2)]
+    usage = SimpleNamespace(free=3 * 10**9)
+    monkeypatch.setattr(hub_module.shutil, "disk_usage", lambda path: usage)
+    shards = [RepoSibling(f"{i}.safetensors", size=2 * 10**9) for i in range(2)]
     with pytest.raises(ValueError) as caught:
         check_space(shards, tmp_path)
     assert str(caught.value) == (

@@ -11,7 +11,6 @@ from serving_command import prepare_as
 
 from magicdec.console import make_progress
 from magicdec.distributed.groups import Group, ParallelGroups
-from magicdec.memory.plan import max_tokens
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.checkpoint.split import split_checkpoint
 from magicdec.serving.modes import Pass
@@ -59,7 +58,7 @@ def test_native_steps_of_several_ranks_need_collectives_that_they_can_call(tmp_p
         system = prepared(tmp_path, *words)
         assert system.drafting is not None and system.drafting.config.draft is not None
         choices = [system.drafting.config.draft, system.run.config.model]
-        of_draft, of_target = (choice.native_steps_choice.why for choice in choices)
+        of_draft, of_target = (choice.native_steps.why for choice in choices)
         assert of_draft == (expected or of_target) and "gloo" not in of_target
 
 
@@ -67,14 +66,14 @@ def test_native_steps_of_several_ranks_need_collectives_that_they_can_call(tmp_p
 def test_the_plan_of_each_rank_of_a_draft_is_what_it_holds(policy: str, tmp_path: Path) -> None:
     words = ("--layer_split", "1.0/0.5,0.5", "--linear", "torch", "--kv_policy", policy)
     system = prepared(tmp_path, *words, "--dtype", "float32")
-    drafting, plans = system.drafting, [*system.plans(SYNC, range(3))]
+    drafting, plans = system.drafting, [system.plan(SYNC, [rank]) for rank in range(3)]
     assert drafting is not None
     assert [plan.draft_weights > 0 for plan in plans] == [False, True, True]
     for index, plan in enumerate(plans[1:]):
         group = Group((1, 2), index)
         groups = ParallelGroups(1 + index, 3, group, draft=group)
         loaded = LoadedModels(torch.device("cpu"), make_progress(False))
-        draft = make_draft(drafting, groups, max_tokens(drafting.config), loaded)
+        draft = make_draft(drafting, groups, loaded)
         assert draft is not None and draft.runner is not None
         held = sum(p.numel() * p.element_size() for p in draft.runner.model.parameters())
         assert (plan.weights, plan.draft_weights) == (0, held)

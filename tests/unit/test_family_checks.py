@@ -126,6 +126,8 @@ def test_random_presets_are_found(name: str) -> None:
     found = find_model("--model", f"random:{name}")
     shapes = {name: tensor.shape for name, tensor in found.tensors.items()}
     assert found.is_random and shapes == expected_shapes(found.config)
+    assert found.tokenizer_directory is None
+    assert (found.name, found.config.name) == (f"random:{name}", name)
 
 
 def test_a_library_that_keeps_to_no_window_serves_texts_within_it() -> None:

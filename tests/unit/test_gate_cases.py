@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, served_pairs
+from conftest import ROOT, Command, served_pairs
 from synthetic_records import drawn, with_fields
 
 from magicdec.config.sections import AttentionSection, ModelSection
@@ -40,7 +40,7 @@ def test_the_standard_cases_cover_every_drafter_and_policy() -> None:
 
 
 def test_budgets_that_hold_the_prompt_and_an_absent_draft_make_no_case() -> None:
-    configs = standard_cases(Subject(prefix_len=200, draft=None))
+    configs = standard_cases(Subject(prefix_len=200, draft="none"))
     assert {c.kv.budget for c in configs if c.kv.policy != "full"} == {33, 65, 129}
     assert all(c.draft is None and c.decoding.drafter != "model" for c in configs)
 
@@ -75,15 +75,8 @@ def test_quick_has_one_case_for_each_method() -> None:
     assert len(set(methods)) == len(methods) and set(methods) == set(map(method_of, BASELINES))
 
 
-def test_the_gate_is_refused_without_baselines(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from magicdec.cli import gate
-
+def test_the_gate_is_refused_without_baselines(tmp_path: Path, command: Command) -> None:
     (tmp_path / "empty").write_text("")
     for name, said in (("empty", "holds no records"), ("absent", "No such file")):
-        monkeypatch.setattr("sys.argv", ["magicdec gate", "--baseline", str(tmp_path / name)])
-        with pytest.raises(SystemExit) as stopped:
-            gate.main()
-        err = capsys.readouterr().err
-        assert stopped.value.code == 2 and said in err and err.count("\n") == 1
+        code, _, err = command("gate", "--baseline", tmp_path / name)
+        assert code == 2 and said in err and err.count("\n") == 1

@@ -27,7 +27,7 @@ LAYERS = (
     {"engine", "setup"},
     {"probe", "autotune"},
     {"run", "latency", "llm", "simulator", "pipeline"},
-    {"gate", "study", "reproduce", "pipelined_run"},
+    {"gate", "study", "reproduce"},
     {"serving"},
     {"report"},
     {"cli"},
@@ -38,7 +38,7 @@ HEIGHT = {room: height for height, layer in enumerate(LAYERS) for room in layer}
 SHARED = {
     "attention": {"backend", "library", "triton_kernels"},
     "drafting": {
-        *("drafter", "draft_length", "forecast", "draft_kv", "copied_kv", "block_kv", "policy"),
+        *("drafter", "draft_length", "forecast", "draft_kv", "block_kv", "policy"),
         *("observation", "block_choice", "draft_tree"),
         "streaming_llm",  # whose budget bounds the cache of `rolling_runner`
     },

@@ -112,14 +112,6 @@ def test_a_block_consists_of_whole_tiles() -> None:
         KVCache(CacheShape(1, 1, 8, 96, 2, TILED), 1, 2, torch.bfloat16, torch.device("cpu"))
 
 
-def test_rows_and_heads_share_no_slot() -> None:
-    cache = make_cache()
-    for row in range(3):
-        cache.allocate(row, 20)
-    slots = cache.slots(torch.arange(3), torch.arange(20).expand(3, -1))
-    assert slots.unique().numel() == slots.numel() == 3 * 3 * 20
-
-
 def test_blocks_are_taken_from_the_pool_and_returned() -> None:
     cache = make_cache(num_rows=2, blocks_per_row=3)
     cache.allocate(0, 9)
@@ -146,14 +138,6 @@ def test_truncate_shortens_rows_and_never_lengthens_them() -> None:
     assert cache.lengths == [9, 0, 4] and cache.seq_lens.tolist() == [9, 0, 4]
     with pytest.raises(AssertionError):
         cache.truncate([2], [5])
-
-
-def test_streaming_llm_never_reads_more_than_its_budget() -> None:
-    policy = StreamingLLM(16, 33)
-    for committed in (0, 1, 16, 17, 32, 33, 34, 1000):
-        ranges = policy.ranges(torch.tensor([committed]))[0]
-        assert int((ranges[:, 1] - ranges[:, 0]).sum()) == policy.num_visible(committed)
-        assert policy.num_visible(committed) == min(33, committed)
 
 
 def test_streaming_llm_needs_room_for_a_window() -> None:

@@ -58,18 +58,6 @@ def test_reading_runs_no_step(expected: list[list[int]], tiny_checkpoint: Path) 
     assert stream.read() == expected[0][1:] and stream.read() == list(stream) == []
 
 
-def test_a_cancelled_request_frees_its_memory_and_others_go_on(
-    expected: list[list[int]], tiny_checkpoint: Path
-) -> None:
-    llm = make_llm(tiny_checkpoint, max_concurrency=1)
-    first, second = (llm.submit(prompt, 100, ignore_eos=True) for prompt in PROMPTS[:2])
-    assert [next(first), next(first)] == expected[0][:2]
-    first.cancel()
-    assert list(first) == [] and first.is_done
-    assert list(second) == expected[1]
-    assert not any(llm._engine.runner.cache.blocks)
-
-
 def test_a_text_is_answered_with_a_text(tiny_checkpoint: Path) -> None:
     llm = make_llm(tiny_checkpoint)
     stream = llm.submit("The cat", 12, SamplingSection(temperature=0.7), ignore_eos=True)
@@ -94,6 +82,7 @@ def test_what_can_never_be_served_is_refused(tiny_checkpoint: Path) -> None:
         ({"max_tokens": 1}, "max_tokens is too small"),
         ({"max_tokens": 9999}, "9999"),
         ({"max_new_tokens": 0}, "max_new_tokens is too small"),
+        ({"max_waiting": 0}, "max_waiting is too small"),
         ({"cache_tokens": 0}, "cache_tokens is too small"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -210,7 +210,11 @@ def test_noise_for_kept_tokens_alone_has_the_same_bits(filters: dict[str, float]
     assert bool(filters) == ((probs > 0).sum(dim=-1).max() < 2003 / FEW)
     seeds, places = torch.tensor([params.seed]), torch.tensor([positions])
     expected = perturb(probs, seeds, places, params.temperature)[0]
-    assert torch.equal(CoupledSampling(section).perturbed(logits, 4, positions), expected)
+    coupled = CoupledSampling(section)
+    assert torch.equal(coupled.perturbed(logits, 4, positions), expected)
+    assert torch.equal(expected.isinf(), probs[0] == 0), "filtered tokens are never chosen"
+    assert coupled.perturbed(logits[:0], 4, []).shape == (0, 2003)
+    assert CoupledSampling(SamplingSection()).perturbed(logits, 4, positions) is logits
 
 
 def test_the_noise_is_exponential_and_independent_of_its_neighbours() -> None:
@@ -327,20 +331,6 @@ def test_the_best_candidates_are_drawn_without_replacement() -> None:
     pairs = p.unsqueeze(1) * p / (1 - p.unsqueeze(1))
     for value in p_values(tokens, pairs.fill_diagonal_(0)):
         assert value > ACCEPTED
-
-
-def test_rows_of_a_run_have_the_noise_of_the_requests_batch() -> None:
-    """`perturbed` of a run's rows is `perturb` of a batch, and greedy logits stay as they are."""
-    section = SamplingSection(temperature=0.7, top_k=4, seed=9)
-    requests: list[Request] = make_requests(3, section)
-    logits = TARGET[:3]
-    rows = CoupledSampling(section).perturbed(logits, 2, [4, 9, 4])
-    probs = probabilities(logits.unsqueeze(0), Filters.of([requests[2].sampling], CPU))
-    seed = torch.tensor([requests[2].sampling.seed])
-    assert torch.equal(rows, perturb(probs, seed, torch.tensor([[4, 9, 4]]), 0.7)[0])
-    assert (rows.isinf().sum(dim=1) == 2).all(), "filtered tokens are never chosen"
-    assert CoupledSampling(section).perturbed(logits[:0], 2, []).shape == (0, VOCAB)
-    assert CoupledSampling(SamplingSection()).perturbed(logits, 2, [4, 9, 4]) is logits
 
 
 @pytest.mark.parametrize("temperature", [0.05, 0.5, 2.0])

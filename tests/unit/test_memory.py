@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import TINY, num_parameters
 
 from magicdec.cli.drivers import TargetSection
-from magicdec.config.choices.choice import asked_for
+from magicdec.cli.serve import COMMANDS, RecordFile
+from magicdec.config.choices.choice import Choice
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig, ResolvedDraft
@@ -34,13 +37,16 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.policies.policy import make_policy
 from magicdec.kv.cache import KVCache
 from magicdec.memory.check import check_memory, free_host_memory, largest, needed
-from magicdec.memory.plan import MemoryPlan, Models, plan_rank, plan_stage
+from magicdec.memory.model_plan import ModelPlan, StagePart
+from magicdec.memory.plan import MemoryPlan, Models, plan_of, plan_rank
 from magicdec.model.checkpoint.weight_map import untie_head
 from magicdec.model.linear.packed import Int8Linear, PackedLinear
 from magicdec.model.presets.presets import PRESETS
 from magicdec.model.transformer import Transformer
 from magicdec.run.run import execute
-from magicdec.setup import prepare
+from magicdec.serving.modes import Pass
+from magicdec.serving.prepare import prepare as prepare_serving
+from magicdec.setup import loading, prepare
 
 ALONE = Launch(0, 1, 0, 1)
 SMALL = WorkloadSection(
@@ -173,6 +179,37 @@ def test_caches_are_those_of_a_run(
     assert (plan.draft_weights > 0) == standalone
 
 
+@pytest.mark.parametrize(
+    "mode", ["sequential", "inflight+draft", "ring", "ring+draft", "iterative", "async"]
+)
+def test_what_a_mode_loads_is_what_was_planned(
+    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weights, caches = list[int](), list[int]()
+    load, original = loading.load_kind, KVCache.__init__
+
+    def record_model(*args: Any) -> Transformer:
+        weights.append(parameter_bytes(model := load(*args)))
+        return model
+
+    def record_cache(cache: KVCache, *args: Any) -> None:
+        original(cache, *args)
+        caches.append(cache.num_bytes)
+
+    monkeypatch.setattr(loading, "load_kind", record_model)
+    monkeypatch.setattr(KVCache, "__init__", record_cache)
+    draft = "--draft model:demo-draft" if Pass.named(mode).is_drafting else ""
+    words = f"--modes {mode} --num_requests 4 --prefix_len 20 --gen_len 4 --dtype float32 {draft} "
+    words += f"--attention grouped --linear torch --threads 1 --out {tmp_path / 'out.jsonl'}"
+    experiment = COMMANDS["serve"].parse(words.split(), ALONE)
+    prepared = prepare_serving(experiment.config, experiment.options, ALONE)
+    plan = prepared.systems[0].plan(Pass.named(mode), (0,))
+    experiment.measure(prepared, RecordFile(tmp_path / "out.jsonl"))
+    assert weights == [size for size in (plan.weights, plan.draft_weights) if size]
+    assert caches == [size for size in (plan.kv, plan.draft_kv) if size]
+    assert len(caches) == 1 + Pass.named(mode).is_drafting
+
+
 def config_of(
     name: str, ranks: int = 1, B: int = 4, prefix: int = 4096, **more: object
 ) -> ResolvedConfig:
@@ -189,15 +226,18 @@ def config_of(
     return resolve(config, machine)
 
 
+ENDS = (True, False, None)
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_stage_holds_its_layers_alone(tied: bool) -> None:
     model = replace(TINY, num_layers=5, tie_word_embeddings=tied)
     config = config_of("llama-3.2-1b")
     whole = plan_rank(config, Models(model), 0)
-    for layers, has_ends in ((range(2), True), (range(2, 5), False)):
-        plan = plan_stage(config, model, len(layers), has_ends, 0)
-        held = Transformer(model, Shard(), layers, has_ends).to(torch.bfloat16)
-        assert plan.weights == parameter_bytes(held) and plan.kv * 5 == whole.kv * len(layers)
+    for layers, has_ends in itertools.product((range(2), range(2, 5), range(1, 3)), ENDS):
+        plan = plan_of([ModelPlan(config, model, (0,), 0, StagePart(layers, has_ends))])
+        loaded = Transformer(model, Shard(), layers, has_ends).to(torch.bfloat16)
+        assert plan.weights == parameter_bytes(loaded) and plan.kv * 5 == whole.kv * len(layers)
 
 
 def test_numbers_of_a_known_model() -> None:
@@ -221,7 +261,7 @@ def test_int8_weights_are_a_byte_each() -> None:
     outputs = 16 * (2048 + 512 + 512 + 2048 + 2 * 8192 + 2048)
     head, norms = 128256 * 2048, 33 * 2048
     assert plan.weights == matrices + head + 4 * (outputs + 128256) + 2 * (head + norms)
-    section = ResolvedDraft("demo-draft", (0,), asked_for("grouped"), asked_for("off"), "int8")
+    section = ResolvedDraft("demo-draft", (0,), Choice("grouped"), Choice("off"), "int8")
     draft = replace(config, draft=section, model=replace(config.model, target_dtype="bfloat16"))
     both = plan_rank(draft, Models(model, model), 0)
     assert both.draft_weights == plan.weights

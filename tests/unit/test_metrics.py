@@ -102,11 +102,8 @@ def test_steps_may_draft_different_numbers() -> None:
 def test_percentiles_are_numpys(values: list[float], percent: float) -> None:
     expected = float(np.percentile(values, percent))
     found = percentile(values, percent)
+    assert percentile([], percent) is None
     assert found is not None and math.isclose(found, expected, rel_tol=1e-9, abs_tol=1e-6)
-
-
-def test_no_values_no_percentile() -> None:
-    assert percentile([], 50) is None
 
 
 def test_tpot_is_decode_time_over_the_tokens_after_the_first() -> None:
@@ -182,17 +179,11 @@ def test_what_was_not_measured_is_none_and_never_zero() -> None:
     assert add_prefill(Metrics(bytes_read=0), nothing) == Metrics(bytes_read=0)
 
 
-def test_untimed_phases_leave_no_rest() -> None:
+def test_an_autoregressive_pass_has_no_acceptance_and_untimed_phases_no_rest() -> None:
     samples = observed([(0.1, None)])
     emit(samples)
     metrics = decode_metrics(samples, 1e9, False)
     assert metrics.mean_step_ms == 100.0 and metrics.other_ms is None
-
-
-def test_an_autoregressive_pass_has_no_acceptance() -> None:
-    samples = observed([(0.1, None), (0.1, None)])
-    emit(samples)
-    metrics = decode_metrics(samples, 1e9, False)
     assert metrics.acceptance_rate is metrics.acceptance_length is None
     assert metrics.acceptance_per_position is metrics.mean_draft_tokens is None
 

@@ -76,8 +76,6 @@ def test_transformers_5_rope() -> None:
         ({"factor": 4.0}, 0.1 * math.log(4) + 1),
         ({"factor": 0.5}, 1.0),
         ({"factor": 4.0, "attention_factor": 1.5}, 1.5),
-        ({"factor": 40.0, "mscale": 1.0, "mscale_all_dim": 1.0}, 1.0),
-        ({"factor": 40.0, "mscale": 0.7, "mscale_all_dim": 0.0}, 0.1 * math.log(40) + 1),
     ],
 )
 def test_yarn(scaling: dict[str, Any], scale: float) -> None:

@@ -54,7 +54,7 @@ def test_a_drafter_follows_the_output_of_each_request(
     on_device = DeviceBatch.of(batch, 100, cpu)
     for i, emitted in enumerate(outputs):
         requests[i % 2].output_ids += emitted
-        assert drafter.prepare(requests, 4, 2) == 1
+        assert drafter.prepare(requests, 4) == 1
         proposal = drafter.propose(on_device, 4)
         assert proposal.probabilities is None
         assert proposal.ids.tolist() == [

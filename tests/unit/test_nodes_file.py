@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from magicdec.cli.front.nodes import lines_of
-from magicdec.distributed.nodes_file import Node, read_nodes
+from magicdec.distributed.nodes_file import read_nodes
 from magicdec.distributed.start import interface_towards
 
 
@@ -35,8 +35,8 @@ def written(tmp_path: Path, content: Any) -> Path:
 
 
 def test_the_order_of_the_list_is_the_order_of_the_ring(tmp_path: Path) -> None:
-    ring = read_nodes(written(tmp_path, RING))
-    assert ring.nodes == tuple(Node(f"10.0.0.{host}", 8088, None) for host in (1, 2, 3))
+    ring = read_nodes(written(tmp_path, RING)).ring
+    assert [node.addr for node in ring] == [f"10.0.0.{host}" for host in (1, 2, 3)]
     lines = lines_of(ring, ["recurrent", "--n_samples", "3"])
     assert lines[4] == "# on 10.0.0.3: secondary 1"
     assert lines[5] == (
@@ -46,7 +46,7 @@ def test_the_order_of_the_list_is_the_order_of_the_ring(tmp_path: Path) -> None:
 
 
 def test_a_ring_of_one_node(tmp_path: Path) -> None:
-    ring = read_nodes(written(tmp_path, {"nodes": {"starter": node(1), "secondary": []}}))
+    ring = read_nodes(written(tmp_path, {"nodes": {"starter": node(1), "secondary": []}})).ring
     assert len(lines_of(ring, ["recurrent"])) == 2
 
 
@@ -54,7 +54,7 @@ def test_nodes_of_one_host_with_a_gpu_each(tmp_path: Path) -> None:
     starter = node(1, device="cuda:0")
     other = node(1, device="cuda:1", communication={"port": 8089})
     other["inference"] = {"port_in": 5090, "port_out": 5091}
-    ring = read_nodes(written(tmp_path, {"nodes": {"starter": starter, "secondary": [other]}}))
+    ring = read_nodes(written(tmp_path, {"nodes": {"starter": starter, "secondary": [other]}})).ring
     lines = lines_of(ring, ["recurrent"])
     assert lines[3].startswith("CUDA_VISIBLE_DEVICES=1 torchrun ")
     assert lines[3].endswith("recurrent --device cuda")
@@ -62,7 +62,9 @@ def test_nodes_of_one_host_with_a_gpu_each(tmp_path: Path) -> None:
 
 def test_keys_without_a_meaning_are_said(tmp_path: Path) -> None:
     content = {"nodes": {**RING["nodes"], "intermediate": []}, "comment": "mine"}
-    assert read_nodes(written(tmp_path, content)).ignored == ("comment", "nodes.intermediate")
+    content["nodes"]["secondary"] = [node(2), node(3, name="last")]
+    unread = list(read_nodes(written(tmp_path, content)).unread(""))
+    assert unread == ["comment", "nodes.intermediate", "nodes.secondary[1].name"]
 
 
 def change(*keys: Any, to: Any = None) -> Callable[[dict[str, Any]], None]:
@@ -91,15 +93,18 @@ def change(*keys: Any, to: Any = None) -> Callable[[dict[str, Any]], None]:
             "nodes.starter.inference.port_in is missing",
         ),
         (change("nodes", "starter", "communication"), "nodes.starter.communication is missing"),
-        (change("nodes", "starter", to=[node(1), node(2)]), "a ring has one starter"),
-        (change("nodes", "secondary", to=node(2)), "it must be a list of nodes"),
-        (change("nodes", "starter", "communication", "port", to=0), "port is 0; it must be a port"),
+        (change("nodes", "starter", to=[1]), r"nodes.starter is \[1\]; it must be a valid dict"),
+        (change("nodes", "secondary", to={}), "nodes.secondary is {}; it must be a valid list"),
+        (
+            change("nodes", "starter", "communication", "port", to=0),
+            "port is 0; it must be greater",
+        ),
         (change("nodes", "starter", "communication", "port", to="80"), 'port is "80"'),
-        (change("nodes", "starter", "device", to="mps"), "choose from cpu, cuda, cuda:N"),
-        (change("nodes", "starter", "device", to="cpu"), "the nodes name none, cpu"),
+        (change("nodes", "starter", "device", to="mps"), 'device is "mps"; it must .*cpu.cuda'),
+        (change("nodes", "starter", "device", to="cpu"), "the nodes name cpu, none"),
         (
             change("nodes", "secondary", 1, "addr", to="10.0.0.2"),
-            "10.0.0.2:8088 is the address of nodes.secondary",
+            "10.0.0.2:8088 is an address of nodes.secondary",
         ),
         (
             change("nodes", "secondary", 0, "communication", "starter_addr", to="10.0.0.9"),

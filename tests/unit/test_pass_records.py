@@ -15,14 +15,16 @@ from test_compare import make
 from test_pipeline_command import finished, observed
 
 from magicdec.cli import compare, plan, simulate, table
-from magicdec.cli.parsing.record_files import TABLES, read_commands
+from magicdec.cli.front import config_of
+from magicdec.cli.parsing.record_files import TABLES, commands_of
 from magicdec.names import RECORDS, load_named
-from magicdec.pipelined_run.metrics import speculation_metrics
-from magicdec.pipelined_speculation.options import Counts
-from magicdec.records.reading import load_records
+from magicdec.pipeline.metrics import speculation_metrics
+from magicdec.pipelined_speculation.scheduler import Counts
+from magicdec.records.reading import load_records, read_records
 from magicdec.records.record import SCHEMA_VERSION
-from magicdec.serving.bars import labels_of
+from magicdec.report.figures.modes import labels_of
 from magicdec.serving.metrics import Moves, StepCounts, serving_metrics
+from magicdec.serving.record import ServingRecord
 from magicdec.serving.showing import verdict
 from magicdec.tables import print_tables
 
@@ -77,7 +79,7 @@ def test_the_table_is_that_of_the_command(
     tmp_path: Path, command: Command, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = write(tmp_path / "passes.jsonl", record("one"), record("two"))
-    (records,) = read_commands("serving", [path], is_strict=True)
+    (records,) = commands_of(read_records(path, ServingRecord, is_strict=True))
     print_tables(load_named(TABLES, "serving")(records))
     shown = capsys.readouterr().out
     assert "DIVERGED, 1 of 0 requests differ from sequential" in shown
@@ -101,30 +103,42 @@ RATES = "--bandwidth 100 --flops 10 --link 10 --link_latency_us 5 --B 1 4 --pref
         ("simulation", "simulate --gen_len 8 --stages 2 4 --modes async ring", 4),
     ],
 )
-def test_the_table_of_what_was_predicted_is_that_of_the_command(
+def test_a_prediction_is_printed_repeated_and_compared(
     kind: str, flags: str, count: int, tmp_path: Path, command: Command
 ) -> None:
     name, *words = flags.split()
     path = tmp_path / "runs.jsonl"
-    code, shown, _ = command({"plan": plan, "simulate": simulate}[name], *words, "--out", path)
+    of_kind = {"plan": plan, "simulate": simulate}[name]
+    code, shown, _ = command(of_kind, *words, "--out", path)
     assert code == 0 and len(path.read_text().splitlines()) == count
     assert command(table, path).out == shown
     assert r"\begin{tabular}" in command(table, path, "--kind", kind, "--format", "latex").out
+    file, again = tmp_path / "again.toml", tmp_path / "again.jsonl"
+    assert command(config_of, path, "--kind", kind, "--out", file).code == 0
+    assert command(of_kind, "--config", file, "--out", again).out == shown
+    assert command(compare, again, path).code == 0
+    text = again.read_text()
+    again.write_text(re.sub(r'"(speedup|tokens_per_s|hop_bytes)": ', r'"\1": 9', text, count=1))
+    code, said, _ = command(compare, again, path)
+    assert code == 1 and "predicted 9" in said and ", was " in said
+    again.write_text(text.replace('"flags": {', '"flags_": {'))
+    code, _, err = command(config_of, again, "--kind", kind)
+    assert code == 2 and "predict it again" in err
+    again.write_text(re.sub(r'"(dtype|link_s)": ', r'"\1": "x", "was": ', text))
+    code, said, _ = command(compare, again, path)
+    assert code == 3 and "the baseline has no prediction of these inputs" in said
 
 
 def test_each_command_has_a_table_and_a_series(tmp_path: Path, command: Command) -> None:
     passes = [measured("sync"), measured("async"), record("async", "third")]
     passes[2:2] = [measured(name, "second", layer_split="2,4") for name in ("sync", "async")]
     path = write(tmp_path / "passes.jsonl", *passes)
-    commands = list(read_commands("serving", [path], is_strict=True))
+    commands = list(commands_of(read_records(path, ServingRecord, is_strict=True)))
     assert [[r.name for r in records] for records in commands] == [["sync", "async"]] * 2 + [
         ["async"]
     ]
     assert labels_of(commands[:2]) == ["demo, 3,3", "demo, 2,4"]
-    out = command(table, path, "--plot", tmp_path / "bars.svg").out
-    assert len(re.findall(r"[^,] tokens/s of a request", out)) == 2
-    picture = (tmp_path / "bars.svg").read_text()
-    assert "<!-- demo, 2,4 -->" in picture and picture.count("<!-- async -->") == 3
+    assert len(re.findall(r"[^,] tokens/s of a request", command(table, path).out)) == 2
 
 
 @pytest.mark.parametrize(
@@ -132,8 +146,6 @@ def test_each_command_has_a_table_and_a_series(tmp_path: Path, command: Command)
     [
         (["--sort", "speedup"], "--sort does nothing here: it is for records of runs"),
         (["--check"], "passes.jsonl: it has other records only, 1 of kind serving; see"),
-        (["--plot", "bars.txt"], "--plot bars.txt: the name must end in .png or .svg or .pdf"),
-        (["--plot", "none.svg"], "--plot none.svg: no pass has metrics to draw"),
     ],
 )
 def test_refuses_in_one_line(
@@ -180,11 +192,11 @@ def test_metrics_of_passes_are_compared_by_name(tmp_path: Path, command: Command
     summary = tmp_path / "summary.md"
     code, shown, _ = command(compare, second, first, "--summary", summary)
     assert code == 0
-    assert "1 of 2 passes are in both files" in shown and "async: demo" in shown
+    assert "async: demo" in shown and "sync: demo" in shown and "nothing is judged" in shown
     rows = {
         cells[0]: cells[1:] for cells in map(cells_of, summary.read_text().splitlines()) if cells
     }
-    assert rows["makespan, s"][2] == "+25.0 %" and rows["output tokens/s"][2] == "+0.0 %"
+    assert rows["makespan_s"][2] == "+25.0 %" and "output_throughput" not in rows
     code, _, err = command(compare, second, first, "--margin", 0.1)
     assert code == 2 and "--margin does nothing here: it is for records of runs" in err
     other = write(tmp_path / "other.jsonl", measured("async", gamma=9))
@@ -199,8 +211,8 @@ def test_a_damaged_line_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture
     whole, cut = record("async"), record("sync")
     del cut["requests"]
     path = write(tmp_path / "passes.jsonl", cut, whole)
-    (records,) = read_commands("serving", [path], is_strict=False)
+    (records,) = commands_of(read_records(path, ServingRecord))
     assert [each.name for each in records] == ["async"]
     assert ":1: not a record; it has no requests; this line is skipped" in capsys.readouterr().err
     with pytest.raises(ValueError, match="it has no requests"):
-        list(read_commands("serving", [path], is_strict=True))
+        list(commands_of(read_records(path, ServingRecord, is_strict=True)))

@@ -38,8 +38,8 @@ from magicdec.hardware.threads import (
     num_threads,
     use_threads,
 )
+from magicdec.pipeline.drafter import DraftLoop
 from magicdec.pipeline.stage import StageLoop
-from magicdec.pipelined_run.drafter import DraftLoop
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 from magicdec.run.run import Run, execute
@@ -47,7 +47,7 @@ from magicdec.serving.batching import Batching, of_first_rank_alone
 from magicdec.serving.modes import Pass
 from magicdec.serving.options import ServeOptions
 from magicdec.serving.ring import OpenRing, Ring
-from magicdec.setup.prepare import Found, Known, prepare
+from magicdec.setup.prepare import ResolvedRun, SetupCache, prepare
 
 ALONE = Launch(0, 1, 0, 1)
 COMMITTED = (
@@ -228,15 +228,15 @@ def test_a_run_whose_decoding_changes_the_threads_ends(
 
 def test_each_rank_has_its_own_and_one_process_those_of_its_host(config: RunConfig) -> None:
     """Ranks 2 and 3 are on another host."""
-    whole, known, each = prepare(config, ALONE), Known(), Pass.named("inflight")
-    known.get(("machine",), lambda: Machine(8))
+    whole, cache, each = prepare(config, ALONE), SetupCache(), Pass.named("inflight")
+    cache.get(("machine",), lambda: Machine(8))
     parallel = replace(PARALLEL, threads=(4, 1, 2, 3))
     for is_on_all, threads in ((True, [4, 1, 2, 3]), (False, [5, 0, 0, 0])):
         expected = []
         for launch in (Launch(rank, 4, rank % 2, 2) for rank in range(4)):
-            models = Found(replace(whole.config, parallel=parallel), launch, whole.source)
+            models = ResolvedRun(replace(whole.config, parallel=parallel), launch, whole.source)
             if not is_on_all:
-                models = of_first_rank_alone(models, launch, known)
+                models = of_first_rank_alone(models, launch, cache)
             run = replace(whole, config=models.config)
             batching = Batching(run, ServeOptions(), [each], launch, is_on_all)
             expected.append(batching.expected_threads(each))

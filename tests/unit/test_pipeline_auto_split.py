@@ -15,11 +15,11 @@ from serving_command import prepare_as
 from test_pipeline_options import save_machine
 
 from magicdec.distributed.groups import Launch
+from magicdec.distributed.layout import Layout, make_layout
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.checkpoint.split import split_checkpoint
 from magicdec.pipeline.auto_split import STEPS, DecodeStep, RankTimes
-from magicdec.pipelined_run.layout import Layout, make_layout
-from magicdec.pipelined_run.stage import ModelPart, Predictions
+from magicdec.pipeline.stage import RunStage
 from magicdec.serving.modes import Pass
 from magicdec.serving.speculative_pipeline import RunTiming, SpeculativePipeline
 
@@ -118,22 +118,21 @@ def timing_of(alone: SpeculativePipeline, layout: Layout) -> RunTiming:
 def test_each_rank_times_a_layer_and_its_own_end_of_the_model(
     alone: SpeculativePipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("magicdec.pipeline.auto_split.ENOUGH_S", 0.0)
-    monkeypatch.setattr("magicdec.pipeline.auto_split.FEWEST_ROUNDS", 1)
+    monkeypatch.setattr("magicdec.pipeline.auto_split.ROUNDS", 1)
     computed = list[tuple[object, ...]]()
-    compute = ModelPart.compute
+    compute = RunStage.compute
 
-    def noted(part: ModelPart, launch: Any, *place: Any) -> Any:
+    def noted(part: RunStage, launch: Any, *place: Any) -> Any:
         out, model = compute(part, launch, *place), part.runner.model
-        is_right = isinstance(out, Predictions) == model.has_head
-        assert is_right and (not model.has_head or len(out.tokens) == launch.num_rows)
+        assert isinstance(out, tuple) == model.has_head
+        assert not model.has_head or len(out) == 2 * launch.num_rows, "tokens and margins"
         assert torch.get_num_threads() == 1, "as in the run"
         assert part.runner.cache.lengths == [53], "50 tokens, and a run that replaces the last one"
         ends = model.has_embedding, model.has_head
         computed.append((part.num_layers, *ends, launch.num_rows, launch.positions[0]))
         return out
 
-    monkeypatch.setattr(ModelPart, "compute", noted)
+    monkeypatch.setattr(RunStage, "compute", noted)
     layout, threads = make_layout("0,auto/1.0", 5, 6), torch.get_num_threads()
     torch.set_num_threads(2)
     timing = timing_of(alone, layout)

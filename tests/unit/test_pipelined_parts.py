@@ -9,7 +9,7 @@ from threading import Event
 
 import pytest
 from conftest import make_requests
-from threaded_pipeline import FakePart, serve
+from threaded_pipeline import FakeStage, drafted_in, serve
 
 from magicdec.distributed.channels.message import (
     Kind,
@@ -19,23 +19,22 @@ from magicdec.distributed.channels.message import (
     SharedReceiver,
     Traffic,
 )
-from magicdec.pipeline.tracing import Spans, What
-from magicdec.pipelined_run.channels import (
-    CancelBoard,
-    Canceller,
+from magicdec.pipeline.drafter import (
+    DraftLoop,
     DraftRequest,
+    LookupDrafter,
+    ScriptedDrafter,
     candidates_of,
-    listen,
 )
-from magicdec.pipelined_run.drafter import DraftLoop, LookupDrafter, ScriptedDrafter
-from magicdec.pipelined_run.head import there
-from magicdec.pipelined_run.stage import ContextCells, is_appended
+from magicdec.pipeline.head import there
+from magicdec.pipeline.spans import Spans, What
+from magicdec.pipeline.stage import CancelBoard, Canceller, ContextCells, is_appended, listen
 from magicdec.pipelined_speculation.messages import Candidates, Launch
 from magicdec.pipelined_speculation.options import Options
 from magicdec.request import Request, Status
 
 CHAIN = Launch(
-    3, 0, 1, -1, True, 2,
+    3, 0, 1, True, 2,
     tokens=(7, 8), positions=(5, 6), cells=(5, 6), parents=(-1, 0), context=((0, 5),), moves=(),
 )  # fmt: skip
 
@@ -76,31 +75,28 @@ def always(rank: int, lengths: list[int]) -> ScriptedDrafter:
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
-def test_what_was_drafted_is_noted_with_the_text_before_it(lanes: int) -> None:
+def test_the_drafter_is_asked_about_the_text_of_the_request(lanes: int) -> None:
     """Also of requests whose lane had another request before."""
     lengths = [1, 3, 2]
     served = make_requests([tuple(range(length)) for length in lengths], 9)
     options = Options(mode="sync", gamma=2, lanes=lanes)
-    found = serve([FakePart(2, True)], always(0, lengths), options, served)
-    assert {drafted.request for drafted in found.drafted} == {0, 1, 2}
-    for drafted in found.drafted:
-        output = served[drafted.request].output_ids
-        place = drafted.num_output + len(drafted.path)
-        assert output[drafted.num_output : place] == list(drafted.path)
-        assert drafted.candidates[0][0] == output[place]
+    found = serve([FakeStage(2, True)], always(0, lengths), options, served)
+    assert {step.request for step, _ in found.drafted} == {0, 1, 2}
+    for request, known, path, candidates in drafted_in(found.drafted):
+        text = [*served[request].prompt_ids, *served[request].output_ids]
+        place = known + len(path)
+        assert text[known:place] == list(path) and candidates[0][0] == text[place]
     assert found.scheduler.counts.accepted == found.scheduler.counts.drafted > 0
 
 
-def test_a_head_serves_again_with_new_numbers() -> None:
-    """It keeps nothing of what was drafted before."""
-    parts, options = [FakePart(3, index == 1) for index in range(2)], Options(mode="sync")
+def test_a_head_that_comes_after_another_has_new_numbers() -> None:
+    parts, options = [FakeStage(3, index == 1) for index in range(2)], Options(mode="sync")
     first, again, alone = (make_requests([(9,)], num_new) for num_new in (20, 7, 7))
     found = serve(parts, always(-1, [1]), options, again, before=first)
     assert first[0].output_ids == list(range(1, 21))
     assert again[0].output_ids == list(range(1, 8))
     assert found.drafted == serve(parts, always(-1, [1]), options, alone).drafted != []
-    for spans in (found.stages[0], found.drafts):
-        assert [span.run for span in spans] == list(range(len(spans)))
+    assert [span.run for span in found.stages[0]] == list(range(len(found.stages[0])))
 
 
 def test_a_request_gets_its_lane_when_its_first_run_is_launched() -> None:
@@ -108,7 +104,7 @@ def test_a_request_gets_its_lane_when_its_first_run_is_launched() -> None:
     when the last run of its prompt is launched."""
     before, served = make_requests([(9,)] * 4, 3), make_requests([(1, 2, 3), (1, 2), (1,)], 4)
     options = Options(mode="iterative", lanes=1)
-    found = serve([FakePart(1, True)], always(0, [1]), options, served, 1, before=before)
+    found = serve([FakeStage(1, True)], always(0, [1]), options, served, 1, before=before)
     prompts = [s for s in found.head if s.what is What.PROMPT and s.run >= found.first_run]
     first = [prompts[place].begin_s for place in (0, 3, 5)]
     ends = [0.0, *(request.token_times_s[-1] for request in served)]
@@ -127,12 +123,6 @@ class WorkClock:
     def now(self) -> float:
         return sum(request.status is Status.FINISHED for request in self.requests)
 
-    def wait_until(self, at: float) -> None:
-        raise AssertionError("the head waits for results meanwhile")
-
-    def after_step(self) -> None:
-        raise AssertionError("the head has no steps")
-
 
 @pytest.mark.parametrize("mode", ["iterative", "sync", "async"])
 def test_a_head_begins_again_when_a_request_arrives_after_all_have_ended(mode: str) -> None:
@@ -143,9 +133,9 @@ def test_a_head_begins_again_when_a_request_arrives_after_all_have_ended(mode: s
         request.arrived_s = arrived_s
     options = Options(mode=mode, gamma=2, lanes=2)
     drafter = always(0, [3, 1, 2, 4])
-    parts = [FakePart(2, index == 1) for index in range(2)]
+    parts = [FakeStage(2, index == 1) for index in range(2)]
     out_of_order = [served[place] for place in (3, 1, 0, 2)]
-    found = serve(parts, drafter, options, out_of_order, clock=WorkClock(served))
+    found = serve(parts, drafter, options, out_of_order, clock=WorkClock(served).now)
     for request in served:
         first = len(request.prompt_ids)
         assert request.output_ids == list(range(first, first + 9))
@@ -169,7 +159,7 @@ class LateDrafter(ScriptedDrafter):
 def test_a_head_waits_for_a_draft_that_nobody_needs_any_more() -> None:
     drafter = LateDrafter([[1, 2, 3, 4, 5]], [1], [[0] * 5], [0.9])
     (drafter.request,) = served = make_requests([(9,)], 5)
-    found = serve([FakePart(1, True)], drafter, Options(gamma=1), served)
+    found = serve([FakeStage(1, True)], drafter, Options(gamma=1), served)
     assert served[0].output_ids == [1, 2, 3, 4, 5] and len(found.drafted) == 1
 
 
@@ -186,7 +176,7 @@ def test_a_head_that_serves_again_cancels_the_new_runs() -> None:
         if run == 2:
             assert run_3_is_out.wait(60.0)
 
-    parts = [FakePart(1, False, computed=at_first), FakePart(1, True, wait=at_last)]
+    parts = [FakeStage(1, False, computed=at_first), FakeStage(1, True, wait=at_last)]
     first, again = (make_requests([(9,)], num_new) for num_new in (1, 4))
     found = serve(parts, always(-1, [1]), Options(gamma=1), again, board=board, before=first)
     assert found.first_run == 1 and again[0].output_ids == [1, 2, 3, 4]

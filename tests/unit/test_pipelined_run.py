@@ -20,22 +20,22 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
-from several_ranks import arrive_over_time, generate_alone
-from threaded_pipeline import FakePart, Served, divide, serve
+from several_ranks import generate_alone
+from threaded_pipeline import FakeStage, Served, divide, serve
 
 from magicdec.config.sections import KVSection, SamplingSection
 from magicdec.model.transformer import Transformer
-from magicdec.pipeline.tracing import Span, What
-from magicdec.pipelined_run.channels import (
-    SLOTS,
-    CancelBoard,
-    Canceller,
+from magicdec.pipeline.drafter import (
+    Drafter,
     DraftRequest,
+    LookupDrafter,
+    ModelDrafter,
+    ScriptedDrafter,
     candidates_of,
     pack_candidates,
 )
-from magicdec.pipelined_run.drafter import Drafter, LookupDrafter, ModelDrafter, ScriptedDrafter
-from magicdec.pipelined_run.stage import ModelPart, is_appended
+from magicdec.pipeline.spans import Span, What
+from magicdec.pipeline.stage import SLOTS, CancelBoard, Canceller, RunStage, is_appended
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Options
 from magicdec.request import Request
@@ -110,7 +110,7 @@ def make_drafter(name: str, lanes: int) -> Drafter:
 )
 def test_the_tokens_are_those_of_one_process(mode: str, lanes: int, drafter: str) -> None:
     served = requests()
-    parts = [ModelPart(make_runner(part, lanes, MAX_TOKENS)) for part in divide(target(), 3)]
+    parts = [RunStage(make_runner(part, lanes, MAX_TOKENS)) for part in divide(target(), 3)]
     options = Options(mode=mode, gamma=3, pa=0.1, lanes=lanes)
     found = serve(parts, make_drafter(drafter, lanes), options, served, CHUNK)
     assert [request.output_ids for request in served] == one_process()
@@ -121,23 +121,6 @@ def test_the_tokens_are_those_of_one_process(mode: str, lanes: int, drafter: str
         assert counts.accepted == counts.drafted and not counts.invalid_runs
     for stage, part in zip(found.stages, parts, strict=True):
         assert len(stage) == counts.runs and max(s.value for s in stage) == part.num_layers
-
-
-@pytest.mark.parametrize("mode", ["iterative", "sync", "async"])
-def test_requests_that_arrive_over_time_have_the_same_tokens(mode: str) -> None:
-    """None begins before it has arrived, and the scheduler is idle before the first arrives."""
-    served = requests(SAMPLED)
-    arrive_over_time(served, time.perf_counter(), 10.0)
-    parts = [
-        ModelPart(make_runner(part, 2, MAX_TOKENS), CoupledSampling(SAMPLED))
-        for part in divide(target(), 2)
-    ]
-    drafter = model_drafter(similar(), "full", 2, SAMPLED)
-    found = serve(parts, drafter, Options(mode=mode, gamma=3, lanes=2), served, CHUNK)
-    assert [request.output_ids for request in served] == one_process(SAMPLED)
-    for request in served:
-        (joined_s,) = found.moves[request.request_id].joined_s
-        assert request.arrived_s <= joined_s < request.token_times_s[0]
 
 
 def least_margin(request: Request) -> float:
@@ -153,7 +136,7 @@ def least_margin(request: Request) -> float:
 def test_self_speculation_is_right_as_far_as_it_reads_what_the_target_reads(policy: str) -> None:
     """No end token, after which the target's tokens are not known."""
     served = make_requests(random_prompts(LENGTHS, 97), NEW)
-    parts = [ModelPart(make_runner(part, 2, MAX_TOKENS)) for part in divide(target(), 2)]
+    parts = [RunStage(make_runner(part, 2, MAX_TOKENS)) for part in divide(target(), 2)]
     options = Options(mode="sync", gamma=3, pa=0.0, lanes=2)
     found = serve(parts, make_drafter(f"self {policy}", 2), options, served, CHUNK)
     counts = found.scheduler.counts
@@ -183,7 +166,7 @@ def test_sampled_tokens_are_those_of_one_process(
     served, sampling = requests(section), CoupledSampling(section)
     options = Options(mode=mode, gamma=3, pa=0.05, ps=0.02, np=np, lanes=2)
     num_cells = MAX_TOKENS + options.spare_cells
-    parts = [ModelPart(make_runner(part, 2, num_cells), sampling) for part in divide(target(), 2)]
+    parts = [RunStage(make_runner(part, 2, num_cells), sampling) for part in divide(target(), 2)]
     drafts: Drafter = LookupDrafter()
     if drafter != "lookup":
         model = target() if drafter == "target" else similar()
@@ -204,7 +187,7 @@ def test_branches_have_cells_of_their_own(np: int, backend: str) -> None:
     options = Options(gamma=3, np=np, pa=0.05, ps=0.02, lanes=2)
     num_cells = MAX_TOKENS + options.spare_cells
     parts = [
-        ModelPart(make_runner(part, 2, num_cells, make_backend(backend)))
+        RunStage(make_runner(part, 2, num_cells, make_backend(backend)))
         for part in divide(target(), 2)
     ]
     for part in parts:
@@ -285,9 +268,9 @@ def gated_round() -> tuple[Served, CancelBoard]:
             assert run_3_is_out.wait(PATIENCE_S)
 
     parts = [
-        FakePart(4, False, computed=at_first),
-        FakePart(4, False, wait=in_middle),
-        FakePart(4, True, wait=at_last),
+        FakeStage(4, False, computed=at_first),
+        FakeStage(4, False, wait=in_middle),
+        FakeStage(4, True, wait=at_last),
     ]
     drafter = ScriptedDrafter([[1, 2, 3, 4, 5]], [1], [[-1] * 5], [0.9])
     options = Options(gamma=1, max_in_flight=3)
@@ -306,15 +289,6 @@ def test_a_cancelled_run_skips_exactly_the_layers_that_are_left() -> None:
     runs = found.scheduler.counts.runs
     assert all(len(of) == runs for of in layers), "every run passes every stage"
     assert {s.run for s in found.head if s.what is What.RESULT and s.value} >= {2, 3}
-
-
-def test_right_drafts_are_never_cancelled() -> None:
-    drafter = ScriptedDrafter([list(range(1, 30))], [1], [[0] * 29], [0.9])
-    served = make_requests([(9,)], 29)
-    found = serve([FakePart(4, i == 2) for i in range(3)], drafter, Options(gamma=2), served)
-    counts = found.scheduler.counts
-    assert counts.invalid_runs == 0
-    assert all(span.value == 4 for stage in found.stages for span in stage)
 
 
 def overlap(a: Span, b: Span) -> bool:
@@ -339,7 +313,7 @@ def signs(found: Served) -> list[bool]:
 def test_it_is_asynchronous(mode: str, expected: bool) -> None:
     """The stages and the drafter sleep, so that this needs no cores."""
     drafter = ScriptedDrafter([list(range(1, 30))], [1], [[0] * 29], [0.9], 0.002)
-    parts = [FakePart(2, i == 2, wait=lambda run, layer: time.sleep(0.005)) for i in range(3)]
+    parts = [FakeStage(2, i == 2, wait=lambda run, layer: time.sleep(0.005)) for i in range(3)]
     found = serve(parts, drafter, Options(mode=mode, gamma=2), make_requests([(9,)], 29))
     assert signs(found) == [expected] * 3
 
@@ -368,7 +342,7 @@ def test_an_error_in_a_thread_ends_the_head() -> None:
         if run == 2:
             raise RuntimeError("the stage broke")
 
-    parts: Sequence[FakePart] = [FakePart(2, False, wait=fail), FakePart(2, True)]
+    parts: Sequence[FakeStage] = [FakeStage(2, False, wait=fail), FakeStage(2, True)]
     drafter = ScriptedDrafter([[1, 2, 3]], [1], [[0] * 3], [0.9])
     with pytest.raises(RuntimeError, match="the stage broke"):
         serve(parts, drafter, Options(mode="iterative"), make_requests([(9,)], 9))

@@ -16,10 +16,8 @@ from magicdec.pipelined_speculation.messages import (
 )
 from magicdec.pipelined_speculation.options import Options
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
-from magicdec.pipelined_speculation.sequence import Sequence
-from magicdec.pipelined_speculation.token_tree import Run, TokenTree
-from magicdec.simulator.machine import Machine
-from magicdec.simulator.simulation import Simulation, Trace
+from magicdec.pipelined_speculation.sequence import Run, Sequence
+from magicdec.simulator.simulation import Machine, Simulation, Trace
 
 ACCEPTANCE = (0.0, 0.3, 0.7, 1.0)
 PROBABILITIES = (0.6, 0.3, 0.25, 0.15)
@@ -140,7 +138,7 @@ def test_skipping_a_run_whose_second_branch_is_right_is_noticed(
 @pytest.mark.parametrize(
     ("owner", "name", "planted"),
     [
-        (TokenTree, "above", lambda self: set()),  # cells that live rows read are given away
+        (Sequence, "above", lambda self: set()),  # cells that live rows read are given away
         (Sequence, "_go_home", lambda self, node: None),  # the path is not moved to its cells
     ],
 )

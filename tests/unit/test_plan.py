@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,11 +16,10 @@ from magicdec.cost_model.curves import (
     conditional_rate,
     find_conditional,
     find_curves,
-    parse_acceptance,
 )
-from magicdec.cost_model.plan import make_record
 from magicdec.cost_model.speculation import Choice
 from magicdec.hardware.ceiling_file import Hardware, Link, MachineFile
+from magicdec.records.reading import load_records
 
 BASELINES = Path(__file__).parents[2] / "results" / "baselines" / "acceptance.jsonl"
 BY_HAND = "--bandwidth 2039 --flops 312"
@@ -46,7 +44,7 @@ def run(
 
 
 def make(flags: str) -> plan.Plan:
-    return plan.make_plan(plan.build_parser().read(flags.split())[PlanSection])
+    return plan.make_plan(plan.main.build_parser().read(flags.split())[PlanSection])
 
 
 def test_the_demo_on_a_probed_machine(run: Run) -> None:
@@ -74,13 +72,6 @@ def test_where_speculation_does_not_pay(run: Run) -> None:
     assert (cell["gamma"], cell["speedup"], cell["net_speedup"]) == (0, 1.0, 1.0)
     assert cell["begin_ms"] == 0 and cell["break_even_gen_len"] is None
     assert cell["draft_ms"] is cell["verify_ms"] is cell["budget"] is None
-
-
-@pytest.mark.parametrize("width", ["40", "200"])
-def test_no_number_is_cut_in_a_pipe(run: Run, monkeypatch: pytest.MonkeyPatch, width: str) -> None:
-    monkeypatch.setenv("COLUMNS", width)
-    _, out, _ = run(f"{BY_HAND} --acceptance 0.8 --model llama-3.1-70b --B 1 8 32 64 256")
-    assert "…" not in out
 
 
 def test_hardware_from_flags() -> None:
@@ -111,14 +102,14 @@ def test_a_draft_of_its_own(run: Run) -> None:
     flags = f"{BY_HAND} --acceptance 0.8 --link 300 --link_latency_us 15 "
     itself = make(flags)
     assert itself.is_self_speculation and itself.draft is itself.target
-    names = "--model llama-2-7b-32k --draft model:llama-68m --tp 8 --draft_tp 2"
+    names = "--model llama-2-7b-32k --draft model:llama-68m --tp 8"
     own = make(flags + names)
-    assert (own.draft.config.name, own.draft.tp, own.target.tp) == ("llama-68m", 2, 8)
+    assert (own.draft.config.name, own.draft.tp, own.target.tp) == ("llama-68m", 1, 8)
     assert not own.is_self_speculation
     assert own.predict(32, 32768).speedup > make(flags + "--model llama-2-7b-32k --tp 8").predict(
         32, 32768
     ).speedup  # fmt: skip
-    assert "draft: llama-68m on 2 ranks" in run(flags + names)[1]
+    assert "draft: llama-68m on 1 rank" in run(flags + names)[1]
 
 
 def test_int8_weights_halve_what_is_read(run: Run) -> None:
@@ -136,11 +127,6 @@ def test_int8_weights_halve_what_is_read(run: Run) -> None:
         assert found["config"]["draft"] is None, "the model itself"
     assert times["auto"] == times["bfloat16"]
     assert 0.5 < times["int8"] / times["auto"] < 0.505
-    draft = make(f"{BY_HAND} --acceptance 0.8 --model llama-2-7b --draft model:llama-68m "
-                 "--draft_dtype int8")  # fmt: skip
-    assert draft.draft.is_int8 and not draft.target.is_int8
-    config = make_record(draft).config
-    assert [config[key]["target_dtype"] for key in ("model", "draft")] == ["bfloat16", "int8"]
 
 
 def test_a_directory_needs_no_weights(run: Run, tiny_checkpoint: Path, tmp_path: Path) -> None:
@@ -151,20 +137,16 @@ def test_a_directory_needs_no_weights(run: Run, tiny_checkpoint: Path, tmp_path:
     )
 
 
-def test_acceptance_as_rate_or_curve() -> None:
-    assert parse_acceptance("0.8") == 0.8 and parse_acceptance("0.8,0.7,0.7") == (0.8, 0.7, 0.7)
+def test_acceptance_as_a_rate() -> None:
     rate = conditional_rate(0.8, 4)
     assert find_curves(["0.8"], None, "self") == ({257: rate}, "0.8 of 4 draft tokens a step")
     assert find_curves(["0.8"], [9, 5], "self")[0] == {9: rate, 5: rate}
-    assert find_curves(["0.8", "0.9,0.5"], [9, 5], "self")[0] == {9: rate, 5: (0.9, 0.5)}
     assert find_conditional([0.8], [9, 5]) == ({9: 0.8, 5: 0.8}, "given")
     assert make(f"{BY_HAND} --conditional_acceptance 0.8").curves == {257: 0.8}
     assert make(f"{BY_HAND} --acceptance 0.8 --acceptance_gamma 1").curves[257] == (
         pytest.approx(0.8)
     )
     assert make(f"{BY_HAND} --acceptance 0.8").max_gamma == 8
-    assert make(f"{BY_HAND} --acceptance 0.8,0.7,0.6").max_gamma == 3
-    assert make(f"{BY_HAND} --acceptance 0.8,0.7,0.6 --max_gamma 2").max_gamma == 2
 
 
 def test_records_of_another_kind_do_not_count(tmp_path: Path) -> None:
@@ -206,27 +188,25 @@ def test_acceptance_from_records(drafter: str, policy: str | None) -> None:
     assert source == f"{BASELINES} (measured with demo, {policy or 'streaming_llm'})"
 
 
-@pytest.mark.parametrize("policy", ["streaming_llm", "snapkv", "verified", "retrieval"])
-def test_the_rate_of_a_record_gives_what_its_curve_gives(policy: str) -> None:
+def test_the_rate_of_a_record_gives_what_its_curve_gives() -> None:
     """About: drafts at different positions are not equally likely to be accepted. A rate taken for
     a conditional one predicts too little."""
     flags = f"{BY_HAND} --model llama-2-7b --B 64 --prefix_len 30000 --max_gamma 4 --budget 257"
-    for line in BASELINES.read_text().splitlines():
-        record = json.loads(line)
-        decoding, kv, metrics = (
-            record["config"]["decoding"],
-            record["config"]["kv"],
-            record["metrics"],
-        )
-        rate, gamma = metrics["acceptance_rate"], decoding["num_draft_tokens"]
-        if (kv["policy"], decoding["drafter"], gamma) != (policy, "self", 4):
+    for record in load_records(BASELINES):
+        decoding, metrics = record.config["decoding"], record.metrics
+        kind = decoding["drafter"], decoding["num_draft_tokens"], record.config["kv"]["policy"]
+        if kind[:2] != ("self", 4) or kind[2] == "full" or metrics is None:
             continue
-        curve = ",".join(map(str, metrics["acceptance_per_position"]))
-        expected = make(f"{flags} --acceptance {curve}").predict(64, 30000)
-        found = make(f"{flags} --acceptance {rate}").predict(64, 30000)
+        rate = metrics.acceptance_rate
+        plan = make(f"{flags} --acceptance {rate}")
+        curve = tuple(metrics.acceptance_per_position)
+        expected = replace(plan, curves={257: curve}).predict(64, 30000)
+        found = plan.predict(64, 30000)
         assert found.gamma == expected.gamma == 4
         assert found.speedup == pytest.approx(expected.speedup, rel=0.01)
-        wrong = make(f"{flags} --conditional_acceptance {rate}").predict(64, 30000)
+        wrong = make(f"{flags} --conditional_acceptance {metrics.acceptance_rate}").predict(
+            64, 30000
+        )
         assert wrong.speedup < 0.9 * expected.speedup
 
 
@@ -266,56 +246,31 @@ PLAIN = f"{BY_HAND} --acceptance 0.8"
     [
         ("", "give --acceptance or --conditional_acceptance, which only --stages does without"),
         ("--acceptance 0.8 --conditional_acceptance 0.9", "in place of --acceptance; give one"),
-        (f"{BY_HAND} --conditional_acceptance 1.2", "--conditional_acceptance 1.2 is too large"),
-        (f"{BY_HAND} --conditional_acceptance 0.8 0.7", "2 values for 1 of --budget"),
-        (f"{BY_HAND} --acceptance 0.8,0.7 --acceptance_gamma 2", "--acceptance_gamma does nothing"),
         (
             f"{BY_HAND} --conditional_acceptance 0.8 --acceptance_gamma 2",
-            "--acceptance_gamma does nothing here: it is for an --acceptance that is one rate",
+            "--acceptance_gamma does nothing here: it is for an --acceptance that is a rate",
         ),
         ("--acceptance 0.8", "give either --machine FILE, or both --bandwidth and --flops"),
-        ("--acceptance 0.8 --flops 3", "give either --machine FILE, or both"),
         (f"--acceptance 0.8 --machine machine.json {BY_HAND}", "give either --machine FILE"),
         (f"{BY_HAND} --acceptance 1.2", "--acceptance 1.2: 1.2 is not between 0 and 1"),
-        (f"{BY_HAND} --acceptance nan", "nan is not between 0 and 1"),
-        (f"{BY_HAND} --acceptance 0.5,0.6", "0.6 follows 0.5"),
         (f"{BY_HAND} --acceptance high", "--acceptance high is not known; choose from a rate"),
-        (f"{BY_HAND} --acceptance gone.jsonl", "gone.jsonl: No such file or directory"),
         (f"{BY_HAND} --acceptance 0.8 0.7", "2 values for 1 of --budget"),
         (f"{BY_HAND} --acceptance {BASELINES} --budget 7", "--budget 7 is not in"),
-        (f"{BY_HAND} --acceptance 0.8,0.7 --max_gamma 3", "--max_gamma 3: --acceptance has 2"),
-        ("--acceptance 0.8 --machine gone.json", "--machine gone.json: No such file"),
+        (f"{BY_HAND} --acceptance {BASELINES} --max_gamma 99", "--max_gamma 99: --acceptance has"),
         (f"{PLAIN} {LINK}", "--link does nothing here: a node has one rank"),
         (f"{PLAIN} --tp 2 {LINK} {FAR}", "--node_link does nothing here: --nodes is 1"),
         (f"{PLAIN} --kv_policy snapkv --budget 20", "--budget 20 must be larger than --window_si"),
-        (f"{PLAIN} --model llama-9", "--model 'llama-9' is not known"),
-        (f"{PLAIN} --draft model:x", "--draft 'x' is not known"),
-        (f"{PLAIN} --model gone.pth", "config.json does not exist"),
         (f"{PLAIN} --draft model:llama-68m", "a vocabulary of 32000"),
         (f"{PLAIN} --draft ngram", "--draft ngram is not known; choose from self"),
-        (f"{PLAIN} --draft_tp 2", "--draft_tp is for --draft model:NAME"),
-        (f"{PLAIN} --draft_dtype int8", "--draft_dtype is for --draft model:NAME"),
         (f"{PLAIN} --target_dtype float32", "--target_dtype float32: weights"),
         (f"{PLAIN} --tp 3", "--tp 3 does not divide the 4 attention heads"),
-        (f"{PLAIN} --tp 2", "--tp above 1 needs the cost of an all-reduce"),
-        (f"{PLAIN} --tp 2 --nodes 2", "--nodes above 1 needs the cost"),
+        (f"{PLAIN} --tp 2", "several ranks need the cost of a link; give --link and"),
+        (f"{PLAIN} --tp 2 --nodes 2", "several ranks need the cost of a link; give --node_link"),
         (f"{PLAIN} --tp 2 --nodes 4", "--nodes 4 does not divide --tp 2"),
-        (f"{PLAIN} --link 3", "--link and --link_latency_us go together"),
-        (f"{PLAIN} --speed 3", "unknown argument --speed"),
-        (f"{PLAIN} --out .", "--out .: Is a directory"),
+        (f"{PLAIN} --tp 2 --link 3", "--link and --link_latency_us go together"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(run: Run, flags: str, message: str) -> None:
     code, out, err = run(flags)
     assert (code, out) == (2, "") and message in err
     assert err.startswith("magicdec plan: ") and err.count("\n") == 1
-
-
-def test_a_plan_imports_no_torch() -> None:
-    code = (
-        "import sys; from magicdec.cli import plan; from magicdec.cost_model import stage_plan; "
-        f"values = plan.build_parser().read('{BY_HAND} --acceptance 0.8'.split()); "
-        "plan.make_plan(values[plan.PlanSection]); "
-        "sys.exit('torch' in sys.modules)"
-    )
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

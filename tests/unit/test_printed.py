@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from conftest import ROOT
 
-from magicdec.names import BASELINE
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 from magicdec.records.table import table_rows
@@ -41,30 +40,12 @@ def test_medians_say_over_how_many_batches(record: RunRecord) -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_sequences", "shown"),
-    [(4, {"p50", "max"}), (9, {"p50", "max"}), (10, {"p50", "p90", "max"}),
-     (99, {"p50", "p90", "max"}), (100, {"p50", "p90", "p99"})],
-)  # fmt: skip
+    ("num_prompts", "shown"), [(9, {"p50"}), (10, {"p50", "p90"}), (100, {"p50", "p90", "p99"})]
+)
 def test_a_percentile_needs_enough_sequences(
-    num_sequences: int, shown: set[str], record: RunRecord
+    num_prompts: int, shown: set[str], record: RunRecord
 ) -> None:
-    assert record.samples is not None
-    samples = {
-        name: replace(
-            record.samples[name],
-            sequence_tokens=[[3] * num_sequences],
-            sequence_ms=[[3.0 * n for n in range(1, num_sequences + 1)]],
-        )
-        for name in (BASELINE, record.config["decoding"]["strategy"])
-    }
-    rows = dict(table_rows(replace(record, samples=samples)))
-    found = {m[1] for label in rows if (m := re.match(r"TPOT (p\d+|max)", label))}
-    assert found == shown
-    if "max" in shown:
-        cells = rows[f"TPOT max of {num_sequences}, ms"]
-        assert cells == [f"{num_sequences:.2f}"] * 2
-
-
-def test_a_record_without_samples_is_printed_as_it_is(record: RunRecord) -> None:
-    labels = [label for label, _ in table_rows(replace(record, samples=None))]
-    assert "TPOT p99, ms" in labels and not any("max of" in label for label in labels)
+    assert record.workload is not None
+    workload = replace(record.workload, num_prompts=num_prompts)
+    rows = dict(table_rows(replace(record, workload=workload)))
+    assert {m[1] for label in rows if (m := re.match(r"TPOT (p\d+)", label))} == shown

@@ -35,17 +35,13 @@ def broken(**fields: Any) -> str:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "not JSON"),
-        ("[1]", "not a machine file; a field has a wrong type"),
-        ("{}", "not a machine file; it has no 'schema_version'"),
-        (broken(schema_version=1), "schema_version is 1, this program reads 2"),
-        (broken(read_bytes_per_s=0), "read_bytes_per_s 0 is not a positive number"),
-        (broken(read_bytes_per_s=float("nan")), "read_bytes_per_s nan is not"),
-        (broken(read_bytes_per_s="fast"), "read_bytes_per_s 'fast' is not"),
-        (broken(flops_per_s=None), "a field has a wrong type"),
-        (broken(kv_bytes_per_s={"float32": 1.0}), "it has no 'bfloat16'"),
-        (broken(link={"latency_s": 1.0}), "it has no 'bytes_per_s'"),
-        (broken(link={"latency_s": -1.0, "bytes_per_s": 1.0}), "latency_s -1.0 is not"),
+        ("", "Invalid JSON"),
+        ("[1]", "not a machine file"),
+        (broken(schema_version=1), "schema_version: Input should be 2"),
+        (broken(read_bytes_per_s=0), "read_bytes_per_s: Input should be greater than 0"),
+        (broken(link={"latency_s": 1.0}), "link.bytes_per_s: Field required"),
+        (broken(link={"latency_s": -1.0, "bytes_per_s": 1.0}), "link.latency_s: Input should be"),
+        (broken(kv_bytes_per_s={"float32": 1.0}), "--dtype bfloat16 is not in the machine file"),
         (broken(flops_per_s={"float32": 1.0}), "--dtype bfloat16 is not in the machine file"),
     ],
 )
@@ -74,7 +70,7 @@ def test_a_probe_measures_everything(
     threads, launch = torch.get_num_threads(), Launch(0, 1, 0, 1)
     machine, parallel = Machine(threads), ParallelSection(device="cpu", threads=threads)
     config = resolve(RunConfig(parallel=parallel), machine)
-    *_, found = probe.measure(config, machine, launch)
+    found = probe.measure(config, machine, launch)
     assert found.link is None and found.node_link is None and found.read_bytes_per_s > 0
     for rates in (found.flops_per_s, found.kv_bytes_per_s, found.attention_flops_per_s):
         assert tuple(rates) == DTYPES and all(rate > 0 for rate in rates.values())
@@ -88,30 +84,6 @@ def test_a_probe_measures_everything(
     assert "read bandwidth, GB/s" in out and "all-reduce" not in out
     assert len(found.spreads) == 9 and all(spread >= 0 for spread in found.spreads.values())
     assert out.count(" %") == 9
-
-
-def test_an_interrupted_probe_keeps_what_it_measured(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
-    """Ctrl-C during the second dtype keeps the first; before that there is nothing to write."""
-    for name, value in (("STRETCHES", 1), ("ROUNDS", 1), ("CONTEXT", 64)):
-        monkeypatch.setattr(probe, name, value)
-    measure_hardware = probe.measure_hardware
-    path = tmp_path / "machine.json"
-    monkeypatch.setattr("sys.argv", ["magicdec probe", "--out", str(path), "--threads", "1"])
-    for stop_at, kept in ((DTYPES[0], []), (DTYPES[1], [DTYPES[0]])):
-
-        def interrupted(*args: Any, stop_at: str = stop_at) -> Hardware:
-            if args[2] == stop_at:
-                raise KeyboardInterrupt
-            return measure_hardware(*args)
-
-        monkeypatch.setattr(probe, "measure_hardware", interrupted)
-        with pytest.raises(SystemExit) as ended:
-            command.main()
-        assert ended.value.code == 130 and "interrupted" in capsys.readouterr().out
-        assert path.exists() == bool(kept)
-    assert list(load_machine(path).flops_per_s) == kept
 
 
 def test_a_spread_leaves_out_what_warms_up() -> None:

@@ -64,15 +64,6 @@ def test_a_line_each_interval_and_none_before(
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_task_counts_from_its_own_start(capfd: pytest.CaptureFixture[str], clock: Clock) -> None:
-    lines = Lines()
-    for _ in range(5):
-        with lines.task("short", 1) as advance:
-            clock.now += 0.9 * LINE_EVERY_S
-            advance()
-    assert capfd.readouterr() == ("", "")
-
-
 def test_the_bar_is_drawn_on_stderr(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,7 +3,6 @@ checkpoints stored in int8, and errors."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,17 +16,11 @@ from torch import Tensor
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.convert import convert, find_checkpoint, find_damage, quantized
-from magicdec.model.checkpoint.quantization import (
-    QuantizedWeights,
-    channel_scales,
-    holds_int8,
-    quantize,
-)
+from magicdec.model.checkpoint.quantization import channel_scales, quantize
 from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer
-from magicdec.model.checkpoint.weight_files import WeightSource
+from magicdec.model.checkpoint.weight_files import Index, WeightSource
 from magicdec.model.checkpoint.weight_map import (
     SCALE,
-    Piece,
     expected_shapes,
     untie_head,
     weight_map,
@@ -94,8 +87,7 @@ def by_the_whole(source: ModelSource, shard: Shard) -> Tensors:
             name = piece.name
             if name == HEAD and source.config.tie_word_embeddings:
                 name = next(n for n in source.weights.tensors if n.endswith(TABLES))
-            everything = Piece(name, (0, piece.full_shape[0]), None, piece.full_shape)
-            whole = source.weights.read(everything).float()
+            whole = source.weights.read(name).float()
             whole = whole.T if piece.transposed else whole
             rows, columns = slice(*piece.rows), slice(*(piece.columns or (0, None)))
             if len(piece.full_shape) == 1 or "embedding" in parameter:
@@ -197,19 +189,6 @@ def test_the_file_and_its_manifest(tmp_path: Path, out: str) -> None:
     assert all(torch.equal(again[name], tensor) for name, tensor in everything.items())
 
 
-def test_older_manifests_are_read(tmp_path: Path) -> None:
-    """They had a checksum of each tensor too."""
-    convert(
-        find_checkpoint("--checkpoint_dir", write(tmp_path, make_tensors())),
-        tmp_path / "o.pth",
-        None,
-    )
-    path = tmp_path / "o.pth.manifest.json"
-    older = {"quantized": None, "tensors": {"x": {"shape": [1], "dtype": "int8", "sha256": "0"}}}
-    path.write_text(json.dumps(json.loads(path.read_text()) | older))
-    assert find_damage(tmp_path / "o.pth") is None
-
-
 class Counting(WeightSource):
     """A weight source that records the largest read and the columns that were read."""
 
@@ -218,8 +197,8 @@ class Counting(WeightSource):
         self.source, self.largest, self.reads = source.weights, 0, 0
         self.tensors = source.weights.tensors
 
-    def read(self, piece: Piece) -> Tensor:
-        values = self.source.read(piece)
+    def read(self, name: str, index: Index = ()) -> Tensor:
+        values = self.source.read(name, index)
         self.largest, self.reads = max(self.largest, values.numel()), self.reads + 1
         return values
 
@@ -227,7 +206,7 @@ class Counting(WeightSource):
 def test_a_matrix_is_read_in_parts_and_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("magicdec.model.checkpoint.source.READ_ELEMENTS", 300 * 32)
+    monkeypatch.setattr("magicdec.model.checkpoint.weight_files.READ_ELEMENTS", 300 * 32)
     config = replace(CONFIG, vocab_size=700)
     source = find_model("--model", str(write(tmp_path, make_tensors(config), config)))
     counting = Counting(source)
@@ -282,9 +261,3 @@ def test_the_value_that_has_no_negative_is_refused(tmp_path: Path) -> None:
     source = find_model("--model", str(directory))
     with pytest.raises(ValueError, match=rf"model\.safetensors: {Q_PROJ} holds -128; int8 weights"):
         load(source)
-
-
-def test_views_and_files_are_told_apart(tmp_path: Path) -> None:
-    source = find_model("--model", str(write(tmp_path, make_tensors())))
-    assert not holds_int8(source.weights)
-    assert holds_int8(QuantizedWeights(source.weights, source.config))

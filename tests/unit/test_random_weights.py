@@ -10,9 +10,9 @@ from checkpoint_files import CONFIG, CPU, expected_shard
 from torch import Tensor
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint.random_weights import TILE_COLUMNS, TILE_ROWS, RandomWeights
-from magicdec.model.checkpoint.source import expected_shapes, find_model, load_transformer
-from magicdec.model.checkpoint.weight_map import Piece
+from magicdec.model.checkpoint.random_weights import TILE_COLUMNS, RandomWeights
+from magicdec.model.checkpoint.source import expected_shapes, load_transformer
+from magicdec.model.checkpoint.weight_files import TILE_ROWS, Index
 
 SHAPES = {
     "a.weight": (3 * TILE_ROWS + 7, 2 * TILE_COLUMNS + 5),
@@ -22,28 +22,22 @@ SHAPES = {
 
 
 def whole(name: str) -> Tensor:
-    shape = SHAPES[name]
-    return RandomWeights(SHAPES).read(Piece(name, (0, shape[0]), None, shape))
+    return RandomWeights(SHAPES).read(name)
 
 
 @pytest.mark.parametrize(
-    ("name", "rows", "columns"),
+    ("name", "index"),
     [
-        ("a.weight", (0, 1), (0, 1)),
-        ("a.weight", (200, 600), (1000, 2053)),
-        ("a.weight", (256, 512), None),
-        ("a.weight", (700, 775), (2048, 2050)),
-        ("a.bias", (1000, 2051), None),
-        ("input_layernorm.weight", (2, 5), None),
+        ("a.weight", (slice(0, 1), slice(0, 1))),
+        ("a.weight", (slice(200, 600), slice(1000, 2053))),
+        ("a.weight", (slice(256, 512),)),
+        ("a.weight", (slice(700, 775), slice(2048, 2050))),
+        ("a.bias", (slice(1000, 2051),)),
+        ("input_layernorm.weight", (slice(2, 5),)),
     ],
 )
-def test_random_slices_agree(
-    name: str, rows: tuple[int, int], columns: tuple[int, int] | None
-) -> None:
-    part = RandomWeights(SHAPES).read(Piece(name, rows, columns, SHAPES[name]))
-    expected = whole(name)[slice(*rows)]
-    expected = expected if columns is None else expected[:, slice(*columns)]
-    assert torch.equal(part, expected)
+def test_random_slices_agree(name: str, index: Index) -> None:
+    assert torch.equal(RandomWeights(SHAPES).read(name, index), whole(name)[index])
 
 
 def test_random_values() -> None:
@@ -58,10 +52,7 @@ def test_random_values() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_ranks_hold_shards_of_one_random_model(size: int) -> None:
     source = RandomWeights(expected_shapes(CONFIG))
-    tensors = {
-        name: source.read(Piece(name, (0, shape[0]), None, shape))
-        for name, shape in expected_shapes(CONFIG).items()
-    }
+    tensors = {name: source.read(name) for name in source.tensors}
     for rank in range(size):
         shard = Shard(rank, size)
         model = load_transformer(CONFIG, source, shard, None, torch.float32, CPU)
@@ -78,14 +69,6 @@ def test_a_rank_makes_only_the_tiles_it_needs(monkeypatch: pytest.MonkeyPatch) -
         return make_tile(self, name, shape, top, left)
 
     monkeypatch.setattr(RandomWeights, "_tile", count)
-    piece = Piece(
-        "a.weight", (0, TILE_ROWS + 1), (TILE_COLUMNS, TILE_COLUMNS + 9), SHAPES["a.weight"]
-    )
-    RandomWeights(SHAPES).read(piece)
+    index = (slice(TILE_ROWS + 1), slice(TILE_COLUMNS, TILE_COLUMNS + 9))
+    RandomWeights(SHAPES).read("a.weight", index)
     assert sorted(made) == [(0, TILE_COLUMNS), (TILE_ROWS, TILE_COLUMNS)]
-
-
-def test_random_presets() -> None:
-    source = find_model("--model", "random:llama-68m")
-    assert source.is_random and source.tokenizer_directory is None
-    assert source.name == "random:llama-68m" and source.config.name == "llama-68m"

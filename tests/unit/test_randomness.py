@@ -10,13 +10,7 @@ import torch
 from torch import Tensor
 
 from magicdec.request import Request, SamplingParams
-from magicdec.sampling.randomness import (
-    Purpose,
-    derive_seed,
-    splitmix64,
-    uniforms,
-    uniforms_ahead,
-)
+from magicdec.sampling.randomness import Purpose, derive_seed, splitmix64, uniforms, uniforms_ahead
 
 
 def test_the_generator_is_splitmix64() -> None:

@@ -94,7 +94,7 @@ def run_record(
     decoding, draft = DecodingSection(strategy, drafter), DraftSection() if has_draft else None
     config = resolve(RunConfig(draft=draft, decoding=decoding), Machine(2))
     workload = Workload("demo", ((1, 2), (3, 4)), ((0, 1), (2, 3)), 9, 0, 123, "c0ffee", answers)
-    weights = SimpleNamespace(tensors={}, read=lambda piece: torch.ones(piece.full_shape))
+    weights = SimpleNamespace(tensors={}, read=lambda _: torch.ones(TINY.hidden_size))
     source = ModelSource("demo", TINY, weights, None, is_random)  # type: ignore[arg-type]
     draft_source = source if has_draft else None
     prepared = Prepared(config, launch, source, cast(Any, None), "demo", workload, draft_source)
@@ -314,14 +314,9 @@ def test_what_is_not_a_number_is_neither_written_nor_read(tmp_path: Path, value:
     with pytest.raises(ValueError, match="not JSON compliant"):
         append_record(path, small(metrics=replace(NO_METRICS, speedup=value)))
     assert path.read_bytes() == written
-    raw = json.loads(small().to_json()) | {"margin": value}
-    for line, message in (
-        (json.dumps(raw), "not a record; margin has another type"),
-        (json.dumps({"speedup": value}), "not a JSON record"),
-    ):
-        path.write_text(line)
-        with pytest.raises(ValueError, match=f"{path}:1: {message}"):
-            load_records(path)
+    path.write_text(json.dumps(json.loads(small().to_json()) | {"margin": value}))
+    with pytest.raises(ValueError, match=f"{path}:1: not a JSON record"):
+        load_records(path)
 
 
 @pytest.mark.parametrize(

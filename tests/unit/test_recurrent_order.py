@@ -14,8 +14,10 @@ from conftest import TINY, make_requests, make_runner
 from fake_clock import VirtualClock
 
 from magicdec.distributed.channels.message import (
+    DelayedSender,
     Ends,
     Kind,
+    Link,
     Loopback,
     Message,
     MessageForm,
@@ -23,11 +25,10 @@ from magicdec.distributed.channels.message import (
 )
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.ngram import NgramDrafter
-from magicdec.model.emulated import EmulatedModel
-from magicdec.pipeline.emulation import DelayedSender, Link
-from magicdec.pipeline.recurrent import RecurrentPipeline, most_under_way
-from magicdec.pipeline.speculation import Speculation
-from magicdec.pipeline.stage import VERIFY, WANTED, Stage
+from magicdec.model.emulated import ARRIVAL, EmulatedModel
+from magicdec.pipeline.recurrent import RecurrentPipeline, Speculation, most_under_way
+from magicdec.pipeline.spans import Spans
+from magicdec.pipeline.stage import VERIFY, WANTED, Stage, StageLoop
 from magicdec.request import Request
 from magicdec.scheduling.plan import Limits
 
@@ -194,3 +195,22 @@ def test_a_whole_model_may_be_emulated() -> None:
     requests = make_requests([(5,) * 20] * 3, 4)
     RecurrentPipeline(stage, Ends(loop, loop), 2, 1, LIMITS, CHUNK).serve(requests)
     assert all(request.output_ids == [20, 21, 22, 23] for request in requests)
+
+
+def test_an_emulated_forward_counts_once_from_the_arrival_of_its_message() -> None:
+    """A stage says when a message came while it answers it, and no longer."""
+    seen: list[float | None] = []
+
+    class Watched:
+        def answer(self, message: Message) -> tuple[Message | None, int]:
+            seen.append(ARRIVAL.time_s)
+            assert ARRIVAL.take() == seen[-1], "the first forward"
+            assert ARRIVAL.time_s is None, "the second one begins when it begins"
+            ARRIVAL.time_s = 0.0  # as if it had computed nothing
+            return None, 0
+
+    inbound, spans = Loopback(), Spans()
+    inbound.send(Message(Kind.HIDDEN))
+    inbound.send(Message(Kind.END))
+    StageLoop(Watched(), Ends(inbound, Loopback()), spans).serve()
+    assert seen == [spans[0].begin_s] and ARRIVAL.time_s is None

@@ -25,21 +25,20 @@ from magicdec.cost_model.speculation import Speculation
 from magicdec.figures import styled
 from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.model.presets.presets import find_config
+from magicdec.names import BASELINE
 from magicdec.report.figures.panels import choose, make_axes, put_title, summarize
 from magicdec.report.figures.passes import pareto
-from magicdec.report.figures.speedup import position
-from magicdec.report.figures.steps import drafting_share, relative_steps
+from magicdec.report.figures.steps import drafting_share
 from magicdec.report.frame import Row, frame_of, report_rows
-from magicdec.report.prediction import NotPredicted, Predictor
+from magicdec.report.prediction import NotPredicted, predict
 from magicdec.report.settings import command_of
 from magicdec.report.tables import ranges
 
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
 RAW = [json.loads(line) for line in BASELINES.read_text(encoding="utf-8").splitlines()]
 FIGURES = (
-    *("speedup_map", "throughput_tpot", "pareto_front", "acceptance_by_budget"),
-    *("acceptance_by_position", "acceptance_lengths", "step_phases", "bandwidth", "ttft", "tpot"),
-    *("predicted_measured", "drift"),
+    *("speedup_map", "pareto_front", "acceptance_by_budget", "acceptance_by_position"),
+    *("acceptance_lengths", "step_phases", "bandwidth", "ttft", "tpot", "predicted_measured"),
 )
 Record = dict[str, Any]
 
@@ -124,7 +123,7 @@ def test_every_figure_is_drawn_or_left_out_with_a_reason(report: Report, tmp_pat
         assert (out / f"{name}.png").stat().st_size > 5000
         assert (out / f"{name}.svg").read_text(encoding="utf-8").startswith("<?xml")
     out, said = report([variant(), failed()])
-    for name in ("speedup_map", "acceptance_by_budget", "predicted_measured", "drift"):
+    for name in ("speedup_map", "acceptance_by_budget", "predicted_measured"):
         assert f'<figure id="{name}"' not in (out / "index.html").read_text(encoding="utf-8")
     assert "no method was measured at two batch sizes or two prefix lengths" in said
     assert "--machine FILE names what magicdec probe wrote" in said
@@ -136,8 +135,9 @@ def test_every_figure_is_drawn_or_left_out_with_a_reason(report: Report, tmp_pat
 def test_a_report_of_failed_runs_says_why_they_failed(report: Report) -> None:
     out, said = report([failed(), failed()])
     assert len(said.splitlines()) == len(FIGURES)
-    (first, _) = rows(out / "failures.csv")
-    assert first["status"] == "failed" and first["reason"] == failed()["error"]
+    (first, _) = rows(out / "runs.csv")
+    assert first["status"] == "failed" and first["error"] == failed()["error"]
+    assert "[enforce fail]" in (out / "index.html").read_text(encoding="utf-8")
 
 
 def links(page: str) -> list[str]:
@@ -166,13 +166,12 @@ def test_the_committed_report_links_to_what_is_there() -> None:
 
 def test_a_row_is_on_the_front_of_its_own_kind() -> None:
     """An autoregressive pass is not on a front because the drafts of the same run are."""
-    groups: dict[tuple[str, ...], list[dict[str, str]]] = {}
-    for row in rows(ROOT / "results" / "cpu" / "report" / "throughput_tpot.csv"):
-        kind = "drafted" if row["gamma"] else "baseline"
-        groups.setdefault((row["ranks"], row["prefix_len"], kind), []).append(row)
-    assert len(groups) > 4
+    groups: dict[tuple[str, bool], list[dict[str, str]]] = {}
+    for row in rows(ROOT / "results" / "cpu" / "report" / "pareto_front.csv"):
+        groups.setdefault((row["prefix_len"], row["series"] == BASELINE), []).append(row)
+    assert len(groups) == 6
     for of in groups.values():
-        at = [(-float(r["mean_tpot_ms"]), float(r["decode_tokens_per_s"])) for r in of]
+        at = [(float(r["request_tokens_per_s"]), float(r["decode_tokens_per_s"])) for r in of]
         for row, place in zip(of, at, strict=True):
             beaten = any(other != place and min(map(float.__ge__, other, place)) for other in at)
             assert (row["on_front"] == "True") != beaten
@@ -198,7 +197,6 @@ def test_the_map_shows_the_best_of_each_place(report: Report) -> None:
     assert found["8", "4096"]["speedup"] == "1.9" and found["8", "4096"]["runs"] == "2"
     assert found["8", "4096"]["budget"] == str(RAW[0]["config"]["kv"]["budget"])
     assert found["1", "1024"]["net_speedup"] == "0.7000000000000001"
-    assert {r["predicted_break_even_prefix_len"] for r in found.values()} == {""}
 
 
 def test_the_files_hold_every_run_and_its_command(report: Report) -> None:
@@ -218,20 +216,13 @@ def test_the_files_hold_every_run_and_its_command(report: Report) -> None:
     ("argv", "ranks", "command"),
     [
         (["selfspec_benchmark.py", "--B", "2"], 1, "python tests/selfspec_benchmark.py --B 2"),
-        (
-            ["selfspec_benchmark.py", "--model", "a b"],
-            2,
-            "torchrun --standalone --nproc_per_node=2 tests/selfspec_benchmark.py --model 'a b'",
-        ),
-        (["magicdec selfspec", "--B", "2"], 1, "magicdec selfspec --B 2"),
-        (
-            ["magicdec selfspec"],
-            4,
-            "torchrun --standalone --nproc_per_node=4 --no-python magicdec selfspec",
-        ),
+        (["selfspec_benchmark.py", "--model", "a b"], 2,
+         "torchrun --standalone --nproc_per_node=2 tests/selfspec_benchmark.py --model 'a b'"),
+        (["magicdec selfspec"], 4,
+         "torchrun --standalone --nproc_per_node=4 --no-python magicdec selfspec"),
         (["magicdec run", "--nproc", "2"], 2, "magicdec run --nproc 2"),
     ],
-)
+)  # fmt: skip
 def test_a_command_can_be_copied(argv: list[str], ranks: int, command: str) -> None:
     environment: Any = SimpleNamespace(argv=argv, world_size=ranks)
     assert command_of(environment) == command
@@ -244,7 +235,7 @@ def test_a_prediction_is_what_the_plan_says() -> None:
     curve = tuple(RAW[0]["metrics"]["acceptance_per_position"])
     way = Speculation(target, target, RAW[0]["config"]["kv"]["budget"], curve)
     expected = way.predict_step(8, 4096 + 32, len(curve))
-    assert asdict(Predictor(machine()).run(run)) == asdict(expected)
+    assert asdict(predict(machine(), run)) == asdict(expected)
 
 
 @pytest.mark.parametrize(
@@ -259,21 +250,13 @@ def test_a_run_that_the_plan_cannot_predict_is_left_out(
     changed: dict[str, Any], description: dict[str, Any], reason: str
 ) -> None:
     with pytest.raises(NotPredicted, match=reason):
-        Predictor(machine(**description)).run(row(**changed))
-
-
-def test_the_break_even_line_lies_between_the_prefixes() -> None:
-    prefixes = [1024, 4096]
-    assert position(1024, prefixes) == 0.5 and position(4096, prefixes) == 1.5
-    assert position(2048, prefixes) == pytest.approx(1.0)
-    assert position(100, prefixes) == 0 and position(5000, prefixes) == 2
-    assert position(None, prefixes) == 2
+        predict(machine(**description), row(**changed))
 
 
 def test_the_front_is_what_nothing_beats() -> None:
-    places = [(1, 5), (2, 4), (2, 6), (3, 6), (3, 9), (0.5, 1)]
+    places = [(1, 5), (2, 4), (2, 6), (3, 5), (3, 4), (0.5, 1)]
     front = pareto(frame_of({"x": x, "y": y} for x, y in places), "x", "y")
-    assert [*front.itertuples(index=False, name=None)] == [(0.5, 1), (1, 5), (2, 6), (3, 9)]
+    assert [*front.itertuples(index=False, name=None)] == [(3, 5), (2, 6)]
 
 
 def test_the_phases_of_a_step_make_up_the_step() -> None:
@@ -286,23 +269,6 @@ def test_the_phases_of_a_step_make_up_the_step() -> None:
         draft_ms=3.0, verify_ms=1.0, decode_ms=None, other_ms=0.0, mean_step_ms=4.0
     )
     assert drafting_share(always) == 1.0
-
-
-def test_drift_compares_only_what_was_repeated() -> None:
-    step = RAW[0]["baseline_metrics"]["mean_step_ms"]
-    slow = variant()
-    slow["baseline_metrics"]["mean_step_ms"] = 3 * step
-
-    def relative(*records: Record) -> list[float]:
-        rows = [
-            row for n, raw in enumerate(records) for row in report_rows(n, "", parse_record(raw))
-        ]
-        return list(relative_steps(frame_of(rows)))
-
-    once = float("nan")
-    same = [variant(), variant(), variant(B=1)]
-    assert relative(*same) == pytest.approx([1.0, 1.0, once], nan_ok=True)
-    assert relative(*same, slow) == pytest.approx([1.0, 1.0, once, 3.0], nan_ok=True)
 
 
 @pytest.mark.parametrize("columns", [1, 2])

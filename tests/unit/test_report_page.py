@@ -63,7 +63,8 @@ def test_the_page_opens_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyP
     words = ["report", "runs.jsonl", "--out", "out", "--machine", "machine.json"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", words)
-    report_page.main()
+    with pytest.raises(SystemExit):
+        report_page.main()
     page, shot = tmp_path / "out" / "index.html", tmp_path / "page.png"
     text = page.read_text(encoding="utf-8")
     asked = tmp_path / "out" / "asked.html"

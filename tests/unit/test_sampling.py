@@ -159,14 +159,6 @@ def test_looking_at_the_likeliest_tokens_keeps_what_sorting_keeps(
             assert torch.equal(by_selection(scores, ks, ps), by_sorting(scores, ks, ps))
 
 
-def test_every_filter_changes_probabilities() -> None:
-    logits = random_logits(1, 1, VOCAB) / 3
-    plain = probabilities(logits, [params(temperature=1.0)])
-    for values in ({"top_k": 7}, {"top_p": 0.9}, {"min_p": 0.05}):
-        kept = (probabilities(logits, [params(temperature=1.0, **values)]) > 0).sum()
-        assert 1 < kept < (plain > 0).sum()
-
-
 def test_filters_keep_or_drop_equal_tokens_together() -> None:
     logits = torch.tensor([[[1.0, 2.0, 2.0, 0.0, 2.0, 0.0]]])
     for values in ({"top_k": 1}, {"top_k": 2}, {"top_k": 3}, {"top_p": 0.1}, {"min_p": 1.0}):

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,7 +21,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.console import Progress
 from magicdec.distributed.groups import Launch as Ranks
 from magicdec.hardware.threads import RankThreads
-from magicdec.memory.plan import MemoryPlan
+from magicdec.memory.model_plan import ModelPlan
 from magicdec.request import Batch, Request
 from magicdec.scheduling.plan import Plan
 from magicdec.serving import measure
@@ -30,7 +30,7 @@ from magicdec.serving.configs import complete_run
 from magicdec.serving.modes import MODES, NAMES, Drafts, Pass
 from magicdec.serving.options import ServeOptions
 from magicdec.serving.system import WARM_UP_TOKENS, Extras, System, Watch
-from magicdec.setup.prepare import Known, Prepared, find
+from magicdec.setup.prepare import Prepared, SetupCache, find
 
 ALONE = Ranks(0, 1, 0, 1)
 UNUSED = "does nothing here: no mode of --modes"
@@ -52,6 +52,8 @@ REFUSALS = [  # (ranks, flags, message)
     (1, "--draft ngram --budget 65", "--budget does nothing here: prompt lookup reads no KV"),
     (1, "--draft other", "--draft other is not known; choose from self, model:NAME, ngram, none"),
     (1, "--modes inflight --pa 0.3", f"--pa {UNUSED} inflight uses it; leave it out"),
+    (1, "--modes iterative --pa 0.3", f"--pa {UNUSED} iterative uses it"),
+    (1, "--modes iterative --np 2", f"--np {UNUSED} iterative uses it"),
     (1, "--modes static --window_ms 5", f"--window_ms {UNUSED} static uses it"),
     (1, "--modes ring --cache_tokens 16", f"--cache_tokens {UNUSED} ring uses it"),
     (1, "--modes ring --batch_ranks all", f"--batch_ranks {UNUSED} ring uses it"),
@@ -75,10 +77,10 @@ REFUSALS = [  # (ranks, flags, message)
     (1, "--arrival sometimes", "--arrival sometimes is not known; choose from burst, "),
     (1, "--arrival trace:a.jsonl --gen_len 8", "--gen_len does nothing here: the trace has the"),
     (1, "--arrival trace:nowhere.jsonl", "--arrival trace: nowhere.jsonl: No such file"),
-    (1, "--gen_len -3", "--gen_len -3: lengths are at least 1"),
+    (1, "--gen_len -3", "--gen_len -3 is not known; choose a whole number of"),
     (1, "--goodput speed:3", "--goodput speed:3 is not known; choose from ttft:MS, tpot:MS, "),
     (1, "--top_k 5", "--top_k 5 does nothing at --temperature 0 (greedy)"),
-    (1, "--rank_group 0 1", "--rank_group 0 1 names rank 1, which does not exist"),
+    (1, "--rank_group 0 1", "--rank_group 0 1: name all of the launched ranks"),
     (1, "--out .", "--out .: Is a directory"),
     (1, "--plot x.jpeg", "--plot x.jpeg: the name must end in .png or .svg or .pdf"),
     (1, "--plot_ms 3", "--plot_ms does nothing without --plot; leave it out"),
@@ -161,18 +163,19 @@ ALL = (
 )
 
 
-@pytest.mark.parametrize("draft", ["ngram", "model"])
+@pytest.mark.parametrize(("draft", "rows"), [("ngram", 2), ("model", 5)])
 def test_every_mode_serves_the_tokens_of_the_first(
-    draft: str, words: list[str], tiny_checkpoint: Path, tmp_path: Path,
+    draft: str, rows: int, words: list[str], tiny_checkpoint: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
-    """With all files that the command can write. The model that drafts is the target itself."""
+    """With all files that the command can write, and with more rows than requests. The model that
+    drafts is the target itself."""
     drafter = "ngram" if draft == "ngram" else f"model:{tiny_checkpoint}"
     files = {f"--{kind}": tmp_path / f"{kind}.{end}" for kind, end in KINDS.items()}
     flags = [
         *("--modes", *ALL, "--draft", drafter, "--gamma", "3", "--arrival", "poisson:10"),
         *("--num_requests", "4", "--prefix_len", "uniform:5:40", "--gen_len", "uniform:3:12"),
-        *("--B", "2", "--pa", "0", "--ps", "0"),
+        *("--B", str(rows), "--pa", "0", "--ps", "0"),
         *(word for flag, path in files.items() for word in (flag, str(path))),
     ]
     assert COMMANDS["serve"].parse([*words, *flags], ALONE).run([*words, *flags], ALONE) == 0
@@ -183,7 +186,7 @@ def test_every_mode_serves_the_tokens_of_the_first(
         assert (record["status"], record["num_differing"]) == ("ok", 0), record["name"]
         each, config = Pass.named(record["name"]), record["config"]
         assert config["workload"]["mode"] == each.mode and len(record["requests"]) == 4
-        assert config["workload"]["batch_size"] == 2
+        assert config["workload"]["batch_size"] == rows
         if each.is_drafting and each.mode in ("inflight", "ring"):
             assert config["decoding"]["drafter"] == draft
         assert (record["ring"] is not None) == (each.mode == "ring")
@@ -196,12 +199,11 @@ def test_every_mode_serves_the_tokens_of_the_first(
     assert "async: all 4 requests have the tokens of sequential" in said.out
     assert "10 records appended" in said.err
     assert files["--plot"].read_bytes().startswith(b"\x89PNG")
-    assert "ring+draft: 4 of 4 requests have ended" in files["--view"].read_text()
     check_events(json.loads(files["--trace"].read_text())["traceEvents"])
 
 
 SMALL = ("--num_requests", "1", "--prefix_len", "8", "--gen_len", "2")
-KINDS = {"plot": "png", "trace": "json", "view": "txt"}
+KINDS = {"plot": "png", "trace": "json"}
 
 
 def check_events(events: list[dict[str, Any]]) -> None:
@@ -299,6 +301,7 @@ class RoundRobin(System):
     second. `log` has the lengths of the prompts and outputs of what was served in which pass."""
 
     run: Prepared
+    options: ServeOptions
     passes: Sequence[Pass]
     clock: VirtualClock = field(default_factory=lambda: VirtualClock(1.0))
     log: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)
@@ -313,24 +316,21 @@ class RoundRobin(System):
         options: ServeOptions,
         passes: Sequence[Pass],
         launch: Ranks,
-        known: Known,
+        cache: SetupCache,
     ) -> RoundRobin:
         workload = options.batch_of(run_config.workload, 1)
-        models = find(replace(run_config, workload=workload), launch, known)
-        cls.made.append(cls(complete_run(models, known, options), passes))
+        models = find(replace(run_config, workload=workload), launch, cache)
+        cls.made.append(cls(complete_run(models, cache, options), options, passes))
         return cls.made[-1]
 
     def check_files(self) -> None:
         """It reads none."""
 
-    def plans(self, each: Pass, ranks: Sequence[int]) -> Iterator[MemoryPlan]:
-        return iter(())
+    def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
+        return []
 
     def config_of(self, each: Pass) -> Mapping[str, Any]:
         return self.run.config.to_dict()
-
-    def facts(self) -> dict[str, object]:
-        return {}
 
     def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
         """It holds nothing."""

@@ -3,6 +3,7 @@ bound, choice and type refuses."""
 
 from __future__ import annotations
 
+import re
 import sys
 from dataclasses import MISSING, dataclass
 from pathlib import Path
@@ -195,18 +196,17 @@ def test_a_program_is_refused_what_a_user_is_refused() -> None:
     assert Other().count == 9
 
 
-def test_a_key_of_a_file_is_found_in_its_table(tmp_path: Path) -> None:
+def test_a_key_of_a_file_is_found_by_its_line(tmp_path: Path) -> None:
     path = tmp_path / "s.toml"
     path.write_text("[common]\nB = 1\n[[grid]]\nbudget = 2\n[[grid]]\n'budget' = 3\nprefix = 3\n")
     file = TomlFile("", path)
     assert file.place_of("B") == f"{path}, line 2"
-    assert file.place_of("budget", 1) == f"{path}, line 4"
-    assert file.place_of("budget", 2) == f"{path}, line 6"
+    assert file.place_of("budget") == f"{path}, line 4"
     assert file.place_of("nowhere") == str(path)
 
 
 @pytest.mark.parametrize("shell", SHELLS)
 def test_a_shell_completes_commands_and_flags(shell: str) -> None:
     script = script_of(shell)
-    assert all(name in script for name in COMMANDS)
+    assert all(re.search(rf"\b{word}\b", script) for name in COMMANDS for word in name.split())
     assert "prefix_len" in script and "streaming_llm" in script

@@ -10,22 +10,22 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import ROOT
 
-from magicdec.cli.simulate import build_parser
+from magicdec.cli.simulate import main
 from magicdec.cost_model.curves import conditional_rate
 from magicdec.pipelined_speculation.messages import Launch
-from magicdec.pipelined_speculation.options import Counts, Options
-from magicdec.simulator.machine import (
+from magicdec.pipelined_speculation.options import Options
+from magicdec.pipelined_speculation.scheduler import Counts
+from magicdec.simulator.run import MODES, SimulatedMetrics, Work, measure, run_mode
+from magicdec.simulator.simulation import (
     RESULT_BYTES,
     VOID_BYTES,
     Cluster,
     Machine,
     Pipeline,
     divisions,
+    draw_ranks,
 )
-from magicdec.simulator.run import MODES, SimulatedMetrics, Work, measure, run_mode
-from magicdec.simulator.text import draw_ranks, replay_ranks
 
 FOUR = Machine((0.02,) * 4, link_s=0.001, cancel_s=0.001, draft_s=0.004)
 ROUND_S = 0.084  # four stages, three links between them and one back to the head
@@ -91,7 +91,7 @@ def test_a_link_is_occupied_for_the_bytes_of_a_message() -> None:
 
 def launch(run: int, num_rows: int) -> Launch:
     rows = tuple(range(num_rows))
-    return Launch(run, 0, 0, -1, False, 1, rows, rows, rows, (-1, *rows[:-1]), (), ())
+    return Launch(run, 0, 0, False, 1, rows, rows, rows, (-1, *rows[:-1]), (), ())
 
 
 def test_messages_take_turns_on_a_link() -> None:
@@ -162,15 +162,6 @@ def test_nothing_is_cancelled_later_than_the_layer_that_runs() -> None:
     assert fine.tokens_per_s > coarse.tokens_per_s
 
 
-def test_recorded_counts_are_replayed() -> None:
-    # Two of three, none of two, all of two: the token after that is as likely as the others.
-    ranks = replay_ranks([(3, 2), (2, 0), (2, 2)], 14, seed=0)
-    assert ranks[:6] == [0, 0, -1, -1, 0, 0] and ranks[7:13] == ranks[:6]
-    assert ranks[6] in (0, -1)
-    with pytest.raises(ValueError, match="no step"):
-        replay_ranks([(0, 0)], 5, seed=0)
-
-
 def test_times_between_tokens_are_defined_as_in_records() -> None:
     """They are interpolated, as numpy does it. Synchronous speculation commits several tokens at a
     time; the last commit is late, so that one time is larger than all others."""
@@ -191,7 +182,7 @@ def test_one_token_has_no_time_between_tokens() -> None:
 
 
 def test_flags_have_the_defaults_of_the_settings() -> None:
-    assert build_parser().read([])[Options] == Options()
+    assert main.build_parser().read([])[Options] == Options()
 
 
 def test_a_cluster_divides_layers_and_nodes() -> None:
@@ -238,29 +229,17 @@ def test_many_clusters_are_compared(command: Command, tmp_path: Path) -> None:
     assert len(out.read_text().splitlines()) == 4 * 102
 
 
-def test_a_file_of_records_is_replayed(command: Command) -> None:
-    records = ROOT / "results" / "baselines" / "acceptance.jsonl"
-    code, printed, _ = command("simulate", "--acceptance", records, "--modes", "sync")
-    assert code == 0 and "sync" in printed
-
-
 @pytest.mark.parametrize(
     ("words", "named"),
     [
-        (("--stages", "0"), "--stages 0"),
         (("--stage_ms", "1", "2", "--stages", "3"), "--stage_ms has 2 values"),
         (("--nodes", "4"), "--model_ms"),
         (("--nodes", "4", "--model_ms", "9", "--stages", "3"), "--stages"),
         (("--acceptance", "1.5"), "--acceptance 1.5"),
-        (("--acceptance", "nowhere.jsonl"), "nowhere.jsonl"),
-        (("--conditional_acceptance", "0.8", "0.3"), "--conditional_acceptance"),
-        (("--conditional_acceptance", ".4", ".1", ".1", ".1"), "more than --draft_probs"),
-        (("--draft_probs", "0.2", "0.5"), "--draft_probs"),
+        (("--conditional_acceptance", ".4", ".1", ".1", ".1"), "give at most 3 values"),
         (("--plot_ms", "5"), "--plot_ms does nothing"),
-        (("--plot", "g.bmp"), "--plot g.bmp: the name must end in .png or .svg or .pdf"),
         (("--stages", "2", "4", "--plot", "chart.png"), "--plot is for one cluster"),
         (("--acceptance", "0.5", "0.6"), "--acceptance has several values"),
-        (("--acceptance", "0.5", "--conditional_acceptance", "0.5"), "give one"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(

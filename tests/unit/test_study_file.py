@@ -24,7 +24,7 @@ def study(tmp_path: Path) -> Path:
         """
         out = "here.jsonl"
         order_seed = 3
-        time_budget = 1.5
+        repeats = 4
         [common]
         dtype = "float32"
         ignore_eos = true
@@ -115,22 +115,17 @@ def test_a_common_flag_may_do_nothing_in_a_grid(tmp_path: Path) -> None:
 
 def test_flags_of_the_sweep_win_over_the_file(study: Path) -> None:
     _, given = parse([str(study), "--out", "there.jsonl", "--repeats", "2"])
-    assert given.settings == Settings("there.jsonl", order_seed=3, repeats=2, time_budget=1.5)
+    assert given.settings == Settings("there.jsonl", order_seed=3, repeats=2)
 
 
 BAD_FILES = {
     "no TOML": ("out =", "study.toml is not a TOML file"),
-    "unknown key": ("sed = 1", "study.toml, line 1: unknown key sed"),
-    "misspelt key": (
-        "order_sed = 1", "study.toml, line 1: unknown key order_sed; did you mean order_seed?",
-    ),
+    "unknown key": ("order_sed = 1", "study.toml, line 1: unknown key order_sed; did"),
+    "unknown table": ("[base]\nB = 1", "study.toml, line 1: unknown key base; choose"),
     "type": ("out = 3", "study.toml, line 1: --out 3 is not a text"),
-    "switch": ("repeats = true", "study.toml, line 1: --repeats True: give a value"),
-    "range": ("repeats = 0", "study.toml, line 1: --repeats 0 is too small"),
     "no grid": ("out = 'x'", "study.toml: it has no [[grid]]"),
     "grid of another kind": ("grid = 3", "study.toml: grid must be an array of tables"),
     "common of another kind": ("common = 3", "study.toml: common must be a table"),
-    "no driver": ("[[grid]]\nB = 1", "study.toml: grid 1: driver = None; choose from run"),
     "unknown driver": (
         "[[grid]]\ndriver = 'baseline'\n[[grid]]\ndriver = 'x'", "study.toml: grid 2: driver = 'x'",
     ),
@@ -144,9 +139,6 @@ BAD_FILES = {
         "[[grid]]\ndriver = 'baseline'\ngama = 1",
         "study.toml, line 3: grid 1: unknown flag gama; did you mean gamma?",
     ),
-    "flag of another driver": (
-        "[[grid]]\ndriver = 'selfspec'\ntarget = 'demo'", "line 3: grid 1: unknown flag target",
-    ),
     "flag of one run": (
         "[[grid]]\ndriver = 'selfspec'\nsave_tokens = 'x'",
         "study.toml, line 3: grid 1: save_tokens is for one run",
@@ -155,25 +147,9 @@ BAD_FILES = {
         "[[grid]]\ndriver = 'selfspec'\ndraft_budget = 65\nstreamingllm_budget = 70",
         "is a second spelling of another flag",
     ),
-    "value of a flag": (
-        "[[grid]]\ndriver = 'selfspec'\nB = 'four'", "grid 1: --B four is not a whole number",
-    ),
-    "range of a flag": (
-        "[[grid]]\ndriver = 'selfspec'\ngamma = [2, 0]", "study.toml: grid 1: --gamma 0",
-    ),
     "flag that does nothing": (
         "[[grid]]\ndriver = 'run'\ndraft = ['none', 'ngram']\nbudget = 65",
         "study.toml, line 4: grid 1: budget does nothing here",
-    ),
-    "unknown draft": (
-        "[[grid]]\ndriver = 'run'\ndraft = 'nope'", "study.toml: grid 1: --draft nope",
-    ),
-    "switch with a number": (
-        "[[grid]]\ndriver = 'selfspec'\nignore_eos = 1",
-        "ignore_eos is a switch; give true or false",
-    ),
-    "number that is a switch": (
-        "[[grid]]\ndriver = 'selfspec'\nB = true", "--B True: give a value",
     ),
     "too many": (
         f"[[grid]]\ndriver = 'baseline'\nseed = {list(range(10_001))}",
@@ -204,17 +180,10 @@ def test_more_than_ten_thousand_runs_need_a_yes(tmp_path: Path) -> None:
     [
         ([], "give a study file"),
         (["nope"], "nope is no study file (.toml) and no driver"),
-        (["nope.toml"], "nope.toml: No such file"),
         (["study.toml", "--B", "1"], "--B belongs into study.toml"),
         (["selfspec", "--B"], "selfspec: B is empty"),
-        (["selfspec", "--gama", "1"], "unknown flag gama; did you mean gamma?"),
         (["selfspec", "--ignore_eos", "yes"], "ignore_eos is a switch; give true or false"),
-        (["selfspec", "--save_tokens", "x"], "save_tokens is for one run"),
-        (
-            ["selfspec", "--time_budget", "0"],
-            "--time_budget 0 is too small; it must be more than 0",
-        ),
-        (["selfspec", "--baseline_every", "x"], "--baseline_every"),
+        (["selfspec", "--repeats", "0"], "--repeats 0 is too small; it must be at least 1"),
     ],
 )
 def test_bad_flags_are_refused_in_one_line(argv: list[str], expected: str) -> None:

@@ -38,10 +38,9 @@ from magicdec.setup import prepare as preparing
 from magicdec.setup.prepare import prepare
 from magicdec.study import progress
 from magicdec.study import sweep as sweep_module
-from magicdec.study.cells import config_key
-from magicdec.study.drift import measure_drift
+from magicdec.study.cells import Cell, config_key
 from magicdec.study.plan import StudyPlan, make_plan
-from magicdec.study.progress import Remaining, StudyProgress
+from magicdec.study.progress import StudyProgress
 from magicdec.study.study import Settings
 from magicdec.study.sweep import Sweep
 
@@ -86,13 +85,10 @@ def variants(base: RunConfig) -> list[RunConfig]:
     ]
 
 
-def run_study(
-    asked: list[RunConfig], path: Path, **settings: Any
-) -> tuple[StudyPlan, list[RunRecord]]:
-    given = Settings(str(path), **{"baseline_every": 0, **settings})
-    plan = make_plan(asked, given, ALONE, retries_failed=False)
-    sweep = Sweep(plan, ALONE, path, StudyProgress(Silent(), len(plan.order)))
-    sweep.run(None)
+def run_study(asked: list[RunConfig], path: Path) -> tuple[StudyPlan, list[RunRecord]]:
+    plan = make_plan(asked, Settings(str(path)), ALONE, retries_failed=False)
+    sweep = Sweep(plan, ALONE, path, StudyProgress(Silent(), plan))
+    sweep.run()
     return plan, sweep.records
 
 
@@ -135,8 +131,13 @@ def test_a_cell_is_the_lone_run(
     assert len(records) == len(asked) == len(plan.order)
     assert len(loads) == 1, "the draft is the same model here"
     assert len(prefills) == base.workload.num_batches
-    kept = {stay.room.kv.window_size for stay in plan.stays.values() if stay.room.kv is not None}
+    kept = {room.kv.window_size for room in plan.rooms.values() if room.kv is not None}
     assert kept == {16}, "the queries that prefill keeps serve the widest window"
+    check_lone(asked, records)
+
+
+def check_lone(asked: list[RunConfig], records: list[RunRecord]) -> None:
+    """The records of these configs are those of lone runs."""
     found = {config_key(record.config): record for record in records}
     for config in asked:
         lone = execute(prepare(config, ALONE), is_leader=False).record
@@ -154,10 +155,7 @@ def test_sampled_cells_are_lone_runs_too(base: RunConfig, tmp_path: Path) -> Non
         replace(base, workload=replace(base.workload, batch_size=1)),
     ]
     _, records = run_study(asked, tmp_path / "runs.jsonl")
-    found = {config_key(record.config): record for record in records}
-    for config in asked:
-        lone = execute(prepare(config, ALONE), is_leader=False).record
-        assert untimed(found[config_key(lone.config)]) == untimed(lone)
+    check_lone(asked, records)
 
 
 def test_a_failing_cell_is_a_record_and_the_study_goes_on(
@@ -181,9 +179,9 @@ def test_a_failing_cell_is_a_record_and_the_study_goes_on(
     monkeypatch.setattr(sweep_module, "execute_in", execute_in)
     _, records = run_study(asked, tmp_path / "runs.jsonl")
     assert records == []
-    settings = Settings(str(tmp_path / "runs.jsonl"), baseline_every=0)
+    settings = Settings(str(tmp_path / "runs.jsonl"))
     again = make_plan(asked, settings, ALONE, retries_failed=True)
-    assert [again.order[n].found.config.kv.policy for n in again.todo] == ["snapkv"]
+    assert [again.order[n].resolved.config.kv.policy for n in again.todo] == ["snapkv"]
 
 
 def test_cells_that_do_not_fit_are_records_that_say_so(
@@ -212,16 +210,14 @@ def test_caches_stay_only_where_the_memory_allows(
     """The plan covers a cache for each batch. Without room for it, batches take turns, and the
     tokens are the same."""
     asked = variants(base)[:3]
-    plan = make_plan(asked, Settings(baseline_every=0), ALONE, False)
-    assert all(stay.room.is_kept for stay in plan.stays.values())
+    plan = make_plan(asked, Settings(), ALONE, False)
+    assert all(room.is_kept for room in plan.rooms.values())
     needs = [c.prepared.plan.total for c in plan.order if c.prepared is not None]
     monkeypatch.setattr(preparing, "free_device_memory", lambda *_: max(needs))
-    plan = make_plan(asked, Settings(baseline_every=0), ALONE, False)
-    assert not any(stay.room.is_kept for stay in plan.stays.values())
+    plan = make_plan(asked, Settings(), ALONE, False)
+    assert not any(room.is_kept for room in plan.rooms.values())
     _, records = run_study(asked, tmp_path / "runs.jsonl")
-    lone = execute(prepare(asked[1], ALONE), is_leader=False).record
-    (found,) = [r for r in records if config_key(r.config) == config_key(lone.config)]
-    assert untimed(found) == untimed(lone)
+    check_lone(asked[1:2], records)
 
 
 def test_the_order_is_seeded_and_keeps_together_what_shares_a_prefill(base: RunConfig) -> None:
@@ -232,69 +228,36 @@ def test_the_order_is_seeded_and_keeps_together_what_shares_a_prefill(base: RunC
         for g in (6, 7)
     ]
 
-    def order(seed: int, **settings: int) -> list[Any]:
-        given = Settings(order_seed=seed, **settings)  # type: ignore[arg-type]
-        return make_plan(asked, given, ALONE, False).order
+    def order(seed: int, repeats: int = 1) -> list[Cell]:
+        return make_plan(asked, Settings(order_seed=seed, repeats=repeats), ALONE, False).order
 
-    first = [cell.key for cell in order(0, baseline_every=0)]
-    assert first == [cell.key for cell in order(0, baseline_every=0)]
-    assert first != [cell.key for cell in order(1, baseline_every=0)]
-    assert Counter(first) == Counter(cell.key for cell in order(1, baseline_every=0))
-    cells = order(0, baseline_every=0)
+    cells = order(0)
+    first = [cell.key for cell in cells]
+    assert first == [cell.key for cell in order(0)]
+    assert first != [cell.key for cell in order(1)]
+    assert Counter(first) == Counter(cell.key for cell in order(1))
     prompts = [repr(cell.prompts_key) for cell in cells]
     changes = sum(a != b for a, b in pairwise(prompts))
     assert changes == 4 - 1, "four groups of cells with the same prompts"
-    policies = [c.found.config.kv.policy for c in cells[: len(asked) // 4]]
+    policies = [c.resolved.config.kv.policy for c in cells[: len(asked) // 4]]
     assert policies != sorted(policies), "not in the order in which they are written"
-    cells = order(0, baseline_every=10)
-    reference = cells[0]
-    assert reference.found.config.decoding.strategy == "autoregressive"
-    assert cells[-1].key == reference.key
-    repeats = [n for n, cell in enumerate(cells) if cell.key == reference.key]
-    assert len(repeats) >= 4 and all(b - a > 10 for a, b in pairwise(repeats[:-1]))
-    counts = Counter(cell.key for cell in order(0, repeats=3, baseline_every=0))
-    assert set(counts.values()) == {3}
+    assert set(Counter(cell.key for cell in order(0, repeats=3)).values()) == {3}
 
 
-def test_no_cell_starts_that_the_time_budget_would_end_in(
-    base: RunConfig, monkeypatch: pytest.MonkeyPatch
+def test_the_time_that_is_left_follows_from_the_work(
+    base: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each cell here takes 10 s for its work, and 36 s are given."""
-    plan = make_plan(variants(base)[1:6], Settings(baseline_every=0), ALONE, False)
+    """Each of five equal cells takes 10 s."""
+    plan, (record, *_) = run_study(variants(base)[1:6], tmp_path / "runs.jsonl")
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    remaining = Remaining(plan, 36.0)
-    assert remaining.seconds is None
-    started = 0
-    for number in plan.todo:
-        if remaining.is_over(plan.order[number]):
-            break
-        started += 1
+    shown = StudyProgress(Silent(), plan)
+    assert shown.left == ""
+    for number, cell in enumerate(plan.order[:3]):
+        shown.begin(number, cell)
         clock[0] += 10
-        remaining.ran(plan.order[number], 10)
-    assert started == 3 and remaining.seconds == pytest.approx(20, rel=0.1)
-    assert not Remaining(plan, None).is_over(plan.order[0])
-
-
-def test_drift_is_measured_within_settings(base: RunConfig, tmp_path: Path) -> None:
-    """Two settings whose times differ: only what differs within one is drift."""
-    asked = [base, replace(base, workload=replace(base.workload, batch_size=1))]
-    _, (one, two) = run_study(asked, tmp_path / "runs.jsonl")
-
-    def taking(record: RunRecord, factor: float) -> RunRecord:
-        assert record.baseline_metrics is not None
-        metrics = replace(record.baseline_metrics, mean_step_ms=10 * factor)
-        return replace(record, baseline_metrics=metrics)
-
-    steady = [taking(one, 1), taking(two, 3), taking(one, 1.05), taking(two, 3), taking(one, 0.95)]
-    drift = measure_drift([*steady, replace(one, baseline_metrics=None)])
-    assert drift is not None and drift.is_steady
-    assert (drift.num_baselines, drift.num_settings) == (5, 2)
-    assert (drift.lowest, drift.highest) == pytest.approx((-0.05, 0.05))
-    slowing = measure_drift([taking(one, 1 + n / 10) for n in range(9)])
-    assert slowing is not None and not slowing.is_steady and "not steady" in slowing.describe()
-    assert slowing.trend == pytest.approx(1.7 / 1.1 - 1)
-    assert measure_drift([one, two]) is None, "nothing is repeated"
+        shown.end(cell, record)
+    assert shown.left == ", about 20 s left"
 
 
 GRID = """
@@ -314,10 +277,10 @@ window_size = 4
 driver = "selfspec"
 kv_policy = ["streaming_llm", "snapkv"]
 draft_budget = [20, 30]
-gamma = [1, 2, 3]
+gamma = [1, 2]
 B = [1, 2, 3]
 """
-NUM_CELLS = 40  # 36 of the grid, and a baseline before, between and after them
+NUM_CELLS = 24
 
 
 def sweep(directory: Path, **env: int) -> subprocess.CompletedProcess[str]:
@@ -343,11 +306,10 @@ def test_a_study_that_is_killed_and_started_again_has_each_record_once(
     assert f"{kill_at - 1 + 4} of {NUM_CELLS} runs done" in interrupted.stderr
     done = sweep(tmp_path)
     assert done.returncode == 0, done.stderr
-    assert f"{NUM_CELLS} of {NUM_CELLS} runs done" in done.stderr and "drift: " in done.stderr
+    assert f"{NUM_CELLS} of {NUM_CELLS} runs done" in done.stderr
     records = load_records(path)
     assert len(records) == NUM_CELLS and {r.status for r in records} == {"ok"}
-    keys = Counter(config_key(record.config) for record in records)
-    assert len(keys) == 36 + 1 and sorted(keys.values())[-2:] == [1, 4], "only the baseline repeats"
+    assert len({config_key(record.config) for record in records}) == NUM_CELLS
 
 
 def test_ranks_share_a_study(
@@ -357,7 +319,7 @@ def test_ranks_share_a_study(
     small = ("--prefix_len", 60, "--gen_len", 6, "--num_batches", 1, "--warmup_batches", 0)
     done = launch(
         "small_sweep.py", "selfspec", *flags, *small, "--streamingllm_budget", 20, "--B", 1, 2, 900,
-        "--gamma", 1, 3, "--baseline_every", 0, "--out", "s.jsonl", num_ranks=2,
+        "--gamma", 1, 3, "--out", "s.jsonl", num_ranks=2,
     )  # fmt: skip
     assert done.returncode == 1, "two cells need more prompts than there are"
     records = load_records(tmp_path / "s.jsonl")
@@ -366,6 +328,6 @@ def test_ranks_share_a_study(
     before = (tmp_path / "s.jsonl").read_text()
     again = launch(
         "small_sweep.py", "selfspec", *flags, *small, "--streamingllm_budget", 20, "--B", 1, 2,
-        "--gamma", 1, 3, "--baseline_every", 0, "--out", "s.jsonl", num_ranks=2,
+        "--gamma", 1, 3, "--out", "s.jsonl", num_ranks=2,
     )  # fmt: skip
     assert again.returncode == 0 and (tmp_path / "s.jsonl").read_text() == before

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 
-from magicdec.config.choices.choice import Choice, How
+from magicdec.config.choices.choice import How
 from magicdec.config.choices.collectives import (
     HOST_COPIES,
     IN_MESSAGES,
@@ -24,8 +24,8 @@ from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import AttentionSection, ParallelSection
-from magicdec.distributed.channels import process_group
-from magicdec.distributed.channels.process_group import wait_for_device
+from magicdec.distributed.channels import carriers
+from magicdec.distributed.channels.carriers import wait_for_device
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.watching.processes import PeerLost, Processes
 from magicdec.memory.check import sharing_ranks
@@ -101,10 +101,10 @@ def test_ranks_that_share_a_gpu_cannot_share_layers() -> None:
 
 def test_stages_on_cuda_measure_no_backend_and_capture_no_steps() -> None:
     config = staged(TWO_GPUS)
-    assert config.attention.backend_choice.settled is not None
-    assert config.attention.backend_choice.how is How.SECOND_BEST, "so it is announced"
-    graphs = staged(TWO_GPUS, attention="sdpa").decoding.graphs_choice
-    assert (graphs.name, graphs.why) == (
+    assert config.attention.backend.settled is not None
+    assert config.attention.backend.how is How.SECOND_BEST, "so it is announced"
+    graphs = staged(TWO_GPUS, attention="sdpa").decoding.cuda_graphs
+    assert (graphs, graphs.why) == (
         "off",
         "auto: off, the steps of a pipeline are not captured",
     )
@@ -112,7 +112,8 @@ def test_stages_on_cuda_measure_no_backend_and_capture_no_steps() -> None:
         RunConfig(parallel=ParallelSection(device="cuda"), attention=AttentionSection("sdpa")),
         TWO_GPUS,
     )
-    assert captured.decoding.graphs_choice == Choice("on", "auto: on")
+    graphs = captured.decoding.cuda_graphs
+    assert (graphs, graphs.why) == ("on", "auto: on")
 
 
 @pytest.mark.parametrize(
@@ -165,6 +166,6 @@ def test_a_peer_that_ends_while_the_device_waits_is_named() -> None:
 def test_a_failed_or_endless_exchange_names_the_peer(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(PeerLost, match="the connection with rank 3 is lost: NCCL error"):
         wait_for_device(DeviceWork(0, "NCCL error"), 3, Processes())
-    monkeypatch.setattr(process_group, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(carriers, "PATIENCE_S", 0.1)
     with pytest.raises(PeerLost, match=r"rank 3 has not been heard of for 0.1 s"):
         wait_for_device(DeviceWork(1e9), 3, Processes())

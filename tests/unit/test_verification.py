@@ -21,7 +21,7 @@ from magicdec.sampling.metadata import Filters
 from magicdec.sampling.randomness import Purpose, branching_uniforms_ahead, uniforms, uniforms_ahead
 from magicdec.sampling.sampling import probabilities, sample
 from magicdec.sampling.verification import (
-    TreeVerdict,
+    Judgement,
     child_table,
     count_accepted,
     draw_again,
@@ -173,16 +173,20 @@ def test_the_longest_path_of_the_targets_choices_is_accepted(shape: TreeShape) -
     drafts = torch.randint(0, 3, (300, shape.num_nodes))
     target = torch.randint(0, 3, (300, shape.num_nodes + 1))
     verdict = longest_path(shape, drafts, target)
-    emitted = verdict.emitted(drafts)
     assert len(set(verdict.accepted.tolist())) == shape.depth + 1
     for row in range(300):
         count = int(verdict.accepted[row])
         expected = longest_by_hand(shape, drafts[row].tolist(), target[row].tolist())
-        assert emitted[row, : count + 1].tolist() == expected
+        assert verdict.ids[row, : count + 1].tolist() == expected
         path = verdict.path[row].tolist()
         assert path[0] == 0 and path[count:] == [path[count]] * (shape.depth + 1 - count)
         steps = pairwise(path[: count + 1])
         assert all(shape.parents[child - 1] == parent for parent, child in steps)
+
+
+def next_of(judgement: Judgement) -> Tensor:
+    """The token that follows the accepted drafts of each row."""
+    return judgement.ids.gather(1, judgement.accepted.unsqueeze(1)).squeeze(1)
 
 
 def test_a_tree_without_branches_is_judged_as_a_chain() -> None:
@@ -197,7 +201,7 @@ def test_a_tree_without_branches_is_judged_as_a_chain() -> None:
     resample = uniforms_ahead(seeds, emitted, 4, Purpose.RESAMPLE)
     accepted, following = verify(drafts, q, p, accept[:, :, 0], resample)
     verdict = verify_tree(shape, drafts, q, p, accept, resample)
-    assert torch.equal(verdict.accepted, accepted) and torch.equal(verdict.next, following)
+    assert torch.equal(verdict.accepted, accepted) and torch.equal(next_of(verdict), following)
     assert torch.equal(accept[:, :, 0], uniforms_ahead(seeds, emitted, 3, Purpose.ACCEPT))
 
 
@@ -238,13 +242,11 @@ class Enumeration:
             found += [(children, chance)] if chance else []
         return found
 
-    def judged(self) -> TreeVerdict:
+    def judged(self) -> Judgement:
         u = self.accept, self.resample
         return verify_tree(self.shape, self.drafts, self.draft_probs, self.target_probs, *u)
 
-    def share(
-        self, numbers: Tensor, place: Tensor, holds: Callable[[TreeVerdict], Tensor]
-    ) -> Tensor:
+    def share(self, numbers: Tensor, place: Tensor, holds: Callable[[Judgement], Tensor]) -> Tensor:
         """How often `holds` is true if the random number at `place` [rows] of `numbers` [rows, N]
         is uniform and all others are what they are; it is true up to a number."""
         low, high = torch.zeros(len(place)).double(), torch.ones(len(place)).double()
@@ -265,7 +267,7 @@ class Enumeration:
         depth, rank = divmod(place, self.shape.most_children)
         table = child_table(self.shape, torch.device("cpu"))
 
-        def moves(verdict: TreeVerdict) -> Tensor:
+        def moves(verdict: Judgement) -> Tensor:
             child = table[verdict.path[:, depth], rank]
             return (verdict.accepted > depth) & (verdict.path[:, depth + 1] == child)
 
@@ -279,13 +281,14 @@ class Enumeration:
         """Add the texts with the path that the decisions have led to, and any next token. What a
         row does not emit in its step is sampled from the target."""
         verdict, before = self.judged(), torch.zeros_like(mass)
-        tokens = verdict.emitted(self.drafts)
         for token in range(len(self.p)):
             share = self.share(
-                self.resample, verdict.accepted, lambda verdict, token=token: verdict.next <= token
+                self.resample,
+                verdict.accepted,
+                lambda verdict, token=token: next_of(verdict) <= token,
             )
             for row in (mass * (share - before)).nonzero().flatten().tolist():
-                text = (*tokens[row, : verdict.accepted[row]].tolist(), token)
+                text = (*verdict.ids[row, : verdict.accepted[row]].tolist(), token)
                 rest = joint(self.p, token, self.found.ndim - len(text))
                 self.found[text] += mass[row] * (share - before)[row] * rest
             before = share

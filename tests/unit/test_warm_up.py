@@ -4,15 +4,14 @@ shows that of any system."""
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 from fake_clock import Clock
 
 from magicdec.cli.serve import COMMANDS, RecordFile
 from magicdec.distributed.groups import Launch
-from magicdec.pipeline.tracing import What
-from magicdec.pipelined_run.head import Head
+from magicdec.pipeline.head import Head
+from magicdec.pipeline.spans import What
 from magicdec.serving.measure import Measured
 from magicdec.serving.prepare import prepare
 
@@ -34,34 +33,31 @@ def measured(checkpoint: Path, folder: Path, *flags: object) -> Measured:
 def test_pipelined_speculation_counts_and_shows_what_comes_after_it(
     tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The head serves twice. What counts are the runs and drafts whose numbers come after those of
-    the first time."""
-    numbers, served, serve = list[tuple[int, int]](), list[Any](), Head.serve
+    """What counts are the runs of the second head, whose numbers come after those of the first."""
+    heads, serve = list[Head](), Head.serve
 
-    def watched(head: Head, *work: Any) -> None:
-        numbers.append((head.first_run, head.first_draft))
-        serve(head, *work)
-        served.append(work[1])
-        numbers.append((head.first_run, head.first_draft))
+    def watched(head: Head) -> None:
+        heads.append(head)
+        serve(head)
 
     monkeypatch.setattr(Head, "serve", watched)
     flags = "--layer_split 1.0/head --emulate_stage_ms 0.1 --emulate_acceptance 0.5 --modes sync"
     measurement = measured(tiny_checkpoint, tmp_path, *flags.split())
     (record,), (trace,) = measurement.records, measurement.traces
     assert trace is not None and record.speculation is not None and record.metrics is not None
-    (warm_runs, warm_drafts), first, (last_run, last_draft) = numbers[1:]
-    assert first == (warm_runs, warm_drafts) and warm_runs > 0 < warm_drafts
+    warm_up, head = heads
+    first_run, num_runs = head.first_run, head.scheduler.counts.runs
+    assert first_run == warm_up.scheduler.counts.runs > 0
     (spans,), use = trace.spans, record.speculation
     of = {what: [span.run for span in spans if span.what is what] for what in What}
-    assert of[What.STAGE] == of[What.RESULT] == list(range(warm_runs, last_run))
+    assert of[What.STAGE] == of[What.RESULT] == list(range(first_run, first_run + num_runs))
     assert sorted(of[What.PROMPT] + of[What.LAUNCH]) == of[What.STAGE]
-    assert of[What.DRAFT] == list(range(warm_drafts, last_draft))
-    assert use.runs == record.metrics.num_steps == last_run - warm_runs
+    assert of[What.DRAFT] == list(range(len(of[What.DRAFT]))) != []
+    assert use.runs == record.metrics.num_steps == num_runs
     assert use.layers_computed + use.layers_skipped == NUM_LAYERS * use.runs
-    warm_up, requests = served
-    assert [len(request.output_ids) for request in requests] == [NUM_NEW] * NUM_REQUESTS
-    warm_s = max(request.token_times_s[-1] for request in warm_up)
-    assert warm_s <= min(request.arrived_s for request in requests)
+    assert [len(request.output_ids) for request in head.requests] == [NUM_NEW] * NUM_REQUESTS
+    warm_s = max(request.token_times_s[-1] for request in warm_up.requests)
+    assert warm_s <= min(request.arrived_s for request in head.requests)
 
 
 @pytest.mark.parametrize("has_drafts", [False, True])

@@ -13,7 +13,6 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
-from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     AttentionSection,
@@ -22,9 +21,9 @@ from magicdec.config.sections import (
     ModelSection,
     WorkloadSection,
 )
-from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.policies.policy import keep_queries, make_draft_kv
 from magicdec.engine import Engine
+from magicdec.memory.model_plan import ModelPlan
 from magicdec.memory.plan import first_choice_bytes, forward_bytes, working_bytes
 from magicdec.request import Batch
 
@@ -48,7 +47,7 @@ def peak_bytes(run: Callable[[], object]) -> int:
     return most
 
 
-def make_config(backend: str, kv: KVSection) -> ResolvedConfig:
+def make_model_plan(backend: str, kv: KVSection) -> ModelPlan:
     config = RunConfig(
         model=ModelSection(dtype="float32"),
         kv=kv,
@@ -56,7 +55,7 @@ def make_config(backend: str, kv: KVSection) -> ResolvedConfig:
         decoding=DecodingSection("speculative", "self", 3),
         workload=WorkloadSection(batch_size=ROWS, prefix_len=PREFIX, gen_len=NEW),
     )
-    return resolve(config, Machine(2))
+    return ModelPlan(resolve(config, Machine(2)), TINY, (0,), 0)
 
 
 @pytest.mark.parametrize(
@@ -75,11 +74,11 @@ def test_what_the_first_choice_takes(backend: str, kv: KVSection) -> None:
     found = peak_bytes(lambda: reader.admit(batch.requests))
     if kv.policy == "snapkv":
         found -= reader.runner.cache.num_bytes
-    config = make_config(backend, kv)
-    estimate = first_choice_bytes(config, TINY, Shard())
+    plan = make_model_plan(backend, kv)
+    estimate = first_choice_bytes(plan)
     print(f"{backend} {kv.policy}: {found} allocated, {estimate} estimated")
     assert found / 1.5 < estimate < 2 * found
-    assert working_bytes(config, TINY, Shard()) >= estimate
+    assert working_bytes(plan) >= estimate
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -88,12 +87,12 @@ def test_a_chunk_of_a_prompt(backend: str) -> None:
     engine, chunk = Engine(runner, 128), 128
     requests = make_requests(random_prompts([PREFIX - 1], TINY.vocab_size), NEW)
     found = peak_bytes(lambda: engine.prefill(requests))
-    config = make_config(backend, KVSection("full"))
-    estimate = forward_bytes(config, TINY, Shard(), (1, chunk, PREFIX))
+    plan = make_model_plan(backend, KVSection("full"))
+    estimate = forward_bytes(plan, (1, chunk, PREFIX))
     print(f"{backend} chunk: {found} allocated, {estimate} estimated")
     assert found / 1.5 < estimate < 2 * found
 
 
 def test_no_first_choice_for_a_view_of_fixed_positions() -> None:
     for kv in (KVSection("full"), KVSection("streaming_llm")):
-        assert first_choice_bytes(make_config("grouped", kv), TINY, Shard()) == 0
+        assert first_choice_bytes(make_model_plan("grouped", kv)) == 0

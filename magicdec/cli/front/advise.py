@@ -1,5 +1,5 @@
-"""`magicdec advise`: does speculation pay for this model on this machine? It probes the machine,
-runs a few drafts on a short workload, predicts longer contexts, and ends in one sentence.
+"""`magicdec advise`: does speculation pay for this model on this machine? It runs a few drafts on a
+short workload, probes the machine, predicts longer contexts, and ends in one sentence.
 
     magicdec advise --model checkpoints/Llama-3.2-1B --dataset books.jsonl
     magicdec advise --model checkpoints/Llama-3.2-1B --dataset books.jsonl --nproc 2
@@ -12,14 +12,14 @@ from __future__ import annotations
 
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from magicdec.cli.drivers import RUN
-from magicdec.cli.flags import refuse
-from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.flags import LoneCommand
+from magicdec.cli.parsing.parser import Values
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
     NGRAM,
@@ -35,13 +35,12 @@ from magicdec.config.sections import (
 )
 from magicdec.config.setting import same
 from magicdec.console import spinner
-from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import INTERRUPTED, is_launched, run_command
 from magicdec.hardware.ceiling_file import load_machine
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.pipelined_speculation.options import Options
 from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord, append_record
+from magicdec.records.record import RunRecord
 from magicdec.records.table import method
 from magicdec.records.writing import append_file, check_writable
 
@@ -59,43 +58,22 @@ class Measured:
 
     draft: str
     speedup: float
-    interval: tuple[float, float] | None = None
+    interval: Sequence[float] | None = None
     predicted: float | None = None
 
 
-@dataclass(frozen=True)
-class Outlook:
-    """What the plan expects of longer contexts: from which one speculation pays (None: from none),
-    and the speedup, budget and gamma at the longest one that was predicted."""
-
-    pays_from: int | None
-    context: int
-    speedup: float
-    budget: int | None
-    gamma: int
-
-
-def advise(measured: list[Measured], place: str, outlook: Outlook) -> str:
-    """Whether speculation pays, with which draft, from which context on, and how sure that is.
-    `place` says where it was measured, such as `B 4 and 2048 tokens of context`."""
-    best = max(measured, key=lambda m: m.speedup)
+def describe_advice(best: Measured, place: str, expectation: str) -> str:
+    """Whether speculation pays, with which draft, what the plan expects of other contexts, and how
+    sure that is. `place` says where it was measured, such as `B 4 and 2048 tokens of context`."""
     verdict = f"pays here: at {place}, `{best.draft}` was"
     if best.speedup <= 1:
         verdict = f"does not pay here: at {place}, the best draft, `{best.draft}`, was"
     between = ""
     if best.interval is not None:
         between = f" (95 % interval {best.interval[0]:.2f} to {best.interval[1]:.2f})"
-    expected = "pay at no context"
-    if outlook.pays_from is not None:
-        expected = f"pay from {outlook.pays_from} tokens on"
-        if outlook.budget is not None and outlook.gamma:
-            expected += (
-                f", and {outlook.speedup:.2f} times at {outlook.context} with "
-                f"`--budget {outlook.budget} --gamma {outlook.gamma}`"
-            )
     return (
         f"Speculation {verdict} {best.speedup:.2f} times as fast as decoding without drafts"
-        f"{between}; the plan expects self-speculation to {expected}; {_how_sure(best)}."
+        f"{between}; {expectation}{_how_sure(best)}."
     )
 
 
@@ -112,25 +90,7 @@ def _how_sure(best: Measured) -> str:
     return f"sure of this place but not of other contexts, {expectation}"
 
 
-ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
 LONGEST = 16  # the plan looks at contexts of up to so many times the measured one
-
-
-def main() -> NoReturn:
-    """`magicdec advise`"""
-    try:
-        args = read(sys.argv[1:])
-        commands = make_commands(args)
-        check_writable("--out", args.out)
-        check_runs(commands.values(), args.num_ranks)
-        find_machine(args)
-        records = {name: measure(words, args.out) for name, words in commands.items()}
-        print(find_advice(args, records))
-    except ValueError as error:
-        refuse(error, ALONE)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-    sys.exit(0 if all(record.passed for record in records.values()) else 1)
 
 
 @dataclass(frozen=True)
@@ -159,19 +119,24 @@ class AdviceSection:
         return self.nproc or 1
 
 
-def build_parser() -> Parser:
-    return Parser(
-        "Find out whether speculation pays for a model on this machine: probe the machine, run "
-        "several drafts on the same prompts, predict longer contexts, and say it in one sentence.",
-        {"advice": AdviceSection()},
-    )
-
-
-def read(words: Sequence[str]) -> AdviceSection:
-    """The flags. Raises ValueError for an unknown one, and under torchrun."""
+def advise(values: Values) -> int:
+    """Run, probe and plan, and say what follows."""
     if is_launched():
         raise ValueError("advise starts the ranks itself; give --nproc instead of torchrun")
-    return build_parser().read(words)[AdviceSection]
+    args = values[AdviceSection]
+    commands = make_commands(args)
+    check_writable("--out", args.out)
+    check_machine(args)
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "records.jsonl")
+        try:
+            records = {name: measure(words, file) for name, words in commands.items()}
+        finally:
+            append_file("--out", file, args.out)
+        if not args.machine.exists():
+            probe(args)
+        print(find_advice(args, records, make_plan(args, file)))
+    return 0 if all(record.passed for record in records.values()) else 1
 
 
 def make_commands(args: AdviceSection) -> dict[str, list[str]]:
@@ -194,31 +159,23 @@ def make_commands(args: AdviceSection) -> dict[str, list[str]]:
     return commands
 
 
-def check_runs(commands: Iterable[list[str]], nproc: int) -> None:
-    """Raises ValueError for a model, a text or a length that cannot be, which the runs would refuse
-    only after the machine was probed."""
-    from magicdec.setup.prepare import Known, complete, find
-
-    known, launch = Known(), Launch(0, nproc, 0, nproc)
-    with spinner("checking the runs", True):
-        for _, *words in commands:
-            inputs = find(with_local_models(RUN.read(words)), launch, known)
-            complete(inputs, known, agree=lambda _, check: check())
-
-
-def find_machine(args: AdviceSection) -> None:
-    """Probe the machine if there is no machine file yet. Raises ValueError for a file of another
-    number of ranks, which share the machine differently."""
-    if args.machine.exists():
-        ranks = load_machine(args.machine).description.get("world_size", args.num_ranks)
-        if ranks != args.num_ranks:
-            raise ValueError(
-                f"--machine {args.machine} was probed with --nproc {ranks}, not {args.num_ranks}; "
-                "name another file, which need not exist"
-            )
-        print(f"machine    {args.machine}, probed before")
+def check_machine(args: AdviceSection) -> None:
+    """Raises ValueError for a machine file of another number of ranks, which share the machine
+    differently, and for one that cannot be written."""
+    if not args.machine.exists():
+        check_writable("--machine", args.machine)
         return
-    check_writable("--machine", args.machine)
+    ranks = load_machine(args.machine).description.get("world_size", args.num_ranks)
+    if ranks != args.num_ranks:
+        raise ValueError(
+            f"--machine {args.machine} was probed with --nproc {ranks}, not {args.num_ranks}; "
+            "name another file, which need not exist"
+        )
+    print(f"machine    {args.machine}, probed before")
+
+
+def probe(args: AdviceSection) -> None:
+    """Measure the rates of the machine."""
     print("machine    probing", flush=True)
     with spinner("probing the machine", True):
         ended = run_command(["probe", "--nproc", args.num_ranks, "--out", args.machine])
@@ -227,82 +184,89 @@ def find_machine(args: AdviceSection) -> None:
     print(ended.stderr, end="", file=sys.stderr)
 
 
-def measure(words: list[str], out: Path) -> RunRecord:
-    """The record of a run, which is appended to `out`. Raises ValueError if the run leaves none,
+def measure(words: list[str], file: Path) -> RunRecord:
+    """The record of a run, which is appended to `file`. Raises ValueError if the run leaves none,
     and KeyboardInterrupt if it was interrupted."""
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "records.jsonl")
-        with spinner(" ".join(words), True):
-            ended = run_command([*words, "--out", file])
-        append_file("--out", file, out)
-        if ended.code == INTERRUPTED:
-            raise KeyboardInterrupt
-        if not file.exists():
-            raise ValueError(ended.error)
-        record = load_records(file)[-1]
-    metrics, speedup = record.metrics, ""
-    if metrics is not None and metrics.net_speedup is not None:
-        ends = metrics.net_speedup_interval
-        between = f" [{ends[0]:.2f}, {ends[1]:.2f}]" if ends else ""
-        speedup = f", {metrics.net_speedup:.2f}x{between}"
-    print(f"{'run':<10} {method(record)}: {record.status}{speedup}", flush=True)
-    return record
+    from magicdec.study.progress import shown
+
+    num_before = len(load_records(file)) if file.exists() else 0
+    with spinner(" ".join(words), True):
+        ended = run_command([*words, "--out", file])
+    if ended.code == INTERRUPTED:
+        raise KeyboardInterrupt
+    records = load_records(file) if file.exists() else []
+    if len(records) == num_before:
+        raise ValueError(ended.error)
+    print(f"{'run':<10} {method(records[-1])}: {shown(records[-1])}", flush=True)
+    return records[-1]
 
 
-def find_advice(args: AdviceSection, records: dict[str, RunRecord]) -> str:
+def find_advice(args: AdviceSection, records: dict[str, RunRecord], plan: Plan | None) -> str:
     """The sentence. Raises ValueError if no run has a speedup."""
-    plan = make_plan(args, list(records.values()))
     measured = []
     for name, record in records.items():
         metrics = record.metrics
         if metrics is None or metrics.net_speedup is None:
             continue
-        ends = metrics.net_speedup_interval
         predicted = None
         if plan is not None and name.startswith(f"--draft {SELF}"):
             budget = record.config["kv"]["budget"]
             candidate = next(c for c in plan.candidates() if c.budget == budget)
             here = candidate.predict(args.B, args.prefix_len, args.gamma)
             predicted = here.net_speedup(args.num_new_tokens)
-        interval = None if ends is None else (ends[0], ends[1])
-        draft = f"{name} --gamma {args.gamma}"
+        draft, interval = f"{name} --gamma {args.gamma}", metrics.net_speedup_interval
         measured.append(Measured(draft, metrics.net_speedup, interval, predicted))
     if not measured:
         raise ValueError("no run has a speedup: their tokens differ, or the weights are random")
-    outlook = Outlook(None, args.prefix_len, 1.0, None, 0)
-    if plan is not None:
+    best = max(measured, key=lambda each: each.speedup)
+    place = f"B {args.B} and {args.prefix_len} tokens of context"
+    return describe_advice(best, place, "" if plan is None else expectation_of(plan, args))
+
+
+def expectation_of(plan: Plan, args: AdviceSection) -> str:
+    """The contexts in which the plan expects self-speculation to pay, as a part of a sentence."""
+    pays_from = plan.break_even(args.B)
+    expected = "pay at no context"
+    if pays_from is not None:
         context = plan.prefix_lens[-1]
         far = plan.predict(args.B, context)
-        net = far.net_speedup(args.num_new_tokens)
-        outlook = Outlook(plan.break_even(args.B), context, net, far.budget, far.gamma)
-    return advise(measured, f"B {args.B} and {args.prefix_len} tokens of context", outlook)
+        expected = f"pay from {pays_from} tokens on"
+        if far.gamma:
+            expected += (
+                f", and {far.net_speedup(args.num_new_tokens):.2f} times at {context} with "
+                f"`--budget {far.budget} --gamma {far.gamma}`"
+            )
+    return f"the plan expects self-speculation to {expected}; "
 
 
-def make_plan(args: AdviceSection, records: list[RunRecord]) -> Plan | None:
-    """The plan with the acceptance of these runs. None if none of them is self-speculation with
-    a budget and an acceptance."""
+def make_plan(args: AdviceSection, file: Path) -> Plan | None:
+    """The plan with the acceptance of the runs in the file. None if none of them is
+    self-speculation that has one."""
     from magicdec.cli import plan
     from magicdec.model.presets.presets import find_config
 
-    own = [r for r in records if r.config["decoding"]["drafter"] == SELF and r.metrics]
-    if not any(r.metrics and r.metrics.acceptance_per_position for r in own):
+    records = [r for r in load_records(file) if r.metrics and r.metrics.acceptance_per_position]
+    own = [r.config["model"] for r in records if r.config["decoding"]["drafter"] == SELF]
+    if not own:
         return None
-    model, dtype = own[0].config["model"]["model"], own[0].config["model"]["dtype"]
-    longest = find_config("--model", model).max_length
+    longest = find_config("--model", own[0]["model"]).max_length
     contexts = sorted({min(args.prefix_len * n, longest) for n in (1, 4, LONGEST)})
-    with tempfile.TemporaryDirectory() as directory:
-        file = Path(directory, "runs.jsonl")
-        for record in own:
-            append_record(file, record)
-        return plan.make_plan(
-            plan.PlanSection(
-                model=model,
-                machine=args.machine,
-                acceptance=(str(file),),
-                dtype=dtype,
-                B=(args.B,),
-                gen_len=args.gen_len,
-                tp=args.num_ranks,
-                prefix_len=tuple(contexts),
-            )
-        )
+    section = plan.PlanSection(
+        model=own[0]["model"],
+        machine=args.machine,
+        acceptance=(str(file),),
+        dtype=own[0]["dtype"],
+        B=(args.B,),
+        gen_len=args.gen_len,
+        tp=args.num_ranks,
+        prefix_len=tuple(contexts),
+    )
+    return plan.make_plan(section)
+
+
+main = LoneCommand(
+    advise,
+    "Find out whether speculation pays for a model on this machine: run several drafts on the same "
+    "prompts, probe the machine, predict longer contexts, and say it in one sentence.",
+    {"advice": AdviceSection()},
+)

@@ -16,18 +16,17 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import wraps
 from pathlib import Path
-from typing import NoReturn
 
-from magicdec.cli.flags import exit_with
-from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.flags import LoneCommand
+from magicdec.cli.parsing.parser import Values
 from magicdec.config.sections import ModelSection, StagesSection, WrittenSection
 from magicdec.config.setting import same, setting
 from magicdec.distributed.layer_split import count_stages, split_layers
 from magicdec.model.checkpoint.hub import DIRECTORY, find_repository
 from magicdec.model.checkpoint.hub import download as fetch_files
 
-ABOUT_MODEL = "Fetch a model from the Hugging Face hub, or write a checkpoint as one file."
 ABOUT_DOWNLOAD = (
     "Download the files that running a model needs (safetensors, else .bin; config and tokenizer) "
     "and compare their checksums. After an interruption, the same command fetches the files that "
@@ -45,7 +44,6 @@ ABOUT_SPLIT = (
 OUTPUTS = (".safetensors", ".pth")
 DTYPES = ("float32", "bfloat16", "float16")
 QUANTIZATIONS = ("int8",)
-ACTIONS = "get, convert"
 
 
 @dataclass(frozen=True)
@@ -115,90 +113,35 @@ class SplitSection:
     out: Path | None = same(WrittenSection, "out")
 
 
-def build_get_parser() -> Parser:
-    return Parser(ABOUT_DOWNLOAD, {"download": DownloadSection}, prog="magicdec model get")
+def refusing(run: Callable[[Values], int]) -> Callable[[Values], int]:
+    """`run`, which refuses an error of a file too."""
 
-
-def build_convert_parser() -> Parser:
-    return Parser(ABOUT_CONVERT, {"convert": ConvertSection()}, prog="magicdec model convert")
-
-
-def build_old_download_parser() -> Parser:
-    aliases = {"download.out": ("--out_dir",)}
-    return Parser(ABOUT_DOWNLOAD, {"download": OldDownloadSection}, aliases=aliases)
-
-
-def build_old_convert_parser() -> Parser:
-    return Parser(ABOUT_CONVERT, {"convert": OldConvertSection()})
-
-
-def build_parser() -> Parser:
-    """The parser of `magicdec split`."""
-    return Parser(ABOUT_SPLIT, {"split": SplitSection})
-
-
-def model() -> NoReturn:
-    """`magicdec model`"""
-    conclude(run_action)
-
-
-def run_action() -> int:
-    """Fetch or convert a model, as the first argument says."""
-    action, *words = sys.argv[1:] or [""]
-    if action in ("-h", "--help"):
-        print(f"usage: magicdec model get | convert [flags]\n\n{ABOUT_MODEL}")
-        return 0
-    if action == "get":
-        return run_download(build_get_parser().read(words)[DownloadSection])
-    if action == "convert":
-        return run_convert(build_convert_parser().read(words)[ConvertSection], "DIR")
-    what = f"{action} is not known" if action else "an action is missing"
-    raise ValueError(f"{what}; choose from {ACTIONS}")
-
-
-def download() -> NoReturn:
-    """`magicdec download`, in the spelling of the original suite."""
-    parser = build_old_download_parser()
-    conclude(lambda: run_download(parser.read(sys.argv[1:])[OldDownloadSection]))
-
-
-def convert() -> NoReturn:
-    """`magicdec convert`, in the spelling of the original suite."""
-    parser = build_old_convert_parser()
-    conclude(lambda: run_convert(parser.read(sys.argv[1:])[OldConvertSection], "--checkpoint_dir"))
-
-
-def split() -> NoReturn:
-    """`magicdec split`"""
-    conclude(lambda: run_split(build_parser().read(sys.argv[1:])[SplitSection]))
-
-
-def conclude(run: Callable[[], int]) -> NoReturn:
-    """As `exit_with`; an error of a file is refused too."""
-
-    def refusing() -> int:
+    @wraps(run)
+    def wrapped(values: Values) -> int:
         try:
-            return run()
+            return run(values)
         except OSError as error:
             raise ValueError(f"{error.filename or '--out'}: {error.strerror or error}") from None
 
-    exit_with(refusing)
+    return wrapped
 
 
-def run_download(args: DownloadSection) -> int:
+@refusing
+def fetch(values: Values) -> int:
+    args: DownloadSection = values.sections["download"]
     from huggingface_hub.utils import disable_progress_bars
 
     if not sys.stderr.isatty():
         disable_progress_bars()
     directory = args.out or DIRECTORY / args.repo_id
     try:
-        repository = find_repository(args.repo_id, args.revision, args.hf_token)
-        print(f"{args.repo_id} at commit {repository.commit}", flush=True)
-        files = fetch_files(repository, directory, args.hf_token)
+        info = find_repository(args.repo_id, args.revision, args.hf_token)
+        print(f"{args.repo_id} at commit {info.sha}", flush=True)
+        files = fetch_files(info, args.repo_id, directory, args.hf_token)
     except KeyboardInterrupt:
         print("interrupted; the same command keeps the files that are complete", file=sys.stderr)
         raise
-    size = sum(file.size for file in files)
+    size = sum(file.size or 0 for file in files)
     print(
         f"{len(files)} files, {size / 1e9:.2f} GB, checksums verified; "
         f"--model {directory} runs them"
@@ -206,9 +149,12 @@ def run_download(args: DownloadSection) -> int:
     return 0
 
 
-def run_convert(args: ConvertSection, flag: str) -> int:
-    """Convert a checkpoint, whose argument is called `flag`, or verify a file. Returns 1 if a
-    verified file is damaged. Raises ValueError for flags that exclude each other."""
+@refusing
+def convert_or_verify(values: Values) -> int:
+    """Convert a checkpoint, or verify a file. Returns 1 if a verified file is damaged. Raises
+    ValueError for flags that exclude each other."""
+    args: ConvertSection = values.sections["convert"]
+    flag = "--checkpoint_dir" if isinstance(args, OldConvertSection) else "DIR"
     if (args.checkpoint_dir is None) == (args.verify is None):
         raise ValueError(f"give either {flag} or --verify")
     if args.verify and (args.out or args.dtype or args.quantize):
@@ -269,11 +215,13 @@ def find_num_stages(n_nodes: int | None, layer_split: str | None) -> int:
     return num_stages
 
 
-def run_split(args: SplitSection) -> int:
+@refusing
+def split_stages(values: Values) -> int:
     from magicdec.console import make_progress
     from magicdec.model.checkpoint.convert import find_checkpoint
     from magicdec.model.checkpoint.split import split_checkpoint
 
+    args = values[SplitSection]
     num_stages = find_num_stages(args.n_nodes, args.layer_split)
     out = args.out or args.checkpoint_dir / "chunks" / f"{num_stages}nodes"
     source = find_checkpoint("DIR", args.checkpoint_dir)
@@ -286,3 +234,15 @@ def run_split(args: SplitSection) -> int:
         size = file.stat().st_size / 1e6
         print(f"{file}: layers {part.start} to {part.stop - 1}, {size:.1f} MB")
     return 0
+
+
+get = LoneCommand(fetch, ABOUT_DOWNLOAD, {"download": DownloadSection})
+convert = LoneCommand(convert_or_verify, ABOUT_CONVERT, {"convert": ConvertSection()})
+split = LoneCommand(split_stages, ABOUT_SPLIT, {"split": SplitSection})
+old_get = LoneCommand(
+    fetch,
+    ABOUT_DOWNLOAD,
+    {"download": OldDownloadSection},
+    aliases={"download.out": ("--out_dir",)},
+)
+old_convert = LoneCommand(convert_or_verify, ABOUT_CONVERT, {"convert": OldConvertSection()})

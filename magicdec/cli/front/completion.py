@@ -9,13 +9,11 @@ shtab makes the script from the parsers of all commands, so nothing runs while a
 from __future__ import annotations
 
 import argparse
-import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
 
-from magicdec.cli.flags import exit_with
-from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.flags import LoneCommand
+from magicdec.cli.parsing.parser import Parser, Values
 from magicdec.config.setting import setting
 
 SHELLS = ("bash", "zsh", "tcsh")
@@ -26,40 +24,35 @@ class CompletionSection:
     shell: str = setting(..., "The shell to complete in.", "shell", choices=SHELLS, metavar="SHELL")
 
 
-def main() -> NoReturn:
-    """`magicdec completion`"""
-    exit_with(complete)
-
-
-def complete() -> int:
-    print(script_of(build_parser().read(sys.argv[1:])[CompletionSection].shell))
+def print_script(values: Values) -> int:
+    print(script_of(values[CompletionSection].shell))
     return 0
 
 
-def build_parser() -> Parser:
-    return Parser(
-        "Print a script for a shell, which then completes commands, flags and their values.",
-        {"completion": CompletionSection},
-    )
+main = LoneCommand(
+    print_script,
+    "Print a script for a shell, which then completes commands, flags and their values.",
+    {"completion": CompletionSection},
+)
 
 
 def script_of(shell: str) -> str:
     """The script for that shell."""
     import shtab
 
-    from magicdec.cli.commands import ACTIONS, COMMANDS, GROUPS, parser_of
+    from magicdec.cli.commands import COMMANDS, parser_of
 
     root = argparse.ArgumentParser(prog="magicdec")
-    commands = root.add_subparsers()
+    parsers, places = {"": root}, {"": root.add_subparsers()}
     for name, (text, _) in COMMANDS.items():
-        parents = [complete_files(parser_of(name))] if name not in GROUPS else []
-        command = commands.add_parser(name, help=text, parents=parents, add_help=False)
-        actions = [action for action in ACTIONS if action.split()[0] == name]
-        if actions:
-            inner = command.add_subparsers()
-            for action in actions:
-                parents = [complete_files(parser_of(action))]
-                inner.add_parser(action.split()[1], parents=parents, add_help=False)
+        group, _, action = name.rpartition(" ")  # `gate` is of no group, `gate save` of `gate`
+        if group not in places:
+            if group not in parsers:
+                parsers[group] = places[""].add_parser(group, help=text, add_help=False)
+            places[group] = parsers[group].add_subparsers()
+        parents = [complete_files(parser_of(name))]
+        place = places[group]
+        parsers[name] = place.add_parser(action, help=text, parents=parents, add_help=False)
     return str(shtab.complete(root, shell=shell))
 
 

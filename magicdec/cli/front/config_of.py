@@ -1,51 +1,50 @@
-"""`magicdec config RECORDS`: a record as a file for `--config` of `run` or `serve`, so that it can
-be measured again.
+"""`magicdec config RECORDS`: a record as a file for `--config` of the command that makes such
+records, so that it can be measured or predicted again.
 
-Owns which flags make the run or the pass of a record. It takes what was resolved, so that no `auto`
-is chosen anew.
+Owns which flags make a record. It takes what was resolved, so that no `auto` is chosen anew; a
+prediction has the flags of its command.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import sys
-from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from magicdec.cli.commands import parser_of
-from magicdec.cli.flags import refuse
+from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.ignored import why_ignored
-from magicdec.cli.parsing.parser import Parser
-from magicdec.cli.serve import can_have_script, is_unused
+from magicdec.cli.parsing.parser import Values
+from magicdec.cli.serve import drafts_ahead, is_unused
 from magicdec.cli.table import TableSection
+from magicdec.config.capabilities import policy_called
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import MODEL_PREFIX, NONE, WrittenSection
 from magicdec.config.setting import Declared, same, setting
 from magicdec.config.threads import describe_threads
 from magicdec.config.toml_file import to_toml
-from magicdec.distributed.groups import Launch
-from magicdec.names import RECORDS, SEQUENTIAL, load_named
+from magicdec.latency.record import LatencyRecord
+from magicdec.names import SEQUENTIAL
 from magicdec.records.reading import read_records
-from magicdec.records.record import MeasuredRecord
+from magicdec.records.record import MeasuredRecord, Record
 from magicdec.records.writing import write_text
 from magicdec.serving.modes import Pass
 from magicdec.serving.record import ServingRecord
 
-ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
-# The command of each kind of record that has the flags of one run or mode.
-COMMANDS = {"run": "run", "serving": "serve"}
+# The command that makes each kind of record.
+COMMANDS = {"run": "run", "serving": "serve", "latency": "latency", "plan": "plan",
+            "stage_plan": "plan", "simulation": "simulate"}  # fmt: skip
+# The keys of the recorded grid of `latency`, by their settings.
+GRID = {"B": "batch_sizes", "prefix_len": "contexts", "T": "new_tokens", "repeats": "repeats",
+        "warmup": "warmup"}  # fmt: skip
 # Sections that name files, which belong to one run.
 OF_FILES = ("file", "files", "output", "picture")
 # What other flags of the file say: `--draft`, `--gen_len`, and layers that were resolved.
 SAID_OTHERWISE = (
     *("draft.model", "decoding.drafter", "workload.max_len", "drafts.draft"),
     "serving.machine",
-)
-DESCRIPTION = (
-    "Print the flags of a recorded run, or of a recorded mode of serve, as TOML, for `magicdec "
-    "run` or `magicdec serve` with `--config FILE`. What `auto` chose is written by name."
 )
 
 
@@ -54,35 +53,25 @@ class RecordSection:
     """The record, and where its flags go."""
 
     records: Path = setting(..., "File of records, as JSON lines.", "records")
-    kind: str = same(TableSection, "kind", "run", choices=tuple(COMMANDS))
+    kind: str = same(TableSection, "kind", "run")
     record: int = setting(-1, "Which record: 1 is the first one, -1 the last one.")
     out: Path | None = same(WrittenSection, "out")
 
 
-def main() -> NoReturn:
-    """`magicdec config RECORDS`"""
-    try:
-        args = build_parser().read(sys.argv[1:])[RecordSection]
-        record = find_record(args)
-        head = f"# magicdec {COMMANDS[record.kind]} --config FILE\n"
-        text = head + to_toml(flags_of(record))
-        if args.out is not None:
-            write_text("--out", args.out, text)
-    except ValueError as error:
-        refuse(error, ALONE)
+def write_flags(values: Values) -> int:
+    args = values[RecordSection]
+    record = find_record(args)
+    text = f"# magicdec {COMMANDS[record.kind]} --config FILE\n" + to_toml(flags_of(record))
     if args.out is None:
         print(text, end="")
-    sys.exit(0)
+    else:
+        write_text("--out", args.out, text)
+    return 0
 
 
-def build_parser() -> Parser:
-    return Parser(DESCRIPTION, {"record": RecordSection})
-
-
-def find_record(args: RecordSection) -> MeasuredRecord:
+def find_record(args: RecordSection) -> Record:
     """Raises ValueError if the file has not so many records of that kind."""
-    kind = load_named(RECORDS, args.kind)
-    records: list[MeasuredRecord] = list(read_records(args.records, kind, others=Counter()))
+    records = [each for each in read_records(args.records, Record) if each.kind == args.kind]
     if not 1 <= abs(args.record) <= len(records):
         raise ValueError(
             f"--record {args.record}: {args.records} holds {len(records)} records of --kind "
@@ -91,12 +80,41 @@ def find_record(args: RecordSection) -> MeasuredRecord:
     return records[args.record - 1 if args.record > 0 else args.record]
 
 
-def flags_of(record: MeasuredRecord) -> dict[str, Any]:
-    """The flags of the command that make the record's run or mode, without those that it would
-    ignore and those that name files to write."""
+def flags_of(record: Record) -> dict[str, Any]:
+    """The flags of the command that make the record again, without those that it would ignore and
+    those that name files to write. Raises ValueError for a prediction without its flags."""
+    config = record.config
+    if not isinstance(record, MeasuredRecord):
+        flags: dict[str, Any] | None = config.get("flags")
+        if flags is None:
+            raise ValueError("the record is older than its flags; predict it again")
+        return flags
+    settings = parser_of(COMMANDS[record.kind]).settings
+    if isinstance(record, LatencyRecord):
+        flags, others, idle = of_grid(config)
+    else:
+        flags, others, idle = of_decoding(record, settings)
+    if record.environment.world_size > 1:
+        flags["nproc"] = record.environment.world_size
+    for setting_name, each in settings.items():
+        section, _, name = setting_name.partition(".")
+        values = (config.get(section) or {}) if section in PARTS else others
+        is_left_out = setting_name in idle or setting_name in SAID_OTHERWISE
+        if section not in OF_FILES and not is_left_out:
+            value = value_of(each, values.get(name))
+            if value is not None:
+                flags[each.flag.removeprefix("--")] = value
+    return flags
+
+
+Parts = tuple[dict[str, Any], dict[str, Any], set[str]]
+"""Flags, values of settings that are in no section of a run, and settings that would be ignored."""
+
+
+def of_decoding(record: MeasuredRecord, settings: Mapping[str, Declared]) -> Parts:
+    """What is special in the record of a run or of a mode."""
     config, workload = record.config, record.config["workload"]
     draft, idle = draft_of(config), set[str]()
-    settings = parser_of(COMMANDS[record.kind]).settings
     if isinstance(record, ServingRecord):
         each_pass = Pass.named(record.name)
         draft = workload["draft"] if each_pass.is_drafting else NONE
@@ -109,24 +127,26 @@ def flags_of(record: MeasuredRecord) -> dict[str, Any]:
     ignored = {name for name in settings if why_ignored(run_config, name) is not None}
     if workload.get("emulate_acceptance") is not None:
         ignored.discard("decoding.num_draft_tokens")
-    flags: dict[str, Any] = {"draft": draft}
-    if record.environment.world_size > 1:
-        flags["nproc"] = record.environment.world_size
-    for setting_name, each in settings.items():
-        section, _, name = setting_name.partition(".")
-        values = (config.get(section) or {}) if section in PARTS else workload
-        is_idle = setting_name in idle or (section in PARTS and setting_name in ignored)
-        if section not in OF_FILES and not is_idle and setting_name not in SAID_OTHERWISE:
-            value = value_of(each, values.get(name))
-            if value is not None:
-                flags[each.flag.removeprefix("--")] = value
-    return flags
+    idle |= {name for name in ignored if name.partition(".")[0] in PARTS}
+    return {"draft": draft}, workload, idle
+
+
+def of_grid(config: Mapping[str, Any]) -> Parts:
+    """What is special in the record of a grid of forwards."""
+    grid, drafts = config["grid"], config["grid"]["drafts"]
+    policies = list(dict.fromkeys(draft["kv_policy"] for draft in drafts))
+    used = {name for policy in policies for name in policy_called(policy).settings}
+    values = {name: grid[key] for name, key in GRID.items()}
+    values |= {"kv_policy": policies, "budget": sorted({d["budget"] or 0 for d in drafts} - {0})}
+    window = drafts[0]["recent_window"] if "recent_window" in used else None
+    flags = {} if window is None else {"recent_window": window}
+    return flags, values, {f"kv.{name}" for name in config["kv"] if name not in used}
 
 
 def modes_of(each: Pass, workload: dict[str, Any]) -> list[str]:
     """The modes that serve in this one again. An emulated drafter must know the tokens of an
     earlier mode, unless stages are emulated too."""
-    has_script = workload["emulate_acceptance"] is not None and can_have_script(each)
+    has_script = workload["emulate_acceptance"] is not None and drafts_ahead(each)
     if has_script and workload["emulate_stage_ms"] is None:
         return [SEQUENTIAL, each.name]
     return [each.name]
@@ -138,7 +158,7 @@ PARTS = tuple(f.name for f in dataclasses.fields(RunConfig) if f.name != "worklo
 def value_of(each: Declared, value: Any) -> Any:
     """A recorded value as a user writes it in TOML; None if it needs no flag, or is a resolved
     dtype where the flag is auto or int8."""
-    if value is None or value == {}:
+    if value is None or value in ({}, []):
         return None
     if isinstance(value, bool):
         return True if value != each.default else None
@@ -172,3 +192,11 @@ def with_recorded(run_config: RunConfig, config: dict[str, Any]) -> RunConfig:
         decoding=dataclasses.replace(run_config.decoding, tree=config["decoding"].get("tree")),
         sampling=dataclasses.replace(run_config.sampling, temperature=temperature),
     )
+
+
+main = LoneCommand(
+    write_flags,
+    "Print the flags of a record as TOML, for `--config FILE` of the command that makes such "
+    "records. What `auto` chose in a run, a mode of serve or a latency is written by name.",
+    {"record": RecordSection},
+)

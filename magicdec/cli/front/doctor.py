@@ -6,23 +6,21 @@ from __future__ import annotations
 
 import os
 import platform
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from magicdec.cli.flags import refuse
-from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.flags import LoneCommand
+from magicdec.cli.parsing.parser import Values
 from magicdec.console import labelled
 from magicdec.distributed.groups import Launch
 
 if TYPE_CHECKING:
     from magicdec.config.machine import Machine
 
-ALONE = Launch(rank=0, world_size=1, local_rank=0, local_world_size=1)
 HEAD_SIZE = 64  # of the demo model
 SHARED_MEMORY = Path("/dev/shm")
 
@@ -38,27 +36,14 @@ class Check:
     is_needed: bool = False
 
 
-def main() -> NoReturn:
-    """`magicdec doctor`"""
-    try:
-        build_parser().read(sys.argv[1:])
-    except ValueError as error:
-        refuse(error, ALONE)
+def print_checks(values: Values) -> int:
     is_missing = False
     for check in find_checks():
         mark = "works" if check.works else "MISSING" if check.is_needed else "absent"
         is_missing = is_missing or mark == "MISSING"
         print(labelled(f"{mark:<8} {check.name}", check.detail, indent=26), flush=True)
     print("A run needs what is MISSING." if is_missing else "Everything that a run needs works.")
-    sys.exit(int(is_missing))
-
-
-def build_parser() -> Parser:
-    return Parser(
-        "Check what works on this machine: compiler, CPU kernels, shared memory, CUDA, Triton, the "
-        "packaged models, and which choices `auto` makes here.",
-        {},
-    )
+    return int(is_missing)
 
 
 def find_checks() -> Iterator[Check]:
@@ -70,7 +55,7 @@ def find_checks() -> Iterator[Check]:
     from magicdec.kernels.build import find_compiler
     from magicdec.model.checkpoint.source import find_model
 
-    machine = probe_machine(ALONE)
+    machine = probe_machine(Launch())
     capability = torch.backends.cpu.get_cpu_capability()
     yield Check("torch", True, f"{torch.__version__}, {machine.num_cpus} cores with {capability}")
     products = "the CPU has dot products for it"
@@ -127,3 +112,11 @@ def describe_auto(machine: Machine) -> str:
         f"--attention {config.attention.backend} --linear {config.model.linear} "
         f"--threads {config.parallel.threads}"
     )
+
+
+main = LoneCommand(
+    print_checks,
+    "Check what works on this machine: compiler, CPU kernels, shared memory, CUDA, Triton, the "
+    "packaged models, and which choices `auto` makes here.",
+    {},
+)

@@ -10,14 +10,12 @@ are read.
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from magicdec.cli.flags import exit_with
-from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.flags import LoneCommand
+from magicdec.cli.parsing.parser import Values
 from magicdec.config.sections import OutputSection
 from magicdec.config.setting import same, setting
 from magicdec.distributed.ranks import is_launched
@@ -28,16 +26,6 @@ if TYPE_CHECKING:
     from magicdec.reproduce.published_table import PublishedTable
 
 PUBLISHED = Path("results/paper")
-DESCRIPTION = (
-    "Compare a published table with predictions and with runs, and write the comparison to its CSV "
-    "file. Without --demo, --predict or --commands it runs at the published size, which needs GPUs "
-    "like the published ones. Without a table it lists the tables."
-)
-
-
-def main() -> NoReturn:
-    """`magicdec reproduce`"""
-    exit_with(lambda: reproduce(read(sys.argv[1:])))
 
 
 @dataclass(frozen=True)
@@ -65,26 +53,14 @@ class TableSection:
             raise ValueError(f"name a table; choose from {', '.join(TABLES)}")
 
 
-def build_parser() -> Parser:
-    return Parser(DESCRIPTION, {"table": TableSection()})
-
-
-def read(words: Sequence[str]) -> TableSection:
-    """The flags. Raises ValueError for what cannot be."""
+def reproduce(values: Values) -> int:
+    """Do what the flags say. Returns the exit code. Raises ValueError for what cannot be, if a file
+    cannot be read or written, or if there are too few GPUs."""
     if is_launched():
         raise ValueError("reproduce starts the ranks itself; start it without torchrun")
-    values = build_parser().read(words)
     args = values[TableSection]
-    if args.table is None and "table.out" in values.given:
-        raise ValueError(f"name a table; choose from {', '.join(TABLES)}")
-    if args.predict or args.commands:
+    if args.table is None or args.predict or args.commands:
         values.refuse_given(["table.out"], "nothing runs")
-    return args
-
-
-def reproduce(args: TableSection) -> int:
-    """Do what the flags say. Returns the exit code. Raises ValueError if a file cannot be read or
-    written, or if there are too few GPUs."""
     from magicdec.reproduce.published_table import PublishedTable, print_tables
 
     if args.table is None:
@@ -127,3 +103,12 @@ def check_hardware(table: PublishedTable) -> None:
             f"{table.name} needs {needed} CUDA devices, this machine has {num_gpus}; --predict and "
             "--demo need none"
         )
+
+
+main = LoneCommand(
+    reproduce,
+    "Compare a published table with predictions and with runs, and write the comparison to its CSV "
+    "file. Without --demo, --predict or --commands it runs at the published size, which needs GPUs "
+    "like the published ones. Without a table it lists the tables.",
+    {"table": TableSection()},
+)

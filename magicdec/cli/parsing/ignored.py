@@ -36,18 +36,12 @@ def refuse_ignored(config: RunConfig, values: Values, used: Sequence[str] = ()) 
             print(f"--config {values[ConfigFile].config}: {message}", file=sys.stderr)
 
 
-def drafts_only(config: RunConfig, name: str) -> bool:
-    """Whether the command of `config` decodes autoregressively and the setting is about drafts, so
-    that no other flag can make the command use it."""
-    is_of_drafts = name.partition(".")[0] in ("kv", "draft") or name in OF_DRAFTING
-    return config.decoding.strategy == BASELINE and is_of_drafts
-
-
 def why_ignored(config: RunConfig, setting: str) -> str | None:
     """Why the run does not use a setting, such as `kv.window_size`; None if it does."""
     section, _, name = setting.partition(".")
     decoding = config.decoding
-    if drafts_only(config, setting):
+    is_of_drafts = section in ("kv", "draft") or setting in OF_DRAFTING
+    if decoding.strategy == BASELINE and is_of_drafts:
         return "autoregressive decoding drafts nothing"
     if setting == "decoding.num_draft_tokens" and decoding.tree is not None:
         return "--tree says what a step drafts"

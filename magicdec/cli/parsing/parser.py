@@ -7,8 +7,7 @@ instead of exiting, has help in two levels, and reads flags from a TOML file too
 from __future__ import annotations
 
 import argparse
-import difflib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import MISSING, dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
@@ -16,6 +15,7 @@ from typing import Any, NoReturn, TypeVar
 from magicdec.config.setting import Declared, declared, setting
 from magicdec.config.toml_file import TomlFile
 from magicdec.distributed.groups import read_launch
+from magicdec.names import most_like
 
 Section = TypeVar("Section")
 
@@ -138,7 +138,7 @@ class Parser(argparse.ArgumentParser):
         hidden = {
             action: action.help
             for action in self._actions
-            if action.help != argparse.SUPPRESS and not shown & set(action.option_strings)
+            if not shown & set(action.option_strings)
         }
         if not self.everyday or not hidden:
             return super().format_help()
@@ -151,12 +151,6 @@ class Parser(argparse.ArgumentParser):
 
     def format_help_all(self) -> str:
         return super().format_help()
-
-    def hide(self, is_hidden: Callable[[str], bool]) -> None:
-        """Leave the settings that are hidden out of every help text."""
-        for action in self._actions:
-            if is_hidden(action.dest):
-                action.help = argparse.SUPPRESS
 
     def read(self, words: Sequence[str], defaults: Mapping[str, Any] | None = None) -> Values:
         """The sections with the values of the command line and of the file of `--config`. The user
@@ -199,14 +193,21 @@ class Parser(argparse.ArgumentParser):
                 raise ValueError(f"{file.place_of(key)}: {error}") from None
         return values
 
-    def _read_keys(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        names = {
+    @property
+    def names(self) -> dict[str, str]:
+        """The names of settings by the spellings of their flags, without dashes."""
+        return {
             flag.lstrip("-"): name for name, each in self.settings.items() for flag in each.flags
         }
+
+    def _read_keys(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        names = self.names
         result = {}
         for key, value in values.items():
             if key not in names or key == "config":
                 raise ValueError(f"{key!r} is not the name of a flag; {most_like(key, names)}")
+            if names[key] in result:
+                raise ValueError(f"{key} is a second spelling of another flag there")
             each = self.settings[names[key]]
             if each.kind is not bool:
                 result[names[key]] = each.read(value)
@@ -215,12 +216,6 @@ class Parser(argparse.ArgumentParser):
             elif value:
                 result[names[key]] = not each.default
         return result
-
-
-def most_like(word: str, names: Sequence[str] | Mapping[str, Any]) -> str:
-    """A hint at the name that is most like the word."""
-    close = difflib.get_close_matches(word, list(names), n=1)
-    return f"did you mean {close[0]}?" if close else f"choose from {' '.join(names)}"
 
 
 def help_text(each: Declared) -> str:

@@ -29,7 +29,7 @@ def check_heads(config: RunConfig, nproc: int) -> None:
 def check_nproc(config: RunConfig, options: ServeOptions, nproc: int) -> None:
     """Raises ValueError if the ranks cannot divide the model as the modes of `magicdec serve`
     need."""
-    from magicdec.pipelined_run.layout import make_layout, read_split
+    from magicdec.distributed.layout import make_layout, read_split
     from magicdec.serving.configs import check_split
 
     split = options.layer_split

@@ -4,15 +4,15 @@ what runs left behind. A new kind of record is a line in `TABLES`. Imports no to
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from magicdec.cli.parsing.parser import Values
 from magicdec.config.setting import setting
-from magicdec.names import RECORDS, load_named
+from magicdec.names import RECORDS
 from magicdec.records.reading import read_records
 from magicdec.records.record import MeasuredRecord, Record
 
@@ -33,28 +33,18 @@ class FilesSection:
     )
 
 
-def read_kind(args: FilesSection, kind: str, others: Counter[str]) -> Iterator[tuple[Path, Any]]:
-    """Each record of this kind in the files with its file, one after the other. Records of other
-    kinds are counted in `others`. Raises ValueError as `read_records` does."""
-    for path in args.files:
-        for record in read_records(path, load_named(RECORDS, kind), args.strict, others):
-            yield path, record
-
-
 def read_every_kind(
     args: FilesSection, kinds: Sequence[str] = tuple(RECORDS)
 ) -> Iterator[tuple[Path, Record]]:
-    """Each record of these kinds in the files with its file: first those of runs, then one kind
-    after the other. Raises ValueError as `read_records` does, and if there is no record."""
-    others = Counter[str]()
-    num_runs = 0
-    for each in read_kind(args, RUN, others):
-        num_runs += 1
-        yield each
-    present = [kind for kind in kinds if kind in others]
-    for kind in present:
-        yield from read_kind(args, kind, Counter())
-    if not num_runs and not present:
+    """Each record of these kinds in the files with its file, one after the other. Raises ValueError
+    as `read_records` does, and if there is no record."""
+    is_empty = True
+    for path in args.files:
+        for record in read_records(path, Record, args.strict):
+            if record.kind in kinds:
+                is_empty = False
+                yield path, record
+    if is_empty:
         files = ", ".join(map(str, args.files))
         raise ValueError(f"{files}: there are no records of kind {', '.join(kinds)}")
 
@@ -70,19 +60,32 @@ TABLES = {
 }
 
 
-def read_commands(kind: str, paths: Sequence[Path], is_strict: bool) -> Iterator[list[Any]]:
-    """The records of each command of this kind: those that follow each other in a file and have one
-    command line and one start or, of simulations, the same options and work. Records of other kinds
-    are left out. Raises ValueError as `read_records` does."""
-    others = Counter[str]()
-    for path in paths:
-        records = read_records(path, load_named(RECORDS, kind), is_strict, others)
-        for _, group in groupby(records, _command_of):
-            yield list(group)
+def commands_of(records: Iterable[Record]) -> Iterator[list[Any]]:
+    """The records of each command: those of one kind that follow each other and have one command
+    line and one start or, of simulations, the same options and work."""
+    for _, group in groupby(records, _command_of):
+        yield list(group)
 
 
-def _command_of(record: Any) -> tuple[object, object]:
+def _command_of(record: Record) -> tuple[object, ...]:
     """What is the same in all records of one command, and in no other's that follows it."""
     if isinstance(record, MeasuredRecord):
-        return record.environment.time_utc, record.environment.argv
-    return record.config.get("options"), record.config.get("work")
+        return record.kind, record.environment.time_utc, record.environment.argv
+    return record.kind, record.config.get("options"), record.config.get("work")
+
+
+UNRECORDED = ("config", "out", "plot", "plot_ms")
+
+
+def given_flags(values: Values) -> dict[str, Any]:
+    """The flags that the user gave, without those of files to write, as a file of `--config` has
+    them: for the record of a prediction, which `magicdec config` writes."""
+    flags = {}
+    for name, each in values.settings.items():
+        section, _, key = name.partition(".")
+        if name in values.given and key not in UNRECORDED:
+            value = getattr(values.sections[section], key)
+            parts = value if isinstance(value, tuple) else (value,)
+            plain = [part if isinstance(part, int | float) else str(part) for part in parts]
+            flags[each.flag.removeprefix("--")] = plain if isinstance(value, tuple) else plain[0]
+    return flags

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from magicdec.config.capabilities import capabilities_of, list_backends, policy_called
-from magicdec.config.choices.choice import Choice, How, asked_for
+from magicdec.config.choices.choice import Choice, How, asked_for, first_obstacle
 from magicdec.config.machine import Machine
 from magicdec.names import AUTO_BACKENDS, PORTABLE_BACKEND, REFERENCE_BACKEND
 
@@ -42,12 +42,9 @@ def choose_backend(
             f"{fitting}"
         )
     obstacle = capabilities.obstacle(machine, device, head_dim, dtype)
-    if obstacle:
-        raise ValueError(
-            f"--attention {value}: {obstacle}; choose from auto, {REFERENCE_BACKEND}, "
-            f"{PORTABLE_BACKEND}"
-        )
-    return asked_for(value, capabilities.is_interpreted_on_cpu and device == "cpu")
+    is_interpreted = capabilities.is_interpreted_on_cpu and device == "cpu"
+    others = f"auto, {REFERENCE_BACKEND}, {PORTABLE_BACKEND}"
+    return asked_for("--attention", value, obstacle, others, is_interpreted)
 
 
 def _choose_on_cpu(
@@ -99,14 +96,14 @@ def check_returns_weights(backend: str, policy: str) -> None:
 def choose_graphs(
     value: str,
     device: str,
-    backends: Sequence[str | None],
+    backends: Sequence[Choice],
     drafts_trees: bool = False,
     is_staged: bool = False,
 ) -> Choice:
-    """Whether CUDA graphs are on or off. `backends` are the target's and a draft's; None stands for
-    one that a measurement will choose. `is_staged`: the ranks are stages of a pipeline. Raises
+    """Whether CUDA graphs are on or off. `backends` are the target's and a draft's; those that a
+    measurement will choose do not count. `is_staged`: the ranks are stages of a pipeline. Raises
     ValueError if the user asked for graphs that cannot be captured."""
-    names = [name for name in backends if name is not None]
+    names = [choice.settled for choice in backends if choice.settled is not None]
     unfit = next((name for name in names if not capabilities_of(name).can_be_recorded), None)
     obstacles = {
         f"--device {device} has none": device != "cuda",
@@ -114,11 +111,9 @@ def choose_graphs(
         "steps with a --tree are not captured": drafts_trees,
         "the steps of a pipeline are not captured": is_staged,
     }
-    obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
-    if value == "on" and obstacle:
-        raise ValueError(f"--cuda_graphs on: {obstacle}; choose from auto, off")
+    obstacle = first_obstacle(obstacles)
     if value != "auto":
-        return asked_for(value)
+        return asked_for("--cuda_graphs", value, obstacle if value == "on" else None, "auto, off")
     if obstacle:
         return Choice("off", f"auto: off, {obstacle}", How.SECOND_BEST)
     return Choice("on", "auto: on")

@@ -4,7 +4,7 @@ of this package and no torch.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
 from enum import Enum
 
 INTERPRETED = "asked for; interpreted on a CPU, for checks and not for times"
@@ -14,36 +14,47 @@ class How(Enum):
     """Who chose."""
 
     ASKED = "the user"
+    INTERPRETED = "the user, though the kernels then run in Triton's interpreter"
     AUTO = "auto took what suits the machine best"
     SECOND_BEST = "auto could not take what it prefers"
     TO_BE_MEASURED = "auto chooses by a measurement in the run"
     MEASURED = "auto chose by a measurement"
 
 
-@dataclass(frozen=True)
-class Choice:
-    """`why` is only for the record and for messages; code reads `how` and the properties.
-    `is_interpreted` says that the kernels run in Triton's interpreter."""
+class Choice(str):
+    """The name of what was chosen, which knows `why`, for the record and for messages, and `how`,
+    for code."""
 
-    name: str
     why: str
-    how: How = How.AUTO
-    is_interpreted: bool = False
+    how: How
+
+    def __new__(cls, name: str, why: str = "", how: How = How.AUTO) -> Choice:
+        choice = super().__new__(cls, name)
+        choice.why, choice.how = why, how
+        return choice
 
     @property
     def is_auto(self) -> bool:
-        return self.how is not How.ASKED
-
-    @property
-    def is_to_be_measured(self) -> bool:
-        return self.how is How.TO_BE_MEASURED
+        return self.how not in (How.ASKED, How.INTERPRETED)
 
     @property
     def settled(self) -> str | None:
         """The name; None if a measurement will still choose it."""
-        return None if self.is_to_be_measured else self.name
+        return None if self.how is How.TO_BE_MEASURED else self
 
 
-def asked_for(name: str, is_interpreted: bool = False) -> Choice:
-    """The choice of a user who named it."""
-    return Choice(name, INTERPRETED if is_interpreted else "asked for", How.ASKED, is_interpreted)
+def first_obstacle(obstacles: Mapping[str, bool]) -> str | None:
+    """The first reason that applies; None if none does."""
+    return next((reason for reason, applies in obstacles.items() if applies), None)
+
+
+def asked_for(
+    flag: str, name: str, obstacle: str | None, others: str, is_interpreted: bool = False
+) -> Choice:
+    """The choice of a user who named it. Raises ValueError, which names `others`, if an obstacle
+    keeps it from serving."""
+    if obstacle:
+        raise ValueError(f"{flag} {name}: {obstacle}; choose from {others}")
+    if is_interpreted:
+        return Choice(name, INTERPRETED, How.INTERPRETED)
+    return Choice(name, "asked for", How.ASKED)

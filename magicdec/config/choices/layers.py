@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from magicdec.config.capabilities import capabilities_of, requirements_of
-from magicdec.config.choices.choice import Choice, How, asked_for
+from magicdec.config.choices.choice import Choice, How, asked_for, first_obstacle
 from magicdec.config.machine import Machine
 from magicdec.names import (
     ELEMENTWISE_BESIDE_PACKED,
@@ -56,12 +56,10 @@ def choose_linear(
         "it is for int8 weights in --dtype bfloat16 only": not is_bfloat16 and "int8" in weights,
         "it needs a C++ compiler (on Debian: apt install g++)": not machine.has_compiler,
     }
-    obstacle = next((reason for reason, applies in obstacles.items() if applies), None)
-    if value == "packed" and obstacle:
-        raise ValueError(f"--linear packed: {obstacle}; choose from auto, torch")
+    obstacle = first_obstacle(obstacles)
     if value == "auto":
         return "torch" if obstacle else "packed"
-    return value
+    return str(asked_for("--linear", value, obstacle if value == "packed" else None, "auto, torch"))
 
 
 def choose_elementwise(
@@ -80,11 +78,9 @@ def choose_elementwise(
         return Choice(name, f"auto: --linear {linear}")
     requirements = requirements_of(value)
     obstacle = requirements.unmet(machine, device, dtype, subject="it")
-    if obstacle:
-        raise ValueError(
-            f"--elementwise {value}: {obstacle}; choose from auto, {PORTABLE_ELEMENTWISE}"
-        )
-    return asked_for(value, requirements.is_interpreted_on_cpu and device == "cpu")
+    is_interpreted = requirements.is_interpreted_on_cpu and device == "cpu"
+    others = f"auto, {PORTABLE_ELEMENTWISE}"
+    return asked_for("--elementwise", value, obstacle, others, is_interpreted)
 
 
 @dataclass(frozen=True)
@@ -93,7 +89,7 @@ class StepParts:
     the environment asks for forwards layer by layer."""
 
     device: str
-    backend: Choice
+    backend: str
     linear: str
     elementwise: str
     collectives: str | None
@@ -103,17 +99,14 @@ class StepParts:
         """Why a forward of these parts cannot be one native call; None if it can."""
         if self.device != "cpu":
             return f"--device {self.device}"
+        is_native_attention = capabilities_of(self.backend).is_part_of_native_steps
         obstacles = {
-            f"--attention {self.backend.name}": not self._is_native_attention,
+            f"--attention {self.backend}": not is_native_attention,
             f"--linear {self.linear}": self.linear != "packed",
             f"--elementwise {self.elementwise}": self.elementwise != ELEMENTWISE_BESIDE_PACKED,
             f"--collectives {self.collectives}": self.collectives not in (None, "shared_memory"),
         }
-        return next((part for part, is_not in obstacles.items() if is_not), None)
-
-    @property
-    def _is_native_attention(self) -> bool:
-        return capabilities_of(self.backend.name).is_part_of_native_steps
+        return first_obstacle(obstacles)
 
 
 def choose_native_steps(value: str, parts: StepParts, layer_obstacle: str | None) -> Choice:
@@ -121,11 +114,10 @@ def choose_native_steps(value: str, parts: StepParts, layer_obstacle: str | None
     the second best only for that reason: for the others, the choice of the part says it already.
     Raises ValueError if the user asked for native steps that are not possible."""
     of_parts = parts.obstacle()
-    obstacle = of_parts or layer_obstacle
-    if value == "on" and obstacle:
-        raise ValueError(f"--native_steps on: not possible with {obstacle}; choose from auto, off")
     if value != "auto":
-        return asked_for(value)
+        obstacle = of_parts or layer_obstacle
+        why = f"not possible with {obstacle}" if obstacle and value == "on" else None
+        return asked_for("--native_steps", value, why, "auto, off")
     if of_parts:
         return Choice("off", f"auto: off, {of_parts}")
     if parts.avoids_native:

@@ -1,7 +1,6 @@
-"""Connects ranks by channels: those of one host through shared memory (`shared_ring.py`), others
-through gloo (`process_group.py`). Payloads on a GPU are copied through pinned memory of the host,
-or sent apart from their headers, from GPU to GPU. On a CPU there is nothing to copy, and the same
-code sends the same messages.
+"""Connects ranks by channels. Headers of one host go through shared memory, others through gloo.
+Payloads on a GPU are copied through pinned memory of the host, or sent apart from their headers,
+from GPU to GPU. On a CPU there is nothing to copy, and the same code sends the same messages.
 
 Owns the process groups of the edges.
 """
@@ -9,95 +8,112 @@ Owns the process groups of the edges.
 from __future__ import annotations
 
 import time
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
+from magicdec.distributed.channels.carriers import GroupCarrier, SharedRing
 from magicdec.distributed.channels.message import (
+    PATIENCE_S,
+    Carrier,
     ChannelReceiver,
     ChannelSender,
+    DelayedSender,
     Ends,
     Kind,
+    Link,
     Loopback,
     Message,
     MessageForm,
     Receiver,
     Sender,
 )
-from magicdec.distributed.channels.process_group import (
-    TensorReceiver,
-    TensorSender,
-    connect_tensors,
-    wait_for,
-)
-from magicdec.distributed.channels.shared_ring import SharedRing
 from magicdec.distributed.groups import Launch
-from magicdec.distributed.stages import StageGrid
-from magicdec.distributed.watching.processes import Processes, processes_of
+from magicdec.distributed.layout import StageGrid
+from magicdec.distributed.watching.processes import processes_of
 
 MOST_TENSORS = 3  # of a message
+DEPTH, CAPACITY = 64, 1 << 22  # messages under way on an edge, and its bytes in shared memory
 
 
-def connect_ring(
-    grid: StageGrid,
-    launch: Launch,
-    form: MessageForm,
-    depth: int,
-    capacity: int,
-    headers: str | None,
-    device: torch.device,
-    apart: str | None = None,
-) -> Ends:
-    """Connect the ranks of `grid` along its edges. All ranks must call it together, also those that
-    are in no stage, whose ends lead nowhere. The rest as in `connect_edge`; `headers` is None for
-    one stage."""
-    if grid.num_stages == 1:
-        loop = Loopback()
-        return Ends(loop, loop)
-    processes = processes_of(launch)
-    inbound: Receiver | None = None
-    outbound: Sender | None = None
-    for edge in grid.edges():
-        sender, receiver = connect_edge(
-            edge, launch.rank, form, depth, capacity, headers, processes, device, apart
+class Connector:
+    """Makes channels. All ranks must make the same ones in the same order."""
+
+    def __init__(
+        self,
+        launch: Launch,
+        headers: str | None,
+        form: MessageForm,
+        device: torch.device,
+        apart: str | None = None,
+        link: Link | None = None,
+        depth: int = DEPTH,
+        capacity: int = CAPACITY,
+    ) -> None:
+        """Messages go through `headers`, gloo or shared_memory; None if no rank sends to another.
+        `form` is that of hidden states, which are for `device`; with `apart` they go by process
+        groups of that backend. Senders send as if over `link`. At most `depth` messages are under
+        way on an edge; in shared memory, as many as fit into `capacity` bytes."""
+        self.rank, self.headers, self.form, self.device = launch.rank, headers, form, device
+        self.apart, self.link, self.depth, self.capacity = apart, link, depth, capacity
+        self.processes = processes_of(launch)
+
+    def edge(
+        self, sender: int, receiver: int, form: MessageForm, apart: str | None = None
+    ) -> tuple[Sender | None, Receiver | None]:
+        """This rank's ends of a channel from one rank to another, or to itself."""
+        if sender == receiver:
+            channel = Loopback()
+            return (channel, channel) if self.rank == sender else (None, None)
+        handle = dist.new_group(sorted((sender, receiver)), backend="gloo")
+        payloads = None if apart is None else self._payloads(sender, receiver, apart)
+        if self.rank not in (sender, receiver):
+            return None, None
+        is_receiver = self.rank == receiver
+        peer, processes = sender if is_receiver else receiver, self.processes
+        carrier: Carrier = (
+            SharedRing(handle, peer, self.capacity, processes, is_receiver)
+            if self.headers == "shared_memory"
+            else GroupCarrier(handle, peer, MOST_TENSORS * self.depth, processes)
         )
-        outbound, inbound = outbound or sender, inbound or receiver
-    if inbound is None or outbound is None:
-        assert launch.rank >= grid.world_size, "every rank of a stage has both ends"
-        return Ends(Loopback(), Loopback())
-    return Ends(inbound, outbound)
+        if is_receiver:
+            return None, ChannelReceiver(form, carrier, self.device, payloads)
+        channel_sender = ChannelSender(form, carrier, payloads)
+        if self.link is None:
+            return channel_sender, None
+        return DelayedSender(channel_sender, self.link, form), None
 
+    def _payloads(self, sender: int, receiver: int, backend: str) -> Carrier | None:
+        """One number is exchanged, with which NCCL connects both ends, so that no later message
+        waits for that."""
+        ranks, patience = sorted((sender, receiver)), timedelta(seconds=PATIENCE_S)
+        handle = dist.new_group(ranks, timeout=patience, backend=backend)
+        if self.rank not in ranks:
+            return None
+        peer = sender if self.rank == receiver else receiver
+        carrier = GroupCarrier(handle, peer, self.depth, self.processes, backend != "gloo")
+        number = torch.zeros(1, device=self.device)
+        if self.rank == receiver:
+            carrier.fill(number)
+        else:
+            carrier.send(number)
+            carrier.close()
+            carrier.num_bytes = 0
+        return carrier
 
-def connect_edge(
-    edge: tuple[int, int],
-    rank: int,
-    form: MessageForm,
-    depth: int,
-    capacity: int,
-    headers: str | None,
-    processes: Processes,
-    device: torch.device,
-    apart: str | None = None,
-) -> tuple[Sender | None, Receiver | None]:
-    """This rank's end of an edge (sender, receiver), which gets a process group of its own. All
-    ranks must call it together. At most `depth` messages are under way; in shared memory, as many
-    as fit into `capacity` bytes. Messages go through `headers`, gloo or shared_memory. Payloads are
-    for `device`; with `apart` they go by process groups of that backend."""
-    handle = dist.new_group([min(edge), max(edge)], backend="gloo")
-    sends, receives = None, None
-    if apart is not None:
-        sends, receives = connect_tensors(edge, rank, device, apart, depth, processes)
-    if rank not in edge:
-        return None, None
-    peer = edge[1] if rank == edge[0] else edge[0]
-    is_shared = headers == "shared_memory"
-    ring = SharedRing(handle, peer, capacity, processes, rank == edge[1]) if is_shared else None
-    if rank == edge[0]:
-        writer = ring or TensorSender(handle, peer, MOST_TENSORS * depth, processes, wait_for)
-        return ChannelSender(form, writer, sends), None
-    filler = ring or TensorReceiver(handle, peer, processes, wait_for)
-    payloads = None if receives is None else receives.fill
-    return None, ChannelReceiver(form, filler.fill, device, payloads)
+    def ring(self, grid: StageGrid) -> Ends:
+        """This rank's ends of a ring along the edges of `grid`. Those of a rank in no stage lead
+        nowhere."""
+        inbound: Receiver | None = None
+        outbound: Sender | None = None
+        for edge in grid.edges():
+            sender, receiver = self.edge(*edge, self.form, self.apart)
+            outbound, inbound = outbound or sender, inbound or receiver
+        if inbound is None or outbound is None:
+            loop = Loopback()
+            return Ends(loop, loop)
+        return Ends(inbound, outbound)
 
 
 def time_round(

@@ -1,7 +1,7 @@
 """Messages from one rank to another, in order: numbers, and a tensor of hidden states behind them.
 
-Owns the form of a message and both ends of a channel. Nothing is pickled. `pipeline` and
-`pipelined_run` give the kinds their meaning.
+Owns the form of a message and both ends of a channel. Nothing is pickled. `pipeline` gives the
+kinds their meaning.
 
 A rank that waits for a peer which has ended raises `PeerLost`, and so does one that waits for
 longer than PATIENCE_S.
@@ -9,11 +9,13 @@ longer than PATIENCE_S.
 
 from __future__ import annotations
 
+import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from queue import SimpleQueue
+from queue import Queue, SimpleQueue
+from threading import Thread
 from typing import NamedTuple, Protocol
 
 import torch
@@ -47,10 +49,6 @@ class Message:
     status: int = 0
     words: tuple[int, ...] = ()
     payload: Tensor | None = None
-
-    def on_host(self) -> Message:
-        """The same with its payload in the memory of the host."""
-        return self if self.payload is None else replace(self, payload=to_host(self.payload))
 
 
 def words_of(values: Iterable[float]) -> tuple[int, ...]:
@@ -101,15 +99,18 @@ class Traffic(NamedTuple):
         return Traffic(*(now - before for now, before in zip(self, earlier, strict=True)))
 
 
-class Sender(Protocol):
+class Sender:
+    """One end of a channel. What a subclass does not say has nothing to do."""
+
     @property
-    def traffic(self) -> Traffic: ...
+    def traffic(self) -> Traffic:
+        return Traffic()
 
     def send(self, message: Message) -> None:
         """Returns before the receiver has the message, unless too many are under way."""
 
     def close(self) -> None:
-        """Wait until everything is sent."""
+        """Wait until everything is sent. There may be nothing to wait for."""
 
 
 class Receiver(Protocol):
@@ -125,36 +126,33 @@ class Ends:
     outbound: Sender
 
 
-class TensorWriter(Protocol):
-    """What carries tensors to the peer."""
+class Carrier(Protocol):
+    """One end of what carries tensors between two ranks."""
 
-    num_bytes: int
+    num_bytes: int  # that were sent
 
     def send(self, tensor: Tensor) -> None:
         """Returns before the peer has it, unless too many are under way."""
+
+    def fill(self, tensor: Tensor) -> None:
+        """Receive into `tensor`. Waits until it is in the memory of this rank."""
 
     def close(self) -> None:
         """Wait until everything is sent."""
 
 
-Fill = Callable[[Tensor], None]
-"""Fills a tensor with what comes next through a channel."""
-
-
-class ChannelSender:
+class ChannelSender(Sender):
     """Payloads that are on a GPU are copied through the memory of the host, unless `payloads`
     carries them from device to device, apart from their headers."""
 
-    def __init__(
-        self, form: MessageForm, writer: TensorWriter, payloads: TensorWriter | None = None
-    ) -> None:
+    def __init__(self, form: MessageForm, writer: Carrier, payloads: Carrier | None = None) -> None:
         self.form, self.writer, self.payloads = form, writer, payloads
+        self.carriers = [each for each in (writer, payloads) if each is not None]
         self._num_messages = 0
 
     @property
     def traffic(self) -> Traffic:
-        apart = 0 if self.payloads is None else self.payloads.num_bytes
-        return Traffic(self._num_messages, self.writer.num_bytes + apart)
+        return Traffic(self._num_messages, sum(each.num_bytes for each in self.carriers))
 
     def send(self, message: Message) -> None:
         for tensor in self.form.numbers(message):
@@ -166,9 +164,8 @@ class ChannelSender:
         self._num_messages += 1
 
     def close(self) -> None:
-        self.writer.close()
-        if self.payloads is not None:
-            self.payloads.close()
+        for carrier in self.carriers:
+            carrier.close()
 
 
 @dataclass(frozen=True)
@@ -176,17 +173,17 @@ class ChannelReceiver:
     """Payloads arrive on `device`: by `payloads` if they go apart from their headers."""
 
     form: MessageForm
-    fill: Fill
+    reader: Carrier
     device: torch.device
-    payloads: Fill | None = None
+    payloads: Carrier | None = None
 
     def receive(self) -> Message:
         header = torch.empty(NUM_FIELDS + self.form.num_words, dtype=torch.int64)
-        self.fill(header)
+        self.reader.fill(header)
         kind, run, status, rows, tokens, num_words, *words = header.tolist()
         if num_words > self.form.num_words:
             others = torch.empty(num_words - self.form.num_words, dtype=torch.int64)
-            self.fill(others)
+            self.reader.fill(others)
             words += others.tolist()
         payload = self._payload((rows, tokens, self.form.width)) if rows * tokens else None
         return Message(Kind(kind), run, status, tuple(words[:num_words]), payload)
@@ -194,10 +191,10 @@ class ChannelReceiver:
     def _payload(self, shape: tuple[int, ...]) -> Tensor:
         if self.payloads is not None:
             payload = torch.empty(shape, dtype=self.form.dtype, device=self.device)
-            self.payloads(payload)
+            self.payloads.fill(payload)
             return payload
         payload = torch.empty(shape, dtype=self.form.dtype)
-        self.fill(payload)
+        self.reader.fill(payload)
         return to_device(payload, self.device)
 
 
@@ -219,35 +216,85 @@ class SharedReceiver:
         return message
 
 
-class Nowhere:
-    """The outbound end of a rank whose answers its first rank sends."""
+@dataclass(frozen=True)
+class Link:
+    """A message occupies the link for its bytes over `bytes_per_s`, and arrives `delay_s` after
+    that. None: without limit."""
 
-    traffic = Traffic()
+    delay_s: float = 0.0
+    bytes_per_s: float | None = None
+
+    def seconds(self, num_bytes: int) -> float:
+        """How long a message of that size occupies the link."""
+        return 0.0 if self.bytes_per_s is None else num_bytes / self.bytes_per_s
+
+
+class DelayedSender(Sender):
+    """Sends through `sender`, which only its thread uses, as if over `link`."""
+
+    def __init__(self, sender: Sender, link: Link, form: MessageForm) -> None:
+        self.sender, self.link, self.form = sender, link, form
+        self._free_at, self._error = 0.0, list[RuntimeError]()
+        self._queue: Queue[tuple[float, Message]] = Queue()
+        Thread(target=self._run, name="emulated link", daemon=True).start()
+
+    @property
+    def traffic(self) -> Traffic:
+        return self.sender.traffic
 
     def send(self, message: Message) -> None:
-        """It is not sent."""
+        self._raise()
+        payload = message.payload
+        num_tokens = 0 if payload is None else payload.shape[0] * payload.shape[1]
+        num_bytes = self.form.num_bytes(num_tokens, len(message.words))
+        begin = max(time.perf_counter(), self._free_at)
+        self._free_at = begin + self.link.seconds(num_bytes)
+        on_host = replace(message, payload=None if payload is None else to_host(payload))
+        self._queue.put((self._free_at + self.link.delay_s, on_host))
 
     def close(self) -> None:
-        """There is nothing to wait for."""
+        self._queue.join()
+        self._raise()
+        self.sender.close()
+
+    def _run(self) -> None:
+        while True:
+            due_s, message = self._queue.get()
+            time.sleep(max(0.0, due_s - time.perf_counter()))
+            try:
+                if not self._error:
+                    self.sender.send(message)
+            except RuntimeError as error:
+                self._error.append(error)
+            self._queue.task_done()
+
+    def _raise(self) -> None:
+        if self._error:
+            raise self._error[0]
 
 
-class Loopback:
+class Nowhere(Sender):
+    """The outbound end of a rank whose answers its first rank sends."""
+
+
+class Loopback(Sender):
     """Both ends of a channel from a rank to itself: of a ring of one stage, or between two of its
     threads. Nothing is copied."""
 
     def __init__(self) -> None:
         self._messages: SimpleQueue[Message] = SimpleQueue()
-        self.traffic = Traffic()
+        self._num_messages = 0
+
+    @property
+    def traffic(self) -> Traffic:
+        return Traffic(self._num_messages)
 
     def send(self, message: Message) -> None:
         self._messages.put(message)
-        self.traffic = Traffic(self.traffic.num_messages + 1)
+        self._num_messages += 1
 
     def receive(self) -> Message:
         return self._messages.get()
-
-    def close(self) -> None:
-        """There is nothing to wait for."""
 
 
 def to_host(tensor: Tensor) -> Tensor:

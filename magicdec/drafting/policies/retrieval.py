@@ -19,7 +19,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from magicdec.config.sections import KVSection
 from magicdec.drafting.block_choice import add_mean_keys, score_blocks
 from magicdec.drafting.block_kv import BLOCK, BlockKV, BlockSelection
 from magicdec.drafting.draft_kv import AcceptedPath, DraftKV
@@ -35,10 +34,6 @@ HIDDEN = -1e30  # score of a block that may not be chosen
 class Retrieval(BlockSelection):
     """Blocks are scored by the attention of the newest query to their mean keys: the softmax over
     blocks, summed over the query heads of a KV head."""
-
-    @classmethod
-    def build(cls, kv: KVSection) -> Retrieval:
-        return cls(kv.num_sink_tokens, kv.num_recent_tokens, kv.budget)
 
     @property
     def observed_tokens(self) -> int:
@@ -87,20 +82,19 @@ class RetrievedBlocks(BlockKV):
     def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> None:
         self._add_means(requests)
 
-    def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> Tensor:
+    def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> tuple[Tensor, Tensor]:
         """Softmax over the complete blocks of mean key . query / sqrt(D)."""
+        index = torch.arange(len(rows), device=self.runner.device)
+        if self.runner.executor is not None:
+            complete = [length // BLOCK for length in committed.bounds]
+            scores = score_blocks(self._query, self._mean_keys, rows.index, complete, num_blocks)
+            return scores, index
         keys = self._mean_keys[:, rows.index, :, :num_blocks]  # [L, B, G, blocks, D]
         query = self._query[:, rows.index] * keys.shape[-1] ** -0.5  # [L, B, G, H/G, D]
         block = torch.arange(num_blocks, device=keys.device)
         is_partial = block >= (committed.tensor // BLOCK).view(-1, 1, 1, 1)  # [B, 1, 1, blocks]
-        return (query @ keys.mT).masked_fill(is_partial, HIDDEN).softmax(dim=-1).sum(dim=3)
-
-    def native_scores(
-        self, rows: BatchRows, committed: Lengths, num_blocks: int
-    ) -> tuple[Tensor, Tensor]:
-        complete = [length // BLOCK for length in committed.bounds]
-        scores = score_blocks(self._query, self._mean_keys, rows.index, complete, num_blocks)
-        return scores, torch.arange(len(rows))
+        weights = (query @ keys.mT).masked_fill(is_partial, HIDDEN).softmax(dim=-1)
+        return weights.sum(dim=3), index
 
     def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
         """Keep the query of the last committed token that a verification showed."""

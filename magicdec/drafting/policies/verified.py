@@ -34,10 +34,6 @@ class VerifiedKV(BlockSelection):
     needs_weights: ClassVar[bool] = True
 
     @classmethod
-    def build(cls, kv: KVSection) -> VerifiedKV:
-        return cls(kv.num_sink_tokens, kv.num_recent_tokens, kv.budget)
-
-    @classmethod
     def check(cls, kv: KVSection, num_draft_tokens: int, flag: str | None) -> None:
         super().check(kv, num_draft_tokens, flag)
         if num_draft_tokens >= MOST_WATCHED:
@@ -88,12 +84,7 @@ class WeighedBlocks(BlockKV):
     def state(self) -> list[Tensor]:
         return [self._weights]
 
-    def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> Tensor:
-        return self._weights[:, rows.index, :, :num_blocks]
-
-    def native_scores(
-        self, rows: BatchRows, committed: Lengths, num_blocks: int
-    ) -> tuple[Tensor, Tensor]:
+    def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> tuple[Tensor, Tensor]:
         return self._weights, rows.index
 
     def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:

@@ -17,11 +17,12 @@ from safetensors import safe_open
 from torch import Tensor
 
 from magicdec.model.checkpoint.weight_files import (
+    Index,
     SafetensorsWeights,
     StoredTensor,
     WeightSource,
 )
-from magicdec.model.checkpoint.weight_map import Piece
+from magicdec.model.checkpoint.weight_map import read_index
 
 INDEX = "model.safetensors.index.json"
 CHUNKS = "chunks"  # the key in the index's metadata that only an index of chunks has
@@ -41,39 +42,33 @@ class ChunkedWeights(WeightSource):
     and when a tensor is read whose file is not here.
     """
 
-    def __init__(self, index: Path, table: dict[str, Any]) -> None:
+    def __init__(self, index: Path, chunks: dict[str, Any]) -> None:
         super().__init__(index)
-        self.index = index
         try:
-            chunks = table["metadata"][CHUNKS]
-            self.fingerprint, self.model_sha256 = (
-                str(chunks[FINGERPRINT]),
-                str(chunks[MODEL_SHA256]),
-            )
-            self.layers = str(chunks["layers"])
-            for name, file in table["weight_map"].items():
+            self.fingerprint, self.layers = str(chunks[FINGERPRINT]), str(chunks["layers"])
+            self.model_sha256 = str(chunks[MODEL_SHA256])
+            for name, file in read_index(index).items():
                 header = chunks["tensors"][name]
                 shape = tuple(map(int, header["shape"]))
                 self.tensors[name] = StoredTensor(shape, str(header["dtype"]), index.parent / file)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise ValueError(f"{index}: not an index of chunks ({error!r})") from None
-        files = {tensor.file for tensor in self.tensors.values() if tensor.file is not None}
-        self._opened = {file: self._open(file) for file in sorted(files) if file.is_file()}
+        self._opened: dict[Path | None, SafetensorsWeights] = {}  # those that are here
+        for path in sorted({index.parent / file for file in read_index(index).values()}):
+            if path.is_file():
+                self._opened[path] = self._open(path)
 
-    def read(self, piece: Piece) -> Tensor:
-        self.check_present([piece.name])
-        return self._opened[self._file_of(piece.name)].read(piece)
-
-    def _file_of(self, name: str) -> Path:
-        return self.tensors[name].file or self.index
+    def read(self, name: str, index: Index = ()) -> Tensor:
+        self.check_present([name])
+        return self._opened[self.tensors[name].file].read(name, index)
 
     def check_present(self, names: Iterable[str]) -> None:
         """Raises ValueError naming the first file of these tensors that is not here."""
         for name in names:
-            if self._file_of(name) not in self._opened:
+            if self.where(name) not in self._opened:
                 raise ValueError(
-                    f"{self._file_of(name)} is not on this host; it has {name}. The chunks were "
-                    f"made with --layer_split {self.layers}"
+                    f"{self.where(name)} is not on this host; it has {name}. The chunks were made "
+                    f"with --layer_split {self.layers}"
                 )
 
     def _open(self, file: Path) -> SafetensorsWeights:
@@ -82,11 +77,11 @@ class ChunkedWeights(WeightSource):
             fingerprint = (handle.metadata() or {}).get(FINGERPRINT)
         if fingerprint != self.fingerprint:
             raise ValueError(
-                f"{file}: a chunk of another model or of another split than {self.index.name} says"
+                f"{file}: a chunk of another model or of another split than {INDEX} says"
             )
         for name, tensor in weights.tensors.items():
             if tensor != self.tensors.get(name):
-                raise ValueError(f"{file}: {name} is not the tensor that {self.index.name} lists")
+                raise ValueError(f"{file}: {name} is not the tensor that {INDEX} lists")
         return weights
 
 
@@ -94,8 +89,7 @@ def open_chunks(path: Path) -> ChunkedWeights | None:
     """The chunks in a directory; None if it holds no index of chunks."""
     index = path / INDEX
     try:
-        table = json.loads(index.read_text(encoding="utf-8"))
-        is_chunked = CHUNKS in table["metadata"]
+        chunks = json.loads(index.read_text(encoding="utf-8"))["metadata"][CHUNKS]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None  # whoever reads the directory in another way says what is wrong with it
-    return ChunkedWeights(index, table) if is_chunked else None
+    return ChunkedWeights(index, chunks)

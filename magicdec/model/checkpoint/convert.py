@@ -9,10 +9,9 @@ not know of command lines.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import struct
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -23,19 +22,15 @@ import torch
 from torch import Tensor
 
 from magicdec.files import complete_file, hash_file
-from magicdec.model.checkpoint.gpt_fast import GptFastWeights
 from magicdec.model.checkpoint.quantization import QuantizedWeights
-from magicdec.model.checkpoint.source import ModelSource, check_weights, find_model
+from magicdec.model.checkpoint.source import ModelSource, find_model
 from magicdec.model.checkpoint.weight_files import (
-    GPT_FAST_NAME,
     TORCH_NAMES,
-    WEIGHT_FILES,
-    PthWeights,
     StoredTensor,
     WeightSource,
+    row_spans,
 )
-from magicdec.model.checkpoint.weight_map import SCALE, Piece
-from magicdec.model.families.hf_config import load_model_config
+from magicdec.model.checkpoint.weight_map import SCALE
 from magicdec.records.writing import to_json, write_text
 
 # Files that a checkpoint needs besides its weights; copied when the output is in another directory.
@@ -44,7 +39,6 @@ COMPANIONS = (
     *("tokenizer.json", "tokenizer.model", "original/tokenizer.model", "tokenizer_config.json"),
 )
 SAFETENSORS_NAMES = {name: code for code, name in TORCH_NAMES.items()}
-READ_ELEMENTS = 1 << 22  # elements of a tensor in memory at a time
 MANIFEST_VERSION = 1
 FLAG = "--out"  # names what is written
 
@@ -53,30 +47,10 @@ Tensors = Mapping[str, StoredTensor]
 
 
 def find_checkpoint(flag: str, directory: Path) -> ModelSource:
-    """The checkpoint in `directory`: one that can be run, or a `model.pth` in the gpt-fast layout.
-
-    Raises ValueError in the same cases as `find_model`.
-    """
+    """The checkpoint in `directory`. Raises ValueError in the same cases as `find_model`."""
     if not directory.is_dir():
         raise ValueError(f"{flag} {directory} is not a directory; name one that holds a checkpoint")
-    pth = directory / "model.pth"
-    others = [name for name in WEIGHT_FILES if name != pth.name and (directory / name).exists()]
-    if others or not pth.exists() or not _is_gpt_fast(pth):
-        return find_model(flag, str(directory.resolve()))  # never a packaged model of that name
-    config = load_model_config(directory)
-    weights = GptFastWeights(pth, config)
-    check_weights(config, weights)
-    return ModelSource(config.name, config, weights, directory, is_random=False)
-
-
-def _is_gpt_fast(path: Path) -> bool:
-    """Whether the file has the gpt-fast layout. False for a broken file, so that `find_model` reads
-    it and reports the error."""
-    try:
-        names = PthWeights(path, gpt_fast=True).tensors
-    except ValueError:
-        return False
-    return any(GPT_FAST_NAME.fullmatch(name) for name in names)
+    return find_model(flag, str(directory.resolve()))  # never a packaged model of that name
 
 
 def quantized(source: ModelSource) -> ModelSource:
@@ -170,17 +144,9 @@ def _write_safetensors(
         handle.write(header)
         for name, (shape, dtype, _) in tensors.items():
             progress(name)
-            for piece in row_parts(name, shape):
-                handle.write(raw_bytes(source.read(piece).to(_dtype(dtype))))
-        _sync(handle)
+            for rows in row_spans((0, shape[0]), prod(shape[1:])):
+                handle.write(raw_bytes(source.read(name, (slice(*rows),)).to(_dtype(dtype))))
     return len(header)
-
-
-def row_parts(name: str, shape: tuple[int, ...]) -> Iterator[Piece]:
-    """Pieces of a tensor in stored order, each with a bounded number of elements."""
-    step = max(READ_ELEMENTS // max(prod(shape[1:]), 1), 1)
-    for first in range(0, shape[0], step):
-        yield Piece(name, (first, min(first + step, shape[0])), None, shape)
 
 
 def raw_bytes(tensor: Tensor) -> memoryview:
@@ -213,9 +179,7 @@ def _write_pth(path: Path, flat: Path, start: int, tensors: Tensors) -> None:
         mapped = np.memmap(flat, np.uint8, "r+", start, (size,))
         saved[name] = torch.from_numpy(mapped).view(_dtype(dtype)).view(shape)
         start += size
-    with path.open("wb") as handle:
-        torch.save(saved, handle)
-        _sync(handle)
+    torch.save(saved, path)
 
 
 def manifest_path(file: Path) -> Path:
@@ -224,27 +188,20 @@ def manifest_path(file: Path) -> Path:
 
 def find_damage(file: Path) -> str | None:
     """One line that says how `file` differs from its manifest; None if it does not. Raises
-    ValueError naming the manifest when it is missing, unreadable or of another version."""
+    ValueError naming the manifest when it is missing or unreadable, or the file when it is not
+    there."""
     path = manifest_path(file)
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-        if manifest["version"] != MANIFEST_VERSION:
-            raise ValueError(f"version {manifest['version']}, expected {MANIFEST_VERSION}")
         size, sha256 = manifest["size"], manifest["sha256"]
+        found = file.stat().st_size
     except OSError as error:
-        raise ValueError(
-            f"{path}: {error.strerror}; without it {file.name} cannot be verified"
-        ) from None
+        raise ValueError(f"{error.filename}: {error.strerror}; nothing can be verified") from None
     except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ValueError(f"{path}: not a manifest ({error})") from None
-    try:
-        if file.stat().st_size != size:
-            return f"{file} has {file.stat().st_size} bytes, its manifest says {size}"
-        if hash_file(file) != sha256:
-            return f"{file}: its sha256 differs from the manifest's"
-    except OSError as error:
-        return f"{file}: {error.strerror}"
-    return None
+    if found != size:
+        return f"{file} has {found} bytes, its manifest says {size}"
+    return None if hash_file(file) == sha256 else f"{file}: its sha256 differs from the manifest's"
 
 
 def copy_companions(source: ModelSource, directory: Path) -> None:
@@ -255,11 +212,6 @@ def copy_companions(source: ModelSource, directory: Path) -> None:
         if theirs.is_file() and not ours.exists():
             ours.parent.mkdir(exist_ok=True)
             shutil.copyfile(theirs, ours)
-
-
-def _sync(handle: Any) -> None:
-    handle.flush()
-    os.fsync(handle.fileno())
 
 
 def _dtype(name: str) -> torch.dtype:

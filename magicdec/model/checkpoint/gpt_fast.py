@@ -10,14 +10,11 @@ D/2, 1, D/2 + 1, ...).
 from __future__ import annotations
 
 import re
-from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from magicdec.model.checkpoint.weight_files import PthWeights, WeightSource
-from magicdec.model.checkpoint.weight_map import Piece
+from magicdec.model.checkpoint.weight_files import Index, WeightSource
 from magicdec.model.config import ModelConfig
 
 TOP = {
@@ -35,16 +32,16 @@ LAYER = {
 }
 NAME = re.compile(r"layers\.(\d+)\.(.+)\.(weight|bias)")
 FUSED = "attention.wqkv"
+KNOWN = re.compile(r"layers\.\d+\.attention\.wqkv\.weight|tok_embeddings\.weight")
 
 
 class GptFastWeights(WeightSource):
-    """A `WeightSource` that reads such a file. Raises ValueError naming the file for tensors that
-    are not part of the layout, and for a fused matrix that does not have the config's size."""
+    """The tensors of such a file. Raises ValueError naming the file for tensors that are not part
+    of the layout, and for a fused matrix that does not have the config's size."""
 
-    def __init__(self, path: Path, config: ModelConfig) -> None:
-        super().__init__(path)
-        self.config = config
-        self._file = PthWeights(path, gpt_fast=True)
+    def __init__(self, source: WeightSource, config: ModelConfig) -> None:
+        super().__init__(source.path)
+        self.source, self.config = source, config
         size, kv_size = config.head_dim * config.num_heads, config.head_dim * config.num_kv_heads
         # For q, k and v: first row in the fused matrix, number of rows, whether they are reordered.
         self._parts = {
@@ -54,7 +51,7 @@ class GptFastWeights(WeightSource):
         }
         # Hugging Face name -> (stored name, key of `_parts` or None for the whole tensor).
         self._places: dict[str, tuple[str, str | None]] = {}
-        for stored_name, stored in self._file.tensors.items():
+        for stored_name, stored in source.tensors.items():
             rows, *others = stored.shape
             for name, part in self._names_of(stored_name, rows).items():
                 self._places[name] = stored_name, part
@@ -80,18 +77,21 @@ class GptFastWeights(WeightSource):
             )
         return {f"{prefix}.self_attn.{part}.{match[3]}": part for part in self._parts}
 
-    def read(self, piece: Piece) -> Tensor:
-        """The slice `piece` in the stored dtype, with rows in Hugging Face's order."""
-        stored_name, part = self._places[piece.name]
-        stored = self._file.tensors[stored_name].shape
+    def read(self, name: str, index: Index = ()) -> Tensor:
+        """Rows are in Hugging Face's order."""
+        stored_name, part = self._places[name]
         if part is None:
-            return self._file.read(replace(piece, name=stored_name, full_shape=stored))
-        first, _, is_reordered = self._parts[part]
-        rows = torch.arange(*piece.rows)
+            return self.source.read(stored_name, index)
+        first, count, is_reordered = self._parts[part]
+        rows = torch.arange(count)[index[:1]]
         if is_reordered:
             rows = paired_rows(rows, self.config.head_dim)
-        everything = replace(piece, name=stored_name, rows=(0, stored[0]), full_shape=stored)
-        return self._file.read(everything)[first + rows]
+        return self.source.read(stored_name, (slice(None), *index[1:]))[first + rows]
+
+
+def is_gpt_fast(source: WeightSource) -> bool:
+    """Whether the names are of this layout."""
+    return any(KNOWN.fullmatch(name) for name in source.tensors)
 
 
 def paired_rows(rows: Tensor, head_dim: int) -> Tensor:

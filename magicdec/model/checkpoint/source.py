@@ -8,7 +8,7 @@ missing, have the wrong shape, not belong to the model or have an unsupported dt
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,13 +17,15 @@ from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.chunks import ChunkedWeights, open_chunks
+from magicdec.model.checkpoint.gpt_fast import GptFastWeights, is_gpt_fast
 from magicdec.model.checkpoint.quantization import QuantizedWeights, check_range, holds_int8
-from magicdec.model.checkpoint.random_weights import TILE_ROWS, RandomWeights
+from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.checkpoint.weight_files import (
     BodyWeights,
     StoredTensor,
     WeightSource,
     open_weights,
+    row_spans,
 )
 from magicdec.model.checkpoint.weight_map import (
     SCALE,
@@ -35,14 +37,13 @@ from magicdec.model.checkpoint.weight_map import (
 )
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.family import find_family
-from magicdec.model.families.hf_config import load_model_config
 from magicdec.model.linear.packed import Int8Linear
 from magicdec.model.presets.presets import (
     DEMO_DIRECTORIES,
-    PRESETS,
     RANDOM_PREFIX,
     WEIGHT_SUFFIXES,
     demo_directory,
+    find_config,
 )
 from magicdec.model.transformer import Transformer
 
@@ -64,8 +65,8 @@ def check_weights(config: ModelConfig, source: WeightSource) -> None:
     expected = expected_shapes(config, holds_int8(source))
     problems = _problems(config, source, expected)
     if problems:
-        file = source.where(problems[0][0]) or config.name
-        listing = "; ".join(text for _, text in problems[:PROBLEMS_SHOWN])
+        file = source.where(next(iter(problems))) or config.name
+        listing = "; ".join([f"{name} {what}" for name, what in problems.items()][:PROBLEMS_SHOWN])
         more = len(problems) - PROBLEMS_SHOWN
         rest = f"; and {more} more" if more > 0 else ""
         raise ValueError(f"{file}: the weights do not fit the config: {listing}{rest}")
@@ -77,51 +78,45 @@ def _check_dtypes(source: WeightSource, expected: Collection[str]) -> None:
     neither int8 nor float32 as int8 weights and their scales must be. Integer weights without
     scales are refused, because their values are unknown."""
     for name in expected:
-        dtype, wanted = source.tensors[name].dtype, ""
+        dtype, expected_dtype = source.tensors[name].dtype, ""
         if name.endswith(SCALE):
-            wanted = "float32"
+            expected_dtype = "float32"
         elif name + SCALE in expected:
-            wanted = "int8"
-        if dtype == wanted or (not wanted and dtype.startswith(("float", "bfloat"))):
+            expected_dtype = "int8"
+        if dtype == expected_dtype or (
+            not expected_dtype and dtype.startswith(("float", "bfloat"))
+        ):
             continue
         advice = "choose a checkpoint of floating-point weights"
-        if wanted:
-            advice = f"in a checkpoint of int8 weights it must be {wanted}"
+        if expected_dtype:
+            advice = f"in a checkpoint of int8 weights it must be {expected_dtype}"
         raise ValueError(f"{source.where(name)}: tensor {name} is stored as {dtype}; {advice}")
 
 
 def _problems(
     config: ModelConfig, source: WeightSource, expected: Mapping[str, tuple[int, ...]]
-) -> list[tuple[str, str]]:
-    """(tensor, description of the problem) for every faulty tensor, missing ones first."""
+) -> dict[str, str]:
+    """What is wrong with each faulty tensor, missing ones first."""
     stored = {name: tensor.shape for name, tensor in source.tensors.items()}
-    missing = [
-        (name, f"{name} is missing, expected shape {shape}")
-        for name, shape in expected.items()
-        if name not in stored
-    ]
-    misshapen = [
-        (name, f"{name} has shape {stored[name]}, expected {shape}")
-        for name, shape in expected.items()
-        if name in stored and stored[name] != shape
-    ]
     # Rotary frequencies and masks that old checkpoints store, and a stored copy of a tied head.
     buffers = find_family(config.architecture).buffers
     tied_head = "lm_head.weight" if config.tie_word_embeddings else None
-    unexpected = [
-        (name, f"{name} of shape {shape} is not part of the model")
-        for name, shape in stored.items()
-        if name not in expected and name != tied_head and not name.endswith(buffers)
-    ]
-    return missing + misshapen + unexpected
+    missing, misshapen, unexpected = {}, {}, {}
+    for name, shape in expected.items():
+        if name not in stored:
+            missing[name] = f"is missing, expected shape {shape}"
+        elif stored[name] != shape:
+            misshapen[name] = f"has shape {stored[name]}, expected {shape}"
+    for name, shape in stored.items():
+        if name not in expected and name != tied_head and not name.endswith(buffers):
+            unexpected[name] = f"of shape {shape} is not part of the model"
+    return missing | misshapen | unexpected
 
 
 CHOICES = (
     "demo, demo-draft, random:<preset>, a Hugging Face directory, a model's name on the Hugging "
     "Face hub (owner/name), or a .safetensors/.pth/.bin file beside its config.json"
 )
-# Elements read at a time, which bounds the extra memory while loading.
-READ_ELEMENTS = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -154,17 +149,14 @@ def find_model(flag: str, name: str, is_part: bool = False) -> ModelSource:
     `is_part`, chunks of a checkpoint may be absent that other hosts have; `check_part` then says
     whether a stage's are here.
     """
-    path = Path(name).expanduser()
+    path = demo_directory(name) if name in DEMO_DIRECTORIES else Path(name).expanduser()
     if name.startswith(RANDOM_PREFIX):
-        source = _random_model(flag, name)
-    elif name in DEMO_DIRECTORIES:
-        source = _packaged_model(flag, name)
-    elif path.is_dir():
-        source = _stored_model(path, path)
-    elif path.suffix in WEIGHT_SUFFIXES:
-        if not path.is_file():
-            raise ValueError(f"{flag} {name!r} does not exist; choose from {CHOICES}")
-        source = _stored_model(path.parent, path)
+        config = find_config(flag, name)
+        weights = RandomWeights(expected_shapes(config))
+        source = ModelSource(name, config, weights, tokenizer_directory=None, is_random=True)
+    elif path.is_dir() or (path.is_file() and path.suffix in WEIGHT_SUFFIXES):
+        config, directory = find_config(flag, name), path if path.is_dir() else path.parent
+        source = ModelSource(config.name, config, _stored(path, config), directory, is_random=False)
     else:
         raise ValueError(f"{flag} {name!r} is not known; choose from {CHOICES}")
     check_weights(source.config, source.weights)
@@ -225,59 +217,26 @@ def load_transformer(
 def _fill(tensor: Tensor, pieces: list[Piece], source: WeightSource) -> None:
     """Copy the pieces into `tensor` one below the other, a bounded number of elements at a time."""
     filled = 0
-    for piece in (part for whole in pieces for part in _parts(whole)):
-        values = source.read(piece)
-        assert values.is_floating_point() == tensor.is_floating_point(), "find_model checks dtypes"
-        if values.dtype == torch.int8:
-            check_range(f"{source.where(piece.name)}: {piece.name}", values)
-        tensor[filled : filled + len(values)].copy_(values)
-        filled += len(values)
+    for piece in pieces:
+        for rows in row_spans(piece.rows, piece.width):
+            values = source.read(piece.name, replace(piece, rows=rows).stored)
+            assert values.is_floating_point() == tensor.is_floating_point(), "dtypes are checked"
+            if values.dtype == torch.int8:
+                check_range(f"{source.where(piece.name)}: {piece.name}", values)
+            values = values.T if piece.transposed else values
+            tensor[filled : filled + len(values)].copy_(values)
+            filled += len(values)
     assert filled == len(tensor), "the pieces fill the parameter"
 
 
-def _parts(piece: Piece) -> Iterator[Piece]:
-    """Divide the piece by rows at multiples of the random weights' tile height, so that no tile is
-    generated twice."""
-    step = max(READ_ELEMENTS // piece.width // TILE_ROWS, 1) * TILE_ROWS
-    first, end = piece.rows
-    while first < end:
-        last = min((first // step + 1) * step, end)
-        yield replace(piece, rows=(first, last))
-        first = last
-
-
-def _random_model(flag: str, name: str) -> ModelSource:
-    preset = PRESETS.get(name.removeprefix(RANDOM_PREFIX))
-    if preset is None:
-        raise ValueError(
-            f"{flag} {name!r} names no preset; choose from "
-            + ", ".join(RANDOM_PREFIX + key for key in PRESETS)
-        )
-    weights = RandomWeights(expected_shapes(preset.config))
-    return ModelSource(name, preset.config, weights, tokenizer_directory=None, is_random=True)
-
-
-def _packaged_model(flag: str, name: str) -> ModelSource:
-    directory = demo_directory(name)
-    if not directory.is_dir():
-        raise ValueError(
-            f"{flag} {name!r}: this installation lacks the packaged model {directory}; "
-            "install the package again or run scripts/train_demo.py"
-        )
-    source = _stored_model(directory, directory)
-    return replace(source, name=name, config=replace(source.config, name=name))
-
-
-def _stored_model(directory: Path, weights: Path) -> ModelSource:
-    try:
-        config = load_model_config(directory)
-    except (ArithmeticError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{directory / 'config.json'}: not a model's config ({error})") from None
+def _stored(path: Path, config: ModelConfig) -> WeightSource:
+    """The weights of a directory or a file, whatever their format, by their names."""
+    source: WeightSource = open_chunks(path) or open_weights(path)
     body = find_family(config.architecture).body
-    stored: WeightSource = open_chunks(weights) or open_weights(weights)
-    is_bare = body and not any(name.startswith(body) for name in stored.tensors)
-    source = BodyWeights(stored, body) if is_bare else stored
-    return ModelSource(config.name, config, source, directory, is_random=False)
+    if is_gpt_fast(source):
+        return GptFastWeights(source, config)
+    is_bare = body and not any(name.startswith(body) for name in source.tensors)
+    return BodyWeights(source, body) if is_bare else source
 
 
 def fingerprint(source: ModelSource) -> str:
@@ -291,5 +250,5 @@ def fingerprint(source: ModelSource) -> str:
     for pieces in weight_map(config, Shard(), range(config.num_layers)).values():
         for piece in pieces:
             if len(piece.full_shape) == 1:
-                digest.update(source.weights.read(piece).float().numpy().tobytes())
+                digest.update(source.weights.read(piece.name).float().numpy().tobytes())
     return digest.hexdigest()

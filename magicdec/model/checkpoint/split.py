@@ -12,7 +12,6 @@ from pathlib import Path
 from magicdec.model.checkpoint.chunks import CHUNKS, FINGERPRINT, INDEX, MODEL_SHA256, chunk_name
 from magicdec.model.checkpoint.convert import (
     FLAG,
-    Tensors,
     check_disk,
     copy_companions,
     num_bytes,
@@ -48,16 +47,10 @@ def split_checkpoint(
         of_stage = {name: tensor for name, tensor in tensors.items() if name in pieces}
         write_checkpoint(file, source.weights, of_stage, progress, {FINGERPRINT: chunk_of})
         owner |= dict.fromkeys(of_stage, file.name)
+    listing = {name: {"shape": tensors[name].shape, "dtype": tensors[name].dtype} for name in owner}
     chunks = {FINGERPRINT: chunk_of, MODEL_SHA256: model_sha256, "layers": layers}
-    _write_index(out / INDEX, owner, tensors, chunks)
+    metadata = {"total_size": num_bytes(tensors), CHUNKS: {**chunks, "tensors": listing}}
+    index = {"metadata": metadata, "weight_map": owner}
+    write_text(FLAG, out / INDEX, to_json(index, indent=1) + "\n")
     copy_companions(source, out)
     return files
-
-
-def _write_index(
-    index: Path, owner: dict[str, str], tensors: Tensors, chunks: dict[str, str]
-) -> None:
-    listing = {name: {"shape": tensors[name].shape, "dtype": tensors[name].dtype} for name in owner}
-    metadata = {"total_size": num_bytes(tensors), CHUNKS: {**chunks, "tensors": listing}}
-    table = {"metadata": metadata, "weight_map": owner}
-    write_text(FLAG, index, to_json(table, indent=1) + "\n")

@@ -7,11 +7,8 @@ are read by torch's restricted loader.
 
 from __future__ import annotations
 
-import json
 import pickle
-import re
-from collections.abc import Collection
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,20 +16,27 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from magicdec.model.checkpoint.weight_map import Piece
+from magicdec.model.checkpoint.weight_map import Span, read_index
 
 # In the order in which a directory is searched: published formats before the converted one.
 WEIGHT_FILES = (
     *("model.safetensors", "model.safetensors.index.json"),
     *("pytorch_model.bin.index.json", "pytorch_model.bin", "model.pth"),
 )
-GPT_FAST_NAME = re.compile(r"layers\.\d+\.attention\.wqkv\.weight|tok_embeddings\.weight")
 # safetensors' names of the dtypes that torch has. Others are shown under safetensors' names.
 TORCH_NAMES = {
     **{"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"},
     **{"F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "BOOL": "bool", "U8": "uint8"},
     **{"I8": "int8", "I16": "int16", "I32": "int32", "I64": "int64"},
 }
+
+
+# Elements read at a time, which bounds the extra memory while loading and converting.
+READ_ELEMENTS = 1 << 24
+TILE_ROWS = 256  # random weights are made in tiles of so many rows
+
+Index = tuple[slice, ...]
+"""A slice of a tensor as it is stored. Dimensions that it leaves out are whole."""
 
 
 class StoredTensor(NamedTuple):
@@ -56,61 +60,92 @@ class WeightSource:
         """The file that holds `name`, or the one that should have it, for messages."""
         return self.tensors[name].file if name in self.tensors else self.path
 
-    def read(self, piece: Piece) -> Tensor:
+    def read(self, name: str, index: Index = ()) -> Tensor:
         """A slice of one tensor, on the CPU, in the stored dtype. From a file, it is a view of the
         mapped file, which is read when it is copied."""
         raise NotImplementedError
 
 
-class SafetensorsWeights(WeightSource):
-    """Tensors of one `.safetensors` file, or of the files a `model.safetensors.index.json` names.
+def row_spans(rows: Span, width: int) -> Iterator[Span]:
+    """`rows` of so many elements in parts of a bounded size, divided at multiples of TILE_ROWS, so
+    that no tile of random weights is generated twice."""
+    step = max(READ_ELEMENTS // max(width, 1) // TILE_ROWS, 1) * TILE_ROWS
+    first, end = rows
+    while first < end:
+        last = min((first // step + 1) * step, end)
+        yield first, last
+        first = last
 
-    Files are opened for each read. A rank therefore keeps no mapped pages of slices that it has
-    copied, and the object can be pickled. Raises ValueError naming the file when one is missing or
-    truncated or lacks a tensor that the index places in it.
-    """
+
+class FileWeights(WeightSource):
+    """Tensors of one file, or of the files that an index names. Raises ValueError naming the file
+    when one is missing or unreadable, or lacks a tensor that the index places in it."""
 
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         for file, names in _names_by_file(path).items():
-            with _open(file) as handle:
-                for name in _check_placed(names, dict.fromkeys(handle.keys()), file, path):
-                    header = handle.get_slice(name)
-                    dtype = TORCH_NAMES.get(header.get_dtype(), header.get_dtype())
-                    self.tensors[name] = StoredTensor(tuple(header.get_shape()), dtype, file)
+            stored = self.open(file)
+            missing = next((name for name in names if name not in stored), None)
+            if missing is not None:
+                raise ValueError(
+                    f"{file}: tensor {missing} is missing, though {path.name} places it there"
+                )
+            self.tensors |= {name: stored[name] for name in names or stored}
 
-    def read(self, piece: Piece) -> Tensor:
-        with _open(self.tensors[piece.name].file) as handle:
-            return _cut(handle.get_slice(piece.name), piece)
+    def open(self, file: Path) -> dict[str, StoredTensor]:
+        """All tensors of one file."""
+        raise NotImplementedError
 
 
-class PthWeights(WeightSource):
-    """Tensors of a `.pth` or `.bin` file, a dict from Hugging Face names to tensors, or of the
-    files that a `pytorch_model.bin.index.json` names; memory-mapped.
+class SafetensorsWeights(FileWeights):
+    """Tensors of `.safetensors` files.
 
-    Pages that were read count as resident memory, but they are file cache that the system may drop.
-    Raises ValueError naming the file when one is missing or unreadable, holds anything but tensors,
-    or lacks a tensor that the index places in it. A file in the gpt-fast layout is refused unless
-    `gpt_fast` is set; then the tensors have gpt-fast's names.
+    Files are opened for each read. A rank therefore keeps no mapped pages of slices that it has
+    copied, and the object can be pickled.
     """
 
-    def __init__(self, path: Path, gpt_fast: bool = False) -> None:
+    def open(self, file: Path) -> dict[str, StoredTensor]:
+        with _open(file) as handle:
+            headers = {name: handle.get_slice(name) for name in handle.keys()}  # noqa: SIM118
+            return {
+                name: StoredTensor(
+                    tuple(header.get_shape()),
+                    TORCH_NAMES.get(header.get_dtype(), header.get_dtype()),
+                    file,
+                )
+                for name, header in headers.items()
+            }
+
+    def read(self, name: str, index: Index = ()) -> Tensor:
+        with _open(self.tensors[name].file) as handle:
+            values: Tensor = handle.get_slice(name)[index or (slice(None),)]
+            return values
+
+
+class PthWeights(FileWeights):
+    """Tensors of `.pth` or `.bin` files, dicts from names to tensors; memory-mapped.
+
+    Pages that were read count as resident memory, but they are file cache that the system may drop.
+    Raises ValueError naming a file that holds anything but tensors.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._mapped: dict[Path | None, dict[str, Tensor]] = {}
         super().__init__(path)
-        self.gpt_fast = gpt_fast
-        self._mapped: dict[str, Tensor] = {}
-        for file, names in _names_by_file(path).items():
-            mapped = _load_tensors(file, gpt_fast)
-            for name in _check_placed(names, mapped, file, path):
-                self._mapped[name] = mapped[name]
-                dtype = str(mapped[name].dtype).removeprefix("torch.")
-                self.tensors[name] = StoredTensor(tuple(mapped[name].shape), dtype, file)
 
-    def __reduce__(self) -> tuple[type[PthWeights], tuple[Path | None, bool]]:
+    def open(self, file: Path) -> dict[str, StoredTensor]:
+        tensors = self._mapped[file] = _load_tensors(file)
+        return {
+            name: StoredTensor(tuple(tensor.shape), str(tensor.dtype).removeprefix("torch."), file)
+            for name, tensor in tensors.items()
+        }
+
+    def __reduce__(self) -> tuple[type[PthWeights], tuple[Path | None]]:
         # The other process maps the file itself; pickling the tensors would copy them.
-        return PthWeights, (self.path, self.gpt_fast)
+        return PthWeights, (self.path,)
 
-    def read(self, piece: Piece) -> Tensor:
-        return _cut(self._mapped[piece.name], piece)
+    def read(self, name: str, index: Index = ()) -> Tensor:
+        return self._mapped[self.tensors[name].file][name][index]
 
 
 class BodyWeights(WeightSource):
@@ -122,11 +157,11 @@ class BodyWeights(WeightSource):
         self.source, self.body = source, body
         self.tensors = {body + name: tensor for name, tensor in source.tensors.items()}
 
-    def read(self, piece: Piece) -> Tensor:
-        return self.source.read(replace(piece, name=piece.name.removeprefix(self.body)))
+    def read(self, name: str, index: Index = ()) -> Tensor:
+        return self.source.read(name.removeprefix(self.body), index)
 
 
-def open_weights(path: Path) -> SafetensorsWeights | PthWeights:
+def open_weights(path: Path) -> FileWeights:
     """Weights of a `.safetensors`, `.bin` or `.pth` file, or of the first of `WEIGHT_FILES` that a
     directory holds.
 
@@ -139,12 +174,6 @@ def open_weights(path: Path) -> SafetensorsWeights | PthWeights:
         path = files[0]
     is_pickle = path.suffix in (".pth", ".bin") or path.name.endswith(".bin.index.json")
     return PthWeights(path) if is_pickle else SafetensorsWeights(path)
-
-
-def _cut(tensor: Any, piece: Piece) -> Tensor:
-    """The slice `piece` of a tensor or of a lazy safetensors slice."""
-    cut: Tensor = tensor[piece.stored]
-    return cut.T if piece.transposed else cut
 
 
 def _open(path: Path | None) -> Any:
@@ -160,13 +189,9 @@ def _names_by_file(path: Path) -> dict[Path, list[str]]:
     index names does not exist."""
     if path.suffix != ".json":
         return {path: []}
-    try:
-        table = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        files = {str(name): path.parent / file for name, file in table.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"{path}: not an index of weight files ({_one_line(error)})") from None
     names_of: dict[Path, list[str]] = {}
-    for name, file in files.items():
+    for name, file_name in read_index(path).items():
+        file = path.parent / file_name
         try:
             exists = file.is_file()
         except (ValueError, OSError):  # not a valid file name
@@ -179,20 +204,7 @@ def _names_by_file(path: Path) -> dict[Path, list[str]]:
     return names_of
 
 
-def _check_placed(
-    names: list[str], stored: Collection[str], file: Path, index: Path
-) -> Collection[str]:
-    """The tensors to read of a file: `names`, or all that it has `stored` if there are none. Raises
-    ValueError if it lacks one of them."""
-    missing = next((name for name in names if name not in stored), None)
-    if missing is not None:
-        raise ValueError(
-            f"{file}: tensor {missing} is missing, though {index.name} places it there"
-        )
-    return names or stored
-
-
-def _load_tensors(path: Path, gpt_fast: bool = False) -> dict[str, Tensor]:
+def _load_tensors(path: Path) -> dict[str, Tensor]:
     try:
         value = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError:
@@ -210,11 +222,6 @@ def _load_tensors(path: Path, gpt_fast: bool = False) -> dict[str, Tensor]:
         if not isinstance(tensor, Tensor):
             raise ValueError(
                 f"{path}: expected a dict of tensors, but {name!r} is a {type(tensor).__name__}"
-            )
-        if GPT_FAST_NAME.fullmatch(str(name)) and not gpt_fast:
-            raise ValueError(
-                f"{path}: tensor {name} shows the gpt-fast layout; convert the file first: "
-                f"magicdec convert --checkpoint_dir {path.parent} --out FILE"
             )
     return value
 

@@ -7,8 +7,10 @@ know how a tensor is stored in a file or loaded.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.config import ModelConfig
@@ -18,6 +20,16 @@ Span = tuple[int, int]
 SCALE = "_scale"  # suffix that names the scales of a quantised tensor
 Part = tuple[str, Span, int]
 """(checkpoint name without ".weight", this rank's rows, number of rows of the whole tensor)."""
+
+
+def read_index(path: Path) -> dict[str, str]:
+    """The file of each tensor, by the index of a checkpoint in several files."""
+    try:
+        table = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in table.items()}
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"{path}: not an index of weight files ({reason})") from None
 
 
 @dataclass(frozen=True)

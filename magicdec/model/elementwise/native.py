@@ -37,10 +37,8 @@ def library() -> ctypes.CDLL:
     return native
 
 
-def serves(x: Tensor) -> bool:
-    """Whether to call the library. While torch.compile traces, torch's operators are used."""
+def check(x: Tensor) -> None:
     assert x.dtype in STORAGE and x.device.type == "cpu", "refused before the run"
-    return not torch.compiler.is_compiling()
 
 
 class NativeElementwise(Elementwise):
@@ -52,25 +50,17 @@ class NativeElementwise(Elementwise):
     )
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        if not serves(x):
-            return super().rms_norm(x, weight, eps)
+        check(x)
         x = x.contiguous()
         out, width = torch.empty_like(x), x.shape[-1]
         library().magicdec_rms_norm(
-            x.dtype == torch.float32,
-            x.data_ptr(),
-            width,
-            weight.data_ptr(),
-            eps,
-            x.numel() // width,
-            width,
-            out.data_ptr(),
-        )
+            x.dtype == torch.float32, x.data_ptr(), width, weight.data_ptr(), eps,
+            x.numel() // width, width, out.data_ptr(),
+        )  # fmt: skip
         return out
 
     def rotate(self, heads: Tensor, table: Tensor, num_rotated: int, interleaved: bool) -> Tensor:
-        if not serves(heads):
-            return super().rotate(heads, table, num_rotated, interleaved)
+        check(heads)
         assert heads.is_contiguous() and table.is_contiguous() and table.dtype == torch.float32
         rows, num_tokens, num_heads, size = heads.shape
         library().magicdec_rotate(
@@ -80,16 +70,12 @@ class NativeElementwise(Elementwise):
         return heads[:, :, :num_rotated]
 
     def silu_gate(self, gate_up: Tensor) -> Tensor:
-        if not serves(gate_up):
-            return super().silu_gate(gate_up)
+        check(gate_up)
         width = gate_up.shape[-1] // 2
         gate_up = gate_up.contiguous()
         out = gate_up.new_empty(*gate_up.shape[:-1], width)
         library().magicdec_silu_gate(
-            gate_up.dtype == torch.float32,
-            gate_up.data_ptr(),
-            out.numel() // width,
-            width,
+            gate_up.dtype == torch.float32, gate_up.data_ptr(), out.numel() // width, width,
             out.data_ptr(),
-        )
+        )  # fmt: skip
         return out

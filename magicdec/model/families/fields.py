@@ -65,14 +65,11 @@ def rope(raw: Raw) -> RopeConfig:
 
 
 def _yarn(raw: Raw, table: Raw, theta: float) -> RopeConfig:
-    factor = float(table["factor"])
-    scale = table.get("attention_factor")
-    if scale is None:  # derived from the factor, or from DeepSeek's `mscale` fields
-        scale, below = _mscale(factor, 1.0), 1.0
-        if table.get("mscale") and table.get("mscale_all_dim"):
-            scale = _mscale(factor, float(table["mscale"]))
-            below = _mscale(factor, float(table["mscale_all_dim"]))
-        scale /= below
+    factor, scale = float(table["factor"]), table.get("attention_factor")
+    if table.get("mscale"):
+        raise ValueError("rope_scaling: mscale is not supported; leave it out")
+    if scale is None:  # of q and k (YaRN, equation 22)
+        scale = 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
     trained = size(raw, "max_position_embeddings")
     return RopeConfig(
         theta,
@@ -86,8 +83,3 @@ def _yarn(raw: Raw, table: Raw, theta: float) -> RopeConfig:
         beta_slow=float(table.get("beta_slow") or 1),
         truncate=bool(table.get("truncate", True)),
     )
-
-
-def _mscale(factor: float, weight: float) -> float:
-    """YaRN's factor on q and k for a context extended by `factor` (YaRN, equation 22)."""
-    return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0

@@ -49,13 +49,16 @@ BLOOM_NAMES = Names(
 )
 
 
-def common(raw: Raw, hidden_size: int, num_heads: int) -> dict[str, Any]:
+def common(raw: Raw) -> dict[str, Any]:
     """The fields that these families have in common, with a KV head for each query head and a
     bias in every layer, unless a family says otherwise."""
+    hidden_size = size(raw, "n_embd", "hidden_size", "n_embed")
+    num_heads = size(raw, "n_head", "num_attention_heads")
     return {
         "vocab_size": size(raw, "vocab_size"),
+        "num_layers": size(raw, "n_layer", "num_hidden_layers"),
         "hidden_size": hidden_size,
-        "intermediate_size": 4 * hidden_size,
+        "intermediate_size": size(raw, "n_inner", "ffn_hidden_size", default=4 * hidden_size),
         "num_heads": num_heads,
         "num_kv_heads": num_heads,
         "head_dim": hidden_size // num_heads,
@@ -74,15 +77,11 @@ def read_gpt2(raw: Raw) -> dict[str, Any]:
     only(raw, "scale_attn_weights", True)
     only(raw, "scale_attn_by_inverse_layer_idx", False)
     only(raw, "add_cross_attention", False)
-    hidden_size = size(raw, "n_embd", "hidden_size")
-    own = {
-        "num_layers": size(raw, "n_layer", "num_hidden_layers"),
-        "intermediate_size": size(raw, "n_inner", default=4 * hidden_size),
+    return common(raw) | {
         "max_position_embeddings": size(raw, "n_positions", "max_position_embeddings"),
         "positions": "learned",
         "activation": activation(raw, "activation_function", "gelu_new"),
     }
-    return common(raw, hidden_size, size(raw, "n_head", "num_attention_heads")) | own
 
 
 def read_bigcode(raw: Raw) -> dict[str, Any]:
@@ -100,11 +99,8 @@ def bigcode_names(config: ModelConfig) -> Names:
 def read_gptj(raw: Raw) -> dict[str, Any]:
     """Attention and MLP in parallel after one norm, RoPE on a part of each head in interleaved
     pairs, a bias on the head."""
-    hidden_size = size(raw, "n_embd", "hidden_size")
     is_tied = bool(raw.get("tie_word_embeddings", False))
-    own = {
-        "num_layers": size(raw, "n_layer", "num_hidden_layers"),
-        "intermediate_size": size(raw, "n_inner", default=4 * hidden_size),
+    return common(raw) | {
         "max_position_embeddings": size(raw, "n_positions", "max_position_embeddings"),
         "rope": RopeConfig(rotary_dim=size(raw, "rotary_dim", default=64), interleaved=True),
         "activation": activation(raw, "activation_function", "gelu_new"),
@@ -114,21 +110,17 @@ def read_gptj(raw: Raw) -> dict[str, Any]:
         "head_bias": not is_tied,
         "tie_word_embeddings": is_tied,
     }
-    return common(raw, hidden_size, size(raw, "n_head", "num_attention_heads")) | own
 
 
 def read_bloom(raw: Raw) -> dict[str, Any]:
     """ALiBi, a norm after the embedding, and one tensor for q, k and v, grouped by head."""
     only(raw, "apply_residual_connection_post_layernorm", False)
-    hidden_size = size(raw, "hidden_size", "n_embed")
-    own = {
-        "num_layers": size(raw, "n_layer", "num_hidden_layers"),
+    return common(raw) | {
         "max_position_embeddings": size(raw, "seq_length", default=TRAINED_LENGTH),
         "positions": "alibi",
         "activation": "gelu_tanh",
         "embedding_norm": True,
     }
-    return common(raw, hidden_size, size(raw, "n_head", "num_attention_heads")) | own
 
 
 def read_falcon(raw: Raw) -> dict[str, Any]:
@@ -136,36 +128,24 @@ def read_falcon(raw: Raw) -> dict[str, Any]:
     attention and MLP in parallel. The variants with ALiBi (falcon-rw) are refused, because they
     scale and round the bias differently."""
     only(raw, "alibi", False)
-    hidden_size = size(raw, "hidden_size", "n_embed")
-    num_heads = size(raw, "num_attention_heads", "n_head")
-    is_new = bool(raw.get("new_decoder_architecture", False))
-    bias = bool(raw.get("bias", False))
-    own = {
-        "num_layers": size(raw, "num_hidden_layers", "n_layer"),
-        "intermediate_size": size(raw, "ffn_hidden_size", default=4 * hidden_size),
-        "num_kv_heads": _falcon_kv_heads(raw, num_heads, is_new),
+    fields, bias = common(raw), bool(raw.get("bias", False))
+    if raw.get("new_decoder_architecture", False):
+        kv_heads = size(raw, "num_kv_heads", "n_head_kv", default=fields["num_heads"])
+        has_two_norms = (raw.get("num_ln_in_parallel_attn") or 2) == 2
+        residual = "parallel" if has_two_norms else "parallel_shared_norm"
+    else:
+        kv_heads = 1 if raw.get("multi_query", True) else fields["num_heads"]
+        residual = "parallel_shared_norm" if raw.get("parallel_attn", True) else "sequential"
+    return fields | {
+        "num_kv_heads": kv_heads,
         "max_position_embeddings": size(raw, "max_position_embeddings", default=2048),
         "rope": rope(raw),
         "activation": activation(raw, "activation", "gelu"),
-        "residual": _falcon_residual(raw, is_new),
+        "residual": residual,
         "qkv_bias": bias,
         "output_bias": bias,
         "mlp_bias": bias,
     }
-    return common(raw, hidden_size, num_heads) | own
-
-
-def _falcon_kv_heads(raw: Raw, num_heads: int, is_new: bool) -> int:
-    if is_new:
-        return size(raw, "num_kv_heads", "n_head_kv", default=num_heads)
-    return 1 if raw.get("multi_query", True) else num_heads
-
-
-def _falcon_residual(raw: Raw, is_new: bool) -> str:
-    if is_new:
-        has_two_norms = (raw.get("num_ln_in_parallel_attn") or 2) == 2
-        return "parallel" if has_two_norms else "parallel_shared_norm"
-    return "parallel_shared_norm" if raw.get("parallel_attn", True) else "sequential"
 
 
 def falcon_names(config: ModelConfig) -> Names:

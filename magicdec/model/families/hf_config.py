@@ -44,7 +44,7 @@ def load_model_config(directory: Path) -> ModelConfig:
         return parse_hf_config(raw, name=directory.resolve().name, generation=generation)
     except KeyError as error:
         raise ValueError(f"{path}: field {error} is missing") from None
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
         raise ValueError(f"{path}: {error}") from None
 
 
@@ -106,7 +106,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path} does not exist; a checkpoint directory needs it")
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path}: not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}")

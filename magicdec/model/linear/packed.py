@@ -74,12 +74,7 @@ class PackedLinear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias if self.adds_bias else None
         x = F.pad(x, (0, 1)) if self.is_odd else x
-        arguments = (x, self.packed, self.scale, bias, self.out_features)
-        if torch.compiler.is_compiling():
-            out: Tensor = torch.ops.magicdec.packed_linear(*arguments)
-            return out
-        # Called directly: torch's dispatcher would take about as long as the kernel.
-        return packed_linear(*arguments)
+        return packed_linear(x, self.packed, self.scale, bias, self.out_features)
 
 
 def padding_bytes(packed: Tensor, out_features: int) -> int:
@@ -127,21 +122,6 @@ def packed_linear(
     multiply = library().magicdec_linear if is_pairs else library().magicdec_linear_float32
     multiply(x.data_ptr(), rows, packed.data_ptr(), out_features, width, bias_at, out.data_ptr())
     return out
-
-
-_library = torch.library.Library("magicdec", "FRAGMENT")
-_library.define(
-    "packed_linear(Tensor x, Tensor packed, Tensor? scale, Tensor? bias, int out_features) "
-    "-> Tensor"
-)
-_library.impl("packed_linear", packed_linear, "CPU")
-
-
-@torch.library.register_fake("magicdec::packed_linear")
-def _fake(
-    x: Tensor, packed: Tensor, scale: Tensor | None, bias: Tensor | None, out_features: int
-) -> Tensor:
-    return x.new_empty(*x.shape[:-1], out_features)
 
 
 # int8 weights converted to the activations' dtype at a time. It bounds the extra memory, and should

@@ -2,7 +2,7 @@
 the same, a change, a gain, a regression, or cannot be compared. Shows the comparisons as JUnit XML,
 which CI servers show as tests, and as Markdown.
 
-Times are not compared; ratios within one run are, where that is asked for. Imports no torch.
+Times are not compared. Imports no torch.
 """
 
 from __future__ import annotations
@@ -35,7 +35,6 @@ COUNTED = (
     *("acceptance_rate", "acceptance_length", "mean_emitted_tokens"),
     *("acceptance_per_position", "judged_per_position"),
 )
-RATIOS = ("speedup", "net_speedup", "roofline_fraction")
 FALSE_ALARMS = 0.01
 EXIT_CODES = {REGRESSION: 1, INCOMPARABLE: 3}
 
@@ -53,13 +52,6 @@ class Rule:
         below=1,
     )
     exact: bool = setting(False, "A change of the accepted counts is a regression, also a gain.")
-    performance: float | None = setting(
-        None,
-        "Also compare ratios within one run (speedup, roofline fraction); a loss of more than this "
-        "share is a regression. Default: they are not compared.",
-        least=0,
-        below=1,
-    )
 
     def margin_of(self, baseline: RunRecord) -> float:
         margin = baseline.margin if self.margin is None else self.margin
@@ -118,8 +110,6 @@ def compare(
             continue
         verdicts = [judge_match(m, rule, level) for m in each]
         comparisons.append(min(verdicts, key=lambda c: c.severity))
-        if rule.performance is not None:
-            comparisons += judge_ratios(each[-1], rule.performance)
     comparisons += compare_methods(matches, rule, level)
     return [exactly(c) for c in comparisons] if rule.exact else comparisons
 
@@ -247,22 +237,6 @@ def decide(rates: tuple[float, float] | None, change: Change, margin: float) -> 
         return CHANGED, f"within the margin of {100 * margin:g} %"
     verdict = REGRESSION if change.relative < 0 else GAIN
     return verdict, f"beyond the margin of {100 * margin:g} % and the noise"
-
-
-def judge_ratios(m: Match, share: float) -> Iterator[Comparison]:
-    """The verdicts on ratios within one run, such as the speedup. A loss beyond the share counts,
-    unless both records have intervals and these overlap."""
-    both = m.old.metrics, m.new.metrics
-    for metric in RATIOS:
-        before, after = (getattr(metrics, metric) for metrics in both)
-        if before is None or after is None:
-            continue
-        ends = [getattr(metrics, f"{metric}_interval", None) for metrics in both]
-        overlap = all(ends) and ends[1][1] >= ends[0][0]  # type: ignore[index]
-        is_loss = after < before * (1 - share) and not overlap
-        verdict = REGRESSION if is_loss else SAME
-        text = f"{metric} {before:.3f} -> {after:.3f}, {100 * (after / before - 1):+.1f} %"
-        yield Comparison(m.name, verdict, f"{text}{': regression' if is_loss else ''}")
 
 
 def exactly(comparison: Comparison) -> Comparison:

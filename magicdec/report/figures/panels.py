@@ -24,10 +24,17 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 UNITS = {"prefix_len": " tokens", "gen_len": " tokens"}
+SELF_EVIDENT = (
+    "model",
+    "kv_policy",
+    "device",
+    "dtype",
+    "kind",
+    "about",
+)  # whose value says what it is
 WIDTH = 7.4  # inches: the text width of a printed page
 MOST_SERIES = len(COLOURS)
 TITLE_LETTERS = 84  # bold letters that fit beside each other into a figure
-MOST_PANELS = 4
 Draw = Callable[[Path], None]
 """Writes a figure in the format that the name of the file ends in."""
 
@@ -54,95 +61,76 @@ class LeftOut:
     reason: str
 
 
-@dataclass
-class Panel:
-    """Runs that are equal in the settings `held`, and what is shown of them."""
-
-    held: dict[str, Setting]
-    runs: pd.DataFrame
-    table: pd.DataFrame = field(default_factory=pd.DataFrame)
-
-
 Series = list[tuple[str, pd.DataFrame, Look]]
 """Each series that is drawn in a panel, with its rows and its look."""
 
 
+def itself(runs: pd.DataFrame) -> pd.DataFrame:
+    """What a panel shows if that is its runs."""
+    return runs
+
+
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """The form of a figure with panels. `held` are the settings that are equal in a panel; panels
-    whose runs differ most in the columns `places` are shown. `show` makes the numbers of a panel of
-    its runs; those with equal values in the column `series` have one look. `draw` draws the numbers
-    and the series among them on the axes of a panel, and returns the handles of the legend.
-    `labels` are those of the axes. `caption` says how to read the figure, and then what else is to
-    be known. `axes` goes to `make_axes`."""
+    """The form of a figure with panels, which is left out for `reason` if there are no runs. `held`
+    are the settings that are equal in a panel; panels whose runs differ most in the columns
+    `places` are shown. `show` makes the numbers of a panel of its runs; those with equal values in
+    the column `series`, if there is one, have one look. `draw` draws the numbers and the series
+    among them on the axes of a panel, and returns the handles of the legend. `labels` are those of
+    the axes. `caption` says how to read the figure, and then what else is to be known. `axes` goes
+    to `make_axes`."""
 
+    name: str
+    title: str
+    reason: str
     held: Sequence[str]
     places: Sequence[str]
-    show: Callable[[pd.DataFrame], pd.DataFrame]
     draw: Callable[[Axes, pd.DataFrame, Series], Mapping[str, Any]]
     labels: tuple[str, str]
     caption: Sequence[str]
+    show: Callable[[pd.DataFrame], pd.DataFrame] = itself
     series: str = "series"
     what: str = "combinations of settings"  # that panels are
-    most_panels: int = MOST_PANELS
+    most_panels: int = 4
     most_series: int = MOST_SERIES
     axes: Mapping[str, Any] = field(default_factory=dict)
 
-    def of(self, name: str, title: str, runs: pd.DataFrame, reason: str) -> Drawn | LeftOut:
-        """The figure of these runs, which is left out for this reason if there are none."""
+    def of(self, runs: pd.DataFrame) -> Drawn | LeftOut:
+        """The figure of these runs."""
         if runs.empty:
-            return LeftOut(name, title, reason)
-        panels, total = richest(runs, self.held, self.places, self.most_panels)
-        for panel in panels:
-            panel.table = self.show(panel.runs)
-        inside = [panel.table[self.series].unique() for panel in panels]
-        looks = looks_of(inside, self.most_series)
-        num_series = len({series for names in inside for series in names})
-        parts = (*self.caption, shown_of(len(looks), num_series, "series"))
-        caption = caption_of(panels, total, self.what, *parts)
+            return LeftOut(self.name, self.title, self.reason)
+        groups = [of for _, of in runs.groupby([*self.held], dropna=False, sort=False)]
+        groups.sort(key=lambda of: (-len(of[[*self.places]].drop_duplicates()), -len(of)))
+        panels = [(dict(of.iloc[0][[*self.held]]), of) for of in groups[: self.most_panels]]
+        panels.sort(key=lambda panel: [rank(value) for value in panel[0].values()])
+        tables = [self.show(of) for _, of in panels]
+        names = [of[self.series].unique() if self.series else [] for of in tables]
+        looks, num_series = looks_of(names, self.most_series), len(set(chain(*names)))
         figure, axes = make_axes(len(panels), **self.axes)
+        varying = [key for key in self.held if len({held[key] for held, _ in panels}) > 1]
         handles: dict[str, Any] = {}
-        for number, (panel, ax) in enumerate(zip(panels, axes, strict=True)):
-            of_series = panel.table.groupby(self.series, sort=False)
+        for number, ((held, _), table, ax) in enumerate(zip(panels, tables, axes, strict=True)):
+            of_series = table.groupby(self.series, sort=False) if looks else ()
             series = [(str(name), of, looks[name]) for name, of in of_series if name in looks]
-            handles |= self.draw(ax, panel.table, series)
+            handles |= self.draw(ax, table, series)
             ax.set_xlabel(self.labels[0])
             if number % 2 == 0 or not self.axes.get("sharey"):
                 ax.set_ylabel(self.labels[1])
-            put_title(ax, in_words(panel.held, varying(panels)))
+            put_title(ax, in_words(held, varying))
         legend_below(figure, handles)
-        rows = (panel.held | row for panel in panels for row in panel.table.to_dict("records"))
-        return Drawn(name, title, caption, figure, frame_of(rows))
-
-
-def richest(
-    frame: pd.DataFrame, held: Sequence[str], places: Sequence[str], most: int = MOST_PANELS
-) -> tuple[list[Panel], int]:
-    """At most `most` panels for the combinations of the settings `held`, and how many there are:
-    those whose runs differ most in the columns `places`, then those with the most runs. They are
-    ordered by their settings."""
-    panels = [
-        Panel(dict(runs.iloc[0][list(held)]), runs)
-        for _, runs in frame.groupby(list(held), dropna=False, sort=False)
-    ]
-    counts = [-len(panel.runs[list(places)].drop_duplicates()) for panel in panels]
-    ranked = sorted(zip(counts, panels, strict=True), key=lambda x: (x[0], -len(x[1].runs)))
-    chosen = [panel for _, panel in ranked[:most]]
-    return sorted(chosen, key=lambda p: [rank(v) for v in p.held.values()]), len(panels)
-
-
-def varying(panels: Sequence[Panel]) -> list[str]:
-    """The held settings that differ between the panels."""
-    held = [panel.held for panel in panels]
-    return [key for key in held[0] if len({values[key] for values in held}) > 1]
-
-
-def caption_of(panels: Sequence[Panel], total: int, what: str, first: str, *rest: str) -> str:
-    """The sentences, with what is the same in all panels, and how many of `what` are shown."""
-    same = [key for key in panels[0].held if key not in varying(panels)]
-    common = in_words(panels[0].held, same)
-    everywhere = f"Everywhere: {common}" if common else ""
-    return sentences(first, everywhere, *rest, shown_of(len(panels), total, what))
+        common = in_words(panels[0][0], [key for key in self.held if key not in varying])
+        first, *rest = self.caption
+        caption = sentences(
+            first, f"Everywhere: {common}" if common else "", *rest,
+            shown_of(len(looks), num_series, "series"),
+            shown_of(len(panels), len(groups), self.what),
+        )  # fmt: skip
+        rows = (
+            held | row
+            for (held, _), table in zip(panels, tables, strict=True)
+            for row in table.to_dict("records")
+        )
+        return Drawn(self.name, self.title, caption, figure, frame_of(rows))
 
 
 def looks_of(inside: Sequence[Iterable[str]], most: int = MOST_SERIES) -> dict[str, Look]:
@@ -168,9 +156,7 @@ def in_words(held: Mapping[str, Setting], keys: Iterable[str]) -> str:
 def said(key: str, value: Setting) -> str:
     """A setting in words, such as `prefix 2048 tokens`."""
     name = LABELS.get(key, key).replace("_", " ")
-    if key in ("model", "kv_policy", "device", "dtype"):
-        return str(value)
-    return f"{name} {value}{UNITS.get(key, '')}"
+    return str(value) if key in SELF_EVIDENT else f"{name} {value}{UNITS.get(key, '')}"
 
 
 def sentences(*parts: str) -> str:
@@ -207,34 +193,44 @@ def put_title(ax: Axes, text: str) -> None:
     ax.set_title("\n".join(textwrap.wrap(text, TITLE_LETTERS // place.get_gridspec().ncols)))
 
 
-def legend_below(figure: Figure, handles: Mapping[str, Any], columns: int = 4) -> None:
+def legend_below(figure: Figure, handles: Mapping[str, Any]) -> None:
     """One legend for all panels, under them, where it covers no data."""
     widest = max(map(len, handles), default=0)
-    columns = min(
-        1 if widest > 60 else 2 if widest > 34 else 3 if widest > 20 else columns, len(handles)
-    )
+    columns = max(1, min(4, 105 // max(widest, 1), len(handles)))
     figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=columns)
 
 
 def draw_marks(ax: Axes, series: Series, x: str, y: str, scale: float = 1.0) -> dict[str, Any]:
-    """A mark for each row of each series. Returns the handles of the legend."""
-    return {
-        name: ax.scatter(
+    """A mark for each row of each series, with an upright line for its interval, if it has one.
+    Returns the handles of the legend."""
+    handles = {}
+    for name, of, style in series:
+        handles[name] = ax.scatter(
             of[x].astype(float) / scale, of[y].astype(float) / scale, s=28, marker=style.marker,
             edgecolors=style.colour, facecolors=style.colour if style.is_filled else "none",
-        )
-        for name, of, style in series
-    }  # fmt: skip
+        )  # fmt: skip
+        ends = [f"{y}_interval_low", f"{y}_interval_high"]
+        spans = of.reindex(columns=[x, *ends]).dropna().astype(float)
+        if name != BASELINE and not spans.empty:
+            ax.vlines(*spans.to_numpy().T, color=style.colour, linewidth=0.8)
+    return handles
 
 
-def plot_values(ax: Axes, rows: pd.DataFrame, x: str, y: str, style: Look) -> Any:
-    """A line through the column `y` with a bar from `low` to `high` around each of its values.
-    Returns the handle for a legend."""
-    middle, low, high = (rows[name].astype(float) for name in (y, "low", "high"))
-    return ax.errorbar(
-        rows[x], middle, yerr=[middle - low, high - middle], color=style.colour,
-        marker=style.marker, linestyle=style.line, capsize=2, elinewidth=1,
-    )  # fmt: skip
+def draw_curves(
+    ax: Axes, table: pd.DataFrame, series: Series, x: str, y: str, **axes: Any
+) -> dict[str, Any]:
+    """A line through the column `y` of each series with a bar from `low` to `high` around each of
+    its values, and a tick at each `x`. `axes` goes to `Axes.set`."""
+    ax.set(**axes)
+    plain_ticks(ax.xaxis, sorted(table[x].unique()))
+    handles = {}
+    for name, of, style in series:
+        middle, low, high = (of[column].astype(float) for column in (y, "low", "high"))
+        handles[name] = ax.errorbar(
+            of[x], middle, yerr=[middle - low, high - middle], color=style.colour,
+            marker=style.marker, linestyle=style.line, capsize=2, elinewidth=1,
+        )  # fmt: skip
+    return handles
 
 
 def summarize(runs: pd.DataFrame, metric: str) -> Row:

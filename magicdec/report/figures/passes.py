@@ -1,5 +1,5 @@
-"""Figures over the passes of many runs: throughput against the speed of one request, acceptance,
-the bandwidth that steps reach, and distributions of TTFT and TPOT."""
+"""Figures over the passes of many runs: tokens/s against the speed of one request, acceptance, the
+bandwidth that steps reach, and distributions of TTFT and TPOT."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from magicdec.report.figures.panels import (
     Form,
     LeftOut,
     Series,
+    draw_curves,
     draw_marks,
     plain_ticks,
-    plot_values,
     summarize,
 )
 from magicdec.report.frame import ENVIRONMENT, frame_of
@@ -31,105 +31,71 @@ if TYPE_CHECKING:
 
 MACHINE = ("device", "ranks", "threads")
 PROMPTS = ["model", "draft_model", "dtype", "dataset", "temperature", "prefix_len"]
-X, Y, REQUEST = "mean_tpot_ms", "decode_tokens_per_s", "request_tokens_per_s"
-ENDS = (f"{Y}_interval_low", f"{Y}_interval_high")
+TPOT, X, Y = "mean_tpot_ms", "request_tokens_per_s", "decode_tokens_per_s"
 READ = f"{ENVIRONMENT}read_bandwidth_bytes_per_s"
 GB = 1e9
-NO_PLACE = "no record has both a throughput and a TPOT"
 SHARE = "share of verifications"
 PERCENTS = (5, 25, 50, 75, 90, 95, 99)
 
 
-def draw_throughput(passes: pd.DataFrame) -> Drawn | LeftOut:
-    """Tokens/s against TPOT, with the Pareto fronts of the baselines and of the runs that draft."""
+def draw_pareto(passes: pd.DataFrame) -> Drawn | LeftOut:
+    """Tokens/s of all rows against those of one request, with the Pareto fronts of the baselines
+    and of the passes that draft or serve requests."""
 
     def show(of: pd.DataFrame) -> pd.DataFrame:
-        parts = [of[of["series"] == BASELINE].assign(gamma=None), of[of["series"] != BASELINE]]
-        marked = [part.assign(on_front=part.index.isin(pareto(part, X, Y).index)) for part in parts]
-        return pd.concat(marked)[["series", "run", "B", "gamma", X, Y, "on_front", *ENDS]]
+        of = of.assign(**{X: 1e3 / of[TPOT].astype(float)})
+        fronts = [pareto(of[is_kind], X, Y).index for is_kind in kinds_of(of).values()]
+        columns = ["series", "run", "B", X, Y, "on_front", f"{Y}_interval_low"]
+        return of.assign(on_front=of.index.isin(chain(*fronts)))[[*columns, f"{Y}_interval_high"]]
 
     def draw(ax: Axes, table: pd.DataFrame, series: Series) -> dict[str, Any]:
         handles = draw_marks(ax, series, X, Y)
-        for name, of, style in series:
-            spans = of[[X, *ENDS]].dropna().astype(float).to_numpy().T
-            if name != BASELINE and spans.size:
-                ax.vlines(*spans, color=style.colour, linewidth=0.8)
-        is_baseline = table["series"] == BASELINE
-        for label, of in ((BASELINE, table[is_baseline]), ("speculative", table[~is_baseline])):
-            front, is_below = pareto(of, X, Y), label == BASELINE
+        for kind, is_kind in kinds_of(table).items():
+            front = table[is_kind & table["on_front"]].sort_values(X)
+            colour, line = (GREY, ":") if kind == BASELINE else ("black", "-")
             if not front.empty:
-                shape, colour = (":", GREY) if is_below else ("-", "black")
-                line = ax.plot(front[X], front[Y], shape, color=colour, linewidth=1, zorder=1)
-                handles[f"Pareto front, {label}"] = line[0]
-                name_batches(ax, front, is_below)
-        ax.margins(0.1, 0.14)
+                drawn = ax.plot(front[X], front[Y], line, color=colour, linewidth=1, zorder=1)
+                handles[f"Pareto front, {kind}"] = drawn[0]
+            changed = front[front["B"].notna() & (front["B"] != front["B"].shift())]
+            for x, y, B in changed[[X, Y, "B"]].itertuples(index=False):
+                ax.annotate(f"B {B}", (x, y), (4, 4), textcoords="offset points", fontsize=7,
+                            color=colour)  # fmt: skip
+        ax.margins(0.14)
+        ax.set(xlim=(0, None), ylim=(0, None))
         return handles
 
-    known = passes[passes[X].notna() & passes[Y].notna()]
     form = Form(
-        held=("model", "dtype", "dataset", *MACHINE, "prefix_len"), places=["B", "series"],
-        show=show, draw=draw, axes={"height": 3.1},
-        labels=("mean TPOT (ms)", "decoding (tokens/s)"),
+        name="pareto_front", title="Tokens/s of all rows against tokens/s of one request",
+        reason="no record has both a throughput and a TPOT",
+        held=("model", "dtype", "device", "prefix_len"), places=["B", "series"], show=show,
+        draw=draw, labels=("one request (tokens/s)", "all rows (tokens/s)"),
         caption=(
-            "Each mark is one run; up and to the left is better. A run is on the front if no other "
-            "run of its kind has both more tokens/s and a shorter TPOT. Numbers are the batch "
-            "sizes on the fronts. The autoregressive marks are the baselines in the same runs. "
-            "Upright lines are 95 % intervals over batches",
+            "Each mark is one pass; up and to the right is better. A pass is on a front if no "
+            "other one of its kind has both more tokens/s and a faster request. Numbers are the "
+            "batch sizes on the fronts. The autoregressive marks are the baselines in the same "
+            "runs. Upright lines are 95 % intervals over batches",
+            "One request decodes at 1 / TPOT. All rows together count decode steps in a run; where "
+            "requests were served, they count the whole time from the first arrival to the last "
+            "token",
         ),
+        axes={"height": 3.1}, most_series=2 * MOST_SERIES,
     )  # fmt: skip
-    known = known[known["run"].isin(known.loc[known["is_run"].astype(bool), "run"])]
-    return form.of("throughput_tpot", "Throughput against time per output token", known, NO_PLACE)
+    served = passes.get("output_throughput", pd.Series(dtype=object))
+    measured = passes.assign(**{Y: passes[Y].combine_first(served)})
+    return form.of(measured[measured[TPOT].notna() & measured[Y].notna()])
+
+
+def kinds_of(passes: pd.DataFrame) -> dict[str, pd.Series]:
+    """Which passes are baselines, and which are not."""
+    is_baseline = passes["series"] == BASELINE
+    return {BASELINE: is_baseline, "others": ~is_baseline}
 
 
 def pareto(frame: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
-    """The rows that no other one beats by both a smaller `x` and a larger `y`, by rising `x`."""
-    values = frame[[x, y]].astype(float).sort_values([x, y], ascending=[True, False])
+    """The rows that no other one beats by both a larger `x` and a larger `y`, by falling `x`."""
+    values = frame[[x, y]].astype(float).sort_values([x, y], ascending=False)
     best_before = values[y].cummax().shift(fill_value=float("-inf"))
     return frame.loc[values.index[values[y] > best_before]]
-
-
-def name_batches(ax: Axes, front: pd.DataFrame, is_below: bool) -> None:
-    """Write the batch size beside each mark of a front where it differs from the last one."""
-    changed = front[front["B"] != front["B"].shift()]
-    for x, y, B in changed[[X, Y, "B"]].itertuples(index=False):
-        ax.annotate(
-            f"B {B}", (x, y), (4, -10) if is_below else (-4, 5), textcoords="offset points",
-            ha="left" if is_below else "right", fontsize=7, color=GREY if is_below else "black",
-        )  # fmt: skip
-
-
-def draw_pareto(passes: pd.DataFrame) -> Drawn | LeftOut:
-    """Tokens/s of all rows against those of one request, of runs and of requests in flight."""
-
-    def show(of: pd.DataFrame) -> pd.DataFrame:
-        on_front = of.index.isin(pareto(of, X, Y).index)
-        table = of.assign(**{REQUEST: 1e3 / of[X].astype(float)}, on_front=on_front)
-        return table[["series", "run", "B", REQUEST, Y, "on_front"]]
-
-    def draw(ax: Axes, table: pd.DataFrame, series: Series) -> dict[str, Any]:
-        handles = draw_marks(ax, series, REQUEST, Y)
-        front = table[table["on_front"]].sort_values(REQUEST)
-        line = ax.plot(front[REQUEST], front[Y], "-", color="black", linewidth=1, zorder=1)
-        ax.margins(0.08)
-        ax.set(xlim=(0, None), ylim=(0, None))
-        return handles | {"Pareto front": line[0]}
-
-    served = passes.get("output_throughput", pd.Series(dtype=object))
-    known = passes.assign(**{Y: passes[Y].combine_first(served)})
-    form = Form(
-        held=("model", "dtype", "device"), places=["series"], show=show, draw=draw,
-        labels=("one request (tokens/s)", "all rows (tokens/s)"), axes={"height": 3.4},
-        caption=(
-            "Each mark is one pass; up and to the right is better. One request decodes at 1 / "
-            "TPOT. All rows together count decode steps in a run; where requests were served in "
-            "flight, they count the whole time from the first arrival to the last token",
-            "Marks of all batch sizes, prefixes, ranks and threads are in one panel",
-        ),
-        what="combinations of model and machine", most_series=2 * MOST_SERIES,
-    )  # fmt: skip
-    known = known[known[X].notna() & known[Y].notna()]
-    heading = "Tokens/s of all rows against tokens/s of one request"
-    return form.of("pareto_front", heading, known, NO_PLACE)
 
 
 def draw_roofline(passes: pd.DataFrame) -> Drawn | LeftOut:
@@ -140,8 +106,7 @@ def draw_roofline(passes: pd.DataFrame) -> Drawn | LeftOut:
         read = of[READ].astype(float)
         rate = of["roofline_fraction"].astype(float) * read
         size = rate * of["mean_step_ms"].astype(float) / 1e3
-        table = of[["series", "run"]].assign(**{x: size, y: rate, roof: read})
-        return pd.concat([each for _, each in table.groupby("series", sort=False)])
+        return of[["series", "run"]].assign(**{x: size, y: rate, roof: read})
 
     def draw(ax: Axes, table: pd.DataFrame, series: Series) -> dict[str, Any]:
         """The roof is the median of the measured read bandwidths, with their range."""
@@ -158,6 +123,8 @@ def draw_roofline(passes: pd.DataFrame) -> Drawn | LeftOut:
         return handles
 
     form = Form(
+        name="bandwidth", title="Achieved bandwidth against the memory roofline",
+        reason="no run measured the bandwidth that this machine reads with and its own steps",
         held=("model", "dtype", "target_dtype", *MACHINE), places=["series"], show=show, draw=draw,
         labels=("bytes that a step must read (GB)", "achieved (GB/s)"), axes={"height": 3.2},
         caption=(
@@ -168,18 +135,8 @@ def draw_roofline(passes: pd.DataFrame) -> Drawn | LeftOut:
         ),
         what="combinations of model and machine",
     )  # fmt: skip
-    known = passes[(passes[["roofline_fraction", "mean_step_ms", READ]].fillna(0) != 0).all(axis=1)]
-    reason = "no run measured the bandwidth that this machine reads with and its own steps"
-    return form.of("bandwidth", "Achieved bandwidth against the memory roofline", known, reason)
-
-
-def draw_curves(
-    ax: Axes, table: pd.DataFrame, series: Series, x: str, y: str, **axes: Any
-) -> dict[str, Any]:
-    """A line with bars for each series, with a tick at each `x`. `axes` goes to `Axes.set`."""
-    ax.set(**axes)
-    plain_ticks(ax.xaxis, sorted(table[x].unique()))
-    return {name: plot_values(ax, of, x, y, style) for name, of, style in series}
+    is_known = (passes[["roofline_fraction", "mean_step_ms", READ]].fillna(0) != 0).all(axis=1)
+    return form.of(passes[is_known])
 
 
 def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
@@ -191,10 +148,11 @@ def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
             for (policy, budget), same in of.groupby(["kv_policy", "budget"])
         )
 
-    known = runs[runs["acceptance_rate"].notna() & runs["budget"].notna()]
-    held = [*PROMPTS[:2], "drafter", *PROMPTS[2:], "gamma"]
     form = Form(
-        held=held, places=["budget", "kv_policy"], series="kv_policy", show=show,
+        name="acceptance_by_budget", title="Acceptance rate against the draft's KV budget",
+        reason="no model and policy was measured with two KV budgets and else equal settings",
+        held=[*PROMPTS[:2], "drafter", *PROMPTS[2:], "gamma"], places=["budget", "kv_policy"],
+        series="kv_policy", show=show,
         draw=partial(draw_curves, x="budget", y="acceptance_rate", xscale="log"),
         labels=("KV budget (tokens that a draft reads)", "acceptance rate"),
         caption=(
@@ -203,11 +161,9 @@ def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
         ),
         what="combinations of settings; the table of runs has all", axes={"sharey": True},
     )  # fmt: skip
-    return form.of(
-        "acceptance_by_budget", "Acceptance rate against the draft's KV budget",
-        known[known.groupby(held, dropna=False)["budget"].transform("nunique") > 1],
-        "no model and policy was measured with two KV budgets and else equal settings",
-    )  # fmt: skip
+    drafting = runs[runs["acceptance_rate"].notna() & runs["budget"].notna()]
+    num_budgets = drafting.groupby([*form.held], dropna=False)["budget"].transform("nunique")
+    return form.of(drafting[num_budgets > 1])
 
 
 def draw_by_position(runs: pd.DataFrame) -> Drawn | LeftOut:
@@ -220,8 +176,9 @@ def draw_by_position(runs: pd.DataFrame) -> Drawn | LeftOut:
         longest = ordered.drop_duplicates("series", keep="last")
         return pd.concat([curve_of(run) for run in longest.to_dict("records")])
 
-    lengths = runs["acceptance_per_position"].map(lambda shares: len(shares or ()))
     form = Form(
+        name="acceptance_by_position", title="Acceptance by draft position",
+        reason="no run drafted two tokens in a step",
         held=PROMPTS, places=["series"], show=show, axes={"sharey": True},
         draw=partial(draw_curves, x="position", y="share", ylim=(0, 1.04)),
         labels=("draft position in its step", SHARE),
@@ -231,30 +188,8 @@ def draw_by_position(runs: pd.DataFrame) -> Drawn | LeftOut:
             "prompts",
         ),
     )  # fmt: skip
-    known = by_draft(runs.assign(length=lengths)[lengths > 1])
-    reason = "no run drafted two tokens in a step"
-    return form.of("acceptance_by_position", "Acceptance by draft position", known, reason)
-
-
-def by_draft(runs: pd.DataFrame) -> pd.DataFrame:
-    """The runs with the way to draft as their series: drafter, policy and budget, without gamma."""
-    names = runs["method"].str.split(", gamma |, tree ", regex=True).str[0]
-    return runs.assign(series=names.astype(object))
-
-
-def curve_of(run: dict[str, Any]) -> pd.DataFrame:
-    """The share of each position with the ends of its interval; the share itself where there is
-    none."""
-    shares = run["acceptance_per_position"]
-    intervals = run["acceptance_per_position_interval"] or [None] * len(shares)
-    counts = run["judged_per_position"] or [None] * len(shares)
-    return frame_of(
-        {"series": run["series"], "run": run["run"], "position": position, "share": share,
-         "low": (ends or [share])[0], "high": (ends or [share])[-1], "verifications": count}
-        for position, (share, ends, count) in enumerate(
-            zip(shares, intervals, counts, strict=True), 1
-        )
-    )  # fmt: skip
+    lengths = runs["acceptance_per_position"].map(lambda shares: len(shares or ()))
+    return form.of(by_draft(runs.assign(length=lengths)[lengths > 1]))
 
 
 def draw_lengths(runs: pd.DataFrame) -> Drawn | LeftOut:
@@ -282,11 +217,13 @@ def draw_lengths(runs: pd.DataFrame) -> Drawn | LeftOut:
             for index, (name, of, style) in enumerate(series)
         }  # fmt: skip
 
-    known = by_draft(runs[runs["accepted"].map(len) > 0])
+    drafting = by_draft(runs[runs["accepted"].map(len) > 0])
     held = [*PROMPTS, "gamma"]
-    budgets = known.groupby(held, dropna=False)["budget"]
+    budgets = drafting.groupby(held, dropna=False)["budget"]
     common = budgets.transform(lambda values: values.mode().iloc[0] if values.any() else None)
     form = Form(
+        name="acceptance_lengths", title="Tokens of a step, as a distribution",
+        reason="no record has the accepted drafts of its steps",
         held=held, places=["series"], show=show, draw=draw, axes={"sharey": True}, most_panels=2,
         labels=("tokens of a step", SHARE),
         caption=(
@@ -295,50 +232,65 @@ def draw_lengths(runs: pd.DataFrame) -> Drawn | LeftOut:
             "Of KV budgets the one that most runs of a panel have",
         ),
     )  # fmt: skip
-    return form.of(
-        "acceptance_lengths", "Tokens of a step, as a distribution",
-        known[known["budget"].isna() | (known["budget"] == common)],
-        "no record has the accepted drafts of its steps",
+    return form.of(drafting[drafting["budget"].isna() | (drafting["budget"] == common)])
+
+
+def by_draft(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs with the way to draft as their series: drafter, policy and budget, without gamma."""
+    names = runs["method"].str.split(", gamma |, tree ", regex=True).str[0]
+    return runs.assign(series=names.astype(object))
+
+
+def curve_of(run: dict[str, Any]) -> pd.DataFrame:
+    """The share of each position with the ends of its interval; the share itself where there is
+    none."""
+    shares = run["acceptance_per_position"]
+    intervals = run["acceptance_per_position_interval"] or [None] * len(shares)
+    counts = run["judged_per_position"] or [None] * len(shares)
+    return frame_of(
+        {"series": run["series"], "run": run["run"], "position": position, "share": share,
+         "low": (ends or [share])[0], "high": (ends or [share])[-1], "verifications": count}
+        for position, (share, ends, count) in enumerate(
+            zip(shares, intervals, counts, strict=True), 1
+        )
     )  # fmt: skip
 
 
 def draw_ttft(passes: pd.DataFrame) -> Drawn | LeftOut:
+    """The times to the first token, by batch size."""
     caption = (
         "Share of sequences whose first token came within this time after their batch was "
         "submitted. The prompts of a batch are prefilled one after the other, so that later ones "
         "wait: a batch of B makes B groups of times. Both passes of a run share one prefill"
     )
-    ordered = passes.assign(series=[f"B {B}" for B in passes["B"]]).sort_values(
-        "B", key=lambda B: B.astype(int), kind="stable"
-    )
+    passes = passes.sort_values("B", key=lambda B: B.astype(int), kind="stable")
+    series = [f"B {B}" for B in passes["B"]]
     held = ["model", "dtype", "dataset", *MACHINE, "prefix_len"]
-    return draw_distribution("ttft", "Time to first token", ordered, held, caption)
+    return draw_times("ttft", "Time to first token", passes.assign(series=series), held, caption)
 
 
 def draw_tpot(passes: pd.DataFrame) -> Drawn | LeftOut:
+    """The times per output token, by method."""
     caption = (
         "Share of sequences whose mean time per token after their first was at most this. The "
         "autoregressive curve is of the baselines in the same runs"
     )
-    ordered = passes.assign(series=passes["method"]).sort_values(
-        "method", key=lambda method: method != BASELINE, kind="stable"
-    )
+    passes = passes.assign(series=passes["method"])
     held = ["model", "draft_model", "dtype", "dataset", *MACHINE, "B", "prefix_len"]
-    return draw_distribution("tpot", "Time per output token", ordered, held, caption)
+    return draw_times("tpot", "Time per output token", passes, held, caption)
 
 
-def draw_distribution(
-    name: str, heading: str, passes: pd.DataFrame, held: list[str], caption: str
+def draw_times(
+    name: str, title: str, passes: pd.DataFrame, held: list[str], caption: str
 ) -> Drawn | LeftOut:
-    """A curve for each series over the times in the column `name`_ms."""
+    """A curve for each series over the times in the column `name`_ms, as a share of sequences."""
     column = f"{name}_ms"
-    cuts = [f"p{percent}_ms" for percent in PERCENTS]
 
     def show(of: pd.DataFrame) -> pd.DataFrame:
         times = of.groupby("series", sort=False)[column].agg(lambda lists: [*chain(*lists)])
         return frame_of(
             {"series": series, "sequences": len(each), "times": each}
-            | dict(zip(cuts, [percentile(each, cut) for cut in PERCENTS], strict=True))
+            | {f"p{percent}_ms": percentile(each, percent) for percent in PERCENTS}
             for series, each in times.items()
         )
 
@@ -351,15 +303,13 @@ def draw_distribution(
         }
 
     form = Form(
+        name=name, title=title, reason="no record has the times of its sequences",
         held=held, places=["series"], show=show, draw=draw, most_series=7,
         labels=(f"{name.upper()} (ms)", "share of sequences"),
-        caption=(
-            caption, "The table beside it has the percentiles and the number of sequences"
-        ),
+        caption=(caption, "The table beside it has the percentiles and the number of sequences"),
         axes={"height": 2.7, "sharey": True},
     )  # fmt: skip
-    known = passes[passes[column].map(len) > 0]
-    drawn = form.of(name, heading, known, "no record has the times of its sequences")
+    drawn = form.of(passes[passes[column].map(len) > 0])
     if isinstance(drawn, Drawn):
         drawn.table = drawn.table.drop(columns="times")
     return drawn

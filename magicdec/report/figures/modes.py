@@ -1,8 +1,6 @@
 """The modes of one or several commands as bars of the speed of a request, of its time to the first
 token, and of the time between its tokens. As in the plots of PipeInfer, the modes stand side by
-side, and each command, with its models and split, is a series. Imports matplotlib only to draw.
-
-Must not know how a metric is computed.
+side, and each command, with its models and split, is a series. Knows no definition of a metric.
 """
 
 from __future__ import annotations
@@ -13,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from magicdec.figures import look, saved_figure
 from magicdec.serving.record import ServingRecord
-from magicdec.serving.showing import tables
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,24 +34,17 @@ HEIGHT, LEGEND_LINE = 2.8, 0.22  # inches
 Records = Sequence[ServingRecord]
 
 
-def draw_bars(flag: str, path: Path, commands: Sequence[Records]) -> None:
-    """Draw the passes that have metrics. Raises ValueError, naming the flag, if there are none, or
-    if the file cannot be written."""
-    drawn = [[r for r in records if r.metrics is not None] for records in commands]
-    drawn = [records for records in drawn if records]
-    if not drawn:
-        raise ValueError(f"{flag} {path}: no pass has metrics to draw")
-    labels = labels_of(drawn) if len(drawn) > 1 else []
+def draw_bars(commands: Sequence[Records], path: Path) -> None:
+    """A picture of the passes of these commands, all of which have metrics."""
+    labels = labels_of(commands) if len(commands) > 1 else []
     size = 7.4, HEIGHT + LEGEND_LINE * len(labels)
-    with saved_figure(flag, path, size, 1, len(PANELS)) as (figure, axes):
+    with saved_figure("--out", path, size, 1, len(PANELS)) as (figure, axes):
         for ax, (metric, name, unit) in zip(axes, PANELS, strict=True):
-            draw_panel(ax, metric, drawn)
+            draw_panel(ax, metric, commands)
             ax.set(title=name, ylabel=unit)
         if labels:
             handles = [container[0] for container in axes[0].containers]
             figure.legend(handles, labels, loc="outside lower left", ncols=1)
-        else:
-            figure.suptitle(tables(drawn[0])[0].title)
 
 
 def draw_panel(ax: Axes, metric: str, commands: Sequence[Records]) -> None:

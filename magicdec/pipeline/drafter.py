@@ -1,6 +1,6 @@
-"""Drafters of pipelined speculation, and the loop in which one serves the head's draft steps, on a
-rank of its own or in a thread of the head's. A drafter gives the most probable tokens after each
-path that follows the committed text of a request.
+"""Drafters of pipelined speculation, what the head asks them, and the loop in which one serves the
+head's draft steps, on a rank of its own or in a thread of the head's. A drafter gives the most
+probable tokens after each path that follows the committed text of a request.
 
 ModelDrafter: a whole model drafts on a KV cache of its own, of which it reads what a KV policy
 says. The model is a smaller one, or the target itself: then this is self-speculation, with a cache
@@ -14,20 +14,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import islice
 from typing import Protocol
 
 from torch import Tensor
 
 from magicdec.config.sections import KVSection, SamplingSection
-from magicdec.distributed.channels.message import Kind, Receiver, Sender
+from magicdec.distributed.channels.message import (
+    Kind,
+    Message,
+    Receiver,
+    Sender,
+    floats_of,
+    words_of,
+)
 from magicdec.drafting.draft_kv import AcceptedPath
 from magicdec.drafting.drafter import DraftModel
 from magicdec.drafting.ngram import MAX_NGRAM, Lookup
 from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.kv.cache import BatchRows, Lengths, upload
-from magicdec.pipeline.tracing import Spans, What
-from magicdec.pipelined_run.channels import DraftRequest, pack_candidates
+from magicdec.pipeline.spans import Spans, What
 from magicdec.pipelined_speculation.messages import Candidates
 from magicdec.pipelined_speculation.options import NUM_CANDIDATES
 from magicdec.prefill import take
@@ -35,6 +42,53 @@ from magicdec.request import Request, SamplingParams
 from magicdec.sampling.coupled import CoupledSampling
 from magicdec.sampling.model_tokens import gather_vocab
 from magicdec.scheduling.plan import Part
+
+Path = tuple[int, ...]
+"""Tokens that follow the committed text."""
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """The text of `request`, whose first `kept` tokens the drafter has, goes on with `new`. `paths`
+    are the continuations after which candidates are asked for; without any there is no answer."""
+
+    request: int
+    lane: int
+    kept: int
+    new: tuple[int, ...]
+    paths: tuple[tuple[int, ...], ...] = ()
+
+    def to_message(self, draft: int) -> Message:
+        lengths = [len(path) for path in self.paths]
+        header = [self.request, self.lane, self.kept, len(self.new), len(self.paths), *lengths]
+        tokens = [token for path in self.paths for token in path]
+        return Message(Kind.NUMBERS, draft, words=(*header, *self.new, *tokens))
+
+    @classmethod
+    def from_message(cls, message: Message) -> DraftRequest:
+        numbers = iter(message.words)
+        request, lane, kept, num_new, num_paths = islice(numbers, 5)
+        lengths = list(islice(numbers, num_paths))
+        new = tuple(islice(numbers, num_new))
+        return cls(request, lane, kept, new, tuple(tuple(islice(numbers, n)) for n in lengths))
+
+
+def pack_candidates(draft: int, candidates: Sequence[Candidates]) -> Message:
+    """The answer to a DraftRequest: the candidates of each path in order."""
+    pairs = [pair for each in candidates for pair in each]
+    probabilities = words_of(p for _, p in pairs)
+    counts = (len(candidates), *map(len, candidates))
+    return Message(
+        Kind.NUMBERS, draft, words=(*counts, *(token for token, _ in pairs), *probabilities)
+    )
+
+
+def candidates_of(message: Message) -> list[Candidates]:
+    numbers = iter(message.words)
+    counts = list(islice(numbers, next(numbers)))
+    tokens = list(islice(numbers, sum(counts)))
+    pairs = iter(zip(tokens, floats_of(list(numbers)), strict=True))
+    return [tuple(islice(pairs, count)) for count in counts]
 
 
 class Drafter(Protocol):
@@ -119,80 +173,35 @@ class ScriptedDrafter:
         )
 
 
-@dataclass(frozen=True)
-class Node:
-    """A token of which the cache holds K and V. `parent` is the number of the node before it, -1
-    for the committed text. `candidates` follow it."""
-
-    token: int
-    parent: int
-    candidates: Candidates = ()
-
-
 @dataclass
 class HeldText:
-    """What a row of the cache holds: the first `committed` tokens of the text of `request`, and
-    after them a tree. Node i of it lies in the i-th place. `candidates` follow the committed
-    tokens, of which `output` are those behind the prompt."""
+    """What a row of the cache holds: the first `committed` tokens of the text of `request`, of
+    which `output` are those behind the prompt, and after them a tree of `nodes`, in the order of
+    their places: each is the path to a token, with the candidates after it. Those of the empty path
+    follow the committed tokens."""
 
     request: int = 0
-    prompt: tuple[int, ...] = ()
+    prompt: Path = ()
     committed: int = 0
-    candidates: Candidates = ()
-    nodes: list[Node] = field(default_factory=list)
     output: list[int] = field(default_factory=list)
+    nodes: dict[Path, Candidates] = field(default_factory=dict)
+    candidates: Candidates = ()
 
-    @property
-    def texts(self) -> list[list[int]]:
-        """The output tokens up to each node."""
-        texts: list[list[int]] = []
-        for node in self.nodes:
-            before = texts[node.parent] if node.parent >= 0 else self.output
-            texts.append([*before, node.token])
-        return texts
-
-    @property
-    def following(self) -> list[int]:
-        """The position in the text of the candidates of each node."""
-        positions: list[int] = []
-        for node in self.nodes:
-            positions.append(1 + (positions[node.parent] if node.parent >= 0 else self.committed))
-        return positions
-
-    def follow(self, path: Sequence[int]) -> list[int]:
-        """The numbers of the nodes along `path`, as far as the tree has it."""
-        places = {(node.parent, node.token): i for i, node in enumerate(self.nodes)}
-        numbers = [-1]
-        for token in path:
-            if (numbers[-1], token) not in places:
-                break
-            numbers.append(places[numbers[-1], token])
-        return numbers[1:]
-
-    def add(self, path: Sequence[int]) -> int:
-        """The number of the last node of `path`, -1 if it is empty. New nodes get no candidates."""
-        known = self.follow(path)
-        last = known[-1] if known else -1
-        for token in path[len(known) :]:
-            self.nodes.append(Node(token, last))
-            last = len(self.nodes) - 1
-        return last
-
-    def keep(self, old_numbers: Sequence[int]) -> None:
-        """Renumber the tree, which keeps these nodes, parents first."""
-        numbers = {-1: -1} | {old: new for new, old in enumerate(old_numbers)}
-        self.nodes = [
-            replace(self.nodes[old], parent=numbers[self.nodes[old].parent]) for old in old_numbers
-        ]
+    def known(self, path: Path) -> list[Path]:
+        """The nodes along `path`, as far as the tree has it."""
+        prefixes = [path[:end] for end in range(1, len(path) + 1)]
+        count = next((i for i, each in enumerate(prefixes) if each not in self.nodes), len(path))
+        return prefixes[:count]
 
     def commit(self, count: int) -> None:
         """The first `count` nodes, on which all others hang, are committed."""
         if count:
+            chain = [*self.nodes][:count]
             self.committed += count
-            self.output += [node.token for node in self.nodes[:count]]
-            self.candidates = self.nodes[count - 1].candidates
-            rest = self.nodes[count:]
-            self.nodes = [replace(node, parent=max(-1, node.parent - count)) for node in rest]
+            self.output += chain[-1]
+            self.candidates = self.nodes[chain[-1]]
+            rest = [*self.nodes.items()][count:]
+            self.nodes = {path[count:]: candidates for path, candidates in rest}
 
 
 class ModelDrafter:
@@ -221,15 +230,17 @@ class ModelDrafter:
         if not step.paths:
             return []
         held = self.held[lane]
-        new = text[held.committed :]
+        new = tuple(text[held.committed :])
         paths = [(*new, *path) for path in step.paths]
         self._forget_others(lane, paths)
-        num_computed = len(held.nodes)
-        num_known = len(held.follow(new))
+        num_computed, num_known = len(held.nodes), len(held.known(new))
         held.commit(num_known)
-        ends = [held.add(path[num_known:]) for path in paths]
+        paths = [path[num_known:] for path in paths]
+        for path in paths:
+            for end in range(1, len(path) + 1):
+                held.nodes.setdefault(path[:end], ())
         self._compute(lane, num_computed - num_known)
-        candidates = [held.nodes[end].candidates if end >= 0 else held.candidates for end in ends]
+        candidates = [held.nodes[path] if path else held.candidates for path in paths]
         held.commit(len(new) - num_known)
         return candidates
 
@@ -242,58 +253,50 @@ class ModelDrafter:
         logits = take(self.runner, part, self.prefill_chunk)
         self.kv.admit([request])
         held = HeldText(number, tuple(text), len(text))
-        (held.candidates,) = self._candidates(logits, held, [len(text)], [[]])
+        (held.candidates,) = self._candidates(logits, held, [()])
         self.held[lane] = held
 
-    def _forget_others(self, lane: int, paths: Sequence[Sequence[int]]) -> None:
+    def _forget_others(self, lane: int, paths: Sequence[Path]) -> None:
         """Forget the nodes that are not on `paths`."""
         held, device = self.held[lane], self.runner.device
-        rows = BatchRows.of([lane], device)
-        on_paths = dict.fromkeys(node for path in paths for node in held.follow(path))
-        numbers, base = list(on_paths), Lengths.of([held.committed], device)
-        count = len(numbers)
+        rows, base = BatchRows.of([lane], device), Lengths.of([held.committed], device)
+        on_paths = dict.fromkeys(node for path in paths for node in held.known(path))
+        places, count = {node: place for place, node in enumerate(held.nodes)}, len(on_paths)
+        numbers = [places[node] for node in on_paths]
         if numbers == list(range(count)):
             self.kv.rewind(rows, base.plus(count))
         else:
-            path = AcceptedPath(base, upload([count - 1], device), upload([numbers], device))
-            self.kv.keep_path(rows, path, count)
-        held.keep(numbers)
+            kept = AcceptedPath(base, upload([count - 1], device), upload([numbers], device))
+            self.kv.keep_path(rows, kept, count)
+        held.nodes = {node: held.nodes[node] for node in on_paths}
 
     def _compute(self, lane: int, first: int) -> None:
         """Append the nodes from `first` on to the row, and learn their candidates."""
         held, device = self.held[lane], self.runner.device
-        committed = Lengths.of([held.committed], device)
-        tokens = [node.token for node in held.nodes]
-        parents = [node.parent for node in held.nodes]
+        committed, nodes = Lengths.of([held.committed], device), [*held.nodes]
+        places = {node: place for place, node in enumerate(nodes)}
+        parents = [places.get(node[:-1], -1) for node in nodes]
         is_chain = parents == list(range(-1, len(parents) - 1))
-        for begin in range(first, len(tokens), self.prefill_chunk):
+        for begin in range(first, len(nodes), self.prefill_chunk):
             end = begin + self.prefill_chunk
-            ids = upload([tokens[begin:end]], device)
+            chunk = nodes[begin:end]
+            ids = upload([[node[-1] for node in chunk]], device)
             tree = None if is_chain else upload([parents[:end]], device)
-            logits = self.kv.forward(self._known(ids), [lane], committed, tree)
-            positions, texts = held.following[begin:end], held.texts[begin:end]
-            of_nodes = self._candidates(logits, held, positions, texts)
-            for place, candidates in enumerate(of_nodes, begin):
-                held.nodes[place] = replace(held.nodes[place], candidates=candidates)
+            # The draft's vocabulary may be padded to another size than the target's.
+            ids = ids.clamp(max=self.runner.model.config.vocab_size - 1)
+            logits = self.kv.forward(ids, [lane], committed, tree)
+            held.nodes |= zip(chunk, self._candidates(logits, held, chunk), strict=True)
 
-    def _known(self, token_ids: Tensor) -> Tensor:
-        """`token_ids` limited to the draft's vocabulary, which may be padded to another size."""
-        return token_ids.clamp(max=self.runner.model.config.vocab_size - 1)
-
-    def _candidates(
-        self,
-        logits: Tensor,
-        held: HeldText,
-        positions: Sequence[int],
-        outputs: Sequence[Sequence[int]],
-    ) -> list[Candidates]:
-        """The candidates for these positions of the text, from this rank's logits [1, T, V].
-        `outputs` are the output tokens before each. They are the same on every rank."""
+    def _candidates(self, logits: Tensor, held: HeldText, nodes: list[Path]) -> list[Candidates]:
+        """The candidates after each of `nodes`, from this rank's logits [1, T, V]. They are the
+        same on every rank."""
         whole = gather_vocab(logits, self.runner.vocab_places, self.runner.group)
-        known = whole[0, :, : self.vocab_size]
+        logits = whole[0, :, : self.vocab_size]
         if self.sampling.has_penalties:
-            known = self.sampling.penalised(known, held.prompt, outputs)
-        probs = self.sampling.perturbed(known, held.request, positions).float().softmax(dim=-1)
+            texts = [[*held.output, *node] for node in nodes]
+            logits = self.sampling.penalised(logits, held.prompt, texts)
+        positions = [held.committed + len(node) for node in nodes]
+        probs = self.sampling.perturbed(logits, held.request, positions).float().softmax(dim=-1)
         best = probs.topk(min(NUM_CANDIDATES, probs.shape[1]))
         rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         return [tuple(zip(*row, strict=True)) for row in rows]

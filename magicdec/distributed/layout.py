@@ -1,0 +1,201 @@
+"""What each rank does in a ring of stages and in pipelined speculation, as `--layer_split` says it.
+Imports no torch.
+
+    0.1,0.4,0.5/1.0    three stages, and the draft on a rank of its own, which is the last
+    0.5,0.5/0.5,0.5    two stages, and the draft on the last two ranks, which share its layers
+    0.5,0.5/head       two stages, and the draft on the head
+    0,1.0/head         the head has no layers: it schedules and drafts; one stage
+    auto/1.0           all ranks but the last are stages, whose layers follow from times
+
+Rank 0 is the head and, unless its share is 0, of the first stage. If more ranks are started than
+the split names, each stage has several, which share its layers by tensor parallelism and follow
+each other. A ring has no head without layers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from magicdec.distributed.layer_split import (
+    FLAG,
+    MDI_LLM,
+    SHARE,
+    StageTimes,
+    count_stages,
+    is_mdi_llm,
+    split_layers,
+)
+
+ON_HEAD = "head"
+
+
+@dataclass(frozen=True)
+class StageGrid:
+    """`num_stages` stages of `tensor_parallel` ranks each, from `first_rank` on."""
+
+    num_stages: int
+    tensor_parallel: int = 1
+    first_rank: int = 0
+
+    @property
+    def world_size(self) -> int:
+        return self.first_rank + self.num_stages * self.tensor_parallel
+
+    @property
+    def leaders(self) -> list[int]:
+        """The first rank of each stage."""
+        return [*range(self.first_rank, self.world_size, self.tensor_parallel)]
+
+    def stage_of(self, rank: int) -> int:
+        return (rank - self.first_rank) // self.tensor_parallel
+
+    def ranks_of(self, stage: int) -> tuple[int, ...]:
+        first = self.first_rank + stage * self.tensor_parallel
+        return tuple(range(first, first + self.tensor_parallel))
+
+    def edges(self) -> list[tuple[int, int]]:
+        """The pairs (sender, receiver) of a ring, in the same order on every rank; none for one
+        stage. Rank i of a stage sends to rank i of the next stage, since all ranks of a stage have
+        the same hidden states after its last all-reduce."""
+        if self.num_stages == 1:
+            return []
+        size = self.world_size
+        return [(rank, (rank + self.tensor_parallel) % size) for rank in range(size)]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Of pipelined speculation. `layers` are those of each rank; a rank without layers is a head
+    that only schedules, or the draft's. `draft_ranks` is where drafts are made, if any are: several
+    ranks share every layer of the draft."""
+
+    layers: tuple[range, ...]
+    draft_ranks: tuple[int, ...]
+    tensor_parallel: int = 1
+
+    @property
+    def world_size(self) -> int:
+        return len(self.layers)
+
+    @property
+    def grid(self) -> StageGrid:
+        ranks = [rank for rank, layers in enumerate(self.layers) if len(layers)]
+        return StageGrid(len(ranks) // self.tensor_parallel, self.tensor_parallel, ranks[0])
+
+    @property
+    def draft_rank(self) -> int:
+        """The first of the draft's ranks, which answers the head."""
+        return self.draft_ranks[0]
+
+    @property
+    def stages(self) -> list[int]:
+        """The first rank of each stage in order, to which messages go."""
+        return self.grid.leaders
+
+    def group_of(self, rank: int) -> tuple[int, ...]:
+        """The ranks that share the layers of this rank's stage. A rank without layers is alone."""
+        grid = self.grid
+        return grid.ranks_of(grid.stage_of(rank)) if len(self.layers[rank]) else (rank,)
+
+    def with_layers(self, layers: Sequence[range]) -> Layout:
+        """The same with other layers of the stages, in their order."""
+        of_stages = dict(zip(self.stages, layers, strict=True))
+        firsts = (self.group_of(rank)[0] for rank in range(self.world_size))
+        return replace(self, layers=tuple(of_stages.get(first, range(0)) for first in firsts))
+
+    def describe(self, rank: int) -> str:
+        parts, group = ["head"] if rank == 0 else [], self.group_of(rank)
+        if len(self.layers[rank]):
+            shard = "" if len(group) == 1 else f" shard {group.index(rank)}"
+            parts.append(f"stage {self.grid.stage_of(rank)}{shard}")
+        if rank in self.draft_ranks:
+            place = self.draft_ranks.index(rank)
+            parts.append("draft" if len(self.draft_ranks) == 1 else f"draft shard {place}")
+        return ", ".join(parts)
+
+
+@dataclass(frozen=True)
+class SplitText:
+    """The parts of `--layer_split`: the share 0 of a head without layers (`0,`, or empty), what
+    `split_layers` takes for the stages, and the place of the draft behind the slash (None: there is
+    no slash)."""
+
+    head: str
+    stages: str | None
+    draft: str | None
+
+    def __str__(self) -> str:
+        return f"{self.head}{self.stages}{'' if self.draft is None else f'/{self.draft}'}"
+
+    @property
+    def num_apart(self) -> int:
+        """The number of ranks that only draft, by the equal shares of the draft behind the slash.
+        Raises ValueError, naming the flag, if something else is there."""
+        if self.draft is None or self.draft == ON_HEAD:
+            return 0
+        words = self.draft.split(",")
+        if not all(is_equal_share(word, len(words)) for word in words):
+            share = f"{1 / len(words):.3g}" if len(words) > 1 else "1.0"
+            raise ValueError(
+                f"{FLAG} {self}: behind the slash is {ON_HEAD}, or equal shares of the draft, "
+                f"whose ranks compute every layer together; give {','.join([share] * len(words))}"
+            )
+        return len(words)
+
+    def num_stages(self, world_size: int) -> int:
+        """The number of stages on so many ranks. Raises ValueError as `num_apart` does."""
+        return count_stages(self.stages, world_size - self.num_apart - bool(self.head))
+
+
+def read_split(text: str | None) -> SplitText:
+    if text is None:
+        return SplitText("", None, None)
+    target, slash, draft = text.partition("/")
+    first, comma, rest = target.partition(",")
+    has_head_layers = not comma or first.strip("0.") != ""
+    head, stages = ("", target) if has_head_layers else (f"{first},", rest)
+    return SplitText(head, stages, draft if slash else None)
+
+
+def is_equal_share(word: str, count: int) -> bool:
+    """Whether `word` is 1 / `count` in as many digits as it has."""
+    if word != "1" and not SHARE.fullmatch(word):
+        return False
+    digits = len(word.partition(".")[2])
+    return 0 < float(word) == round(1 / count, digits)
+
+
+def make_grid(flag_text: str, num_stages: int, num_ranks: int, num_others: int = 0) -> StageGrid:
+    """The stages of `num_ranks` ranks, beside `num_others` that have none. `flag_text` is what the
+    user wrote, such as `--layer_split 10,12`. Raises ValueError if the ranks cannot be divided
+    among the stages."""
+    if num_ranks < num_stages or num_ranks % num_stages:
+        raise ValueError(
+            f"{flag_text} names {num_stages + num_others} ranks, but {num_ranks + num_others} were "
+            f"started; start {num_stages + num_others}, or equally many ranks for each stage"
+        )
+    return StageGrid(num_stages, num_ranks // num_stages)
+
+
+def make_layout(text: str | None, world_size: int, num_layers: int) -> Layout:
+    """`text` as the user wrote it; None stands for equal shares of all ranks, with the draft on the
+    head. Times are not known here, so that `auto` gives equal shares until `with_layers` replaces
+    them. Raises ValueError, naming the flag."""
+    split = read_split(text)
+    if is_mdi_llm(split.stages):
+        raise ValueError(
+            f"{FLAG} {text}: {MDI_LLM} divides the layers of a ring (`magicdec recurrent`); choose "
+            "from counts, shares and auto"
+        )
+    num_apart, num_headless = split.num_apart, int(split.head != "")
+    num_others = num_apart + num_headless
+    num_stages = max(1, split.num_stages(world_size))
+    grid = make_grid(f"{FLAG} {text}", num_stages, world_size - num_others, num_others)
+    layers = split_layers(split.stages, num_stages, num_layers, [StageTimes(0.0, 1.0)] * num_stages)
+    computing = (each for each in layers for _ in range(grid.tensor_parallel))
+    empty = (range(0),)
+    draft_ranks = tuple(range(world_size - num_apart, world_size)) or (0,)
+    return Layout(
+        (*empty * num_headless, *computing, *empty * num_apart), draft_ranks, grid.tensor_parallel
+    )

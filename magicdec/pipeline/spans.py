@@ -1,0 +1,61 @@
+"""What every rank did when: spans, from which busy times, queues, skipped layers, Gantt charts and
+Chrome traces are computed. Imports no torch.
+
+A run has the same number on every stage. Only the head knows, and notes, whose tokens it has.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import IntEnum
+
+
+class What(IntEnum):
+    STAGE = 1  # a stage computed a run or skipped it; `value` is the number of layers it computed
+    DRAFT = 2  # a step of the drafter
+    LAUNCH = 3  # the head launched a run; `value` is its number of rows, begin equals end
+    PROMPT = 4  # the same for a run of a prompt
+    RESULT = 5  # the head took the result of a run; `value` is 1 for a void one
+    # The first stage of a ring between two waits, from the arrival of a run (-1: of requests) on;
+    # its layers are a part of it. `value` is 1 if rows decoded in the run, and no prompt followed.
+    HEAD = 6
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Seconds of `time.perf_counter`, which is the same clock in all processes of a host. Those of
+    other hosts are converted to the first rank's clock when they are gathered."""
+
+    what: What
+    run: int  # or the number of the draft or of the message
+    begin_s: float
+    end_s: float
+    value: int = 0
+
+    @property
+    def seconds(self) -> float:
+        return self.end_s - self.begin_s
+
+
+class Spans(list[Span]):
+    """Those of one rank, in the order in which they ended. Several threads may add to it."""
+
+    def add(self, what: What, run: int, begin_s: float, value: int = 0) -> None:
+        """A span that ends now."""
+        self.append(Span(what, run, begin_s, time.perf_counter(), value))
+
+    def moment(self, what: What, run: int, value: int = 0) -> None:
+        now = time.perf_counter()
+        self.append(Span(what, run, now, now, value))
+
+    @contextmanager
+    def during(self, what: What, run: int) -> Iterator[None]:
+        begin_s = time.perf_counter()
+        yield
+        self.add(what, run, begin_s)
+
+    def of(self, what: What) -> list[Span]:
+        return [span for span in self if span.what is what]

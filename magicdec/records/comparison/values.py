@@ -1,0 +1,133 @@
+"""What two files of records that are no runs both hold: predictions, which are the same each time
+unless the code has changed, and what was measured of requests and of single forwards, whose times
+are shown beside each other without a verdict. Must not know which values there are. Imports no
+torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+
+from magicdec.records.comparison.compare import MISSING, REGRESSION, SAME, Comparison
+from magicdec.records.metrics import is_close
+from magicdec.records.record import MeasuredRecord, Record, RunRecord
+from magicdec.tables import Column, Shown, Table
+
+# The parts of records that hold what came out.
+PARTS = ("status", "metrics", "speculation", "rows", "cells", "break_even_prefix_len")
+# What a forward or a prediction is of, by the kind of its record; of others, their place in a list.
+PLACES = {
+    "latency": ("phase", "B", "context", "T", "budget", "kv_policy"),
+    "plan": ("batch_size", "prefix_len"),
+    "stage_plan": ("lane_size", "prefix_len"),
+}
+
+
+@dataclass
+class Values:
+    """What a file says of one thing: each value by its place, of the newest record."""
+
+    name: str
+    is_predicted: bool
+    by_place: dict[str, object] = field(default_factory=dict)
+
+
+def values_of(records: Iterable[Record]) -> dict[str, Values]:
+    """The values of all records but those of runs, by what they are of: predictions of the same
+    inputs, or measurements of the same model and workload with as many ranks."""
+    found: dict[str, Values] = {}
+    for record in records:
+        if isinstance(record, RunRecord):
+            continue
+        model, fields = record.config.get("model", {}), asdict(record)
+        name = f"{record.kind} of {record.config.get('mode') or model.get('model')}"
+        if isinstance(record, MeasuredRecord):
+            mode, workload = fields.get("name"), record.config.get("workload")
+            of = [model["model"], model["dtype"], record.environment.world_size, mode, workload]
+            name = f"{mode or record.kind}: {model['model']} ({model['dtype']})"
+        else:
+            of = [{key: value for key, value in record.config.items() if key != "flags"}]
+        key = json.dumps([record.kind, *of], sort_keys=True)
+        is_predicted = not isinstance(record, MeasuredRecord)
+        for part in PARTS:
+            places = leaves(part, fields.get(part), PLACES.get(record.kind, ()))
+            found.setdefault(key, Values(name, is_predicted)).by_place.update(places)
+    return found
+
+
+def leaves(name: str, value: object, places: Iterable[str]) -> Iterator[tuple[str, object]]:
+    """The values inside a value, by where they are, such as `cells[batch_size 1, prefix_len
+    4096].speedup`."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            yield from leaves(f"{name}.{key}", inner, places)
+    elif isinstance(value, list):
+        for number, inner in enumerate(value):
+            of = {key: inner.get(key) for key in places} if isinstance(inner, dict) else {}
+            words = (
+                v if isinstance(v, str) else f"{k} {v}" for k, v in of.items() if v is not None
+            )
+            yield from leaves(f"{name}[{', '.join(words) or number}]", inner, places)
+    else:
+        yield name, value
+
+
+def compare_predictions(new: Iterable[Record], old: Iterable[Record]) -> Iterator[Comparison]:
+    """A regression for each predicted value that is another one, beyond rounding."""
+    before, after = values_of(old), values_of(new)
+    for key, values in after.items():
+        if not values.is_predicted:
+            continue
+        if key not in before:
+            yield Comparison(values.name, MISSING, "the baseline has no prediction of these inputs")
+            continue
+        pairs = in_both(values, before[key])
+        changed = [each for each in pairs if not is_close(*each[1:])]
+        for place, was, now in changed:
+            yield Comparison(f"{values.name} {place}", REGRESSION, f"predicted {now}, was {was}")
+        if not changed:
+            yield Comparison(values.name, SAME, f"all {len(pairs)} predicted values as before")
+
+
+def tables_of_measured(new: Iterable[Record], old: Iterable[Record]) -> list[Table]:
+    """A table for each measured thing that both files have, with a row for each number that is
+    another one."""
+    before, tables = values_of(old), []
+    for key, values in values_of(new).items():
+        if values.is_predicted or key not in before:
+            continue
+        pairs = in_both(values, before[key])
+        rows = [
+            [place.removeprefix("metrics."), number(was), number(now), change(was, now)]
+            for place, was, now in pairs
+            if was != now
+        ]
+        below = [f"{len(pairs) - len(rows)} of {len(pairs)} values are the same"]
+        label = Column("", is_text=True, key="metric")
+        tables.append(Table([label, "old", "new", "change"], rows, values.name, below=below))
+    return tables
+
+
+def in_both(new: Values, old: Values) -> list[tuple[str, object, object]]:
+    """The place, the old and the new value of what both have."""
+    return [
+        (place, old.by_place[place], value)
+        for place, value in new.by_place.items()
+        if place in old.by_place
+    ]
+
+
+def number(value: object) -> Shown | None:
+    """The cell of a value, which is empty if there is none."""
+    if value is None:
+        return None
+    return Shown(f"{value:,.6g}" if isinstance(value, float) else str(value), value)
+
+
+def change(old: object, new: object) -> Shown | None:
+    """The relative change, of numbers that have one."""
+    if not isinstance(old, int | float) or not isinstance(new, int | float) or not old:
+        return None
+    return Shown(f"{100 * (new / old - 1):+.1f} %", new / old - 1)
