@@ -1,8 +1,10 @@
 """A ring whose ranks write what they hold whenever INTERVAL samples have ended. Started by
 test_recurrent.py."""
 
+import ctypes
 import json
 import os
+import sys
 from pathlib import Path
 
 from magicdec.cli.serve import recurrent
@@ -12,6 +14,28 @@ INTERVAL = 100
 MAPPED = "/dev/shm/magicdec-"
 free = Stage.free
 freed = 0
+
+
+class Allocated(ctypes.Structure):
+    """The C library's `struct mallinfo2`."""
+
+    _fields_ = [
+        (name, ctypes.c_size_t)
+        for name in (
+            "arena", "ordblks", "smblks", "hblks", "hblkhd", "usmblks", "fsmblks", "uordblks",
+            "fordblks", "keepcost",
+        )
+    ]  # fmt: skip
+
+
+mallinfo2 = ctypes.CDLL(None).mallinfo2
+mallinfo2.restype = Allocated
+
+
+def native_kb() -> int:
+    """What C, C++ and Python's large objects hold now. Resident memory moves by whole arenas."""
+    allocated = mallinfo2()
+    return int(allocated.uordblks + allocated.hblkhd) // 1024
 
 
 def number(status: str, name: str) -> int:
@@ -38,6 +62,8 @@ def note(self: Stage, rows: list[int]) -> None:
         held = {
             "threads": number(status, "Threads:"),
             "files": len(list(Path("/proc/self/fd").iterdir())),
+            "native_kb": native_kb(),
+            "python_blocks": sys.getallocatedblocks(),
             "anonymous_kb": number(status, "RssAnon:"),
             "shared_kb": number(status, "RssShmem:"),
             "ring_kb": ring_kb(Path("/proc/self/smaps").read_text()),
