@@ -1,13 +1,13 @@
-"""Drafter: the protocol of everything that proposes draft tokens.
+"""Drafter: the base class of everything that proposes draft tokens.
 
 Owns the order in which a drafter is called for a request. The name table is `names.DRAFTERS`.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.config.tree_shape import TreeShape
@@ -46,10 +46,10 @@ class DraftSetup:
     draft: DraftModel | None = None
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """A request is admitted (`admit`), takes part in steps (`prepare`, `propose`, `commit`) and is
     released when it has ended (`release`). Requests of one batch may start and end at different
-    times. Every drafter derives from this class."""
+    times. A drafter without work at one of these calls leaves it as it is here."""
 
     draft_kv: DraftKV | None = None
     """The KV that drafts read; None if no model drafts on this rank."""
@@ -67,16 +67,19 @@ class Drafter(Protocol):
     step of its own. The same on every rank."""
 
     @classmethod
+    @abstractmethod
     def build(cls, setup: DraftSetup) -> Drafter: ...
 
-    def admit(self, requests: Sequence[Request]) -> None:
+    def admit(self, requests: Sequence[Request]) -> None:  # noqa: B027
         """Prepare for `requests`, whose prompts are in the target's cache. This is recorded as
         `begin_ms`, not as decode time."""
 
     def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
         """The host phase before a draft: the work that needs lengths or tokens on the host. Returns
         the number of newest tokens of each row that the first draft forward takes."""
+        return 1
 
+    @abstractmethod
     def propose(
         self,
         batch: DeviceBatch,
@@ -89,11 +92,13 @@ class Drafter(Protocol):
         target's cache is the same afterwards. The host reads no result, and all shapes follow from
         the batch and the arguments, so that the phase can be captured."""
 
-    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
+    def commit(  # noqa: B027
+        self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None
+    ) -> None:
         """A step has ended. The target's cache now holds `lengths` committed tokens of `rows`. If a
         tree was verified, the newest of them are those of `path`."""
 
-    def release(self, rows: Sequence[int]) -> None:
+    def release(self, rows: Sequence[int]) -> None:  # noqa: B027
         """The requests in `rows` have ended."""
 
 

@@ -32,7 +32,7 @@ from magicdec.simulator.simulation import Machine, Simulation, TextModels, Trace
 MODES = ("iterative", "sync", "async", "ring")
 WITHOUT_DRAFTS = ("iterative", "ring")  # every token takes as long as the one before
 STEADY_TOKENS = 4  # that tell their speed
-PROMPT = (0,)  # its length is told by the machine's `prefill_s`
+PROMPT = (0,)  # a stage takes as long for it as for one row
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,6 @@ class Machine:
 
     stage_s: tuple[float, ...]
     layers: int = 8  # of a stage: between them it looks for cancellations
-    prefill_s: float | None = None  # of a stage, for a prompt; None: as one row
     row_cost: float = 0.0
     link_s: float = 0.0
     bytes_per_s: float | None = None  # None: without limit
@@ -55,9 +54,7 @@ class Machine:
     def num_stages(self) -> int:
         return len(self.stage_s)
 
-    def busy_s(self, stage: int, num_rows: int, is_prompt: bool) -> float:
-        if is_prompt and self.prefill_s is not None:
-            return self.prefill_s
+    def busy_s(self, stage: int, num_rows: int) -> float:
         return self.stage_s[stage] * (1 + self.row_cost * (num_rows - 1))
 
     def transfer_s(self, num_bytes: int) -> float:
@@ -80,8 +77,7 @@ class Cluster:
         layer_s = self.model_s / self.num_layers / width
         layer_s += 2 * self.all_reduce_s if width > 1 else 0.0
         times = tuple(layer_s * (each + (stage < rest)) for stage in range(stages))
-        prefill_s = None if self.base.prefill_s is None else self.base.prefill_s / nodes
-        return replace(self.base, stage_s=times, layers=each, prefill_s=prefill_s)
+        return replace(self.base, stage_s=times, layers=each)
 
 
 def divisions(
@@ -158,7 +154,7 @@ class Pipeline:
             if is_void or (cancelled_s is not None and cancelled_s[stage] <= start):
                 end, layers, is_void = start, 0, True
             else:
-                busy = self._busy_s(stage, rows, flight.is_prompt)
+                busy = self._busy_s(stage, rows)
                 end = start + busy
                 if cancelled_s is not None and cancelled_s[stage] < end:
                     each = busy / layers

@@ -71,14 +71,11 @@ PROPERTIES = (
         ),
     ),
     Property(
-        "A stage takes more for more rows, and another time for a prompt.",
+        "A stage takes more for more rows.",
         f"{SIMULATE}test_a_stage_takes_more_for_more_rows",
         (
             Fault("the first row counted as a further one", "simulator/simulation.py",
                   "(1 + self.row_cost * (num_rows - 1))", "(1 + self.row_cost * num_rows)"),
-            Fault("prompts take the time of a row", "simulator/simulation.py",
-                  "if is_prompt and self.prefill_s is not None:",
-                  "if is_prompt and self.prefill_s is None:"),
         ),
     ),
     Property(

@@ -132,9 +132,7 @@ def test_a_cancellation_takes_its_time() -> None:
 
 def test_a_stage_takes_more_for_more_rows() -> None:
     machine = Machine((0.02, 0.04), row_cost=0.5)
-    assert [machine.busy_s(1, rows, False) for rows in (1, 3)] == [0.04, 0.08]
-    assert machine.busy_s(0, 1, True) == 0.02, "a prompt is as one row"
-    assert replace(machine, prefill_s=0.3).busy_s(0, 1, True) == 0.3
+    assert [machine.busy_s(1, rows) for rows in (1, 3)] == [0.04, 0.08]
 
 
 def test_it_pays() -> None:
