@@ -26,7 +26,6 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor, nn
 
-from magicdec.attention.native import has_bfloat16_path
 from magicdec.model.checkpoint.quantization import channel_scales, quantize
 from magicdec.model.linear.packed import Int8Linear, PackedLinear, pack
 
@@ -138,8 +137,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3.0, help="per shape and rows [3]")
     parser.add_argument("--json", type=Path, help="write the measurements to this file")
     args = parser.parse_args()
-    if not has_bfloat16_path():
-        parser.error("this CPU has no AVX512-BF16, which packed weights need")
     torch.set_num_threads(args.threads)
     with torch.inference_mode():
         measured: dict[str, Any] = {

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
-from magicdec.attention.native import NativeBackend, has_bfloat16_path
+from magicdec.attention.native import NativeBackend
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.start import close_groups, make_groups
 from magicdec.drafting.policies.full import FullKV
@@ -182,13 +182,11 @@ def linear_rows(quick: bool, seconds: float) -> list[dict[str, Any]]:
         for out, width in shapes:
             copies = max(1, (COLD_BYTES // 2) // (out * width * dtype.itemsize))
             weights = [torch.randn(out, width).to(dtype) for _ in range(min(copies, 64))]
-            can_pack = dtype == torch.bfloat16 and has_bfloat16_path()
-            packed = [PackedLinear(w) for w in weights] if can_pack else []
+            packed = [PackedLinear(w) for w in weights]
             for num_rows in (1, 4) if quick else (1, 4, 8, 20):
                 x = torch.randn(num_rows, width).to(dtype)
                 ways = {name: over(weights, partial(form, x)) for name, form in LINEAR.items()}
-                if packed:
-                    ways["packed"] = over(packed, partial(apply_packed, x))
+                ways["packed"] = over(packed, partial(apply_packed, x))
                 timings = interleaved(ways, seconds)
                 size = {"dtype": str(dtype).removeprefix("torch."), "out": out, "in": width}
                 size |= {"rows": num_rows, "bytes": out * width * dtype.itemsize}

@@ -181,7 +181,7 @@ def generation_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
-    dtype = "bfloat16" if probe_machine(read_launch()).has_fast_bfloat16 else "float32"
+    dtype = "bfloat16" if probe_machine(read_launch()).has_bfloat16_products else "float32"
     measured: dict[str, Any] = {"machine": describe_machine()}
     console = Console(width=130)
     measured["decode"], measured["versions"] = measure_decode(

@@ -126,7 +126,7 @@ def choose_ways(names: Sequence[str] | None, openvino_python: str | None) -> lis
 
 def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
-    dtype = "bfloat16" if probe_machine(read_launch()).has_fast_bfloat16 else "float32"
+    dtype = "bfloat16" if probe_machine(read_launch()).has_bfloat16_products else "float32"
     traces = {arrival: describe_trace(trace) for arrival, trace in options.traces.items()}
     measured: dict[str, Any] = {"machine": describe_machine(), "dtype": dtype, "traces": traces}
     measured |= {"kv_heads": options.kv_heads, "ways": [asdict(way) for way in options.ways]}

@@ -150,7 +150,7 @@ def train_model(
 ) -> Transformer:
     torch.manual_seed(SEED)
     rng = np.random.default_rng(SEED)
-    autocast = device == "cuda" or probe_machine(read_launch()).has_fast_bfloat16
+    autocast = device == "cuda" or probe_machine(read_launch()).has_bfloat16_products
     model = initialise(Transformer(config)).to(device)
     model.set_positions(MAX_POSITIONS, torch.device(device))
     matrices = [p for p in model.blocks.parameters() if p.ndim == 2]

@@ -31,6 +31,7 @@ HEADERS = (
     SHARED_HEADERS / "amx.h",
     SHARED_HEADERS / "bf16.h",
     SHARED_HEADERS / "int8.h",
+    SHARED_HEADERS / "wide.h",
 )
 FLAGS = (*FAST_MATH, "-fopenmp")
 # The dtypes of the pools; native.cpp refers to a dtype by its index in this tuple.
@@ -39,8 +40,8 @@ Shape = ctypes.c_int64 * 18
 
 
 class NativeBackend(AttentionBackend):
-    """Stores K and V as float32 or bfloat16. With bfloat16 activations it can also store them as
-    int8, if the CPU has dot products for bfloat16. Computes in float32."""
+    """Stores K and V as float32 or bfloat16, or as int8 with bfloat16 activations. Computes in
+    float32."""
 
     capabilities = Capabilities(
         "native",
@@ -48,15 +49,15 @@ class NativeBackend(AttentionBackend):
         needs_compiler=True,
         head_sizes=HeadSizes("a multiple of 16", range(16, 1024, 16)),
         int8_kv_dtypes=("bfloat16",),
-        int8_kv_needs_avx512_bf16=True,
         can_be_recorded=False,
         is_part_of_native_steps=True,
         supports_trees=True,
     )
 
-    def __init__(self, portable: bool = False) -> None:
-        """`portable` uses only instructions that every CPU has, for tests and comparisons."""
-        self._portable = portable
+    def __init__(self, is_widened: bool = False) -> None:
+        """`is_widened`: bfloat16 and int8 are widened to float32 in registers, as on CPUs without
+        dot products for bfloat16, for tests and comparisons."""
+        self._is_widened = is_widened
 
     def block_size(self, max_tokens: int) -> int:
         """A block holds a whole row."""
@@ -65,8 +66,7 @@ class NativeBackend(AttentionBackend):
     def layout(self, dtype: torch.dtype) -> Layout:
         if dtype == torch.int8:
             return INT8_TILED
-        tiled = dtype == torch.bfloat16 and not self._portable and has_bfloat16_path()
-        return TILED if tiled else PLAIN
+        return TILED if dtype == torch.bfloat16 else PLAIN
 
     def plan(self, view: KVView) -> None:
         cache = view.cache
@@ -83,7 +83,7 @@ class NativeBackend(AttentionBackend):
         cache = view.cache
         return attention(
             q, k, v, cache.k[layer], cache.v[layer], cache.block_table, view.row_index,
-            view.seq_lens, view.layer_ranges(layer), view.window or 0, self._portable, mass,
+            view.seq_lens, view.layer_ranges(layer), view.window or 0, self._is_widened, mass,
             view.nodes,
         )  # fmt: skip
 
@@ -107,19 +107,19 @@ def kernel(head_size: int, *flags: str) -> ctypes.CDLL:
         ctypes.c_void_p,
     )
     library.magicdec_received.restype = None
-    library.magicdec_received.argtypes = (ctypes.c_int, ctypes.c_int) + 6 * (ctypes.c_void_p,)
+    library.magicdec_received.argtypes = (ctypes.c_int,) + 6 * (ctypes.c_void_p,)
     return library
 
 
-def has_bfloat16_path() -> bool:
-    """Whether this CPU has dot products for bfloat16, which the GEMMs of the library need."""
-    return bool(kernel(64).magicdec_has_bfloat16_path())
+def has_dot_products() -> bool:
+    """Whether this CPU's dot products multiply bfloat16, which is widened otherwise."""
+    return bool(kernel(64).magicdec_has_dot_products())
 
 
 def attention(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor,
     block_table: Tensor, rows: Tensor, seq_lens: Tensor, ranges: Tensor, window: int,
-    portable: bool, mass: Tensor | None = None, nodes: Nodes = NO_NODES,
+    is_widened: bool, mass: Tensor | None = None, nodes: Nodes = NO_NODES,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Append k, v [B,T,G,D] to the pools [blocks, G, block_size, D] of one layer and compute
     attention. Returns the output [B,T,H,D] and the log-sum-exp of the scores, float32 [B,T,H].
@@ -146,9 +146,9 @@ def attention(
     tensors = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, *nodes, out, lse, mass)
     failed = kernel(size).magicdec_attention(
         STORAGE.index(k_pool.dtype),
-        portable,
+        is_widened,
         shape,
         *(None if t is None else t.data_ptr() for t in tensors),
     )
-    assert not failed, "int8 is refused before the run where the library cannot read it"
+    assert not failed, "the library is compiled for this head size"
     return out, lse

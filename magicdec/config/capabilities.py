@@ -74,7 +74,6 @@ class Capabilities(Requirements):
 
     head_sizes: HeadSizes | None = None  # None: all
     int8_kv_dtypes: tuple[str, ...] = ()  # dtypes of runs in which it reads an int8 KV cache
-    int8_kv_needs_avx512_bf16: bool = False
     keeps_window: bool = True  # it supports the sliding window of a model
     supports_trees: bool = False  # it computes draft trees (`kv.tree.DraftTree`)
     returns_weights: bool = True  # it can return the attention weights of each block of keys
@@ -96,8 +95,6 @@ class Capabilities(Requirements):
             return f"{flag} reads none"
         if dtype not in dtypes:
             return f"{flag} reads it in --dtype {', '.join(dtypes)}, not {dtype}"
-        if self.int8_kv_needs_avx512_bf16 and not machine.has_avx512_bf16:
-            return f"{flag} reads it on CPUs with AVX512-BF16"
         return None
 
 

@@ -49,8 +49,7 @@ def resolve(
     Raises ValueError if the machine lacks something that the user asked for, such as a device or a
     compiler."""
     device = choose_device(config.parallel.device, machine)
-    fast_bfloat16 = device == "cuda" or machine.has_fast_bfloat16
-    dtype = choose_dtype(config.model.dtype, config.model.target_dtype, fast_bfloat16)
+    dtype = choose_dtype(config, device, machine)
     parallel = ResolvedParallel(
         config.parallel.rank_group or tuple(range(machine.world_size)),
         device,

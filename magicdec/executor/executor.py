@@ -44,7 +44,6 @@ from magicdec.executor.descriptions import (
 )
 from magicdec.kernels.build import FAST_MATH, PREFILL_FROM, load_library, share_openmp
 from magicdec.kv.cache import KVCache
-from magicdec.kv.layout import TILED
 from magicdec.kv.view import KVView
 from magicdec.model.block import Block
 from magicdec.model.elementwise.native import HEADERS as ELEMENTWISE_HEADERS
@@ -213,7 +212,7 @@ class Executor:
             first, length,
         )  # fmt: skip
         kernel(size).magicdec_received(
-            STORAGE.index(cache.k.dtype), shape.layout is TILED, numbers, queries.data_ptr(),
+            STORAGE.index(cache.k.dtype), numbers, queries.data_ptr(),
             cache.k[layer].data_ptr(), table.data_ptr(), rows.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out

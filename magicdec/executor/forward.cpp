@@ -6,12 +6,18 @@
 extern "C" int64_t magicdec_forward(int storage, const Model* model, const Cache* cache, Exchange* exchange, Call* call) {
     auto run = [&](auto& forward) { return forward.run(*model, *cache, *exchange, *call); };
     if (storage == FLOAT32) {
-        static thread_local Forward<float, Portable<float>> forward;
+        static thread_local Forward<float, Float32> forward;
         return run(forward);
     }
 #if defined(__AVX512BF16__)
+    using PairKernel = Bf16;
+    using ByteKernel = Int8;
+#else
+    using PairKernel = Wide;
+    using ByteKernel = WideInt8;
+#endif
     if (storage == INT8) {
-        static thread_local Forward<bfloat16, Int8> forward;
+        static thread_local Forward<bfloat16, ByteKernel> forward;
         return run(forward);
     }
 #if defined(HAS_TILES)
@@ -20,9 +26,6 @@ extern "C" int64_t magicdec_forward(int storage, const Model* model, const Cache
         return run(forward);
     }
 #endif
-    static thread_local Forward<bfloat16, Bf16> forward;
+    static thread_local Forward<bfloat16, PairKernel> forward;
     return run(forward);
-#else
-    return UNKNOWN_TOKEN;  // not reached: executor.py asks has_bfloat16_path() first
-#endif
 }

@@ -14,8 +14,10 @@
 #include "../attention/cpp/native_team.h"
 #include "../distributed/shared_memory.h"
 #include "../model/elementwise/rows.h"
-#include "../model/linear/packed.h"
 #include "../model/linear/packed_float32.h"
+#if defined(__AVX512BF16__)
+#include "../model/linear/packed.h"
+#endif
 
 // These are filled by executor.py, field by field in this order.
 struct LinearLayer {
@@ -73,18 +75,16 @@ enum { DONE, INTERRUPTED, UNKNOWN_TOKEN };
 
 namespace {
 
-inline void linear(const LinearLayer& w, const float* x, int64_t R, std::vector<uint32_t>&, float* out) {
-    linear_float32(x, R, (const float*)w.packed, w.N, w.K, (const float*)w.bias, out);
+inline void linear(const LinearLayer& w, const float* x, int64_t R, std::vector<float>& room, float* out) {
+    linear_float32(x, R, (const float*)w.packed, w.N, w.K, (const float*)w.bias, room.data(), out);
 }
-#if defined(__AVX512BF16__)
-inline void linear(const LinearLayer& w, const bfloat16* x, int64_t R, std::vector<uint32_t>& room, bfloat16* out) {
+inline void linear(const LinearLayer& w, const bfloat16* x, int64_t R, std::vector<float>& room, bfloat16* out) {
     const uint16_t *from = (const uint16_t*)x, *bias = (const uint16_t*)w.bias;
     if (w.scale)
         linear_int8(from, R, (const uint8_t*)w.packed, w.scale, w.N, w.K, bias, room.data(), (uint16_t*)out);
     else
-        linear_bf16(from, R, (const uint32_t*)w.packed, w.N, w.K, bias, (uint16_t*)out);
+        linear_bf16(from, R, (const uint32_t*)w.packed, w.N, w.K, bias, room.data(), (uint16_t*)out);
 }
-#endif
 
 // x += y, rounded once.
 template <typename S>
@@ -150,7 +150,7 @@ private:
         lse.resize(R * m->H);
         gate_up.resize(R * mlp);
         hidden.resize(R * inner);
-        room.resize(R * std::max({m->hidden, m->H * HEAD_SIZE, inner}) / 2);
+        room.resize(R * std::max({m->hidden, m->H * HEAD_SIZE, inner}));
         if (!c->logits) logits.resize(c->B * (c->last_only ? 1 : c->T) * m->head.N);
         best.resize(2 * c->B);
         found.resize(2 * c->B * peers->size);
@@ -385,9 +385,8 @@ private:
     bool is_ended;
     std::vector<int64_t> tokens, lengths, ranges;
     std::vector<S> x, normed, part, qkv, mixed, gate_up, hidden, logits;
-    std::vector<float> lse;
+    std::vector<float> lse, room;  // room: scratch memory of linear layers
     std::vector<double> best, found;
-    std::vector<uint32_t> room;
 };
 
 }  // namespace

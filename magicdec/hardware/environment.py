@@ -33,7 +33,7 @@ GIT_TIMEOUT_S = 10.0
 def probe_machine(launch: Launch) -> Machine:
     """The facts that decide what `auto` means on this machine."""
     flags = cpu_field("flags").split()
-    has_cuda = torch.cuda.is_available()
+    has_cuda, has_compiler = torch.cuda.is_available(), find_compiler() is not None
     return Machine(
         num_cpus=len(os.sched_getaffinity(0)),
         world_size=launch.world_size,
@@ -42,10 +42,10 @@ def probe_machine(launch: Launch) -> Machine:
         has_cuda=has_cuda,
         num_gpus=torch.cuda.device_count(),
         avoids_native_steps=os.environ.get("MAGICDEC_NATIVE_STEPS") == "off",
-        has_compiler=find_compiler() is not None,
+        has_compiler=has_compiler,
         has_shared_memory=Path("/dev/shm").is_dir(),
-        has_avx512_bf16="avx512_bf16" in flags,
-        has_fast_bfloat16=any(f in flags for f in ("avx512_bf16", "amx_bf16")),
+        has_bfloat16_products=any(f in flags for f in ("avx512_bf16", "amx_bf16")),
+        widens_bfloat16=has_compiler and ("avx2" in flags or platform.machine() == "aarch64"),
         missing_backends=missing_backends(list_backends(lambda c: has_cuda or "cpu" in c.devices)),
     )
 

@@ -9,6 +9,8 @@
 
 #include <immintrin.h>
 
+#include "wide.h"
+
 namespace {
 
 inline __mmask16 first_lanes(int64_t n) { return n >= 16 ? __mmask16(0xffff) : n <= 0 ? __mmask16(0) : __mmask16((1u << n) - 1); }
@@ -37,13 +39,6 @@ inline void transpose(__m512i r[16]) {
     for (int i = 0; i < 16; ++i) r[i] = t[i];
 }
 
-// Called when a vector of the right operand is loaded: does nothing, or prefetches the vector `entries` further on.
-struct NotAhead { void operator()(const uint32_t*) const {} };
-struct Ahead {
-    int64_t entries;
-    void operator()(const uint32_t* loaded) const { _mm_prefetch((const char*)(loaded + entries), _MM_HINT_T0); }
-};
-
 // out[n][i] += sum over `steps` of the broadcast pair left[n][step] times the vector right[step][i].
 template <int N, int C, typename Prefetch = NotAhead>
 inline void multiply(const uint32_t* left, int64_t left_stride, const uint32_t* right, int64_t right_stride,
@@ -58,21 +53,6 @@ inline void multiply(const uint32_t* left, int64_t left_stride, const uint32_t* 
         for (int n = 0; n < N; ++n) {
             const __m512bh y = (__m512bh)_mm512_set1_epi32(int(left[n * left_stride + step]));
             for (int i = 0; i < C; ++i) out[n][i] = _mm512_dpbf16_ps(out[n][i], y, x[i]);
-        }
-    }
-}
-
-// Calls body.operator()<N>(m) for blocks of N rows that cover m = 0 .. M - 1.
-template <typename Body>
-inline void in_blocks(int64_t M, Body body) {
-    for (int64_t m = 0; m < M;) {
-        switch (const int64_t left = M - m; left <= 6 ? left : left <= 8 ? 4 : 6) {
-            case 1: body.template operator()<1>(m); m += 1; break;
-            case 2: body.template operator()<2>(m); m += 2; break;
-            case 3: body.template operator()<3>(m); m += 3; break;
-            case 4: body.template operator()<4>(m); m += 4; break;
-            case 5: body.template operator()<5>(m); m += 5; break;
-            default: body.template operator()<6>(m); m += 6; break;
         }
     }
 }

@@ -10,8 +10,6 @@ import pytest
 from conftest import TINY, Launch, save_checkpoint, tiny_transformer
 from several_ranks import read_records
 
-from magicdec.attention.native import has_bfloat16_path
-
 FLAGS = (
     *("--prefix_len", "uniform:20:110", "--prefill_chunk", 32, "--gen_len", "uniform:4:20"),
     *("--num_requests", 9, "--threads", 1, "--dtype", "float32", "--out", "r.jsonl"),
@@ -92,7 +90,6 @@ def deep_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_checkpoint(tiny_transformer(config), tmp_path_factory.mktemp("deep"))
 
 
-@pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16: a row's bits may change")
 def test_in_bfloat16_too_where_a_row_has_the_same_bits_in_any_batch(
     launch: Launch, deep_checkpoint: Path, text_file: Path, tmp_path: Path
 ) -> None:

@@ -22,7 +22,7 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.flash_attn import FlashAttnBackend
 from magicdec.attention.flashinfer import FlashInferBackend
 from magicdec.attention.grouped import GroupedBackend
-from magicdec.attention.native import NativeBackend, has_bfloat16_path
+from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.triton import TritonBackend
 from magicdec.attention.varlen import VarlenBackend
@@ -37,7 +37,7 @@ ON_CPUS: dict[str, Callable[[], AttentionBackend]] = {
     "sdpa, blocks of 64": SDPABackend,
     "grouped": GroupedBackend,
     "native": NativeBackend,
-    "native, portable": lambda: NativeBackend(portable=True),
+    "native, widened": lambda: NativeBackend(is_widened=True),
 }
 BACKENDS = ON_CPUS | {
     "triton": TritonBackend,
@@ -52,7 +52,8 @@ DTYPES = [torch.float32, torch.bfloat16]
 KV_DTYPES = [*DTYPES, torch.int8]  # int8: bfloat16 numbers in an int8 cache
 HAS_CUDA = torch.cuda.is_available()
 NO_AMX = ("-U__AMX_BF16__",)  # compiled as for a CPU without tile registers
-NO_AVX512 = ("-mno-avx512f",)  # compiled as for a CPU whose vectors have 8 numbers
+AVX2 = ("-march=x86-64-v3",)  # compiled as for a CPU whose vectors have 8 numbers
+AVX512 = ("-march=x86-64-v4",)  # compiled as for a CPU without dot products for bfloat16
 LENGTHS, COMMITTED, MAX_TOKENS = (37, 3, 70, 0), (35, 3, 66, 0), 120
 
 
@@ -89,7 +90,7 @@ def kv_heads(values: Sequence[object]) -> int:
 def is_served(name: str, values: Sequence[object]) -> bool:
     """Whether the backend supports the heads and the dtype among `values`."""
     if torch.int8 in values:
-        return name == "native" and has_bfloat16_path()
+        return name.startswith("native")
     kind, _, _ = name.partition(",")
     size = next((value[2] for value in values if isinstance(value, tuple)), 64)
     dtype = next((value for value in values if isinstance(value, torch.dtype)), torch.bfloat16)

@@ -48,6 +48,6 @@ def test_the_error_of_alibi_in_bfloat16() -> None:
     """Positions are exact, and slopes, powers of two here, nearly exact. The grouped backend rounds
     the scores, so that neighbouring keys get equal scores; such a run is refused."""
     assert bfloat16_error(NativeBackend()) < 0.05
-    assert bfloat16_error(NativeBackend(portable=True)) < 0.05
+    assert bfloat16_error(NativeBackend(is_widened=True)) < 0.05
     assert bfloat16_error(SDPABackend()) < 0.05
     assert bfloat16_error(GroupedBackend()) > 0.3

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 import pytest
 import torch
 from attention_cases import (
+    AVX2,
+    AVX512,
     BACKENDS,
     DTYPES,
     HEADS,
     KV_DTYPES,
     LIBRARIES,
     NO_AMX,
-    NO_AVX512,
     TOLERANCE,
     Case,
     Exact,
@@ -28,7 +29,7 @@ from torch import Tensor
 
 from magicdec.attention import native
 from magicdec.attention.grouped import GroupedBackend
-from magicdec.attention.native import NativeBackend, has_bfloat16_path
+from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.capabilities import MOST_WATCHED, list_backends
 from magicdec.drafting.policies.full import FullKV
@@ -114,19 +115,17 @@ def test_the_native_library_leaves_the_processor_state_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    ("num_new", "dtype", "portable", "flags"),
+    ("num_new", "dtype", "flags"),
     [
         # The last: a prefill, whose last queries fill no tile register and no vector.
-        *itertools.product([1, 7, 20, 45], DTYPES, [False, True], [()]),
-        (45, torch.float32, False, NO_AVX512),
-        *((num_new, torch.bfloat16, False, NO_AMX) for num_new in (1, 20, 45)),
+        *itertools.product([1, 7, 20, 45], DTYPES, [(), AVX2, AVX512]),
+        *((num_new, torch.bfloat16, NO_AMX) for num_new in (1, 20, 45)),
     ],
     ids=str,
 )
 def test_native_splits_long_rows_and_returns_the_log_sum_exp(
     num_new: int,
     dtype: torch.dtype,
-    portable: bool,
     flags: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -135,7 +134,7 @@ def test_native_splits_long_rows_and_returns_the_log_sum_exp(
     build = native.kernel
     monkeypatch.setattr(native, "kernel", lambda size: build(size, *flags))
     torch.manual_seed(0)
-    backend, length = NativeBackend(portable), 3000
+    backend, length = NativeBackend(), 3000
     cache, k, v = fill(backend, 2, 64, [length] * 2, dtype, length + num_new, layers=1)
     view = make_view(cache, range(2), FullKV(), num_new)
     case = Case(view, torch.randn(2, num_new, 8, 64).to(dtype), k, v)
@@ -145,16 +144,16 @@ def test_native_splits_long_rows_and_returns_the_log_sum_exp(
         assert (out.double() - exact.out).abs().max() < TOLERANCE[dtype] / 10
 
 
-@pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16: the compiler orders the sums")
 @pytest.mark.parametrize(
     ("flags", "window", "heads", "dtype"),
     [
         # With 32 heads, the queries of five tokens fill several blocks.
         *itertools.product(
-            [(), NO_AMX], [None, 62, 66, 700, 1237],
+            [(), NO_AMX, AVX2, AVX512], [None, 62, 66, 700, 1237],
             [(2, 2, 64), (6, 2, 64), (32, 2, 64)], [torch.bfloat16],
         ),
         *itertools.product([()], [None, 66], HEADS, [torch.int8]),
+        *itertools.product([AVX2, AVX512], [None, 66], [(6, 2, 64)], [torch.int8]),
     ],
     ids=str,
 )  # fmt: skip
@@ -303,16 +302,16 @@ def test_weights_and_ranges_by_head_under_a_window(
                 check_mass(mass[i, g], exact, num_new * 3, dtype)
 
 
-@pytest.mark.parametrize("portable", [False, True])
+@pytest.mark.parametrize("is_widened", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("num_new", "heads"), [(1, 2), (3, 4), (5, 16), (20, 8), (31, 2)])
 def test_native_weights_over_splits_and_blocks_of_queries(
-    num_new: int, heads: int, dtype: torch.dtype, portable: bool
+    num_new: int, heads: int, dtype: torch.dtype, is_widened: bool
 ) -> None:
     """Long rows of different lengths. The keys grow towards the end, so the maximum rises from tile
     to tile."""
     results = []
-    for backend in (NativeBackend(portable), SDPABackend(64)):
+    for backend in (NativeBackend(is_widened), SDPABackend(64)):
         torch.manual_seed(0)
         cache, k, v = fill(backend, 2, 64, [1501, 700], dtype, 1540, layers=1, growth=2.0)
         q = torch.randn(2, num_new, heads, 64).to(dtype)
@@ -325,14 +324,14 @@ def test_native_weights_over_splits_and_blocks_of_queries(
     assert results[1].shape == (2, 2, -(-(1501 + num_new) // WEIGHTS_BLOCK))
 
 
-@pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16: the compiler orders the sums")
+@pytest.mark.parametrize("is_widened", [False, True])
 @pytest.mark.parametrize("heads", [(6, 2, 64), (32, 2, 64)])
 def test_native_gives_a_token_the_same_bits_under_ranges_by_head(
-    heads: tuple[int, int, int],
+    heads: tuple[int, int, int], is_widened: bool
 ) -> None:
     """One token at a time and five at once read the same keys."""
     torch.manual_seed(0)
-    backend, rows, committed = NativeBackend(), [2, 0], [66, 35]
+    backend, rows, committed = NativeBackend(is_widened), [2, 0], [66, 35]
     ranges = Scattered(heads[1], 0.5).ranges(torch.tensor(committed))
 
     class Fixed(Scattered):

@@ -13,7 +13,7 @@ from conftest import TINY, make_runner, pack, random_prompts, tiny_transformer
 from lossless import speculate
 from torch import Tensor, nn
 
-from magicdec.attention.native import NativeBackend, has_bfloat16_path
+from magicdec.attention.native import NativeBackend, has_dot_products
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection, ModelSection, ParallelSection, WorkloadSection
 from magicdec.console import make_progress
@@ -30,9 +30,9 @@ from magicdec.run.run import Run
 from magicdec.setup.prepare import prepare
 from magicdec.setup.session import RankSession
 
-needs_kernel = pytest.mark.skipif(not has_bfloat16_path(), reason="no AVX512-BF16")
 F32, BF16 = torch.float32, torch.bfloat16
 NO_AMX = ("-U__AMX_BF16__",)  # compiled as for a CPU without tile registers
+AVX2, AVX512 = ("-march=x86-64-v3",), ("-march=x86-64-v4",)  # without dot products for bfloat16
 EVERYTHING = replace(TINY, qkv_bias=True, output_bias=True, mlp_bias=True)
 PARALLEL = replace(EVERYTHING, residual="parallel", gated_mlp=False)
 CONFIGS = {"plain": TINY, "biases": EVERYTHING, "parallel": PARALLEL}
@@ -74,10 +74,15 @@ def test_the_plain_layer(
 
 
 KINDS = [
-    pytest.param(BF16, (), id="bfloat16", marks=needs_kernel),
-    pytest.param(BF16, NO_AMX, id="bfloat16, dot products", marks=needs_kernel),
-    pytest.param(torch.int8, (), id="int8", marks=needs_kernel),
+    pytest.param(BF16, (), id="bfloat16"),
+    pytest.param(BF16, NO_AMX, id="bfloat16, dot products"),
+    pytest.param(BF16, AVX2, id="bfloat16, AVX2"),
+    pytest.param(BF16, AVX512, id="bfloat16, AVX-512"),
+    pytest.param(torch.int8, (), id="int8"),
+    pytest.param(torch.int8, AVX2, id="int8, AVX2"),
+    pytest.param(torch.int8, AVX512, id="int8, AVX-512"),
     pytest.param(F32, (), id="float32"),
+    pytest.param(F32, AVX2, id="float32, AVX2"),
 ]
 
 
@@ -114,8 +119,7 @@ def test_a_packed_layer_multiplies_and_a_row_keeps_its_bits(
     assert torch.equal(make(bias, partial=True)(x), make(None)(x))
 
 
-@needs_kernel
-@pytest.mark.parametrize("flags", [(), NO_AMX], ids=["any", "dot products"])
+@pytest.mark.parametrize("flags", [(), NO_AMX, AVX2, AVX512], ids=["any", "dots", "AVX2", "512"])
 @pytest.mark.parametrize("shape", [(64, 32), (97, 96), (130, 66), (256, 704)])
 def test_a_prefill_equals_torch_too(
     shape: tuple[int, int], flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
@@ -147,7 +151,6 @@ def every_weight(rows: int = 130) -> Int8Linear:
     return made
 
 
-@needs_kernel
 def test_every_weight_is_widened_exactly() -> None:
     """With one nonzero input the result is the weight itself, which bfloat16 represents exactly."""
     linear = every_weight()
@@ -156,7 +159,7 @@ def test_every_weight_is_widened_exactly() -> None:
     assert torch.equal(out.T.float(), linear.weight.float())
 
 
-@needs_kernel
+@pytest.mark.skipif(not has_dot_products(), reason="no bfloat16 dot products")
 def test_without_byte_permutations_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """CPUs with bfloat16 dot products but no AVX512-VBMI convert with other instructions."""
     x, linear = torch.randn(20, 510).to(BF16), pack_layer(every_weight())
@@ -205,15 +208,13 @@ def test_logits_are_those_of_the_dequantised_weights(config: ModelConfig) -> Non
     assert (logits(model) - expected).abs().max() < 1e-4
     unquantised = logits(tiny_transformer(untie_head(config)))
     assert (unquantised - expected).abs().max() > 1e-3  # quantising did change it
-    if has_bfloat16_path():
-        narrow, wide = int8_twins(config, BF16)
-        pack(narrow)
-        assert any(isinstance(m, PackedLinear) and m.scale is not None for m in narrow.modules())
-        expected = logits(wide)
-        assert (logits(narrow) - expected).norm() < 0.05 * expected.norm()
+    narrow, wide = int8_twins(config, BF16)
+    pack(narrow)
+    assert any(isinstance(m, PackedLinear) and m.scale is not None for m in narrow.modules())
+    expected = logits(wide)
+    assert (logits(narrow) - expected).norm() < 0.05 * expected.norm()
 
 
-@needs_kernel
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_packed_model_is_the_same_model(tied: bool) -> None:
     """It rounds at other points than torch's operators, so both are compared with float32."""
@@ -236,7 +237,6 @@ def test_speculation_with_an_int8_target_is_lossless(policy: str, config: ModelC
     assert min(speculate(model, kv, num_new=40, backend=NativeBackend).counts) < 4
 
 
-@needs_kernel
 @pytest.mark.narrow("pairs")
 @pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize("heads", [6, 3, 1])
@@ -284,7 +284,6 @@ def test_differences_are_settled_by_the_same_weights() -> None:
     assert wider["blocks.0.mlp.down.weight"].dtype == torch.int8
 
 
-@needs_kernel
 def test_packing_leaves_the_bytes_of_the_weights_as_they_are() -> None:
     """Packing fills up the last block of 64 channels with zeros: they are stored, but not counted
     as weights that a forward must read. A vocabulary of 100 does not fill its last block. Without

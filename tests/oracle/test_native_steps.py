@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from test_draft_trees import drawn_parents, path_of
 from torch import Tensor
 
-from magicdec.attention.native import NativeBackend, has_bfloat16_path
+from magicdec.attention.native import NativeBackend
 from magicdec.distributed.groups import Group
 from magicdec.drafting.draft_kv import DraftKV, draft_chain
 from magicdec.executor.descriptions import layer_obstacle
@@ -44,7 +44,7 @@ MODELS = {
     "yarn": replace(TINY, rope=YARN),
     "partial rotation": replace(TINY, rope=RopeConfig(rotary_dim=8, interleaved=True)),
 }
-DTYPES = [torch.float32, *([torch.bfloat16] if has_bfloat16_path() else [])]
+DTYPES = [torch.float32, torch.bfloat16]
 
 
 def make_pair(

@@ -18,7 +18,7 @@ from conftest import (
     tiny_transformer,
 )
 
-from magicdec.attention.native import NativeBackend, has_bfloat16_path, kernel
+from magicdec.attention.native import NativeBackend, kernel
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.cost_model.roofline import bytes_read, kv_bytes_per_token, weight_bytes
 from magicdec.decoding.strategy import Setup
@@ -50,8 +50,6 @@ def test_kv_bytes_are_what_the_kernel_counts(
     model = tiny_transformer(config, dtype=dtype)
     runner = make_runner(model, len(LENGTHS), 120, NativeBackend())
     if native_steps:
-        if dtype == torch.bfloat16 and not has_bfloat16_path():
-            pytest.skip("this CPU has no bfloat16 dot products, which packed layers need")
         runner.executor = Executor(pack(model), runner.group)
 
     def keys_read() -> int:
@@ -70,7 +68,6 @@ def test_kv_bytes_are_what_the_kernel_counts(
     assert bytes_read(model, used) == expected
 
 
-@pytest.mark.skipif(not has_bfloat16_path(), reason="no bfloat16 dot products")
 def test_bytes_read_are_those_of_each_cache() -> None:
     """The kernel counts keys. A key takes one byte for each number and a scale in int8, otherwise
     two bytes for each number."""
@@ -97,8 +94,6 @@ STEPS = 30
 def test_steps_touch_no_new_memory(is_packed: bool, num_new: int) -> None:
     """Their tensors live in what earlier steps gave back. Page faults count what a process touches
     for the first time."""
-    if is_packed and not has_bfloat16_path():
-        pytest.skip("no AVX512-BF16")
     model = tiny_transformer(dtype=torch.bfloat16 if is_packed else torch.float32)
     if is_packed:
         pack(model)

@@ -13,13 +13,12 @@ from torch import Tensor
 
 from magicdec.attention import native
 from magicdec.attention.grouped import GroupedBackend
-from magicdec.attention.native import NativeBackend, has_bfloat16_path
+from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.kv.cache import KVCache
 from magicdec.kv.tree import DraftTree
 from magicdec.kv.view import FULL, SinksAndWindow, Visible, make_view
 
-needs_kernel = pytest.mark.skipif(not has_bfloat16_path(), reason="no bfloat16 dot products")
 # (query heads, KV heads, head size); with three heads a KV head and more, in tile registers.
 HEADS = [(4, 4, 64), (8, 2, 128), (34, 2, 32), (3, 1, 80)]
 BASES = [0, 63, 509, 126, 1024, 700]  # ends of tiles, stretches and pieces are among the nodes
@@ -74,7 +73,6 @@ def run_path(
     return backend.run(0, *(x[row : row + 1, path] for x in qkv), view)[0]
 
 
-@needs_kernel
 @pytest.mark.narrow("values", "pairs")
 @pytest.mark.parametrize("is_scattered", [False, True], ids=["adjacent", "cells"])
 @pytest.mark.parametrize("cuts", [[NODES], [3, 11, NODES]], ids=["at once", "by levels"])
@@ -146,11 +144,11 @@ def test_context_and_nodes_may_lie_in_any_cells(
 
 @pytest.mark.parametrize("view_of", VIEWS.values(), ids=VIEWS)
 @pytest.mark.parametrize("heads", [(8, 2, 128), (3, 1, 80)], ids=str)
-def test_portable_kernels_and_grouped_compute_what_sdpa_does(
+def test_widened_kernels_and_grouped_compute_what_sdpa_does(
     heads: tuple[int, int, int], view_of: tuple[Visible, int | None]
 ) -> None:
     """With the attention weights of each block, which are those of its positions."""
-    backend, qkv = NativeBackend(portable=True), drawn(heads, torch.float32)
+    backend, qkv = NativeBackend(is_widened=True), drawn(heads, torch.float32)
     parents = torch.tensor(drawn_parents(len(BASES), NODES, seed=6))
     tree, rows, found = DraftTree(torch.tensor(BASES), parents), list(range(len(BASES))), []
     for each in (backend, SDPABackend(), GroupedBackend()):

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from magicdec.attention.native import NativeBackend, has_bfloat16_path
+from magicdec.attention.native import NativeBackend
 from magicdec.decoding.speculative import Speculative
 from magicdec.decoding.steps import Steps
 from magicdec.distributed.groups import Group
@@ -112,16 +112,7 @@ def started(
     return runner, WeighedBlocks(runner, policy), batch, engine
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    [
-        torch.float32,
-        pytest.param(
-            torch.bfloat16, marks=pytest.mark.skipif(not has_bfloat16_path(), reason="AVX512-BF16")
-        ),
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_beginning_leaves_the_cache_as_it_was(dtype: torch.dtype) -> None:
     """The newest prompt tokens are run a second time in another company; not a bit of it stays."""
     runner, reader, batch, _ = started(dtype, [120, 7, 90], VerifiedKV(4, 16, 64))
@@ -222,7 +213,7 @@ def test_verified_blocks_lie_in_the_window(sinks: int, window: int | None) -> No
                 assert len(positions) == committed - first or len(positions) > budget - 16 - 15
 
 
-DTYPES = [torch.float32, *([torch.bfloat16] if has_bfloat16_path() else [])]
+DTYPES = [torch.float32, torch.bfloat16]
 
 
 @given(

@@ -152,7 +152,7 @@ def test_a_run_that_is_refused_ends_the_advice_in_one_line(
 
 def test_a_record_becomes_the_flags_of_its_run(tmp_path: Path) -> None:
     """Read back, they resolve to the recorded config, for every drafter and policy."""
-    machine = Machine(2, has_compiler=True, has_fast_bfloat16=True, has_avx512_bf16=True)
+    machine = Machine(2, has_compiler=True, has_bfloat16_products=True)
     for record in load_records(BASELINES):
         file = tmp_path / "run.toml"
         file.write_text(config_of.to_toml(config_of.flags_of(record)))

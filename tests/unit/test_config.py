@@ -269,7 +269,7 @@ def test_a_draft_has_the_attention_that_its_own_head_size_allows() -> None:
 
 
 INT8_KV = "--draft_kv_dtype int8"
-FAST = Machine(2, has_compiler=True, has_fast_bfloat16=True, has_avx512_bf16=True)
+FAST = Machine(2, has_compiler=True, has_bfloat16_products=True)
 
 
 @pytest.mark.parametrize(
@@ -292,11 +292,9 @@ def test_an_int8_cache_must_be_read() -> None:
     assert resolve(asked, FAST).kv.draft_kv_dtype == "int8"
     assert resolve(parsed("--dtype", "float32"), FAST).kv.draft_kv_dtype == "float32"
     assert resolve(parsed(*INT8_KV.split(), driver=LONGSPEC), FAST).kv.draft_kv_dtype == "int8"
-    slow = dataclasses.replace(FAST, has_avx512_bf16=False)
     for flags, machine, size, message in (
         ("--attention grouped", FAST, 64, "--attention grouped reads none; choose auto, or"),
         ("--dtype float32", FAST, 64, "--attention native reads it in --dtype bfloat16, not fl"),
-        ("", slow, 64, "--attention native reads it on CPUs with AVX512-BF16; choose auto"),
         ("", FAST, 72, "head size 72 is not a multiple of 16; choose auto"),
     ):
         config = parsed(*INT8_KV.split(), "--kv_policy", "snapkv", *flags.split())
@@ -369,7 +367,8 @@ def test_resolve_leaves_no_auto_and_no_gap(config: RunConfig) -> None:
     ("machine", "device", "dtype", "threads"),
     [
         (Machine(8), "cpu", "float32", 8),
-        (Machine(8, 8, 3, has_fast_bfloat16=True), "cpu", "bfloat16", 2),
+        (Machine(8, 8, 3, has_bfloat16_products=True), "cpu", "bfloat16", 2),
+        (Machine(8, has_compiler=True, widens_bfloat16=True), "cpu", "bfloat16", 8),
         (Machine(2, 4, 4), "cpu", "float32", 1),
         (Machine(8, has_cuda=True), "cuda", "bfloat16", 8),
     ],
@@ -386,7 +385,7 @@ def test_auto_is_what_the_machine_is_good_at(
 
 def test_what_was_chosen_is_kept() -> None:
     flags = "--device cpu --dtype float32 --threads 3 --attention sdpa"
-    machine = Machine(8, has_cuda=True, has_fast_bfloat16=True)
+    machine = Machine(8, has_cuda=True, has_bfloat16_products=True)
     resolved = resolve(parsed(*flags.split()), machine)
     assert (resolved.parallel.device, resolved.parallel.threads) == ("cpu", 3)
     assert (resolved.model.dtype, resolved.attention.backend) == ("float32", "sdpa")

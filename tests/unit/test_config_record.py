@@ -26,7 +26,7 @@ from magicdec.serving.record import ServingRecord
 
 MACHINE = Machine(
     8, 2, 2,
-    has_compiler=True, has_shared_memory=True, has_fast_bfloat16=True, has_avx512_bf16=True,
+    has_compiler=True, has_shared_memory=True, has_bfloat16_products=True,
 )  # fmt: skip
 SELFSPEC: dict[str, Any] = {
     "model": {

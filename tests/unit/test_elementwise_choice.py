@@ -29,7 +29,7 @@ from magicdec.names import ELEMENTWISE, load_named
 from magicdec.setup.loading import load_kind
 
 PLAIN = Machine(2)
-FAST = Machine(2, has_compiler=True, has_fast_bfloat16=True, has_avx512_bf16=True)
+FAST = Machine(2, has_compiler=True, has_bfloat16_products=True)
 LAYERS = replace(FAST, avoids_native_steps=True)
 GPU = replace(FAST, has_cuda=True)
 BARE_GPU = replace(GPU, missing_backends={"triton": "triton is not installed; pip install triton"})
@@ -81,7 +81,7 @@ def test_what_cannot_be_is_refused(
 def test_what_is_slower_or_interpreted_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     said = {
         "--elementwise auto: torch; triton is not installed; pip install triton\n": BARE_GPU,
-        "": replace(GPU, has_avx512_bf16=False),
+        "": replace(GPU, has_bfloat16_products=False),
     }
     for line, machine in said.items():
         for rank in (0, 1):

@@ -4,9 +4,10 @@
 // tokens are packed into M queries, so K and V are read once for all of them. A sequence is divided into pieces, which
 // are distributed over threads and merged by log-sum-exp (Flash-Decoding, Dao et al. 2023). Storage is float32 or
 // bfloat16, arithmetic is float32. On request the same pass also sums the attention weights by blocks of keys, without
-// changing a bit of the output. native_plan.h plans, native_team.h computes and merges. native_portable.h and, for the
-// chunks of a prefill, native_chunk.h have the arithmetic for every CPU. native_bf16.h has the one for CPUs with bfloat16
-// dot products, native_amx.h has the same in tile registers, and native_int8.h reads a draft's int8 KV cache.
+// changing a bit of the output. native_plan.h plans, native_team.h computes and merges. native_float32.h and, for the
+// chunks of a prefill, native_chunk.h have the arithmetic for float32; native_tile.h, native_wide.h and native_int8.h the
+// one for bfloat16 and a draft's int8 KV cache; native_bf16.h and native_amx.h are for CPUs with bfloat16 dot products
+// and with tile registers.
 //
 // Shapes: B rows, T new tokens, H query heads, G KV heads, D head size; M = T * H/G packed queries, token-major.
 #include "native_received.h"
@@ -42,8 +43,8 @@ void run(const Problem& problem, const Trees& trees, const S* q, Strides qs, con
 
 }  // namespace
 
-// Whether this CPU has the bfloat16 path, which also supports chunks of any length.
-extern "C" int magicdec_has_bfloat16_path() {
+// How bfloat16 is multiplied: 0 widened to float32, 1 by dot products.
+extern "C" int magicdec_has_dot_products() {
 #if defined(__AVX512BF16__)
     return 1;
 #else
@@ -51,7 +52,7 @@ extern "C" int magicdec_has_bfloat16_path() {
 #endif
 }
 
-// Whether the bfloat16 path uses the tile registers of this CPU.
+// Whether it is multiplied in the tile registers of this CPU.
 extern "C" int magicdec_may_use_tiles() { return may_use_tiles(); }
 
 // Number of keys (per row and KV head, each with its value) read by all calls in this process so far.
@@ -62,11 +63,11 @@ extern "C" int64_t magicdec_keys_read() { return keys_read; }
 // range_heads, num_blocks, window (0: none) and nodes of a tree (0: no trees). `ranges` [B, range_heads, num_ranges, 2] are the visible keys, including
 // new ones; range_heads is G, or 1 if they are the same for all heads. With trees (`Trees` of native_plan.h) the new tokens are
 // nodes; they lie in the cells of the last T nodes, and the ranges end before the trees. `mass` [B, G, num_blocks] float32 receives the
-// attention probability of each block of keys, summed over the queries, or is null. `portable` selects the portable
-// path. `storage` of the pools is FLOAT32 or BFLOAT16, the same as of all other tensors, or INT8 with bfloat16 tensors.
-// Compiled for one head size, HEAD_SIZE, in about a second. Returns 0, or 1 if D is another size or this CPU does not
-// support the path.
-extern "C" int magicdec_attention(int storage, int portable, const int64_t* shape, const void* q,
+// attention probability of each block of keys, summed over the queries, or is null. `is_widened`: bfloat16 and
+// int8 are widened, whatever this CPU has. `storage` of the pools is FLOAT32 or BFLOAT16, the same as of all other tensors,
+// or INT8 with bfloat16 tensors. Compiled for one head size, HEAD_SIZE, in some seconds. Returns 0, or 1 if D is another
+// size.
+extern "C" int magicdec_attention(int storage, int is_widened, const int64_t* shape, const void* q,
                                   const void* k_new, const void* v_new, void* k_pool, void* v_pool,
                                   const int64_t* table, const int64_t* rows, const int64_t* seq_lens,
                                   const int64_t* ranges, const int64_t* base, const int64_t* parents,
@@ -81,26 +82,27 @@ extern "C" int magicdec_attention(int storage, int portable, const int64_t* shap
                               {table, rows, shape[6]}, {ranges, shape[7], shape[14]}, (S*)out, lse, mass, shape[15]);
         return 0;
     };
-    if (storage == FLOAT32) return call(Portable<float>{}, float{});
+    if (storage == FLOAT32) return call(Float32{}, float{});
 #if defined(__AVX512BF16__)
-    if (storage == INT8) return call(Int8{}, bfloat16{});
+    if (!is_widened && storage == INT8) return call(Int8{}, bfloat16{});
 #if defined(HAS_TILES)
-    if (!portable && AmxBf16::serves(p, shape[17] > 0)) return call(AmxBf16{}, bfloat16{});
+    if (!is_widened && AmxBf16::serves(p, shape[17] > 0)) return call(AmxBf16{}, bfloat16{});
 #endif
-    if (!portable) return call(Bf16{}, bfloat16{});
+    if (!is_widened) return call(Bf16{}, bfloat16{});
 #endif
-    return storage == INT8 ? 1 : call(Portable<bfloat16>{}, bfloat16{});
+    return storage == INT8 ? call(WideInt8{}, bfloat16{}) : call(Wide{}, bfloat16{});
 }
 
 // Attention weights that keys received from the newest tokens, out [B, G, length - first]: see `receive`. `shape` is B, T,
-// H, G, block_size, table_stride, first, length. `is_tiled`: the pool of keys has tiles of bfloat16 pairs.
-extern "C" void magicdec_received(int storage, int is_tiled, const int64_t* shape, const void* q, const void* keys,
-                                  const int64_t* table, const int64_t* rows, float* out) {
+// H, G, block_size, table_stride, first, length.
+extern "C" void magicdec_received(int storage, const int64_t* shape, const void* q, const void* keys, const int64_t* table,
+                                  const int64_t* rows, float* out) {
     const Received r{shape[0], shape[1], shape[2], shape[3], shape[4], shape[6], shape[7]};
     const Table blocks{table, rows, shape[5]};
-    if (storage == FLOAT32) return receive<TileScores<float>>(r, (const float*)q, (const float*)keys, blocks, out);
+    if (storage == FLOAT32) return receive<Float32Scores>(r, (const float*)q, (const float*)keys, blocks, out);
 #if defined(__AVX512BF16__)
-    if (is_tiled) return receive<TiledScores>(r, (const bfloat16*)q, (const bfloat16*)keys, blocks, out);
+    receive<Bf16Scores>(r, (const bfloat16*)q, (const bfloat16*)keys, blocks, out);
+#else
+    receive<WideScores>(r, (const bfloat16*)q, (const bfloat16*)keys, blocks, out);
 #endif
-    receive<TileScores<bfloat16>>(r, (const bfloat16*)q, (const bfloat16*)keys, blocks, out);
 }

@@ -158,7 +158,7 @@ struct AmxBf16 : Bf16 {
         return (has_trees || !p.is_prefill()) && p.group() >= FEW_QUERIES && PAIRS % amx::STEP == 0 && may_use_tiles();
     }
 
-    // Like attend_piece of native_portable.h, but q is [queries][PAIRS] bfloat16 pairs and not scaled.
+    // Like attend_piece of native_float32.h, but q is [queries][PAIRS] bfloat16 pairs and not scaled.
     static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const bfloat16* k_pool,
                           const bfloat16* v_pool, const Query* q, Scratch& x, float* maximum, float* total, float* acc,
                           const Mass& mass) {

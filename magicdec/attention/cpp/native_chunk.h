@@ -1,4 +1,4 @@
-// Prefill on the portable path: a chunk of a prompt over the pools of native_portable.h.
+// Prefill in float32: a chunk of a prompt over the pools of native_float32.h.
 //
 // Each query has a lane of its own, so that both products multiply a number of the cache, in all lanes, by a vector of
 // queries or weights, and the softmax needs no sums across lanes. The result for a query is the same to the bit whatever
@@ -12,7 +12,6 @@ struct ChunkScratch {
     alignas(64) float acc[MAX_QUERIES * HEAD_SIZE];      // weighted values, in the same order
     alignas(64) float weights[TILE * ACROSS];            // scores, then weights, of one group: [key][ACROSS]
     alignas(64) float maximum[MAX_QUERIES], total[MAX_QUERIES], scale[ACROSS];
-    alignas(64) float keys[TILE * HEAD_SIZE], values[TILE * HEAD_SIZE];  // of a bfloat16 pool
 };
 
 // out [N][ACROSS] = out times scale [ACROSS], or nothing if that is null, plus left [N][steps] times right [steps][ACROSS].
@@ -43,13 +42,6 @@ inline void chunk_products(int64_t rows, const float* left, const float* right, 
     for (; n + DOWN <= rows; n += DOWN)
         chunk_product<DOWN, ROW, STEP>(left + n * ROW, right, steps, scale, out + n * ACROSS);
     for (; n < rows; ++n) chunk_product<1, ROW, STEP>(left + n * ROW, right, steps, scale, out + n * ACROSS);
-}
-
-// Numbers of the pool as float32, in `room` where they are not stored so.
-inline const float* as_floats(const float* from, int64_t, float*) { return from; }
-inline const float* as_floats(const bfloat16* from, int64_t count, float* room) {
-    for (int64_t i = 0; i < count; ++i) room[i] = to_float(from[i]);
-    return room;
 }
 
 // Softmax of a group's scores for `count` keys: weights relative to the running `maximum` [ACROSS], which is updated.
@@ -129,9 +121,8 @@ private:
     ChunkScratch& x;
 };
 
-// As `attend_piece` of native_portable.h. Keys after the last query are not read.
-template <typename S>
-int64_t attend_chunk(const Problem& p, const Task& task, const Segment* segments, const S* k_pool, const S* v_pool,
+// As `attend_piece` of native_float32.h. Keys after the last query are not read.
+inline int64_t attend_chunk(const Problem& p, const Task& task, const Segment* segments, const float* k_pool, const float* v_pool,
                      const float* q, ChunkScratch& x, float* maximum, float* total, float* acc) {
     const int64_t end = p.seq_lens[task.row] + (task.first_query + task.num_queries - 1) / p.group() + 1;
     int64_t read = 0;
@@ -143,10 +134,8 @@ int64_t attend_chunk(const Problem& p, const Task& task, const Segment* segments
             const int64_t first = (segment.slot + task.head * p.block_size + at) * HEAD_SIZE;
             count = std::min(tile_end(segment.first + at) - segment.first, stop) - at;
             read += count;
-            const float* keys = as_floats(k_pool + first, count * HEAD_SIZE, x.keys);
-            const float* values = as_floats(v_pool + first, count * HEAD_SIZE, x.values);
             for (int64_t group = 0; group < chunk.num_groups(); ++group)
-                chunk.attend(group, keys, values, segment.first + at, count);
+                chunk.attend(group, k_pool + first, v_pool + first, segment.first + at, count);
         }
     }
     chunk.results(maximum, total, acc);

@@ -1,16 +1,11 @@
 // The int8 KV storage of native.cpp, with half the bytes. Each token of a head has one scale for its key and one for its
-// value. Keys and values are converted to bfloat16 in registers and multiplied as in native_bf16.h. The key's scale
-// multiplies its score; the value's scale multiplies its weight before that is rounded to bfloat16. Queries and sums are
-// never quantised.
+// value. Keys and values are widened in registers and multiplied as bfloat16 is. The key's scale multiplies its score; the
+// value's scale multiplies its weight. Queries and sums are never quantised.
 //
 // A tile of TILE tokens of a head (Int8Tiled of kv/layout.py) has TILE * HEAD_SIZE bytes, then TILE float32 scales.
-// 64 bytes hold two pairs for each of 16 columns, which `Widen` separates: keys are stored as [four dimensions][token],
-// values as [four tokens][dimension].
+// 64 bytes hold two pairs for each of 16 columns, which `Widen` and `widen` separate: keys are stored as
+// [four dimensions][token], values as [four tokens][dimension].
 constexpr int64_t TILE_NUMBERS = TILE * HEAD_SIZE, TILE_BYTES = TILE_NUMBERS + 4 * TILE;
-
-struct Int8Scratch : TileScratch<uint8_t, HEAD_SIZE + 4> {
-    Widen widen;
-};
 
 // Like Tile; scales are counted from the first vector's first lane.
 struct Int8Tile {
@@ -19,7 +14,71 @@ struct Int8Tile {
     int64_t low, high, first_pair, num_pairs;
 };
 
-inline void ask_for(const void* at) { _mm_prefetch(reinterpret_cast<const char*>(at), _MM_HINT_T0); }
+// The scale that maps a token's largest magnitude to 127.
+inline float int8_scale(const bfloat16* from) {
+    float most = 0;
+    for (int d = 0; d < HEAD_SIZE; ++d) most = std::max(most, std::fabs(to_float(from[d])));
+    return most / 127;
+}
+
+// Values divided by the scale, rounded, as sign and magnitude.
+inline void to_int8(const bfloat16* from, float scale, uint8_t* to) {
+    const float inverse = scale > 0 ? 1 / scale : 0;
+    for (int d = 0; d < HEAD_SIZE; ++d) {
+        const float value = to_float(from[d]) * inverse;
+        to[d] = uint8_t(int32_t(std::fabs(value) + 0.5f) | (value < 0 ? 0x80 : 0));
+    }
+}
+
+struct Int8Pools {
+    using Pool = uint8_t;
+    static Int8Tile at(const Pool* k_pool, const Pool* v_pool, int64_t slot, int64_t count) {
+        const Pool *keys = k_pool + slot / TILE * TILE_BYTES, *values = v_pool + slot / TILE * TILE_BYTES;
+        const int64_t lane = slot % TILE, vector = lane / LANES * LANES, low = lane - vector, high = low + count;
+        return {keys + 4 * vector, values + lane / 4 * 4 * HEAD_SIZE,
+                reinterpret_cast<const float*>(keys + TILE_NUMBERS) + vector,
+                reinterpret_cast<const float*>(values + TILE_NUMBERS) + vector,
+                low, high, low / 4 * 2, ((high + 3) / 4 - low / 4) * 2};
+    }
+
+    static void append(const bfloat16* k, const bfloat16* v, int64_t slot, Pool* k_pool, Pool* v_pool) {
+        const float key_scale = int8_scale(k), value_scale = int8_scale(v);
+        uint8_t key_bytes[HEAD_SIZE], value_bytes[HEAD_SIZE];
+        to_int8(k, key_scale, key_bytes);
+        to_int8(v, value_scale, value_bytes);
+        for (int d = 0; d < HEAD_SIZE; d += 2) std::memcpy(k_pool + key_at(slot, d), key_bytes + d, 2);
+        for (int d = 0; d < HEAD_SIZE; ++d) v_pool[value_at(slot, d)] = value_bytes[d];
+        std::memcpy(k_pool + scale_at(slot), &key_scale, 4);
+        std::memcpy(v_pool + scale_at(slot), &value_scale, 4);
+    }
+    static void copy(const Pool* k_pool, const Pool* v_pool, int64_t slot, int64_t to, Pool* keys, Pool* values) {
+        for (int d = 0; d < HEAD_SIZE; d += 2) std::memcpy(keys + key_at(to, d), k_pool + key_at(slot, d), 2);
+        for (int d = 0; d < HEAD_SIZE; ++d) values[value_at(to, d)] = v_pool[value_at(slot, d)];
+        std::memcpy(keys + scale_at(to), k_pool + scale_at(slot), 4);
+        std::memcpy(values + scale_at(to), v_pool + scale_at(slot), 4);
+    }
+
+private:
+    // Where the numbers d and d + 1 of a key, number d of a value, and the scale of either are in a pool, in bytes.
+    static int64_t key_at(int64_t slot, int d) {
+        const int64_t lane = slot % TILE;
+        return slot / TILE * TILE_BYTES + lane / 16 * 64 + place(lane % 16, 0) + d / 4 * 4 * TILE + d % 4 / 2 * 8;
+    }
+    static int64_t value_at(int64_t slot, int d) {
+        const int64_t lane = slot % TILE;
+        return slot / TILE * TILE_BYTES + lane / 4 * 4 * HEAD_SIZE + lane % 2 + d / 16 * 64 + place(d % 16, lane % 4 / 2);
+    }
+    static int64_t scale_at(int64_t slot) { return slot / TILE * TILE_BYTES + TILE_NUMBERS + slot % TILE * 4; }
+    // Byte offset of a pair's first element in the 64 bytes that hold two pairs for each of 16 columns.
+    static int64_t place(int64_t column, int64_t pair) { return column / 4 * 16 + pair * 8 + column % 4 * 2; }
+};
+
+inline void ask_for(const void* at) { __builtin_prefetch(at); }
+
+#if defined(__AVX512BF16__)
+struct Int8Scratch : TileScratch<uint8_t, HEAD_SIZE + 4> {
+    Widen widen;
+};
 
 // Like `multiply`, but with two pairs per step; steps are `row` bytes apart.
 template <int N, int C>
@@ -39,19 +98,10 @@ inline void multiply_int8(const Widen& widen, const uint32_t* left, int64_t left
         }
 }
 
-struct Int8Tiles {
-    using Pool = uint8_t;
+struct Int8Tiles : Int8Pools {
+    using Left = uint32_t;
     static constexpr bool has_registers = false;
     const Widen& widen;
-
-    Int8Tile at(const Pool* k_pool, const Pool* v_pool, int64_t slot, int64_t count) const {
-        const Pool *keys = k_pool + slot / TILE * TILE_BYTES, *values = v_pool + slot / TILE * TILE_BYTES;
-        const int64_t lane = slot % TILE, vector = lane / LANES * LANES, low = lane - vector, high = low + count;
-        return {keys + 4 * vector, values + lane / 4 * 4 * HEAD_SIZE,
-                reinterpret_cast<const float*>(keys + TILE_NUMBERS) + vector,
-                reinterpret_cast<const float*>(values + TILE_NUMBERS) + vector,
-                low, high, low / 4 * 2, ((high + 3) / 4 - low / 4) * 2};
-    }
 
     template <int N, int C>
     void score(const uint32_t* q, const Int8Tile& tile, int64_t ahead, float* scores) const {
@@ -66,10 +116,13 @@ struct Int8Tiles {
     }
 
     template <int C>
-    void store(const __m512 (&w)[4], const Int8Tile& tile, uint32_t* weights) const {
-        __m512 scaled[4] = {w[0], w[1], w[2], w[3]};  // those past C are zeros
-        for (int i = 0; i < C; ++i) scaled[i] = _mm512_mul_ps(w[i], _mm512_load_ps(tile.value_scales + LANES * i));
-        store_weights<C>(scaled, weights);
+    void soften(const Int8Tile& tile, const float* scores, int64_t from, int64_t to, float factor, float* maximum,
+                float* total, float* scale, uint32_t* weights, float* sums) const {
+        __m512 w[4];  // those past C are zeros
+        to_weights<C>(scores, from, to, factor, maximum, total, scale, w);
+        if (sums) store_sums<C>(w, sums);
+        for (int i = 0; i < C; ++i) w[i] = _mm512_mul_ps(w[i], _mm512_load_ps(tile.value_scales + LANES * i));
+        store_weights<C>(w, weights);
     }
 
     // 16 C dimensions of the weighted sum of values.
@@ -98,62 +151,16 @@ struct Int8Tiles {
     }
 };
 
-// The scale that maps a token's largest magnitude to 127.
-inline float int8_scale(const bfloat16* from) {
-    float most = 0;
-    for (int d = 0; d < HEAD_SIZE; ++d) most = std::max(most, std::fabs(to_float(from[d])));
-    return most / 127;
-}
-
-// Values divided by the scale, rounded, as sign and magnitude.
-inline void to_int8(const bfloat16* from, float scale, uint8_t* to) {
-    const float inverse = scale > 0 ? 1 / scale : 0;
-    for (int d = 0; d < HEAD_SIZE; ++d) {
-        const float value = to_float(from[d]) * inverse;
-        to[d] = uint8_t(int32_t(std::fabs(value) + 0.5f) | (value < 0 ? 0x80 : 0));
-    }
-}
-
-struct Int8 {
-    using Pool = uint8_t;
+struct Int8 : Int8Pools {
     using Query = uint32_t;
     static constexpr int QUERY_SIZE = PAIRS;
     using Scratch = Int8Scratch;
     static void stage(const bfloat16* from, Query* to) { Bf16::stage(from, to); }
-    static void append(const bfloat16* k, const bfloat16* v, int64_t slot, Pool* k_pool, Pool* v_pool) {
-        const float key_scale = int8_scale(k), value_scale = int8_scale(v);
-        uint8_t key_bytes[HEAD_SIZE], value_bytes[HEAD_SIZE];
-        to_int8(k, key_scale, key_bytes);
-        to_int8(v, value_scale, value_bytes);
-        for (int d = 0; d < HEAD_SIZE; d += 2) std::memcpy(k_pool + key_at(slot, d), key_bytes + d, 2);
-        for (int d = 0; d < HEAD_SIZE; ++d) v_pool[value_at(slot, d)] = value_bytes[d];
-        std::memcpy(k_pool + scale_at(slot), &key_scale, 4);
-        std::memcpy(v_pool + scale_at(slot), &value_scale, 4);
-    }
-    static void copy(const Pool* k_pool, const Pool* v_pool, int64_t slot, int64_t to, Pool* keys, Pool* values) {
-        for (int d = 0; d < HEAD_SIZE; d += 2) std::memcpy(keys + key_at(to, d), k_pool + key_at(slot, d), 2);
-        for (int d = 0; d < HEAD_SIZE; ++d) values[value_at(to, d)] = v_pool[value_at(slot, d)];
-        std::memcpy(keys + scale_at(to), k_pool + scale_at(slot), 4);
-        std::memcpy(values + scale_at(to), v_pool + scale_at(slot), 4);
-    }
     static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const Pool* k_pool,
                           const Pool* v_pool, const Query* q, Scratch& scratch, float* maximum, float* total, float* acc,
                           const Mass& mass) {
-        return attend_tiles<Int8>(Int8Tiles{scratch.widen}, p, task, segments, k_pool, v_pool, q, scratch, maximum, total,
-                                  acc, mass);
+        return attend_tiles<Int8>(Int8Tiles{{}, scratch.widen}, p, task, segments, k_pool, v_pool, q, scratch, maximum,
+                                  total, acc, mass);
     }
-
-private:
-    // Where the numbers d and d + 1 of a key, number d of a value, and the scale of either are in a pool, in bytes.
-    static int64_t key_at(int64_t slot, int d) {
-        const int64_t lane = slot % TILE;
-        return slot / TILE * TILE_BYTES + lane / 16 * 64 + place(lane % 16, 0) + d / 4 * 4 * TILE + d % 4 / 2 * 8;
-    }
-    static int64_t value_at(int64_t slot, int d) {
-        const int64_t lane = slot % TILE;
-        return slot / TILE * TILE_BYTES + lane / 4 * 4 * HEAD_SIZE + lane % 2 + d / 16 * 64 + place(d % 16, lane % 4 / 2);
-    }
-    static int64_t scale_at(int64_t slot) { return slot / TILE * TILE_BYTES + TILE_NUMBERS + slot % TILE * 4; }
-    // Byte offset of a pair's first element in the 64 bytes that hold two pairs for each of 16 columns.
-    static int64_t place(int64_t column, int64_t pair) { return column / 4 * 16 + pair * 8 + column % 4 * 2; }
 };
+#endif

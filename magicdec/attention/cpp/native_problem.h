@@ -1,5 +1,5 @@
 // What attention is computed for: rows, segments of their keys, tasks, and attention weights by block; and the arithmetic
-// of native_portable.h, native_bf16.h and native_int8.h, which works on them.
+// of the files that are included at the end, which works on them.
 //
 // Shapes: B rows, T new tokens, H query heads, G KV heads, D head size; M = T * H/G packed queries, token-major.
 #pragma once
@@ -14,6 +14,7 @@
 
 #include "../../kernels/arithmetic.h"
 #include "../../kernels/amx.h"
+#include "../../kernels/wide.h"
 #if defined(__AVX512BF16__)
 #include "../../kernels/bf16.h"
 #include "../../kernels/int8.h"
@@ -24,6 +25,8 @@ namespace {
 constexpr int TILE = 64;            // keys processed together: their K and V stay in the L1 cache
 constexpr int BLOCK = 16;           // keys whose attention weights are summed (WEIGHTS_BLOCK of kv/view.py); divides TILE
 constexpr int MAX_QUERIES = 64;     // most packed queries of one task
+constexpr int PAIRS = HEAD_SIZE / 2;
+constexpr int LANES = 16;           // keys of a tile are counted in vectors of so many
 constexpr int64_t LONG_CHUNK = 32;  // from this many new tokens on a chunk counts as prefill (PREFILL_FROM of kernels/build.py)
 constexpr int64_t SHARE = 512;      // keys per piece when a row is divided into pieces
 constexpr float HIDDEN = -1e30f;    // score of a masked key; -ffinite-math-only does not allow infinities
@@ -99,13 +102,18 @@ inline int64_t tile_end(int64_t position) { return position / TILE * TILE + TILE
 inline int64_t Problem::position(int64_t b, int64_t t) const { return paths ? paths->position(b, t) : seq_lens[b] + t; }
 inline int64_t Problem::cell(int64_t b, int64_t t) const { return paths ? paths->cell(b, t) : seq_lens[b] + t; }
 
-#include "native_portable.h"
+#include "native_float32.h"
+#if defined(__AVX512BF16__)
+#include "native_softmax.h"
+#endif
+#include "native_tile.h"
 #if defined(__AVX512BF16__)
 #include "native_bf16.h"
+#endif
 #include "native_int8.h"
+#include "native_wide.h"
 #if defined(HAS_TILES)
 #include "native_amx.h"
-#endif
 #endif
 
 }  // namespace

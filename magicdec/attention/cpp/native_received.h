@@ -6,29 +6,39 @@ namespace {
 
 // Scores of M queries for one tile of keys from `slot` on, of which `count` exist: scores[m * TILE + j]. Times `FACTOR`
 // they are q . k / sqrt(D).
-template <typename S>
-struct TileScores {
-    using Kernel = Portable<S>;
+struct Float32Scores {
+    using Kernel = Float32;
     static constexpr float FACTOR = 1.0f;  // the queries are scaled
-    void operator()(const float* q, int64_t M, const S* keys, int64_t slot, int64_t count, float* scores) const {
+    void operator()(const float* q, int64_t M, const float* keys, int64_t slot, int64_t count, float* scores) const {
         score<HEAD_SIZE>(q, M, keys + slot * HEAD_SIZE, count, scores);
     }
 };
 
 #if defined(__AVX512BF16__)
-struct TiledScores {
+struct Bf16Scores {
     using Kernel = Bf16;
     inline static const float FACTOR = 1.0f / std::sqrt(float(HEAD_SIZE));
-    TiledScores() {
+    Bf16Scores() {
         if (by_registers) registers.load(SIDE);
     }
     void operator()(const uint32_t* q, int64_t M, const bfloat16* keys, int64_t slot, int64_t, float* scores) const {
-        const Tile tile = make_tile(keys, keys, slot, TILE);
+        const Tile tile = PairPools::at(keys, keys, slot, TILE);
         if (by_registers) return score_in_registers(M, q, tile, scores);
         in_blocks(M, [&]<int N>(int64_t m) { score_queries<N, 4>(q + m * PAIRS, tile.keys, 0, scores + m * TILE); });
     }
     const bool by_registers = FITS_REGISTERS && may_use_tiles();
     amx::Registers registers;
+};
+#else
+struct WideScores {
+    using Kernel = Wide;
+    inline static const float FACTOR = 1.0f / std::sqrt(float(HEAD_SIZE));
+    void operator()(const float* q, int64_t M, const bfloat16* keys, int64_t slot, int64_t, float* scores) const {
+        const Tile tile = PairPools::at(keys, keys, slot, TILE);
+        in_blocks(M, [&]<int N>(int64_t m) {
+            Wide{}.template score<N, TILE / LANES>(q + m * HEAD_SIZE, tile, 0, scores + m * TILE);
+        });
+    }
 };
 #endif
 

@@ -6,10 +6,10 @@
 constexpr int SIDE = 16;  // queries, columns, or pairs in a register
 
 // For tiles of other storage, which are never multiplied in registers.
-template <typename Other>
-void score_in_registers(int64_t, const uint32_t*, const Other&, float*) {}
-template <typename Other>
-void weigh_in_registers(int64_t, const uint32_t*, const Other&, const float*, float*) {}
+template <typename... Other>
+void score_in_registers(const Other&...) {}
+template <typename... Other>
+void weigh_in_registers(const Other&...) {}
 
 #if defined(HAS_TILES)
 constexpr bool FITS_REGISTERS = HEAD_SIZE % 32 == 0;

@@ -1,7 +1,10 @@
-// A tile of keys and values in the layout of native_bf16.h, and the weights that its scores become: what both ways to
-// multiply a tile share, that with vectors and that with tile registers (native_registers.h).
-constexpr int PAIRS = HEAD_SIZE / 2;
-constexpr int LANES = 16;
+// Tiles of keys and values in bfloat16 pairs or int8, and attention over them: what is the same for all ways to multiply a
+// tile (native_bf16.h and native_int8.h with bfloat16 dot products, native_wide.h without, native_registers.h).
+//
+// The KV pools have a layout for small GEMMs (Tiled of kv/layout.py). For every TILE tokens of a head, keys are stored as
+// [pair of dimensions][token] and values as [pair of tokens][dimension], where an entry holds the two elements of a pair.
+// They are loaded from memory into the products without shuffles, and the result for a query is the same to the bit whatever
+// other queries are computed with it. A token's lane in a tile is its position modulo TILE.
 
 // Keys of one segment that are processed together: vectors of LANES keys from `keys` on, and pairs of values from
 // `values` on. Lanes before `low` and from `high` on do not belong to the segment.
@@ -10,79 +13,121 @@ struct Tile {
     int64_t low, high, first_pair, num_pairs;  // pairs are counted from the first vector's first lane
 };
 
-inline Tile make_tile(const bfloat16* k_pool, const bfloat16* v_pool, int64_t slot, int64_t count) {
-    const int64_t tile = slot / TILE * TILE * PAIRS, lane = slot % TILE;
-    const int64_t vector = lane / LANES * LANES, low = lane - vector, high = low + count;
-    return {reinterpret_cast<const uint32_t*>(k_pool) + tile + vector,
-            reinterpret_cast<const uint32_t*>(v_pool) + tile + lane / 2 * HEAD_SIZE,
-            low, high, low / 2, (high + 1) / 2 - low / 2};
-}
-
-// 2^x for x <= 0: a polynomial (Taylor series of 2^f on [-1/2, 1/2], relative error 2e-7) times a power of two.
-inline __m512 exp2_negative(__m512 x) {
-    const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
-    const __m512 f = _mm512_sub_ps(x, n);
-    __m512 y = _mm512_set1_ps(1.5403530e-4f);
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.3333558e-3f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(9.6181291e-3f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(5.5504109e-2f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(2.4022651e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(6.9314718e-1f));
-    y = _mm512_fmadd_ps(y, f, _mm512_set1_ps(1.0f));
-    return _mm512_scalef_ps(y, n);
-}
-
-// Softmax of one query's scores for C vectors: weights `w` of the visible lanes [from, to), relative to the running
-// `maximum`. Updates `maximum` and `total`; `scale` is the factor for earlier sums. All exponents are to base 2.
-template <int C>
-inline void to_weights(const float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
-                       float* scale, __m512 (&w)[4]) {
-    __m512 s[C];
-    __mmask16 seen[C];
-    const __m512 hidden = _mm512_set1_ps(HIDDEN);
-    __m512 top = hidden;
-    for (int i = 0; i < C; ++i) {
-        seen[i] = first_lanes(to - LANES * i) & ~first_lanes(from - LANES * i);
-        s[i] = _mm512_mask_mul_ps(hidden, seen[i], _mm512_load_ps(scores + LANES * i), _mm512_set1_ps(factor));
-        top = _mm512_max_ps(top, s[i]);
+// Pools of bfloat16 pairs.
+struct PairPools {
+    using Pool = bfloat16;
+    static Tile at(const Pool* k_pool, const Pool* v_pool, int64_t slot, int64_t count) {
+        const int64_t tile = slot / TILE * TILE * PAIRS, lane = slot % TILE;
+        const int64_t vector = lane / LANES * LANES, low = lane - vector, high = low + count;
+        return {reinterpret_cast<const uint32_t*>(k_pool) + tile + vector,
+                reinterpret_cast<const uint32_t*>(v_pool) + tile + lane / 2 * HEAD_SIZE,
+                low, high, low / 2, (high + 1) / 2 - low / 2};
     }
-    const float highest = std::max(*maximum, _mm512_reduce_max_ps(top));
-    const __m512 shift = _mm512_set1_ps(highest);
-    __m512 sum = _mm512_setzero_ps();
-    for (int i = 0; i < C; ++i) {
-        w[i] = _mm512_maskz_mov_ps(seen[i], exp2_negative(_mm512_sub_ps(s[i], shift)));
-        sum = _mm512_add_ps(sum, w[i]);
+    static void append(const bfloat16* k, const bfloat16* v, int64_t slot, Pool* k_pool, Pool* v_pool) {
+        const int64_t tile = slot / TILE * TILE * HEAD_SIZE, lane = slot % TILE;
+        for (int pair = 0; pair < PAIRS; ++pair) std::memcpy(k_pool + tile + (pair * TILE + lane) * 2, k + 2 * pair, 4);
+        for (int d = 0; d < HEAD_SIZE; ++d) v_pool[tile + (lane / 2 * HEAD_SIZE + d) * 2 + lane % 2] = v[d];
     }
-    for (int i = C; i < 4; ++i) w[i] = _mm512_setzero_ps();
-    // Mostly the maximum stays. Then the factor is exactly 1.
-    *scale = highest == *maximum ? 1.0f : _mm512_cvtss_f32(exp2_negative(_mm512_set1_ps(*maximum - highest)));
-    *total = *total * *scale + _mm512_reduce_add_ps(sum);
-    *maximum = highest;
+    static void copy(const Pool* k_pool, const Pool* v_pool, int64_t slot, int64_t to, Pool* keys, Pool* values) {
+        const int64_t tile = slot / TILE * TILE * HEAD_SIZE, lane = slot % TILE;
+        bfloat16 k[HEAD_SIZE], v[HEAD_SIZE];
+        for (int pair = 0; pair < PAIRS; ++pair) std::memcpy(k + 2 * pair, k_pool + tile + (pair * TILE + lane) * 2, 4);
+        for (int d = 0; d < HEAD_SIZE; ++d) v[d] = v_pool[tile + (lane / 2 * HEAD_SIZE + d) * 2 + lane % 2];
+        append(k, v, to, keys, values);
+    }
+};
+
+// Calls body.operator()<C>() with the number C of vectors that hold `count` keys.
+template <typename Body>
+inline void by_vectors(int64_t count, Body body) {
+    switch ((count + LANES - 1) / LANES) {
+        case 1: body.template operator()<1>(); break;
+        case 2: body.template operator()<2>(); break;
+        case 3: body.template operator()<3>(); break;
+        default: body.template operator()<4>(); break;
+    }
 }
 
-// Store the weights of C vectors of keys as bfloat16 pairs.
-template <int C>
-inline void store_weights(const __m512 (&w)[4], uint32_t* weights) {
-    _mm512_store_si512(weights, (__m512i)_mm512_cvtne2ps_pbh(w[1], w[0]));
-    if (C > 2) _mm512_store_si512(weights + 16, (__m512i)_mm512_cvtne2ps_pbh(w[3], w[2]));
-}
+#include "native_registers.h"
 
-// The sum of each of four vectors, in order.
-inline __m128 sum_each(const __m512 (&w)[4]) {
-    const __m512 ab = _mm512_add_ps(_mm512_unpacklo_ps(w[0], w[1]), _mm512_unpackhi_ps(w[0], w[1]));
-    const __m512 cd = _mm512_add_ps(_mm512_unpacklo_ps(w[2], w[3]), _mm512_unpackhi_ps(w[2], w[3]));
-    const __m512 all = _mm512_add_ps(
-        (__m512)_mm512_unpacklo_pd((__m512d)ab, (__m512d)cd), (__m512)_mm512_unpackhi_pd((__m512d)ab, (__m512d)cd));
-    const __m128 low = _mm_add_ps(_mm512_extractf32x4_ps(all, 0), _mm512_extractf32x4_ps(all, 1));
-    return _mm_add_ps(low, _mm_add_ps(_mm512_extractf32x4_ps(all, 2), _mm512_extractf32x4_ps(all, 3)));
-}
-
-// The largest number of each of four vectors, in order.
-inline __m128 max_each(const __m512 (&w)[4]) {
-    const __m512 ab = _mm512_max_ps(_mm512_unpacklo_ps(w[0], w[1]), _mm512_unpackhi_ps(w[0], w[1]));
-    const __m512 cd = _mm512_max_ps(_mm512_unpacklo_ps(w[2], w[3]), _mm512_unpackhi_ps(w[2], w[3]));
-    const __m512 all = _mm512_max_ps(
-        (__m512)_mm512_unpacklo_pd((__m512d)ab, (__m512d)cd), (__m512)_mm512_unpackhi_pd((__m512d)ab, (__m512d)cd));
-    const __m128 low = _mm_max_ps(_mm512_extractf32x4_ps(all, 0), _mm512_extractf32x4_ps(all, 1));
-    return _mm_max_ps(low, _mm_max_ps(_mm512_extractf32x4_ps(all, 2), _mm512_extractf32x4_ps(all, 3)));
+// Like attend_piece of native_float32.h, but the queries are not scaled. `Tiles` knows a storage and how to multiply it:
+// the tile `at` a slot, `score`, `soften` (scores to weights) and `weigh` (the weighted sum of values). Its `Left` operands
+// are queries [queries][Kernel::QUERY_SIZE] and weights.
+template <typename Kernel, typename Tiles, typename Scratch>
+inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& task, const Segment* segments,
+                            const typename Tiles::Pool* k_pool, const typename Tiles::Pool* v_pool,
+                            const typename Tiles::Left* q, Scratch& x, float* maximum, float* total, float* acc, const Mass& mass) {
+    const int64_t M = task.num_queries, head = task.head * p.block_size;
+    int64_t read = 0, met = 0;  // keys read, and blocks of keys processed for `mass`
+    const float factor = 1.44269504f / std::sqrt(float(HEAD_SIZE));
+    mass.clear(M);
+    std::fill(maximum, maximum + M, HIDDEN);
+    std::fill(total, total + M, 0.0f);
+    std::fill(acc, acc + M * HEAD_SIZE, 0.0f);
+    const bool has_registers = Tiles::has_registers && p.is_prefill() && may_use_tiles();
+    amx::Registers registers;
+    if (has_registers) registers.load(SIDE);
+    // Adds the keys of a tile, `count` from `position` on, to the results of queries [first, last). While they are read,
+    // the keys and values of `next` are prefetched.
+    auto add = [&](const auto& tile, const auto& next, int64_t position, int64_t count, bool are_before, int64_t first,
+                   int64_t last) {
+        const int64_t keys_ahead = next.keys - tile.keys, values_ahead = next.values - tile.values;
+        const bool by_registers = has_registers && tile.low == 0 && tile.high == TILE;
+        by_vectors(tile.high, [&]<int C>() {
+            if (by_registers)
+                score_in_registers(M, q, tile, x.scores);
+            else
+                in_blocks(last - first, [&]<int N>(int64_t i) {
+                    const int64_t m = first + i;
+                    tiles.template score<N, C>(q + m * Kernel::QUERY_SIZE, tile, keys_ahead, x.scores + m * TILE);
+                });
+            for (int64_t m = first; m < last; ++m) {
+#if defined(HAS_TILES)
+                if constexpr (Tiles::has_registers)
+                    if (by_registers && !mass.data && four_see_all(p, task, m, position)) {
+                        to_four_weights(x.scores + m * TILE, factor, maximum + m, total + m, x.scale + m, x.weights_of(m));
+                        m += 3;
+                        continue;
+                    }
+#endif
+                const auto [from, to] = p.seen(task, m, position, count, are_before);
+                tiles.template soften<C>(tile, x.scores + m * TILE, tile.low + from, tile.low + to, factor, maximum + m,
+                                         total + m, x.scale + m, x.weights_of(m), mass.data ? mass.of(m) + met : nullptr);
+                if (mass.data) mass.rescale(m, met, x.scale[m]);  // one vector holds one block of keys
+            }
+        });
+        if (by_registers)
+            weigh_in_registers(M, x.weights_of(0), tile, x.scale, acc);
+        else
+            in_blocks(last - first, [&]<int N>(int64_t i) {
+                const int64_t m = first + i;
+                tiles.template weigh<N>(x.weights_of(m), tile, values_ahead, x.scale + m, acc + m * HEAD_SIZE);
+            });
+    };
+    for (int64_t i = task.segment_begin; i < task.segment_end; ++i) {
+        const Segment& segment = segments[i];
+        for (int64_t at = 0, count; at < segment.count; at += count) {
+            const int64_t position = segment.first + at;
+            count = std::min(tile_end(position) - segment.first, segment.count) - at;
+            if (p.is_hidden(task, position)) break;  // all later keys are hidden as well
+            read += count;
+            if (at + count > segment.num_before) {
+                by_path<Kernel>(p, task, segment, at, count, k_pool, v_pool, x.path,
+                                [&](int64_t first, int64_t last, int64_t lane) {
+                                    const auto tile = tiles.at(x.path.keys, x.path.values, lane, count);
+                                    add(tile, tile, position, count, false, first, last);
+                                });
+            } else {
+                const auto tile = tiles.at(k_pool, v_pool, segment.slot + head + at, count);
+                const bool is_end = at + count == segment.count, is_last = i + 1 == task.segment_end;
+                const int64_t following = is_end ? (is_last ? task.next : head + segments[i + 1].slot)
+                                                 : head + segment.slot + at + count;
+                const auto next = tiles.at(k_pool, v_pool, following, 1);
+                add(tile, next, position, count, p.is_before(segment, at + count), 0, M);
+            }
+            met += blocks_touched(position, count);
+        }
+    }
+    for (int64_t m = 0; m < M; ++m) maximum[m] *= 0.69314718f;  // to base e
+    return read;
 }

@@ -58,10 +58,13 @@ def find_checks() -> Iterator[Check]:
     machine = probe_machine(Launch())
     capability = torch.backends.cpu.get_cpu_capability()
     yield Check("torch", True, f"{torch.__version__}, {machine.num_cpus} cores with {capability}")
-    products = "the CPU has dot products for it"
-    if not machine.has_fast_bfloat16:
-        products = "the CPU has no dot products for it; runs use float32"
-    yield Check("bfloat16 on CPU", machine.has_fast_bfloat16, products)
+    way = "the CPU has dot products for it"
+    if not machine.has_bfloat16_products:
+        way = "no dot products for it; the kernels widen it to float32 in registers"
+        if not machine.widens_bfloat16:
+            way = "no dot products for it, and no AVX2 or no compiler; runs use float32"
+    is_fast = machine.has_bfloat16_products or machine.widens_bfloat16
+    yield Check("bfloat16 on CPU", is_fast, way)
     missing = "none found; on Debian: apt install g++. Without it, slower kernels run"
     yield Check("C++ compiler", find_compiler() is not None, find_compiler() or missing)
     yield check_kernels(machine)

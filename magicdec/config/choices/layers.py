@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from magicdec.config.capabilities import capabilities_of, requirements_of
 from magicdec.config.choices.choice import Choice, How, asked_for, first_obstacle
 from magicdec.config.machine import Machine
+from magicdec.config.run_config import RunConfig
 from magicdec.names import (
     ELEMENTWISE_BESIDE_PACKED,
     ELEMENTWISE_ON_CUDA,
@@ -20,14 +21,18 @@ from magicdec.names import (
 PACKED_DTYPES = ("bfloat16", "float32")
 
 
-def choose_dtype(value: str, weights: str, is_fast_bfloat16: bool) -> str:
-    """The dtype of activations and KV cache. `weights` is what the user wrote for the dtype of the
-    target's weights."""
-    if value != "auto":
-        return value
-    if weights not in ("auto", "int8"):
-        return weights
-    return "bfloat16" if is_fast_bfloat16 else "float32"
+def choose_dtype(config: RunConfig, device: str, machine: Machine) -> str:
+    """The dtype of activations and KV cache. `auto` is bfloat16 where it is fast: on CUDA, on CPUs
+    with dot products for it, and on others if the project's own kernels read it."""
+    model = config.model
+    if model.dtype != "auto":
+        return model.dtype
+    if model.target_dtype not in ("auto", "int8"):
+        return model.target_dtype
+    if device == "cuda" or machine.has_bfloat16_products:
+        return "bfloat16"
+    reads_it = config.attention.backend in ("auto", "native") and model.linear in ("auto", "packed")
+    return "bfloat16" if machine.widens_bfloat16 and reads_it else "float32"
 
 
 def choose_weights(flag: str, value: str, dtype: str) -> str:
@@ -52,7 +57,6 @@ def choose_linear(
     obstacles = {
         "it is for --device cpu": device != "cpu",
         f"it is for --dtype bfloat16 and float32, not {dtype}": dtype not in PACKED_DTYPES,
-        "this CPU has no AVX512-BF16": is_bfloat16 and not machine.has_avx512_bf16,
         "it is for int8 weights in --dtype bfloat16 only": not is_bfloat16 and "int8" in weights,
         "it needs a C++ compiler (on Debian: apt install g++)": not machine.has_compiler,
     }

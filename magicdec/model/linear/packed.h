@@ -8,7 +8,6 @@
 #pragma once
 #include <omp.h>
 
-#if defined(__AVX512BF16__)
 #include "../../kernels/bf16.h"
 #include "../../kernels/int8.h"
 
@@ -108,14 +107,6 @@ inline void interleave(const uint32_t* x, int64_t R, int64_t pairs, int64_t grou
         }
 }
 
-// Calls body.operator()<N>() for N = count, 1 .. MOST.
-template <int MOST, typename Body>
-inline void with_count(int64_t count, Body body) {
-    if constexpr (MOST > 1)
-        if (count < MOST) return with_count<MOST - 1>(count, body);
-    body.template operator()<MOST>();
-}
-
 // Calls body(first row, rows, block) for chunks of at most `most` of R rows and blocks of N output channels, distributed over threads.
 template <typename Body>
 inline void for_blocks(int64_t R, int64_t N, int64_t most, Body body) {
@@ -134,7 +125,7 @@ namespace {
 
 // out [R, N] = x [R, K] times the packed weight, plus bias [N] or null.
 inline void linear_bf16(const uint16_t* x, int64_t R, const uint32_t* packed, int64_t N, int64_t K,
-                        const uint16_t* bias, uint16_t* out) {
+                        const uint16_t* bias, float*, uint16_t* out) {
 #if defined(HAS_TILES)
     if (amx_serves(K)) return linear_amx(x, R, packed, N, K, bias, out);
 #endif
@@ -151,16 +142,17 @@ inline void linear_bf16(const uint16_t* x, int64_t R, const uint32_t* packed, in
 }
 
 // out [R, N] = x [R, K] times the packed int8 weight, times scale [N], plus bias [N] or null. `room` is scratch memory for
-// R * K / 2 pairs.
+// R * K numbers.
 inline void linear_int8(const uint16_t* x, int64_t R, const uint8_t* packed, const float* scale, int64_t N,
-                                     int64_t K, const uint16_t* bias, uint32_t* room, uint16_t* out) {
+                                     int64_t K, const uint16_t* bias, float* room, uint16_t* out) {
     const int64_t pairs = K / 2, groups = (R + MOST_INT8 - 1) / MOST_INT8;
     const int64_t chunks = (R + CHUNK - 1) / CHUNK, blocks = (N + WIDTH - 1) / WIDTH;
     const Widen widen;
     const uint32_t* inputs = reinterpret_cast<const uint32_t*>(x);
     if (R > FEW) {
-        interleave(inputs, R, pairs, groups, room);
-        inputs = room;
+        uint32_t* interleaved = reinterpret_cast<uint32_t*>(room);
+        interleave(inputs, R, pairs, groups, interleaved);
+        inputs = interleaved;
     }
 #pragma omp for collapse(2) schedule(static)
     for (int64_t block = 0; block < blocks; ++block)
@@ -178,4 +170,3 @@ inline void linear_int8(const uint16_t* x, int64_t R, const uint8_t* packed, con
 }
 
 }  // namespace
-#endif

@@ -3,10 +3,10 @@ small GEMMs of decoding (`packed.cpp`).
 
 Int8 layers have int8 weights and a float32 scale per output channel, y = (x w) * scale + bias, and
 compute with torch's operators in any dtype on any device; activations are never quantised, and the
-loader fills the weights (`checkpoint/quantization.py`). Packed layers have bfloat16 or int8 weights
-on CPUs with bfloat16 dot products, or float32 weights on every CPU. A call reads the weights once
-for any number of rows. The result of a row is the same to the bit whatever other rows are in the
-batch, so verification and decoding agree.
+loader fills the weights (`checkpoint/quantization.py`). Packed layers have bfloat16, int8 or
+float32 weights. CPUs without bfloat16 dot products widen them in registers. A call reads the
+weights once for any number of rows. The result of a row is the same to the bit whatever other rows
+are in the batch, so verification and decoding agree.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ HEADERS = (
     SOURCE.with_suffix(".h"),
     SOURCE.with_name("packed_float32.h"),
     SOURCE.with_name("packed_amx.h"),
+    SHARED_HEADERS / "arithmetic.h",
     SHARED_HEADERS / "amx.h",
     SHARED_HEADERS / "bf16.h",
     SHARED_HEADERS / "int8.h",
+    SHARED_HEADERS / "wide.h",
 )
 WIDTH = 64  # output channels per block of packed weights
 # By the dtype of the weights: a block's sizes before WIDTH by the number of inputs, its dtype, and
@@ -90,11 +92,9 @@ def library(*flags: str) -> ctypes.CDLL:
     native = load_library(SOURCE, ("-fopenmp", *flags), HEADERS)
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     native.magicdec_pack_float32.argtypes = (pointer, size, size, pointer)
-    native.magicdec_linear_float32.argtypes = (pointer, size, pointer, size, size, pointer, pointer)
-    if not hasattr(native, "magicdec_linear"):
-        return native  # a CPU without bfloat16 dot products
     native.magicdec_pack.argtypes = (pointer, size, size, pointer)
-    native.magicdec_linear.argtypes = (pointer, size, pointer, size, size, pointer, pointer)
+    for multiply in (native.magicdec_linear_float32, native.magicdec_linear):
+        multiply.argtypes = (pointer, size, pointer, size, size, pointer, pointer, pointer)
     native.magicdec_pack_int8.argtypes = (pointer, size, size, pointer)
     native.magicdec_linear_int8.argtypes = (
         pointer, size, pointer, pointer, size, size, pointer, pointer, pointer,
@@ -111,8 +111,8 @@ def packed_linear(
     width = x.shape[-1]
     out = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype)
     rows, bias_at = x.numel() // width, None if bias is None else bias.data_ptr()
+    room = torch.empty(x.numel())  # scratch: the kernels widen or reorder the activations into it
     if scale is not None:
-        room = torch.empty_like(x)  # scratch: the kernel reorders the activations into it
         library().magicdec_linear_int8(
             x.data_ptr(), rows, packed.data_ptr(), scale.data_ptr(), out_features, width, bias_at,
             room.data_ptr(), out.data_ptr(),
@@ -120,7 +120,10 @@ def packed_linear(
         return out
     is_pairs = packed.dtype == torch.int32
     multiply = library().magicdec_linear if is_pairs else library().magicdec_linear_float32
-    multiply(x.data_ptr(), rows, packed.data_ptr(), out_features, width, bias_at, out.data_ptr())
+    multiply(
+        x.data_ptr(), rows, packed.data_ptr(), out_features, width, bias_at, room.data_ptr(),
+        out.data_ptr(),
+    )  # fmt: skip
     return out
 
 

@@ -1,94 +1,161 @@
-// Linear layers in float32. Weights are packed once, in blocks of output channels, and read once per call for any number
-// of rows. Each output is one chain of additions in the order of the inputs, so its bits do not depend on what else is
+// Linear layers whose arithmetic is float32, on every CPU, over packed weights in float32, bfloat16 or int8. Weights are
+// packed once, in blocks of output channels, and read once per call for any number of rows; those of fewer bits are widened
+// in registers. Each output is one chain of additions in the order of the inputs, so its bits do not depend on what else is
 // computed in the same call.
 //
-// The loop over blocks is shared by the threads of the parallel region from which it is called.
+// The loops over blocks are shared by the threads of the parallel region from which they are called.
 #pragma once
-#include <algorithm>
-#include <cstdint>
-#include <cstring>
-
 #include <omp.h>
+
+#include "../../kernels/wide.h"
 
 namespace float32 {
 
-constexpr int64_t WIDTH = 64;  // output channels per block
-constexpr int64_t CHUNK = 48;  // rows that are multiplied by a block of weights together
-constexpr int64_t AHEAD = 1024;  // prefetch distance in weights
-#if defined(__AVX512F__)
-constexpr int LANES = 16, VECTORS = 4;  // vectors of output channels at a time: with six rows, 24 of 32 registers
-#else
-constexpr int LANES = 8, VECTORS = 2;  // with six rows, 12 of 16 registers
-#endif
-typedef float Vector __attribute__((vector_size(4 * LANES)));
+constexpr int WIDTH = 64;        // output channels per block
+constexpr int64_t CHUNK = 8;     // groups of ROWS that are multiplied by a block of weights together
+constexpr int64_t INPUTS = 128;  // inputs whose weights stay in the L1 cache while a chunk of rows is multiplied
 
-inline Vector load(const float* from) {
-    Vector x;
-    std::memcpy(&x, from, sizeof(x));
-    return x;
+// The number of groups of R rows, and the first row of group g.
+inline int64_t num_groups(int64_t R) { return (R + ROWS - 1) / ROWS; }
+inline int64_t group_start(int64_t R, int64_t g) { return R * g / num_groups(R); }
+
+// x [R, K] as float32, [K, rows] for each group of rows. Otherwise rows whose distance is a multiple of the page size would
+// compete for the same cache sets.
+template <typename S>
+inline void interleave(const S* x, int64_t R, int64_t K, float* out) {
+    constexpr int64_t part = 256;
+#pragma omp for collapse(2) schedule(static)
+    for (int64_t g = 0; g < num_groups(R); ++g)
+        for (int64_t from = 0; from < K; from += part) {
+            const int64_t first = group_start(R, g), rows = group_start(R, g + 1) - first;
+            for (int64_t r = 0; r < rows; ++r)
+                for (int64_t k = from; k < std::min(K, from + part); ++k)
+                    out[first * K + k * rows + r] = to_float(x[(first + r) * K + k]);
+        }
 }
 
-// N rows times VECTORS vectors of a block; `width` of their columns exist.
-template <int N>
-inline void product(const float* x, int64_t x_stride, const float* block, int64_t K, const float* bias, int64_t width,
-                    float* out, int64_t out_stride) {
-    Vector sums[N][VECTORS] = {};
-    for (int64_t k = 0; k < K; ++k)
-        for (int i = 0; i < VECTORS; ++i) {
-            const Vector w = load(block + k * WIDTH + i * LANES);
-            __builtin_prefetch(block + k * WIDTH + i * LANES + AHEAD);
-            for (int n = 0; n < N; ++n) sums[n][i] += x[n * x_stride + k] * w;
+// The weights of a block of output channels, by their storage. `add<N, V>` adds to sums [N][V] the products of N rows, which
+// begin at input `first`, and V vectors of channels from `channel` on, for `count` inputs from `first` on. `ahead` tells
+// whether the same channels' weights of the next inputs are prefetched meanwhile.
+
+struct Floats {  // [K][WIDTH]
+    const float* data;
+    Floats(const void* packed, int64_t K, int64_t block) : data((const float*)packed + block * K * WIDTH) {}
+    template <int N, int V>
+    void add(Left rows, int64_t channel, int64_t first, int64_t count, bool ahead, vec (&sums)[N][V]) const {
+        const float* at = data + first * WIDTH;
+        for (int64_t k = 0; k < count; ++k, at += WIDTH, rows.x += rows.step) {
+            for (int i = 0; i < V; ++i) {
+                if (ahead && i * W % 16 == 0) __builtin_prefetch(at + INPUTS * WIDTH + channel + i * W, 0, 2);
+                const vec w = load(at + channel + i * W);
+                for (int n = 0; n < N; ++n) sums[n][i] = fused(broadcast(rows.x[n * rows.row]), w, sums[n][i]);
+            }
         }
-    for (int i = 0; i < VECTORS && i * LANES < width; ++i) {
-        const int64_t bytes = std::min<int64_t>(width - i * LANES, LANES) * 4;
-        Vector added = {};
-        if (bias) std::memcpy(&added, bias + i * LANES, bytes);
-        for (int n = 0; n < N; ++n) {
-            const Vector sum = sums[n][i] + added;
-            if (bytes == sizeof(Vector))
-                std::memcpy(out + n * out_stride + i * LANES, &sum, sizeof(Vector));
-            else
-                std::memcpy(out + n * out_stride + i * LANES, &sum, bytes);
+    }
+};
+
+struct Pairs {  // bfloat16: [K / 2][WIDTH] pairs
+    const uint32_t* data;
+    Pairs(const void* packed, int64_t K, int64_t block) : data((const uint32_t*)packed + block * K / 2 * WIDTH) {}
+    template <int N, int V>
+    void add(Left rows, int64_t channel, int64_t first, int64_t count, bool ahead, vec (&sums)[N][V]) const {
+        const uint32_t* at = data + first / 2 * WIDTH;
+        if (ahead)
+            multiply(rows, at + channel, WIDTH, count / 2, sums,
+                     [](const uint32_t* loaded) { __builtin_prefetch(loaded + INPUTS / 2 * WIDTH, 0, 2); });
+        else
+            multiply(rows, at + channel, WIDTH, count / 2, sums);
+    }
+};
+
+struct Bytes {  // int8: [K][WIDTH]
+    const int8_t* data;
+    Bytes(const void* packed, int64_t K, int64_t block) : data((const int8_t*)packed + block * K * WIDTH) {}
+    template <int N, int V>
+    void add(Left rows, int64_t channel, int64_t first, int64_t count, bool ahead, vec (&sums)[N][V]) const {
+        const int8_t* at = data + first * WIDTH;
+        for (int64_t k = 0; k < count; ++k, at += WIDTH, rows.x += rows.step) {
+            if (ahead && channel == 0) __builtin_prefetch(at + INPUTS * WIDTH, 0, 2);
+            for (int i = 0; i < V; ++i) {
+                const vec w = widen(at + channel + i * W);
+                for (int n = 0; n < N; ++n) sums[n][i] = fused(broadcast(rows.x[n * rows.row]), w, sums[n][i]);
+            }
         }
+    }
+};
+
+// sums [N][WIDTH] += N rows times the weights of `count` inputs from `first` on.
+template <int N, typename Weights>
+inline void add_products(const Weights& weights, Left rows, int64_t first, int64_t count, bool ahead, float* sums) {
+    constexpr int V = vectors_of(N);
+    for (int64_t channel = 0; channel < WIDTH; channel += V * W) {
+        vec part[N][V];
+        for (int n = 0; n < N; ++n)
+            for (int i = 0; i < V; ++i) part[n][i] = load(sums + n * WIDTH + channel + i * W);
+        weights.add(rows, channel, first, count, ahead, part);
+        for (int n = 0; n < N; ++n)
+            for (int i = 0; i < V; ++i) store(sums + n * WIDTH + channel + i * W, part[n][i]);
     }
 }
 
-template <int N>
-inline void block_product(const float* x, int64_t x_stride, const float* block, int64_t K, const float* bias,
-                          int64_t width, float* out, int64_t out_stride) {
-    for (int64_t i = 0; i < width; i += VECTORS * LANES)
-        product<N>(x, x_stride, block + i, K, bias ? bias + i : nullptr, width - i, out + i, out_stride);
+inline void store_all(float* out, const float* sums, int64_t count) { std::copy_n(sums, count, out); }
+inline void store_all(bfloat16* out, const float* sums, int64_t count) {
+    for (int64_t i = 0; i < count; i += W) store(&out[i].value, load(sums + i), count - i);
+}
+
+// out [R, N] = x [R, K] times the packed weight, times scale [N] or nothing, plus bias [N] or null. `room` is scratch memory
+// for R * K numbers.
+template <typename Weights, typename S>
+void linear(const S* x, int64_t R, const void* packed, const float* scale, int64_t N, int64_t K, const S* bias, float* room,
+            S* out) {
+    interleave(x, R, K, room);
+    const int64_t blocks = (N + WIDTH - 1) / WIDTH, groups = num_groups(R), chunks = (groups + CHUNK - 1) / CHUNK;
+#pragma omp for collapse(2) schedule(static)
+    for (int64_t block = 0; block < blocks; ++block)
+        for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+            alignas(64) float sums[CHUNK * ROWS * WIDTH];
+            const int64_t from = groups * chunk / chunks, to = groups * (chunk + 1) / chunks;
+            const int64_t begin = group_start(R, from), end = group_start(R, to);
+            std::fill_n(sums, (end - begin) * WIDTH, 0.0f);
+            const Weights weights(packed, K, block);
+            for (int64_t first = 0; first < K; first += INPUTS)
+                for (int64_t g = from; g < to; ++g) {
+                    const int64_t row = group_start(R, g), rows = group_start(R, g + 1) - row;
+                    with_count<ROWS>(rows, [&]<int n>() {
+                        add_products<n>(weights, {room + row * K + first * n, 1, n}, first, std::min(INPUTS, K - first),
+                                        g == from, sums + (row - begin) * WIDTH);
+                    });
+                }
+            const int64_t channel = block * WIDTH, width = std::min<int64_t>(WIDTH, N - channel);
+            for (int64_t row = begin; row < end; ++row) {
+                float* sum = sums + (row - begin) * WIDTH;
+                for (int64_t i = 0; i < width; ++i)
+                    sum[i] = std::fma(sum[i], scale ? scale[channel + i] : 1.0f, bias ? to_float(bias[channel + i]) : 0.0f);
+                store_all(out + row * N + channel, sum, width);
+            }
+        }
 }
 
 }  // namespace float32
 
 namespace {
 
-// out [R, N] = x [R, K] times the packed weight [ceil(N / 64), K, 64], plus bias [N] or null.
 inline void linear_float32(const float* x, int64_t R, const float* packed, int64_t N, int64_t K, const float* bias,
-                           float* out) {
-    using namespace float32;
-    const int64_t blocks = (N + float32::WIDTH - 1) / float32::WIDTH, chunks = (R + float32::CHUNK - 1) / float32::CHUNK;
-#pragma omp for collapse(2) schedule(static)
-    for (int64_t block = 0; block < blocks; ++block)
-        for (int64_t chunk = 0; chunk < chunks; ++chunk)
-            for (int64_t r = chunk * float32::CHUNK, end = std::min(R, r + float32::CHUNK), count; r < end; r += count) {
-                const int64_t column = block * float32::WIDTH, width = std::min(float32::WIDTH, N - column);
-                const float* weights = packed + block * K * float32::WIDTH;
-                const float* added = bias ? bias + column : nullptr;
-                auto rows = [&]<int n>() {
-                    block_product<n>(x + r * K, K, weights, K, added, width, out + r * N + column, N);
-                };
-                count = std::min<int64_t>(6, end - r);
-                switch (count) {
-                    case 1: rows.template operator()<1>(); break;
-                    case 2: rows.template operator()<2>(); break;
-                    case 3: rows.template operator()<3>(); break;
-                    case 4: rows.template operator()<4>(); break;
-                    case 5: rows.template operator()<5>(); break;
-                    default: rows.template operator()<6>(); break;
-                }
-            }
+                           float* room, float* out) {
+    float32::linear<float32::Floats>(x, R, packed, nullptr, N, K, bias, room, out);
 }
+
+#if !defined(__AVX512BF16__)
+inline void linear_bf16(const uint16_t* x, int64_t R, const uint32_t* packed, int64_t N, int64_t K, const uint16_t* bias,
+                        float* room, uint16_t* out) {
+    float32::linear<float32::Pairs>((const bfloat16*)x, R, packed, nullptr, N, K, (const bfloat16*)bias, room,
+                                    (bfloat16*)out);
+}
+
+inline void linear_int8(const uint16_t* x, int64_t R, const uint8_t* packed, const float* scale, int64_t N, int64_t K,
+                        const uint16_t* bias, float* room, uint16_t* out) {
+    float32::linear<float32::Bytes>((const bfloat16*)x, R, packed, scale, N, K, (const bfloat16*)bias, room, (bfloat16*)out);
+}
+#endif
 
 }  // namespace

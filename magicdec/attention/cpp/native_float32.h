@@ -1,25 +1,9 @@
-// The portable path of native.cpp: float32 arithmetic on the compiler's vector types, without intrinsics.
+// The float32 storage of native.cpp, on every CPU.
 
-#if defined(__AVX512F__)
-constexpr int W = 16;
-#else
-constexpr int W = 8;
-#endif
-typedef float vec __attribute__((vector_size(W * 4), aligned(4)));
-typedef uint16_t half_bits __attribute__((vector_size(W * 2), aligned(2)));
-typedef uint32_t bits __attribute__((vector_size(W * 4), aligned(4)));
-
-inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
-inline vec load(const bfloat16* p) {
-    return (vec)(__builtin_convertvector(*reinterpret_cast<const half_bits*>(p), bits) << 16);
-}
 // Horizontal sums of four vectors at once, into out[0..3].
-typedef float eight __attribute__((vector_size(32), aligned(4)));
-typedef float four __attribute__((vector_size(16), aligned(4)));
 inline eight fold(vec v) {
 #if defined(__AVX512F__)
-    return __builtin_shufflevector(v, v, 0, 1, 2, 3, 4, 5, 6, 7) +
-           __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
+    return low_half(v) + __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15);
 #else
     return v;
 #endif
@@ -37,8 +21,8 @@ inline void sum_four(vec a, vec b, vec c, vec d, float* out) {
 }
 
 // Scores of N queries (rows of D elements from q on) for four keys: s[n * TILE + 0..3].
-template <int D, int N, typename S>
-inline void score_four(const float* q, const S* const* keys, float* s) {
+template <int D, int N>
+inline void score_four(const float* q, const float* const* keys, float* s) {
     vec a[N][4] = {};
     for (int d = 0; d < D; d += W) {
         vec k[4];
@@ -52,10 +36,10 @@ inline void score_four(const float* q, const S* const* keys, float* s) {
 }
 
 // Scores of M queries for `count` keys (rows of D elements): s[m * TILE + j].
-template <int D, typename S>
-void score(const float* q, int64_t M, const S* k, int64_t count, float* s) {
+template <int D>
+void score(const float* q, int64_t M, const float* k, int64_t count, float* s) {
     for (int64_t j = 0; j < count; j += 4) {
-        const S* keys[4];
+        const float* keys[4];
         for (int i = 0; i < 4; ++i) keys[i] = k + std::min(j + i, count - 1) * D;
         int64_t m = 0;
         for (; m + 2 <= M; m += 2) score_four<D, 2>(q + m * D, keys, s + m * TILE + j);
@@ -64,8 +48,8 @@ void score(const float* q, int64_t M, const S* k, int64_t count, float* s) {
 }
 
 // acc[n][d] += sum_j p[n * TILE + j] * v[j][d] for N queries; N x 2 vectors of sums stay in registers.
-template <int D, int N, typename S>
-void accumulate(const float* p, const S* v, int64_t count, float* acc) {
+template <int D, int N>
+void accumulate(const float* p, const float* v, int64_t count, float* acc) {
     for (int d = 0; d < D; d += 2 * W) {
         constexpr int step = 2;
         vec a[N][step];
@@ -84,8 +68,8 @@ void accumulate(const float* p, const S* v, int64_t count, float* acc) {
 
 // Online softmax over one piece of one KV head: maximum, sum and weighted values of M queries. Returns the number of keys
 // read.
-template <typename Kernel, int D, typename S, typename Room>
-int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments, const S* k_pool, const S* v_pool,
+template <typename Kernel, int D, typename Room>
+int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments, const float* k_pool, const float* v_pool,
                      const float* q, float* scores, Room& room, float* maximum, float* total, float* acc,
                      const Mass& mass) {
     const int64_t M = task.num_queries;
@@ -95,7 +79,7 @@ int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments
     std::fill(total, total + M, 0.0f);
     std::fill(acc, acc + M * D, 0.0f);
     // Adds `count` keys from `position` on to the results of queries [first, last).
-    auto add = [&](const S* k, const S* v, int64_t position, int64_t count, bool are_before, int64_t first, int64_t last) {
+    auto add = [&](const float* k, const float* v, int64_t position, int64_t count, bool are_before, int64_t first, int64_t last) {
         score<D>(q + first * D, last - first, k, count, scores + first * TILE);
         for (int64_t m = first; m < last; ++m) {
             float* s = scores + m * TILE;
@@ -144,35 +128,34 @@ int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments
 
 #include "native_chunk.h"
 
-template <typename S>
-struct Portable {
-    using Pool = S;
+struct Float32 {
+    using Pool = float;
     using Query = float;
     static constexpr int QUERY_SIZE = HEAD_SIZE;
     struct PieceScratch {
         float scores[(MAX_QUERIES + 1) * TILE];
-        PathRoom<S, TILE, HEAD_SIZE> path;
+        PathRoom<float, TILE, HEAD_SIZE> path;
     };
     union Scratch {
         PieceScratch piece;
         ChunkScratch chunk;
     };
-    static void stage(const S* from, Query* to) {
+    static void stage(const float* from, Query* to) {
         const float scale = 1.0f / std::sqrt(float(HEAD_SIZE));
-        for (int d = 0; d < HEAD_SIZE; ++d) to[d] = to_float(from[d]) * scale;
+        for (int d = 0; d < HEAD_SIZE; ++d) to[d] = from[d] * scale;
     }
-    static void append(const S* k, const S* v, int64_t slot, S* k_pool, S* v_pool) {
-        std::memcpy(k_pool + slot * HEAD_SIZE, k, HEAD_SIZE * sizeof(S));
-        std::memcpy(v_pool + slot * HEAD_SIZE, v, HEAD_SIZE * sizeof(S));
+    static void append(const float* k, const float* v, int64_t slot, float* k_pool, float* v_pool) {
+        std::memcpy(k_pool + slot * HEAD_SIZE, k, HEAD_SIZE * sizeof(float));
+        std::memcpy(v_pool + slot * HEAD_SIZE, v, HEAD_SIZE * sizeof(float));
     }
-    static void copy(const S* k_pool, const S* v_pool, int64_t slot, int64_t to, S* keys, S* values) {
+    static void copy(const float* k_pool, const float* v_pool, int64_t slot, int64_t to, float* keys, float* values) {
         append(k_pool + slot * HEAD_SIZE, v_pool + slot * HEAD_SIZE, to, keys, values);
     }
-    static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const S* k_pool, const S* v_pool,
-                       const Query* q, Scratch& scratch, float* maximum, float* total, float* acc, const Mass& mass) {
+    static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const float* k_pool,
+                          const float* v_pool, const Query* q, Scratch& scratch, float* maximum, float* total, float* acc, const Mass& mass) {
         if (p.is_prefill() && !mass.data)
             return attend_chunk(p, task, segments, k_pool, v_pool, q, scratch.chunk, maximum, total, acc);
-        return attend_piece<Portable, HEAD_SIZE>(p, task, segments, k_pool, v_pool, q, scratch.piece.scores,
+        return attend_piece<Float32, HEAD_SIZE>(p, task, segments, k_pool, v_pool, q, scratch.piece.scores,
                                                  scratch.piece.path, maximum, total, acc, mass);
     }
 };

@@ -1,0 +1,150 @@
+// Attention over tiles of bfloat16 pairs or int8 (native_tile.h) for every CPU: they are widened to float32 in registers
+// (kernels/wide.h). Queries, weights and sums are float32.
+
+template <typename Pool, int64_t SIZE>
+struct WideScratch {
+    alignas(64) float scores[MAX_QUERIES * TILE];  // which become weights
+    float scale[MAX_QUERIES];
+    PathRoom<Pool, TILE, SIZE> path;
+    float* weights_of(int64_t query) { return scores + query * TILE; }
+};
+
+// 2^x for x <= 0, as `exp2_negative` of native_softmax.h; below 2^-126 the result is 2^-126.
+inline vec exp2_wide(vec x) {
+    typedef int32_t signed_bits __attribute__((vector_size(W * 4)));
+    x = x > -126.0f ? x : broadcast(-126.0f);
+    const signed_bits nearest = __builtin_convertvector(x - 0.5f, signed_bits);  // rounds towards zero
+    const vec f = x - __builtin_convertvector(nearest, vec);
+    vec y = broadcast(1.5403530e-4f);
+    for (const float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
+        y = fused(y, f, broadcast(c));
+    return (vec)((bits)y + ((bits)nearest << 23));
+}
+
+// Softmax of one query's scores for a tile, in place: weights of the visible lanes [from, to), relative to the running
+// `maximum`, and zeros in the others. Updates `maximum` and `total`; `scale` is the factor for earlier sums, and `sums` get
+// the weights' sums by LANES keys, or are null. If there are `value_scales`, they multiply the weights at last. Not inlined, so that
+// a query has the same bits wherever this is called.
+__attribute__((noinline)) void soften_wide(float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
+                                           float* scale, float* sums, const float* value_scales) {
+    constexpr int V = TILE / W;
+    typedef int32_t lanes __attribute__((vector_size(W * 4)));
+    lanes lane;
+    for (int i = 0; i < W; ++i) lane[i] = i;
+    vec s[V], top = broadcast(HIDDEN), sum = {};
+    lanes seen[V];
+    for (int i = 0; i < V; ++i) {
+        seen[i] = (lane + W * i >= int(from)) & (lane + W * i < int(to));
+        s[i] = seen[i] ? load(scores + W * i) * factor : broadcast(HIDDEN);
+        top = s[i] > top ? s[i] : top;
+    }
+    const float highest = std::max(*maximum, max_across(top));
+    for (int i = 0; i < V; ++i) {
+        s[i] = seen[i] ? exp2_wide(s[i] - highest) : vec{};
+        sum += s[i];
+    }
+    // Mostly the maximum stays. Then the factor is exactly 1.
+    *scale = highest == *maximum ? 1.0f : exp2_wide(broadcast(*maximum - highest))[0];
+    *total = *total * *scale + sum_across(sum);
+    *maximum = highest;
+    if (sums)
+        for (int i = 0; i < TILE / LANES && LANES * i < to; ++i) {
+            vec part = s[i * LANES / W];
+            for (int j = 1; j < LANES / W; ++j) part += s[i * LANES / W + j];
+            sums[i] = sum_across(part);
+        }
+    for (int i = 0; i < V; ++i) store(scores + W * i, value_scales ? s[i] * load(value_scales + W * i) : s[i]);
+}
+
+// Calls body.operator()<V>(i) for vectors i, i + 1, .. i + V - 1 of COUNT, with V at most MOST.
+template <int COUNT, int MOST, typename Body>
+inline void in_vectors(Body body) {
+    constexpr int rest = COUNT % MOST;
+    for (int i = 0; i + MOST <= COUNT; i += MOST) body.template operator()<MOST>(i);
+    if constexpr (rest > 0) body.template operator()<rest>(COUNT - rest);
+}
+
+// What both storages share, by their `Pools`: `multiply<N, V>(left, entries, stride, column, pairs, ahead, sums)` adds the products of
+// `pairs` pairs of V vectors of columns from `column` on.
+template <typename Tiles, typename Pools>
+struct WideProducts : Pools {
+    using Left = float;
+    static constexpr bool has_registers = false;
+
+    template <int N, int C, typename AnyTile>
+    void score(const float* q, const AnyTile& tile, int64_t ahead, float* scores) const {
+        in_vectors<C * LANES / W, vectors_of(N)>([&]<int V>(int i) {
+            vec s[N][V] = {};
+            Tiles::multiply(::Left{q, HEAD_SIZE, 1}, tile.keys, TILE, W * i, PAIRS, ahead, s);
+            for (int n = 0; n < N; ++n)
+                for (int v = 0; v < V; ++v) store(scores + n * TILE + W * (i + v), Tiles::scaled(tile, W * (i + v), s[n][v]));
+        });
+    }
+
+    template <int C, typename AnyTile>
+    void soften(const AnyTile& tile, float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
+                float* scale, float*, float* sums) const {
+        soften_wide(scores, from, to, factor, maximum, total, scale, sums, Tiles::value_scales(tile));
+    }
+
+    template <int N, typename AnyTile>
+    void weigh(const float* weights, const AnyTile& tile, int64_t ahead, const float* scale, float* acc) const {
+        const ::Left left = {weights + 2 * tile.first_pair, TILE, 1};
+        in_vectors<HEAD_SIZE / W, vectors_of(N)>([&]<int V>(int i) {
+            vec a[N][V];
+            for (int n = 0; n < N; ++n)
+                for (int v = 0; v < V; ++v) a[n][v] = load(acc + n * HEAD_SIZE + W * (i + v)) * scale[n];
+            Tiles::multiply(left, tile.values, HEAD_SIZE, W * i, tile.num_pairs, ahead, a);
+            for (int n = 0; n < N; ++n)
+                for (int v = 0; v < V; ++v) store(acc + n * HEAD_SIZE + W * (i + v), a[n][v]);
+        });
+    }
+};
+
+struct WidePairs : WideProducts<WidePairs, PairPools> {
+    template <int N, int V>
+    static void multiply(::Left left, const uint32_t* entries, int64_t stride, int column, int64_t pairs, int64_t ahead,
+                         vec (&sums)[N][V]) {
+        ::multiply(left, entries + column, stride, pairs, sums, Ahead{ahead});
+    }
+    static vec scaled(const Tile&, int, vec scores) { return scores; }
+    static const float* value_scales(const Tile&) { return nullptr; }
+};
+
+struct WideBytes : WideProducts<WideBytes, Int8Pools> {
+    template <int N, int V>
+    static void multiply(::Left left, const uint8_t* bytes, int64_t stride, int column, int64_t pairs, int64_t ahead,
+                         vec (&sums)[N][V]) {
+        for (int64_t pair = 0; pair < pairs; ++pair, left.x += 2) {
+            const uint8_t* row = bytes + pair / 2 * 4 * stride;
+            for (int i = 0; i < V; ++i) {
+                const int at = column + W * i;
+                vec x[2];
+                widen(row + at / 16 * 64, pair % 2, at % 16, x);
+                if (at % 16 == 0 && pair % 2 == 0) ask_for(row + at / 16 * 64 + ahead);
+                for (int odd = 0; odd < 2; ++odd)
+                    for (int n = 0; n < N; ++n)
+                        sums[n][i] = fused(broadcast(left.x[n * left.row + odd]), x[odd], sums[n][i]);
+            }
+        }
+    }
+    static vec scaled(const Int8Tile& tile, int column, vec scores) { return scores * load(tile.key_scales + column); }
+    static const float* value_scales(const Int8Tile& tile) { return tile.value_scales; }
+};
+
+template <typename Tiles, int64_t TOKEN_SIZE>
+struct WideKernel : Tiles {
+    using Query = float;
+    static constexpr int QUERY_SIZE = HEAD_SIZE;
+    using Scratch = WideScratch<typename Tiles::Pool, TOKEN_SIZE>;
+    static void stage(const bfloat16* from, Query* to) {
+        for (int d = 0; d < HEAD_SIZE; ++d) to[d] = to_float(from[d]);
+    }
+    static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const typename Tiles::Pool* k_pool,
+                          const typename Tiles::Pool* v_pool, const Query* q, Scratch& scratch, float* maximum,
+                          float* total, float* acc, const Mass& mass) {
+        return attend_tiles<WideKernel>(Tiles{}, p, task, segments, k_pool, v_pool, q, scratch, maximum, total, acc, mass);
+    }
+};
+using Wide = WideKernel<WidePairs, HEAD_SIZE>;
+using WideInt8 = WideKernel<WideBytes, HEAD_SIZE + 4>;

@@ -1,0 +1,168 @@
+// Small GEMMs on numbers that are bfloat16 or int8 in memory and float32 in registers, for every CPU; shared by attention
+// and linear layers. CPUs with bfloat16 dot products have bf16.h.
+//
+// The right operand is stored as for bf16.h: entry [k][i] holds elements 2k and 2k + 1 of column i. The left operand is
+// float32. Each output is one chain of fused multiply-adds in the order of k, so its bits do not depend on what else is
+// computed in the same call. The vector types are the compiler's.
+#pragma once
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__x86_64__)
+#include <immintrin.h>
+#endif
+
+#include "arithmetic.h"
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int W = 16;
+#else
+constexpr int W = 8;
+#endif
+typedef float vec __attribute__((vector_size(W * 4), aligned(4)));
+typedef uint32_t bits __attribute__((vector_size(W * 4), aligned(4)));
+typedef uint16_t half_bits __attribute__((vector_size(W * 2), aligned(2)));
+
+inline vec load(const float* p) { return *reinterpret_cast<const vec*>(p); }
+inline void store(float* p, vec x) { *reinterpret_cast<vec*>(p) = x; }
+inline vec broadcast(float x) { return x - vec{}; }
+
+// a * b + c, rounded once. An intrinsic, so that no compiler changes the order of a chain.
+inline vec fused(vec a, vec b, vec c) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+    return (vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+    return a * b + c;
+#endif
+}
+
+// W bfloat16 numbers from float32, rounded to nearest even, of which the first `count` are stored.
+inline void store(uint16_t* p, vec x, int64_t count) {
+    const bits wide = (bits)x;
+    const half_bits narrow = __builtin_convertvector((wide + 0x7fff + ((wide >> 16) & 1)) >> 16, half_bits);
+    std::memcpy(p, &narrow, count < W ? 2 * count : sizeof(narrow));
+}
+
+// The sum and the maximum of a vector's lanes.
+typedef float eight __attribute__((vector_size(32), aligned(4)));
+typedef float four __attribute__((vector_size(16), aligned(4)));
+inline eight low_half(vec x) {
+#if defined(__AVX512F__)
+    return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7);
+#else
+    return x;
+#endif
+}
+template <typename Combine>
+inline float across(vec x, Combine combine) {
+    eight e = low_half(x);
+#if defined(__AVX512F__)
+    e = combine(e, __builtin_shufflevector(x, x, 8, 9, 10, 11, 12, 13, 14, 15));
+#endif
+    const four f = combine(__builtin_shufflevector(e, e, 0, 1, 2, 3), __builtin_shufflevector(e, e, 4, 5, 6, 7));
+    const four g = combine(f, __builtin_shufflevector(f, f, 2, 3, 0, 1));
+    return combine(g, __builtin_shufflevector(g, g, 1, 0, 3, 2))[0];
+}
+inline float sum_across(vec x) { return across(x, [](auto a, auto b) { return a + b; }); }
+inline float max_across(vec x) { return across(x, [](auto a, auto b) { return a > b ? a : b; }); }
+
+// Called when a vector of the right operand is loaded: does nothing, or prefetches the vector `entries` further on.
+struct NotAhead { void operator()(const uint32_t*) const {} };
+struct Ahead {
+    int64_t entries;
+    void operator()(const uint32_t* loaded) const { __builtin_prefetch(loaded + entries); }
+};
+
+// Rows of a product at a time: the best number, and the most for which sums are not spilled to memory.
+constexpr int ROWS = W == 16 ? 6 : 4, MOST_ROWS = W == 16 ? 6 : 5;
+
+// Calls body.operator()<N>() for N = count, 1 .. MOST.
+template <int MOST, typename Body>
+inline void with_count(int64_t count, Body body) {
+    if constexpr (MOST > 1)
+        if (count < MOST) return with_count<MOST - 1>(count, body);
+    body.template operator()<MOST>();
+}
+
+// Calls body.operator()<N>(m) for blocks of N rows that cover m = 0 .. M - 1.
+template <typename Body>
+inline void in_blocks(int64_t M, Body body) {
+    for (int64_t m = 0, count; m < M; m += count) {
+        const int64_t left = M - m;
+        count = left <= MOST_ROWS ? left : left < 2 * ROWS ? (left + 1) / 2 : ROWS;
+        with_count<MOST_ROWS>(count, [&]<int N>() { body.template operator()<N>(m); });
+    }
+}
+
+// Vectors of columns whose sums for N rows fit into registers: at most 24 of 32, or 12 of 16.
+constexpr int vectors_of(int N) { return W == 16 ? 4 : N == 1 ? 8 : N == 2 ? 4 : 2; }
+
+// The left operand: entry (n, k) is x[n * row + k * step].
+struct Left {
+    const float* x;
+    int64_t row, step;
+};
+
+// out[n][i] += sum over k of entry (n, k) of `left` times column vector i of `right`, whose pairs are `stride` apart.
+template <int N, int V, typename Prefetch = NotAhead>
+inline void multiply(Left left, const uint32_t* right, int64_t stride, int64_t pairs, vec (&out)[N][V],
+                     Prefetch prefetch = {}) {
+    for (int64_t pair = 0; pair < pairs; ++pair, right += stride, left.x += 2 * left.step) {
+        bits both[V];
+        for (int i = 0; i < V; ++i) {
+            std::memcpy(&both[i], right + W * i, sizeof(bits));
+            if (W * i % 16 == 0) prefetch(right + W * i);
+        }
+        for (int odd = 0; odd < 2; ++odd) {
+            vec x[V];
+            for (int i = 0; i < V; ++i) x[i] = (vec)(odd ? both[i] & 0xffff0000 : both[i] << 16);
+            for (int n = 0; n < N; ++n) {
+                const vec y = broadcast(left.x[n * left.row + odd * left.step]);
+                for (int i = 0; i < V; ++i) out[n][i] = fused(y, x[i], out[n][i]);
+            }
+        }
+    }
+}
+
+// W numbers as float32, which is exact.
+inline vec widen(const int8_t* numbers) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)numbers)));
+#elif defined(__AVX2__)
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)numbers)));
+#else
+    typedef int8_t small __attribute__((vector_size(W)));
+    small bytes;
+    std::memcpy(&bytes, numbers, W);
+    return __builtin_convertvector(bytes, vec);
+#endif
+}
+
+// 64 bytes hold numbers of sign and magnitude in groups of 16: two sets of four columns, each with a pair of numbers.
+// Converts the pairs of W columns from column `first` on, of set 0 or 1, which is exact.
+inline void widen(const uint8_t* bytes, int set, int first, vec (&pair)[2]) {
+    typedef int32_t signed_bits __attribute__((vector_size(W * 4)));
+    typedef uint16_t both_sets __attribute__((vector_size(W * 4)));
+    both_sets both;
+    std::memcpy(&both, bytes + first * 4, sizeof(both));
+#if defined(__AVX512F__)
+    const half_bits one = set ? __builtin_shufflevector(both, both, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
+                              : __builtin_shufflevector(both, both, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
+#else
+    const half_bits one = set ? __builtin_shufflevector(both, both, 4, 5, 6, 7, 12, 13, 14, 15)
+                              : __builtin_shufflevector(both, both, 0, 1, 2, 3, 8, 9, 10, 11);
+#endif
+    const bits w = __builtin_convertvector(one, bits);
+    for (int odd = 0; odd < 2; ++odd) {
+        const bits byte = odd ? w >> 8 : w;
+        const vec magnitude = __builtin_convertvector((signed_bits)(byte & 0x7f), vec);
+        pair[odd] = (vec)((bits)magnitude | (byte & 0x80) << 24);
+    }
+}
+
+}  // namespace
