@@ -30,6 +30,9 @@ report: $(VENV)/.installed results/machine.json
 results/machine.json: | $(VENV)/.installed
 	$(BIN)/magicdec probe --nproc 2 --out $@
 
+# Empty, it lets pytest keep the test files as it has rewritten them: otherwise each process rewrites all of them each time.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
+
 test: $(VENV)/.installed-test
 	$(PYTEST) -m "not wide"
 
