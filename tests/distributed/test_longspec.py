@@ -29,8 +29,8 @@ WINDOW = ("--gamma", 3, "--streamingllm_budget", 100)
         pytest.param(["--draft_ranks", 1], [1], "streaming_llm", marks=pytest.mark.wide),
         (["--draft_group", 1, 0, "--kv_policy", "full", "--budget", -1], [1, 0], "full"),
         pytest.param(
-            ["--draft_rank_group", 0, 1, "--draft_budget", -1], [0, 1], "full",
-            marks=pytest.mark.wide,
+            ["--draft_rank_group", 0, 1, "--draft_budget", -1, "--collectives", "gloo"], [0, 1],
+            "full", marks=pytest.mark.wide,
         ),
         (["--kv_policy", "snapkv", "--draft_budget", 80], [0], "snapkv"),
     ],
