@@ -112,7 +112,8 @@ def test_other_tokenizers_are_refused(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_heads_that_the_drafts_ranks_cannot_share(launch: Launch) -> None:
-    done = launch("longspec_benchmark.py", *DEMO, *FLAGS, "--draft_ranks", 0, 1, 2, num_ranks=3)
+    flags = *DEMO, *FLAGS, "--draft_ranks", 0, 1, 2
+    done = launch("longspec_benchmark.py", *flags, num_ranks=3, notice_s=0.6)
     assert done.returncode != 0
     expected = "--draft_ranks 0 1 2, draft --model demo-draft: 3 ranks cannot share 2 attention"
     assert done.stderr.count(expected) == 1, done.stderr
