@@ -3,8 +3,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # Two processes, one thread each: the tests' models are too small for more threads. The tests of a file run in one process, because
-# some of them compare their tokens with each other's.
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# some of them compare their tokens with each other's. A test with two threads shares its cores with the other process: threads that
+# spin while they wait for each other take seven times as long there.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: demo report test test-all test-layers check install clean
 
@@ -29,6 +30,9 @@ report: $(VENV)/.installed results/machine.json
 
 results/machine.json: | $(VENV)/.installed
 	$(BIN)/magicdec probe --nproc 2 --out $@
+
+# Empty, it lets pytest keep the test files as it has rewritten them: otherwise each process rewrites all of them each time.
+test test-all: export PYTHONDONTWRITEBYTECODE :=
 
 test: $(VENV)/.installed-test
 	$(PYTEST) -m "not wide"

@@ -7,12 +7,13 @@
 # Every host runs `torchrun ... -m magicdec COMMAND FLAGS` with one rank under torchrun's own
 # rendezvous, as on real hosts, and sees its own processes only. When a host prints TEXT, --cut_on
 # takes the last host's link down, and --kill_on kills that host's processes.
+# NETNS_RING_PROGRAM, if it is set, is run in the place of `-m magicdec`.
 # Each host's output goes to the screen behind its name. The exit code is that of the first host
 # that fails; a host that was cut off or killed does not count. Needs iproute2, unshare and the right
 # to make namespaces (root, or unprivileged user namespaces). Nothing is left behind.
 set -euo pipefail
 
-usage() { sed -n '2,12s/^# \{0,1\}//p' "$0"; exit 2; }
+usage() { sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 2; }
 
 hosts=3 cut_on= kill_on=
 while [ $# -gt 0 ]; do
@@ -56,7 +57,7 @@ pids=()
 for ((host = 0; host < hosts; host++)); do
   ip netns exec "host$host" unshare --pid --fork --kill-child --mount-proc python -u -m torch.distributed.run \
     --nnodes "$hosts" --nproc-per-node 1 --node-rank "$host" \
-    --master-addr 10.9.0.1 --master-port 29400 -m magicdec "$@" \
+    --master-addr 10.9.0.1 --master-port 29400 ${NETNS_RING_PROGRAM:--m magicdec} "$@" \
     > >(sed -u "s/^/host$host: /" | tee -a "$printed") 2>&1 &
   pids+=($!)
 done

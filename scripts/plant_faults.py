@@ -32,7 +32,12 @@ PACKAGE, TESTS = ROOT / "magicdec", ROOT / "tests" / "unit"
 IMPORTED = ("hypothesis", "numpy", "safetensors.torch", "scipy.special", "torch.distributed")
 PROCESSES = 2
 # A test takes a second, but a fault may make it wait for ever.
-FLAGS = ("--timeout=120", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:anyio")
+FLAGS = (
+    "--timeout=120", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:anyio",
+    "-p", "no:unraisableexception", "-p", "no:threadexception",
+)  # fmt: skip
+# A test that fails with its fault need not say how.
+BRIEF = "--assert=plain", "--tb=line"
 SEEN, UNSEEN, PASSED, FAILED = "seen", "NOT SEEN", "passed", "FAILED"
 MISPLACED, NOT_RUN = "MISPLACED", "NOT RUN"
 
@@ -115,20 +120,21 @@ def run_all(cases: Sequence[Case], copies: Sequence[Path]) -> list[int]:
     assert "magicdec" not in sys.modules
     compileall.compile_dir(PACKAGE, quiet=1)  # once, and not in every copy
     gc.freeze()
+    gc.disable()  # a child ends before its garbage matters
     running, codes = dict[int, int](), [0] * len(cases)
     for number, (case, copy) in enumerate(zip(cases, copies, strict=True)):
         if len(running) == PROCESSES:
             wait_for_one(running, codes)
         case.plant(copy)
         if (child := os.fork()) == 0:
-            run(case.tests, copy)
+            run(case, copy)
         running[child] = number
     while running:
         wait_for_one(running, codes)
     return codes
 
 
-def run(tests: Sequence[str], copy: Path) -> None:
+def run(case: Case, copy: Path) -> None:
     """Ends this process. The output of pytest is in the file `out` of the copy."""
     code = -1
     try:
@@ -139,7 +145,8 @@ def run(tests: Sequence[str], copy: Path) -> None:
         # Compiled code would be written through a link into the package itself.
         sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
         sys.path.insert(0, str(copy))
-        code = int(pytest.main([*FLAGS, *(str(TESTS / test) for test in tests)]))
+        flags = [*FLAGS, *(BRIEF if case.fault else ())]
+        code = int(pytest.main([*flags, *(str(TESTS / test) for test in case.tests)]))
         sys.stdout.flush()
     finally:
         os._exit(code)

@@ -28,7 +28,7 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, by whomever
 
 from order import ordered
-from rank_server import Job, RankServer
+from rank_server import NOTICE_S, Job, RankServer
 from safetensors.torch import save_file
 from tiers import choose
 
@@ -341,7 +341,7 @@ def rank_server() -> Iterator[RankServer]:
 def launch(tmp_path: Path, rank_server: RankServer) -> Launch:
     """Run a script of tests/ with `num_ranks` ranks, forked from a process that has imported torch
     or, with `torchrun`, as a user starts them. All its processes are gone afterwards, also those of
-    a run that hangs."""
+    a run that hangs: if one has failed, the others end within `notice_s` or are ended."""
 
     def run(
         script: str,
@@ -349,6 +349,7 @@ def launch(tmp_path: Path, rank_server: RankServer) -> Launch:
         num_ranks: int = 1,
         torchrun: bool = False,
         timeout: float = HANG,
+        notice_s: float = NOTICE_S,
     ) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "OMP_NUM_THREADS": "1"}
         words = list(map(str, args))
@@ -356,7 +357,7 @@ def launch(tmp_path: Path, rank_server: RankServer) -> Launch:
             return run_torchrun([str(ROOT / "tests" / script), *words], num_ranks, env, tmp_path)
         with TemporaryDirectory() as outside:
             out, err = Path(outside, "out"), Path(outside, "err")
-            job = Job(script, words, num_ranks, env, str(tmp_path), str(out), str(err))
+            job = Job(script, words, num_ranks, env, str(tmp_path), str(out), str(err), notice_s)
             returncode = rank_server.run(job, timeout)
             return subprocess.CompletedProcess(
                 [script, *words], returncode, out.read_text(), err.read_text()

@@ -26,8 +26,8 @@ from pathlib import Path
 from typing import IO
 
 TESTS = Path(__file__).parent
-# After the first failure of a rank, the others may end by themselves for NOTICE_S seconds, and have
-# GRACE_S in all.
+# After the first failure of a rank, the others may end by themselves for NOTICE_S seconds (or for
+# those of the job), and have GRACE_S in all.
 NOTICE_S, GRACE_S = 2, 12
 # What a run imports: `conftest` has most of the package, the libraries are imported where a
 # function needs them.
@@ -48,6 +48,7 @@ class Job:
     cwd: str
     stdout: str
     stderr: str
+    notice_s: float = NOTICE_S
 
 
 class RankServer:
@@ -121,7 +122,7 @@ def launch(job: Job) -> bool:
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     for _, sink in pipes:
         os.write(sink, str(store.port).encode())
-    os._exit(wait_for(ranks))
+    os._exit(wait_for(ranks, job.notice_s))
 
 
 def redirect(job: Job) -> None:
@@ -142,7 +143,7 @@ def variables_of_torchrun(rank: int, num_ranks: int, port: str) -> dict[str, str
     return {name: str(number) for name, number in numbers.items()} | store
 
 
-def wait_for(ranks: list[int]) -> int:
+def wait_for(ranks: list[int], notice_s: float) -> int:
     """0 if all `ranks` end well, else the exit code of the first failure, after which the others
     are ended."""
     failed, deadlines = 0, {}
@@ -153,7 +154,7 @@ def wait_for(ranks: list[int]) -> int:
                 ranks.remove(pid)
                 if status and not failed:
                     failed, now = os.waitstatus_to_exitcode(status), time.monotonic()
-                    deadlines = {now + NOTICE_S: signal.SIGTERM, now + GRACE_S: signal.SIGKILL}
+                    deadlines = {now + notice_s: signal.SIGTERM, now + GRACE_S: signal.SIGKILL}
         for deadline in [d for d in deadlines if d < time.monotonic()]:
             end_by = deadlines.pop(deadline)
             for pid in ranks:

@@ -21,7 +21,7 @@ MODES = "sequential", "ring", "ring+draft", "iterative", "async"
 
 def run(suite: Suite) -> None:
     """Float32, where tokens must be those of one process."""
-    ways = ["gloo", "shared_memory"]
+    ways = ["shared_memory"] if suite.is_tiny else ["gloo", "shared_memory"]
     if suite.device.type == "cuda" and torch.cuda.device_count() >= RANKS:
         ways.append("nccl")
     for collectives in ways:

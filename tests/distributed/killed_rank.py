@@ -26,7 +26,7 @@ PHASES = {
     "serving drafts": ("magicdec.pipeline.drafter", "ModelDrafter.propose", 8),
     "closing": ("magicdec.distributed.start", "leave_ranks", 1),
 }
-WAIT_S = 1.0
+WAIT_S = 0.4
 command, phase = os.environ["KILLED_IN"].split(": ")
 module, path, last = PHASES[phase]
 *owners, name = path.split(".")

@@ -21,8 +21,8 @@ torch.set_num_threads(1)
 collectives, draft_path, *paths = sys.argv[1:]
 launch, device = read_launch(), torch.device("cpu")
 order = tuple(reversed(range(launch.world_size)))
-SIZE = 4, 70 + 40 + 4
-PROMPTS, NUM_NEW = random_prompts([5, 70, 1, 33], 97), [40, 9, 40, 31]
+SIZE = 4, 70 + 24 + 4
+PROMPTS, NUM_NEW = random_prompts([5, 70, 1, 33], 97), [24, 9, 24, 19]
 SAMPLED = SamplingSection(temperature=0.8, top_p=0.9, repetition_penalty=1.1)
 
 
@@ -53,7 +53,7 @@ def decode(model: Transformer) -> list[list[list[int]]]:
         baseline, ours, accepted = decode_both(runner, requests, kv, 4, names=names)
         outputs = outputs or [baseline]
         assert ours == outputs[0], kv
-        sampled = make_requests(PROMPTS, 20, sampling=SAMPLED)
+        sampled = make_requests(PROMPTS, 12, sampling=SAMPLED)
         outputs += [accepted, decode_both(runner, sampled, kv, 4, names=["speculative"])[1]]
     return outputs
 
@@ -75,7 +75,7 @@ def draft_apart(kv: KVSection, ranks: tuple[int, ...]) -> list[list[int]]:
     assert ours == outputs[0][0], (ranks, kv)
     assert any(a for step in accepted for a in step), "the draft is of use"
     if kv.policy == "full":
-        sampled = make_requests(PROMPTS, 20, sampling=SamplingSection(temperature=0.7))
+        sampled = make_requests(PROMPTS, 12, sampling=SamplingSection(temperature=0.7))
         _, drawn, _ = decode_both(runner, sampled, kv, 4, **how)
         assert all(tokens == drawn for tokens in groups.target.all_gather_object(drawn))
     return accepted

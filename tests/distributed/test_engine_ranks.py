@@ -26,7 +26,7 @@ LOSSY = pytest.param("lossy", "diverged", marks=pytest.mark.wide)
     [
         pytest.param((2,), ((1, "gloo"), (3, "shared_memory")), id="kv_heads0"),
         pytest.param(
-            (3, 6), ((1, "gloo"), (2, "gloo"), (3, "shared_memory")), id="kv_heads1",
+            (3, 6), ((1, "gloo"), (2, "shared_memory"), (3, "shared_memory")), id="kv_heads1",
             marks=pytest.mark.wide,
         ),
     ],
@@ -47,7 +47,7 @@ def test_ragged_batches_over_ranks(
     ]
     assert all(found == outputs[0] for found in outputs) and len(outputs[0]) == len(kv_heads) + 1
     for of_model in outputs[0][:-1]:
-        assert [len(tokens) for tokens in of_model[0]] == [40, 9, 40, 31]
+        assert [len(tokens) for tokens in of_model[0]] == [24, 9, 24, 19]
 
 
 def test_ranks_serve_the_same_requests_alike(launch: Launch, tmp_path: Path) -> None:

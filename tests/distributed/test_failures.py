@@ -99,7 +99,7 @@ def test_bad_input_is_refused_in_one_line(
     ],
 )
 def test_several_ranks_say_it_once(args: list[object], expected: str, launch: Launch) -> None:
-    done = launch("selfspec_benchmark.py", *args, num_ranks=2)
+    done = launch("selfspec_benchmark.py", *args, num_ranks=2, notice_s=0.6)
     assert done.returncode == 2
     assert sum(expected in line for line in done.stderr.splitlines()) == 1, done.stderr
 

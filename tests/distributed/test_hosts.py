@@ -32,6 +32,7 @@ def run_on_hosts(options: list[str], words: list[str]) -> subprocess.CompletedPr
     package = str(SCRIPT.parents[1])
     paths = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": paths, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"}
+    environment["NETNS_RING_PROGRAM"] = str(Path(__file__).with_name("impatient.py"))
     return subprocess.run(
         [SCRIPT, *options, "--", *words],
         check=False, capture_output=True, text=True, timeout=120, env=environment,

@@ -29,8 +29,8 @@ WINDOW = ("--gamma", 3, "--streamingllm_budget", 100)
         pytest.param(["--draft_ranks", 1], [1], "streaming_llm", marks=pytest.mark.wide),
         (["--draft_group", 1, 0, "--kv_policy", "full", "--budget", -1], [1, 0], "full"),
         pytest.param(
-            ["--draft_rank_group", 0, 1, "--draft_budget", -1], [0, 1], "full",
-            marks=pytest.mark.wide,
+            ["--draft_rank_group", 0, 1, "--draft_budget", -1, "--collectives", "gloo"], [0, 1],
+            "full", marks=pytest.mark.wide,
         ),
         (["--kv_policy", "snapkv", "--draft_budget", 80], [0], "snapkv"),
     ],
@@ -112,7 +112,8 @@ def test_other_tokenizers_are_refused(launch: Launch, tmp_path: Path) -> None:
 
 
 def test_heads_that_the_drafts_ranks_cannot_share(launch: Launch) -> None:
-    done = launch("longspec_benchmark.py", *DEMO, *FLAGS, "--draft_ranks", 0, 1, 2, num_ranks=3)
+    flags = *DEMO, *FLAGS, "--draft_ranks", 0, 1, 2
+    done = launch("longspec_benchmark.py", *flags, num_ranks=3, notice_s=0.6)
     assert done.returncode != 0
     expected = "--draft_ranks 0 1 2, draft --model demo-draft: 3 ranks cannot share 2 attention"
     assert done.stderr.count(expected) == 1, done.stderr

@@ -27,7 +27,7 @@ def test_one_rank_without_memory_ends_all_in_its_words(
     monkeypatch.setenv("SCARCE_RANK", rank)
     flags = (*FLAGS, "--dataset", text_file) if command == "selfspec" else GRID
     script = "distributed/scarce.py"
-    done = launch(script, command, *flags, *PLACE, num_ranks=2)
+    done = launch(script, command, *flags, *PLACE, num_ranks=2, notice_s=0.6)
     lines = [line for line in done.stderr.splitlines() if line.startswith("scarce.py: ")]
     assert done.returncode == 2 and len(lines) == 1, done.stderr
     assert "on this host's 2 ranks" in lines[0] and "0.00 GB are free" in lines[0]

@@ -55,7 +55,7 @@ def one_process(path: Path, sampling: SamplingSection) -> list[list[int]]:
     return generate_alone(load(path), served_requests(sampling), MAX_TOKENS)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.wide), 4])
+@pytest.mark.parametrize("num_ranks", [2, 3, pytest.param(4, marks=pytest.mark.wide)])
 def test_the_tokens_are_those_of_one_process(
     num_ranks: int, launch: Launch, models: list[Path]
 ) -> None:

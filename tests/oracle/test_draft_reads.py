@@ -51,7 +51,8 @@ def test_a_draft_forward_reads_the_budget_and_its_step(
     recorder = Recorder() if is_captured else None
     drafting = runner if draft is None or draft.runner is None else draft.runner
     before = drafting.counts.copy()
-    decode_both(runner, requests, kv, GAMMA, drafter=drafter, draft=draft, recorder=recorder)
+    how = {"drafter": drafter, "draft": draft, "recorder": recorder, "names": ["speculative"]}
+    decode_both(runner, requests, kv, GAMMA, **how)
     used = drafting.counts.minus(before)
     most = BUDGET + GAMMA + (drafter == "model")
     assert used.draft_rows > 0 and used.draft_kv_tokens_read <= most * used.draft_rows

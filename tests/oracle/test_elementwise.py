@@ -125,6 +125,7 @@ def test_any_rows_are_normed_and_gated(
     assert torch.equal(chosen.silu_gate(last), found[-1:, -1:])
 
 
+@pytest.mark.narrow("values")
 @pytest.mark.parametrize("shape", [(1, 70), (2, 130)], ids=str)
 @every_kind
 def test_a_long_chunk_and_heads_beside_others(

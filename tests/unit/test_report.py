@@ -6,9 +6,12 @@ from __future__ import annotations
 import csv
 import json
 import re
-import shutil
+import sys
 from collections.abc import Callable
+from contextlib import redirect_stderr
 from dataclasses import asdict
+from functools import partial
+from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -81,20 +84,39 @@ def machine(**description: Any) -> MachineFile:
 
 
 Report = Callable[..., tuple[Path, str]]
+EVIL = ["selfspec_benchmark.py", "--model", "</td><script>alert(1)</script>"]
+
+
+def write_report(directory: Path, records: list[Record], *words: object) -> tuple[Path, str]:
+    """The directory of a report of records, and what was said on stderr."""
+    write(directory / "runs.jsonl", records)
+    out, said = directory / "out", StringIO()
+    argv = ["magicdec report", directory / "runs.jsonl", "--out", out, *words]
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(said):
+        patch.setattr(sys, "argv", list(map(str, argv)))
+        with pytest.raises(SystemExit) as ended:
+            report_page.main()
+    assert not ended.value.code
+    return out, said.getvalue()
 
 
 @pytest.fixture
-def report(tmp_path: Path, command: Command) -> Report:
-    """Writes a report of records; returns its directory and what was said on stderr."""
+def report(tmp_path: Path) -> Report:
+    return partial(write_report, tmp_path)
 
-    def make(records: list[Record], *words: object) -> tuple[Path, str]:
-        write(tmp_path / "runs.jsonl", records)
-        out = tmp_path / "out"
-        code, _, err = command(report_page, tmp_path / "runs.jsonl", "--out", out, *words)
-        assert code == 0
-        return out, err
 
-    return make
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """A report that has every figure; its directory is read only."""
+    directory = tmp_path_factory.mktemp("everything")
+    machine().save(directory / "machine.json")
+    records = [*RAW, *study(), variant(argv=EVIL), failed()]
+    return write_report(directory, records, "--machine", directory / "machine.json")
+
+
+@pytest.fixture(scope="module")
+def of_study(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_report(tmp_path_factory.mktemp("study"), study())[0]
 
 
 def study() -> list[Record]:
@@ -113,9 +135,10 @@ def rows(path: Path) -> list[dict[str, str]]:
         return list(csv.DictReader(file))
 
 
-def test_every_figure_is_drawn_or_left_out_with_a_reason(report: Report, tmp_path: Path) -> None:
-    machine().save(tmp_path / "machine.json")
-    out, said = report([*study(), *RAW], "--machine", tmp_path / "machine.json")
+def test_every_figure_is_drawn_or_left_out_with_a_reason(
+    everything: tuple[Path, str], report: Report
+) -> None:
+    out, said = everything
     assert said == ""
     page = (out / "index.html").read_text(encoding="utf-8")
     for name in FIGURES:
@@ -146,10 +169,8 @@ def links(page: str) -> list[str]:
 
 
 @pytest.mark.wide
-def test_a_page_without_figure_files_does_not_link_to_them(report: Report) -> None:
-    out, _ = report(study())
-    whole = (out / "index.html").read_text(encoding="utf-8")
-    shutil.rmtree(out)
+def test_a_page_without_figure_files_does_not_link_to_them(report: Report, of_study: Path) -> None:
+    whole = (of_study / "index.html").read_text(encoding="utf-8")
     out, _ = report(study(), "--no_figure_files")
     page = (out / "index.html").read_text(encoding="utf-8")
     assert {path.suffix for path in out.iterdir()} == {".html", ".csv", ".sh"}
@@ -177,9 +198,8 @@ def test_a_row_is_on_the_front_of_its_own_kind() -> None:
             assert (row["on_front"] == "True") != beaten
 
 
-def test_the_page_needs_nothing_else(report: Report) -> None:
-    evil = ["selfspec_benchmark.py", "--model", "</td><script>alert(1)</script>"]
-    out, _ = report([*RAW, *study(), variant(argv=evil)])
+def test_the_page_needs_nothing_else(everything: tuple[Path, str]) -> None:
+    out, _ = everything
     page = (out / "index.html").read_text(encoding="utf-8")
     assert "<script>alert" not in page and "&lt;script&gt;alert(1)" in page
     loaded = links(page)
@@ -191,19 +211,18 @@ def test_the_page_needs_nothing_else(report: Report) -> None:
     assert used and set(used) <= set(ids)
 
 
-def test_the_map_shows_the_best_of_each_place(report: Report) -> None:
-    out, _ = report(study())
-    found = {(r["B"], r["prefix_len"]): r for r in rows(out / "speedup_map.csv")}
+def test_the_map_shows_the_best_of_each_place(of_study: Path) -> None:
+    found = {(r["B"], r["prefix_len"]): r for r in rows(of_study / "speedup_map.csv")}
     assert found["8", "4096"]["speedup"] == "1.9" and found["8", "4096"]["runs"] == "2"
     assert found["8", "4096"]["budget"] == str(RAW[0]["config"]["kv"]["budget"])
     assert found["1", "1024"]["net_speedup"] == "0.7000000000000001"
 
 
-def test_the_files_hold_every_run_and_its_command(report: Report) -> None:
-    out, _ = report([*RAW, failed()])
+def test_the_files_hold_every_run_and_its_command(everything: tuple[Path, str]) -> None:
+    out, _ = everything
     runs, commands = rows(out / "runs.csv"), rows(out / "commands.csv")
     assert [r["run"] for r in runs] == [r["run"] for r in commands]
-    assert len(runs) == len(RAW) + 1 and runs[-1]["status"] == "failed"
+    assert len(runs) == len(RAW) + len(study()) + 2 and runs[-1]["status"] == "failed"
     for row, raw in zip(runs, RAW, strict=False):
         assert float(row["speedup"]) == raw["metrics"]["speedup"]
         reads_all = row["kv_policy"] in ("", "full")

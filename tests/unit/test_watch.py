@@ -7,6 +7,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Iterator
+from datetime import timedelta
 
 import pytest
 from torch.distributed import HashStore, TCPStore
@@ -127,6 +128,7 @@ def test_between_hosts_the_first_word_counts(monkeypatch: pytest.MonkeyPatch) ->
     assert first_word("the connection with rank 2 is lost") == "the connection with rank 1 is lost"
     monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
     assert first_word("the connection with rank 2 is lost") == "the connection with rank 2 is lost"
+    monkeypatch.setattr(watch_module, "timedelta", lambda seconds: timedelta(seconds=0.5))
     monkeypatch.setenv("MASTER_PORT", "1")  # nobody answers
     assert first_word("rank 4 has ended") == "rank 4 has ended"
 
