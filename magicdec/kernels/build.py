@@ -25,7 +25,8 @@ from types import ModuleType
 SHARED_HEADERS = Path(__file__).parent  # arithmetic.h, bf16.h, int8.h, wide.h
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared")
 # The CPU for which the libraries are compiled: one that this machine can run, such as x86-64-v3.
-MARCH = os.environ.get("MAGICDEC_MARCH", "native")
+CPU = os.environ.get("MAGICDEC_MARCH")
+MARCH = f"-march={CPU}" if CPU else "-march=native"
 # The parts of -ffast-math that allow vectorization. -ffast-math itself is not used: when a library
 # is linked with it, the whole process flushes subnormal numbers to zero.
 FAST_MATH = (
@@ -54,7 +55,7 @@ def load_library(
     compiler = find_compiler()
     if compiler is None:
         raise ValueError(f"{source.name} needs a C++ compiler; on Debian: apt install g++")
-    command = [compiler, *FLAGS, f"-march={MARCH}", *flags]
+    command = [compiler, *FLAGS, MARCH, *flags]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
     texts = [path.read_text() for path in (source, *headers)]
     cpu = cpu_field("model name"), cpu_field("flags")  # which -march=native is for

@@ -23,7 +23,7 @@ PACKED_DTYPES = ("bfloat16", "float32")
 
 def choose_dtype(config: RunConfig, device: str, machine: Machine) -> str:
     """The dtype of activations and KV cache. `auto` is bfloat16 where it is fast: on CUDA, on CPUs
-    with dot products for it, and on others if the project's own kernels read it."""
+    with dot products for it, and on others if the project's own kernels read it, which widen it."""
     model = config.model
     if model.dtype != "auto":
         return model.dtype
@@ -31,8 +31,10 @@ def choose_dtype(config: RunConfig, device: str, machine: Machine) -> str:
         return model.target_dtype
     if device == "cuda" or machine.has_bfloat16_products:
         return "bfloat16"
-    reads_it = config.attention.backend in ("auto", "native") and model.linear in ("auto", "packed")
-    return "bfloat16" if machine.widens_bfloat16 and reads_it else "float32"
+    backend = config.attention.backend
+    is_ours = backend == "auto" or capabilities_of(backend).is_part_of_native_steps
+    is_widened = machine.widens_bfloat16 and is_ours and model.linear in ("auto", "packed")
+    return "bfloat16" if is_widened else "float32"
 
 
 def choose_weights(flag: str, value: str, dtype: str) -> str:
