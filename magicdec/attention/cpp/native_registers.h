@@ -5,12 +5,6 @@
 
 constexpr int SIDE = 16;  // queries, columns, or pairs in a register
 
-// For tiles of other storage, which are never multiplied in registers.
-template <typename... Other>
-void score_in_registers(const Other&...) {}
-template <typename... Other>
-void weigh_in_registers(const Other&...) {}
-
 #if defined(HAS_TILES)
 constexpr bool FITS_REGISTERS = HEAD_SIZE % 32 == 0;
 
@@ -107,4 +101,5 @@ inline bool four_see_all(const Problem& p, const Task& task, int64_t m, int64_t 
 }
 #else
 constexpr bool FITS_REGISTERS = false;
+inline void score_in_registers(int64_t, const uint32_t*, const Tile&, float*) {}
 #endif

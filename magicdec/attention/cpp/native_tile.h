@@ -74,9 +74,9 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
         const int64_t keys_ahead = next.keys - tile.keys, values_ahead = next.values - tile.values;
         const bool by_registers = has_registers && tile.low == 0 && tile.high == TILE;
         by_vectors(tile.high, [&]<int C>() {
-            if (by_registers)
-                score_in_registers(M, q, tile, x.scores);
-            else
+            if constexpr (Tiles::has_registers)
+                if (by_registers) score_in_registers(M, q, tile, x.scores);
+            if (!by_registers)
                 in_blocks(last - first, [&]<int N>(int64_t i) {
                     const int64_t m = first + i;
                     tiles.template score<N, C>(q + m * Kernel::QUERY_SIZE, tile, keys_ahead, x.scores + m * TILE);
@@ -96,9 +96,9 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
                 if (mass.data) mass.rescale(m, met, x.scale[m]);  // one vector holds one block of keys
             }
         });
-        if (by_registers)
-            weigh_in_registers(M, x.weights_of(0), tile, x.scale, acc);
-        else
+        if constexpr (Tiles::has_registers)
+            if (by_registers) weigh_in_registers(M, x.weights_of(0), tile, x.scale, acc);
+        if (!by_registers)
             in_blocks(last - first, [&]<int N>(int64_t i) {
                 const int64_t m = first + i;
                 tiles.template weigh<N>(x.weights_of(m), tile, values_ahead, x.scale + m, acc + m * HEAD_SIZE);
