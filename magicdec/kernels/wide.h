@@ -71,11 +71,19 @@ inline float across(vec x, Combine combine) {
 inline float sum_across(vec x) { return across(x, [](auto a, auto b) { return a + b; }); }
 inline float max_across(vec x) { return across(x, [](auto a, auto b) { return a > b ? a : b; }); }
 
-// Called when a vector of the right operand is loaded: does nothing, or prefetches the vector `entries` further on.
+// Called for every 64 bytes that are loaded of the right operand: does nothing, prefetches what lies `entries` further on, or
+// prefetches memory in the order of its addresses, whatever the order in which the operand is read.
 struct NotAhead { void operator()(const uint32_t*) const {} };
 struct Ahead {
     int64_t entries;
     void operator()(const uint32_t* loaded) const { __builtin_prefetch(loaded + entries); }
+};
+struct InOrder {
+    const char*& at;
+    void operator()(const void*) const {
+        __builtin_prefetch(at);
+        at += 64;
+    }
 };
 
 // Rows of a product at a time: the best number, and the most for which sums are not spilled to memory.

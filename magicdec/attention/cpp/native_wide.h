@@ -65,7 +65,8 @@ inline void in_vectors(Body body) {
 }
 
 // What both storages share, by their `Pools`: `multiply<N, V>(left, entries, stride, column, pairs, ahead, sums)` adds the products of
-// `pairs` pairs of V vectors of columns from `column` on.
+// `pairs` pairs of V vectors of columns from `column` on. A few columns are multiplied at a time, as registers allow; the next tile is
+// prefetched in the order of its addresses all the same, since memory is read at its full rate only so.
 template <typename Tiles, typename Pools>
 struct WideProducts : Pools {
     using Left = float;
@@ -73,9 +74,10 @@ struct WideProducts : Pools {
 
     template <int N, int C, typename AnyTile>
     void score(const float* q, const AnyTile& tile, int64_t ahead, float* scores) const {
+        auto next = reinterpret_cast<const char*>(tile.keys + ahead);
         in_vectors<C * LANES / W, vectors_of(N)>([&]<int V>(int i) {
             vec s[N][V] = {};
-            Tiles::multiply(::Left{q, HEAD_SIZE, 1}, tile.keys, TILE, W * i, PAIRS, ahead, s);
+            Tiles::multiply(::Left{q, HEAD_SIZE, 1}, tile.keys, TILE, W * i, PAIRS, InOrder{next}, s);
             for (int n = 0; n < N; ++n)
                 for (int v = 0; v < V; ++v) store(scores + n * TILE + W * (i + v), Tiles::scaled(tile, W * (i + v), s[n][v]));
         });
@@ -90,11 +92,12 @@ struct WideProducts : Pools {
     template <int N, typename AnyTile>
     void weigh(const float* weights, const AnyTile& tile, int64_t ahead, const float* scale, float* acc) const {
         const ::Left left = {weights + 2 * tile.first_pair, TILE, 1};
+        auto next = reinterpret_cast<const char*>(tile.values + ahead);
         in_vectors<HEAD_SIZE / W, vectors_of(N)>([&]<int V>(int i) {
             vec a[N][V];
             for (int n = 0; n < N; ++n)
                 for (int v = 0; v < V; ++v) a[n][v] = load(acc + n * HEAD_SIZE + W * (i + v)) * scale[n];
-            Tiles::multiply(left, tile.values, HEAD_SIZE, W * i, tile.num_pairs, ahead, a);
+            Tiles::multiply(left, tile.values, HEAD_SIZE, W * i, tile.num_pairs, InOrder{next}, a);
             for (int n = 0; n < N; ++n)
                 for (int v = 0; v < V; ++v) store(acc + n * HEAD_SIZE + W * (i + v), a[n][v]);
         });
@@ -103,9 +106,9 @@ struct WideProducts : Pools {
 
 struct WidePairs : WideProducts<WidePairs, PairPools> {
     template <int N, int V>
-    static void multiply(::Left left, const uint32_t* entries, int64_t stride, int column, int64_t pairs, int64_t ahead,
+    static void multiply(::Left left, const uint32_t* entries, int64_t stride, int column, int64_t pairs, InOrder ahead,
                          vec (&sums)[N][V]) {
-        ::multiply(left, entries + column, stride, pairs, sums, Ahead{ahead});
+        ::multiply(left, entries + column, stride, pairs, sums, ahead);
     }
     static vec scaled(const Tile&, int, vec scores) { return scores; }
     static const float* value_scales(const Tile&) { return nullptr; }
@@ -113,7 +116,7 @@ struct WidePairs : WideProducts<WidePairs, PairPools> {
 
 struct WideBytes : WideProducts<WideBytes, Int8Pools> {
     template <int N, int V>
-    static void multiply(::Left left, const uint8_t* bytes, int64_t stride, int column, int64_t pairs, int64_t ahead,
+    static void multiply(::Left left, const uint8_t* bytes, int64_t stride, int column, int64_t pairs, InOrder ahead,
                          vec (&sums)[N][V]) {
         for (int64_t pair = 0; pair < pairs; ++pair, left.x += 2) {
             const uint8_t* row = bytes + pair / 2 * 4 * stride;
@@ -121,7 +124,7 @@ struct WideBytes : WideProducts<WideBytes, Int8Pools> {
                 const int at = column + W * i;
                 vec x[2];
                 widen(row + at / 16 * 64, pair % 2, at % 16, x);
-                if (at % 16 == 0 && pair % 2 == 0) ask_for(row + at / 16 * 64 + ahead);
+                if (at % 16 == 0 && pair % 2 == 0) ahead(row);
                 for (int odd = 0; odd < 2; ++odd)
                     for (int n = 0; n < N; ++n)
                         sums[n][i] = fused(broadcast(left.x[n * left.row + odd]), x[odd], sums[n][i]);
