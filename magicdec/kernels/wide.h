@@ -87,7 +87,7 @@ struct InOrder {
 };
 
 // Rows of a product at a time: the best number, and the most for which sums are not spilled to memory.
-constexpr int ROWS = W == 16 ? 6 : 4, MOST_ROWS = W == 16 ? 6 : 5;
+constexpr int ROWS = W == 16 ? 6 : 5, MOST_ROWS = W == 16 ? 6 : 5;
 
 // Calls body.operator()<N>() for N = count, 1 .. MOST.
 template <int MOST, typename Body>

@@ -29,18 +29,22 @@ __attribute__((noinline)) void soften_wide(float* scores, int64_t from, int64_t 
                                            float* scale, float* sums, const float* value_scales) {
     constexpr int V = TILE / W;
     typedef int32_t lanes __attribute__((vector_size(W * 4)));
-    lanes lane;
-    for (int i = 0; i < W; ++i) lane[i] = i;
+    const bool is_whole = from <= 0 && to >= TILE;  // mostly
     vec s[V], top = broadcast(HIDDEN), sum = {};
-    lanes seen[V];
+    lanes lane, seen[V];
+    for (int i = 0; i < W; ++i) lane[i] = i;
     for (int i = 0; i < V; ++i) {
-        seen[i] = (lane + W * i >= int(from)) & (lane + W * i < int(to));
-        s[i] = seen[i] ? load(scores + W * i) * factor : broadcast(HIDDEN);
+        s[i] = load(scores + W * i) * factor;
+        if (!is_whole) {
+            seen[i] = (lane + W * i >= int(from)) & (lane + W * i < int(to));
+            s[i] = seen[i] ? s[i] : broadcast(HIDDEN);
+        }
         top = s[i] > top ? s[i] : top;
     }
     const float highest = std::max(*maximum, max_across(top));
     for (int i = 0; i < V; ++i) {
-        s[i] = seen[i] ? exp2_wide(s[i] - highest) : vec{};
+        s[i] = exp2_wide(s[i] - highest);
+        if (!is_whole) s[i] = seen[i] ? s[i] : vec{};
         sum += s[i];
     }
     // Mostly the maximum stays. Then the factor is exactly 1.
