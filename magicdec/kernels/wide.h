@@ -73,7 +73,7 @@ inline float max_across(vec x) { return across(x, [](auto a, auto b) { return a 
 
 // Called for every 64 bytes that are loaded of the right operand: does nothing, prefetches what lies `entries` further on, or
 // prefetches memory in the order of its addresses, whatever the order in which the operand is read.
-struct NotAhead { void operator()(const uint32_t*) const {} };
+struct NotAhead { void operator()(const void*) const {} };
 struct Ahead {
     int64_t entries;
     void operator()(const uint32_t* loaded) const { __builtin_prefetch(loaded + entries); }
@@ -81,7 +81,7 @@ struct Ahead {
 struct InOrder {
     const char*& at;
     void operator()(const void*) const {
-        __builtin_prefetch(at);
+        __builtin_prefetch(at, 0, 2);  // into the L2 cache: L1 has too few buffers for what is under way
         at += 64;
     }
 };

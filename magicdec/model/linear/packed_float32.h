@@ -34,50 +34,48 @@ inline void interleave(const S* x, int64_t R, int64_t K, float* out) {
         }
 }
 
-// The weights of a block of output channels, by their storage. `add<N, V>` adds to sums [N][V] the products of N rows, which
-// begin at input `first`, and V vectors of channels from `channel` on, for `count` inputs from `first` on. `ahead` tells
-// whether the same channels' weights of the next inputs are prefetched meanwhile.
+// The weights of a block of output channels, by their storage. `at` is where those of an input begin. `add<N, V>` adds to sums
+// [N][V] the products of N rows, which begin at input `first`, and V vectors of channels from `channel` on, for `count` inputs
+// from `first` on. `ahead` is called for every 64 bytes of weights.
 
 struct Floats {  // [K][WIDTH]
     const float* data;
     Floats(const void* packed, int64_t K, int64_t block) : data((const float*)packed + block * K * WIDTH) {}
-    template <int N, int V>
-    void add(Left rows, int64_t channel, int64_t first, int64_t count, bool ahead, vec (&sums)[N][V]) const {
-        const float* at = data + first * WIDTH;
-        for (int64_t k = 0; k < count; ++k, at += WIDTH, rows.x += rows.step) {
+    const void* at(int64_t input) const { return data + input * WIDTH; }
+    template <int N, int V, typename Prefetch>
+    void add(Left rows, int64_t channel, int64_t first, int64_t count, Prefetch ahead, vec (&sums)[N][V]) const {
+        const float* from = data + first * WIDTH + channel;
+        for (int64_t k = 0; k < count; ++k, from += WIDTH, rows.x += rows.step)
             for (int i = 0; i < V; ++i) {
-                if (ahead && i * W % 16 == 0) __builtin_prefetch(at + INPUTS * WIDTH + channel + i * W, 0, 2);
-                const vec w = load(at + channel + i * W);
+                if (i * W % 16 == 0) ahead(from);
+                const vec w = load(from + i * W);
                 for (int n = 0; n < N; ++n) sums[n][i] = fused(broadcast(rows.x[n * rows.row]), w, sums[n][i]);
             }
-        }
     }
 };
 
 struct Pairs {  // bfloat16: [K / 2][WIDTH] pairs
     const uint32_t* data;
     Pairs(const void* packed, int64_t K, int64_t block) : data((const uint32_t*)packed + block * K / 2 * WIDTH) {}
-    template <int N, int V>
-    void add(Left rows, int64_t channel, int64_t first, int64_t count, bool ahead, vec (&sums)[N][V]) const {
-        const uint32_t* at = data + first / 2 * WIDTH;
-        if (ahead)
-            multiply(rows, at + channel, WIDTH, count / 2, sums,
-                     [](const uint32_t* loaded) { __builtin_prefetch(loaded + INPUTS / 2 * WIDTH, 0, 2); });
-        else
-            multiply(rows, at + channel, WIDTH, count / 2, sums);
+    const void* at(int64_t input) const { return data + input / 2 * WIDTH; }
+    template <int N, int V, typename Prefetch>
+    void add(Left rows, int64_t channel, int64_t first, int64_t count, Prefetch ahead, vec (&sums)[N][V]) const {
+        multiply(rows, data + first / 2 * WIDTH + channel, WIDTH, count / 2, sums, ahead);
     }
 };
 
 struct Bytes {  // int8: [K][WIDTH]
     const int8_t* data;
     Bytes(const void* packed, int64_t K, int64_t block) : data((const int8_t*)packed + block * K * WIDTH) {}
-    template <int N, int V>
-    void add(Left rows, int64_t channel, int64_t first, int64_t count, bool ahead, vec (&sums)[N][V]) const {
-        const int8_t* at = data + first * WIDTH;
-        for (int64_t k = 0; k < count; ++k, at += WIDTH, rows.x += rows.step) {
-            if (ahead && channel == 0) __builtin_prefetch(at + INPUTS * WIDTH, 0, 2);
+    const void* at(int64_t input) const { return data + input * WIDTH; }
+    template <int N, int V, typename Prefetch>
+    void add(Left rows, int64_t channel, int64_t first, int64_t count, Prefetch ahead, vec (&sums)[N][V]) const {
+        const int8_t* from = data + first * WIDTH + channel;
+        const int64_t every = WIDTH / (V * W);  // 64 bytes have the weights of so many passes over the channels
+        for (int64_t k = 0; k < count; ++k, from += WIDTH, rows.x += rows.step) {
+            if (k % every == 0) ahead(from);
             for (int i = 0; i < V; ++i) {
-                const vec w = widen(at + channel + i * W);
+                const vec w = widen(from + i * W);
                 for (int n = 0; n < N; ++n) sums[n][i] = fused(broadcast(rows.x[n * rows.row]), w, sums[n][i]);
             }
         }
@@ -85,8 +83,8 @@ struct Bytes {  // int8: [K][WIDTH]
 };
 
 // sums [N][WIDTH] += N rows times the weights of `count` inputs from `first` on.
-template <int N, typename Weights>
-inline void add_products(const Weights& weights, Left rows, int64_t first, int64_t count, bool ahead, float* sums) {
+template <int N, typename Weights, typename Prefetch>
+inline void add_products(const Weights& weights, Left rows, int64_t first, int64_t count, Prefetch ahead, float* sums) {
     constexpr int V = vectors_of(N);
     for (int64_t channel = 0; channel < WIDTH; channel += V * W) {
         vec part[N][V];
@@ -118,14 +116,22 @@ void linear(const S* x, int64_t R, const void* packed, const float* scale, int64
             const int64_t begin = group_start(R, from), end = group_start(R, to);
             std::fill_n(sums, (end - begin) * WIDTH, 0.0f);
             const Weights weights(packed, K, block);
-            for (int64_t first = 0; first < K; first += INPUTS)
+            for (int64_t first = 0; first < K; first += INPUTS) {
+                // The first rows prefetch the weights of the next inputs, in the order of memory.
+                auto next = static_cast<const char*>(weights.at(first + INPUTS));
                 for (int64_t g = from; g < to; ++g) {
                     const int64_t row = group_start(R, g), rows = group_start(R, g + 1) - row;
                     with_count<ROWS>(rows, [&]<int n>() {
-                        add_products<n>(weights, {room + row * K + first * n, 1, n}, first, std::min(INPUTS, K - first),
-                                        g == from, sums + (row - begin) * WIDTH);
+                        const Left left = {room + row * K + first * n, 1, n};
+                        const int64_t count = std::min(INPUTS, K - first);
+                        float* to_sums = sums + (row - begin) * WIDTH;
+                        if (g == from)
+                            add_products<n>(weights, left, first, count, InOrder{next}, to_sums);
+                        else
+                            add_products<n>(weights, left, first, count, NotAhead{}, to_sums);
                     });
                 }
+            }
             const int64_t channel = block * WIDTH, width = std::min<int64_t>(WIDTH, N - channel);
             for (int64_t row = begin; row < end; ++row) {
                 float* sum = sums + (row - begin) * WIDTH;
