@@ -3,9 +3,17 @@ program; torch is imported only then."""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 __all__ = ["LLM"]
+
+# OpenMP reads this when torch is loaded: threads that wait for each other spin for some tens of
+# microseconds, then sleep. By default they spin for milliseconds. Beside other work on the same
+# cores, every barrier would then take a time slice of the scheduler.
+SPIN_COUNT = "1000"
+if "OMP_WAIT_POLICY" not in os.environ:
+    os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
 
 def __getattr__(name: str) -> Any:

@@ -10,8 +10,8 @@ void magicdec_post(char* segment, int64_t rank, int64_t size, int64_t slot_bytes
     Segment{segment, rank, size, slot_bytes, turn}.post(x, bytes);
 }
 
-int64_t magicdec_wait(char* segment, int64_t size, uint64_t turn, int64_t patience) {
-    return Segment{segment, 0, size, 0, turn}.wait(patience);
+int64_t magicdec_wait(char* segment, int64_t size, uint64_t turn, int64_t timeout_ms) {
+    return Segment{segment, 0, size, 0, turn}.wait(timeout_ms);
 }
 
 void magicdec_sum_float32(char* segment, int64_t size, int64_t slot_bytes, uint64_t turn, float* x, int64_t count) {

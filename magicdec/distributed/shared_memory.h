@@ -4,8 +4,14 @@
 // copies its data into the slot of this turn, increments its counter, waits until every rank's counter has reached the
 // same value, and reads all slots. A slot is reused two exchanges later. By then every rank has posted the exchange in
 // between, so no rank still reads the slot, and one wait per exchange is enough.
+//
+// A rank that waits spins for some tens of microseconds and then sleeps, so that it leaves its core to others: perhaps to the
+// rank that it waits for.
 #pragma once
-#include <sched.h>
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
 
 #include <atomic>
 #include <cstdint>
@@ -14,13 +20,26 @@
 namespace shared_memory {
 
 constexpr int LINE = 64;
-struct alignas(LINE) Counter { std::atomic<uint64_t> posted; };
+constexpr int SPINS = 500;
 
 inline void relax() {
 #if defined(__x86_64__)
     __builtin_ia32_pause();
 #endif
 }
+
+// Sleep while `word` is `seen`, until it is woken or for `timeout_ms`.
+inline void sleep_on(std::atomic<uint32_t>* word, uint32_t seen, int64_t timeout_ms) {
+    const timespec timeout{timeout_ms / 1000, timeout_ms % 1000 * 1000000};
+    syscall(SYS_futex, word, FUTEX_WAIT, seen, &timeout, nullptr, 0);
+}
+inline void wake(std::atomic<uint32_t>* word, int count) { syscall(SYS_futex, word, FUTEX_WAKE, count, nullptr, nullptr, 0); }
+
+// The last exchange that a rank has posted, and how many ranks sleep until it posts the next. `turn` wraps around.
+struct alignas(LINE) Counter {
+    std::atomic<uint32_t> turn, sleeping;
+    bool has_reached(uint32_t other) const { return int32_t(turn.load() - other) >= 0; }
+};
 
 // The segment as one rank of `size` uses it, in its exchange number `turn` (1, 2, ...).
 struct Segment {
@@ -34,20 +53,22 @@ struct Segment {
     // Copy `count` bytes of x into this rank's slot and publish them with the counter.
     void post(const void* x, int64_t count) const {
         std::memcpy(slot(rank), x, count);
-        reinterpret_cast<Counter*>(base)[rank].posted.store(turn, std::memory_order_release);
+        Counter& own = reinterpret_cast<Counter*>(base)[rank];
+        own.turn.store(uint32_t(turn));
+        if (own.sleeping.load()) wake(&own.turn, int(size));
     }
 
-    // Wait until every rank has posted, then return -1. After about `patience` yields, return the first rank that has
-    // not posted.
-    int64_t wait(int64_t patience) const {
-        Counter* counters = reinterpret_cast<Counter*>(base);
+    // Wait until every rank has posted, then return -1. After about `timeout_ms` return the first rank that has not.
+    int64_t wait(int64_t timeout_ms) const {
         for (int64_t of = 0; of < size; ++of) {
-            auto there = [&] { return counters[of].posted.load(std::memory_order_acquire) >= turn; };
-            for (int spin = 0; spin < 2000 && !there(); ++spin) relax();
-            for (int64_t i = 0; !there(); ++i) {
-                if (i == patience) return of;
-                sched_yield();
-            }
+            Counter& counter = reinterpret_cast<Counter*>(base)[of];
+            for (int spin = 0; spin < SPINS && !counter.has_reached(uint32_t(turn)); ++spin) relax();
+            if (counter.has_reached(uint32_t(turn))) continue;
+            counter.sleeping.fetch_add(1);
+            const uint32_t seen = counter.turn.load();
+            if (!counter.has_reached(uint32_t(turn))) sleep_on(&counter.turn, seen, timeout_ms);
+            counter.sleeping.fetch_sub(1);
+            if (!counter.has_reached(uint32_t(turn))) return of;
         }
         return -1;
     }

@@ -26,9 +26,9 @@ SOURCE = Path(__file__).with_name("shared_memory.cpp")
 HEADERS = (SOURCE.with_suffix(".h"),)
 DIRECTORY = Path("/dev/shm")
 SLOT_BYTES = 1 << 18
-# sched_yield calls before a wait returns to Python, which handles signals and checks whether the
+# How long a wait sleeps before it returns to Python, which handles signals and looks whether the
 # missing rank is still alive.
-PATIENCE = 20_000
+WAIT_MS = 50
 SUMS = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfloat16"}
 
 
@@ -91,7 +91,7 @@ class SharedMemoryExchange:
             ctypes.c_void_p(x.data_ptr()), c(x.numel() * x.element_size()),
         )  # fmt: skip
         wait = self._library.magicdec_wait
-        while (missing := wait(self.segment, c(self.size), turn, c(PATIENCE))) >= 0:
+        while (missing := wait(self.segment, c(self.size), turn, c(WAIT_MS))) >= 0:
             self.check_alive(missing)
 
     def check_alive(self, rank: int) -> None:

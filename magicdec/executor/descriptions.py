@@ -56,7 +56,7 @@ class CacheFields(ctypes.Structure):
 
 class ExchangeFields(ctypes.Structure):
     _fields_: ClassVar = [
-        *_fields("segment* rank size slot_bytes patience"),
+        *_fields("segment* rank size slot_bytes wait_ms"),
         ("keep_waiting", KeepWaiting),
         ("turn", ctypes.c_uint64),
     ]

@@ -25,11 +25,7 @@ from magicdec.attention.native import HEADERS as ATTENTION_HEADERS
 from magicdec.attention.native import STORAGE, kernel
 from magicdec.distributed.groups import Group
 from magicdec.distributed.shared_memory import HEADERS as EXCHANGE_HEADERS
-from magicdec.distributed.shared_memory import (
-    PATIENCE,
-    SLOT_BYTES,
-    SharedMemoryExchange,
-)
+from magicdec.distributed.shared_memory import SLOT_BYTES, WAIT_MS, SharedMemoryExchange
 from magicdec.executor.descriptions import (
     CacheFields,
     CallFields,
@@ -129,7 +125,7 @@ class Executor:
         self._keep_waiting = KeepWaiting(self._may_wait)
         segment = None if self.exchange is None else self.exchange.segment
         self._peers = ExchangeFields(
-            segment, group.index, group.size, SLOT_BYTES, PATIENCE, self._keep_waiting, 0
+            segment, group.index, group.size, SLOT_BYTES, WAIT_MS, self._keep_waiting, 0
         )
 
     @staticmethod

@@ -46,7 +46,7 @@ struct Cache {
 };
 struct Exchange {  // the all-reduce; size 1: none
     char* segment;
-    int64_t rank, size, slot_bytes, patience;
+    int64_t rank, size, slot_bytes, wait_ms;
     int64_t (*keep_waiting)(int64_t rank);  // called with a rank that is late; 0 ends the call
     uint64_t turn;                          // of the last exchange, also on return
 };
@@ -362,7 +362,7 @@ private:
         if (status == INTERRUPTED) return false;
         ++peers->turn;
         segment().post(data, bytes);
-        for (int64_t late; (late = segment().wait(peers->patience)) >= 0;)
+        for (int64_t late; (late = segment().wait(peers->wait_ms)) >= 0;)
             if (!peers->keep_waiting(late)) {
                 status = INTERRUPTED;
                 return false;

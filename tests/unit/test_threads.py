@@ -5,6 +5,9 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -183,3 +186,19 @@ def test_readers_of_records_name_the_threads_of_all_ranks(
     print_record(record)
     assert f"x threads {shown}," in " ".join(capsys.readouterr().out.split())
     assert f"threads = {json.dumps(shown)}" in to_toml(flags_of(record)).splitlines()
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [({}, "1000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+)
+def test_threads_that_wait_for_each_other_sleep_soon(
+    environment: dict[str, str], expected: str
+) -> None:
+    """OpenMP reads it when torch is loaded. What the user says about waiting is left alone."""
+    others = {k: v for k, v in os.environ.items() if k not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    code = "import magicdec, os, sys; assert 'torch' not in sys.modules; "
+    code += "print(os.environ.get('GOMP_SPINCOUNT'))"
+    command = [sys.executable, "-c", code]
+    output = subprocess.check_output(command, env=others | environment, text=True)
+    assert output.strip() == expected

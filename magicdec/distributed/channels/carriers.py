@@ -21,12 +21,11 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from magicdec.distributed.channels.message import PATIENCE_S
-from magicdec.distributed.shared_memory import Segment
+from magicdec.distributed.shared_memory import HEADERS, WAIT_MS, Segment
 from magicdec.distributed.watching.processes import PeerLost, Processes
 from magicdec.kernels.build import load_library
 
 SOURCE = Path(__file__).with_name("shared_ring.cpp")
-WAIT_MS = 50  # before a wait for shared memory returns to look whether all ranks are still alive
 CHECK_S = 0.05  # between two such looks while a device waits
 
 
@@ -112,7 +111,7 @@ class SharedRing:
         is_receiver: bool,
     ) -> None:
         self.peer, self.processes, self.num_bytes = peer, processes, 0
-        self._library = load_library(SOURCE)
+        self._library = load_library(SOURCE, (), HEADERS)
         for name in ("magicdec_ring_bytes", "magicdec_ring_write", "magicdec_ring_read"):
             getattr(self._library, name).restype = ctypes.c_int64
         self._capacity = ctypes.c_int64(capacity)

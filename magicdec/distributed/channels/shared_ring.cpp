@@ -1,20 +1,13 @@
 // One directed edge between two CPU ranks of one host: a ring buffer of bytes in shared memory with one writer and one
 // reader. A side that cannot go on spins for a few microseconds and then sleeps on a futex, so that a waiting rank
 // leaves its core to others.
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
 #include <algorithm>
-#include <atomic>
-#include <cstdint>
-#include <cstring>
+
+#include "../shared_memory.h"
 
 namespace {
 
-constexpr int64_t LINE = 64;
-constexpr int SPINS = 300;
+using shared_memory::LINE;
 
 // Bytes that one side has moved, and what the other side waits on while it needs more of them.
 struct alignas(LINE) Counter {
@@ -31,22 +24,19 @@ struct Ring {
 void add(Counter& counter, int64_t count) {
     counter.bytes.fetch_add(count);
     counter.changes.fetch_add(1);
-    if (counter.waiting.load()) syscall(SYS_futex, &counter.changes, FUTEX_WAKE, 1, nullptr, nullptr, 0);
+    if (counter.waiting.load()) shared_memory::wake(&counter.changes, 1);
 }
 
 // Wait until `ready` holds, which depends on the counter. False after about `timeout_ms`.
 template <typename Ready>
 bool wait(Counter& counter, int64_t timeout_ms, Ready ready) {
-    for (int spin = 0; spin < SPINS; ++spin) {
+    for (int spin = 0; spin < shared_memory::SPINS; ++spin) {
         if (ready()) return true;
-#if defined(__x86_64__)
-        __builtin_ia32_pause();
-#endif
+        shared_memory::relax();
     }
-    const timespec timeout{timeout_ms / 1000, timeout_ms % 1000 * 1000000};
     const uint32_t seen = counter.changes.load();
     counter.waiting.store(1);
-    if (!ready()) syscall(SYS_futex, &counter.changes, FUTEX_WAIT, seen, &timeout, nullptr, 0);
+    if (!ready()) shared_memory::sleep_on(&counter.changes, seen, timeout_ms);
     counter.waiting.store(0);
     return ready();
 }
