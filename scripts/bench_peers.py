@@ -11,8 +11,9 @@ without self-speculation, and transformers' `generate` with and without its assi
 `transformers` is always measured. The others are measured if their own virtual environment is
 given; an environment that lacks something is refused with the command that installs it. Before
 anything is timed, all exact peers must emit the same float32 tokens from the same prompts. Times
-are for bfloat16 if this CPU has fast bfloat16 (llama.cpp with a float16 KV cache, which is faster
-for it). `openvino_u8` is OpenVINO GenAI with the 8-bit KV cache that is its default, and
+are for bfloat16 if this CPU multiplies bfloat16, and on any CPU for peers that store bfloat16 and
+compute in float32; for the others in float32. llama.cpp then has a float16 KV cache, which is
+faster for it. `openvino_u8` is OpenVINO GenAI with the 8-bit KV cache that is its default, and
 `llama_cpp_q8_0` llama.cpp with a q8_0 KV cache. These two are not exact, and are marked so. A
 verification has 4 tokens per row. The model is random: 6 layers, hidden size 384, 6 heads of 64,
 FFN 1024, vocabulary 4096.
@@ -24,13 +25,13 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import describe_machine
+from measuring import describe_machine, dtypes_here
 from peer_process import Start, check_python, export_model, started_here
 from peer_runs import (
     BATCH,
@@ -50,9 +51,6 @@ from peer_runs import (
 from peers import ENVIRONMENTS, PEERS
 from rich.console import Console
 from rich.table import Table
-
-from magicdec.distributed.groups import read_launch
-from magicdec.hardware.environment import probe_machine
 
 CASES = (Case(6, 4096), Case(2, 16384), Case(6, 16384))
 GENERATED_PREFIX = 4096
@@ -112,7 +110,7 @@ def read_case(text: str) -> Case:
 
 
 def measure_decode(
-    cases: Sequence[Case], pythons: dict[str, str], dtype: str, threads: int
+    cases: Sequence[Case], pythons: dict[str, str], dtypes: Mapping[str, str], threads: int
 ) -> tuple[list[dict[str, Any]], dict[str, str]]:
     """The rows of `measure` for all cases, and the versions of the peers. `pythons` has the Python
     interpreters by environment."""
@@ -139,7 +137,7 @@ def measure_decode(
                 for start in exported.values():
                     export_model(start, plain)
                 versions |= check_tokens(starts, threads)
-            rows += measure(case, starts, dtype, threads)
+            rows += measure(case, starts, dtypes, threads)
             print(f"measured {case}", file=sys.stderr, flush=True)
     return rows, versions
 
@@ -149,12 +147,12 @@ def decode_table(measured: dict[str, Any]) -> Table:
     title = f"decode step of {BATCH} rows; KV roofline at {bandwidth / 1e9:.1f} GB/s"
     has_inexact = not all(row["is_exact"] for row in measured["decode"])
     table = Table(title=title, caption=INEXACT_CAPTION if has_inexact else None)
-    columns = ("peer", "KV heads", "prefix", "step, ms", "10-90 %", "KV roofline")
+    columns = ("peer", "dtype", "KV heads", "prefix", "step, ms", "10-90 %", "KV roofline")
     for column in (*columns, f"verify {VERIFIED}, ms", "10-90 %", "prefill, tokens/s"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in measured["decode"]:
         table.add_row(
-            marked(row["peer"], row["is_exact"]),
+            marked(row["peer"], row["is_exact"]), row["dtype"],
             str(row["kv_heads"]), str(row["prefix"]), *spread(row, ""),
             f"{row['bytes'] / bandwidth / (row['ms'] / 1e3):.0%}", *spread(row, "verify_"),
             f"{row['prefill_tokens_per_s']:.0f}",
@@ -181,17 +179,19 @@ def generation_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
-    dtype = "bfloat16" if probe_machine(read_launch()).has_bfloat16_products else "float32"
+    dtypes = dtypes_here()
     measured: dict[str, Any] = {"machine": describe_machine()}
-    console = Console(width=130)
+    console = Console(width=140)
     measured["decode"], measured["versions"] = measure_decode(
-        options.cases, options.pythons, dtype, options.threads
+        options.cases, options.pythons, dtypes, options.threads
     )
     console.print(decode_table(measured))
     for version in measured["versions"].values():
         console.print(version, soft_wrap=True)
     if options.generated_prefix:
-        measured["generate"] = measure_generations(options.generated_prefix, dtype, options.threads)
+        measured["generate"] = measure_generations(
+            options.generated_prefix, dtypes, options.threads
+        )
         console.print(generation_table(measured["generate"]))
     if options.json:
         options.json.write_text(json.dumps(measured, indent=1) + "\n")

@@ -21,12 +21,13 @@ decoded to its full output length. Requests arrive together and by a Poisson pro
                         only if it is named in --ways, because it takes minutes
 
 Before anything is timed, all exact ways must emit the same float32 tokens for a shorter trace,
-whose prompts are prefilled in parts too. Times are for bfloat16 weights, cache and arithmetic if
-this CPU has fast bfloat16. The random model's largest logits are close to each other, so rounding
-changes many tokens; the table counts the requests of each way whose tokens are not those of
-float32. The KV caches have room for all requests, and none shares prefixes. The model is that of
-`bench_peers.py`. The makespan goes from the first arrival to the last token of the last request;
-TTFT from the arrival of a request to its first token.
+whose prompts are prefilled in parts too. Times are for bfloat16 if this CPU multiplies bfloat16,
+and on any CPU for peers that store bfloat16 and compute in float32; for the others in float32. The
+random model's largest logits are close to each other, so rounding changes many tokens; the table
+counts the requests of each way whose tokens are not those of float32. The KV caches have room for
+all requests, and none shares prefixes. The model is that of `bench_peers.py`. The makespan goes
+from the first arrival to the last token of the last request; TTFT from the arrival of a request to
+its first token.
 
 Each served trace is reported on stderr with an estimate of the time that is left. `--num_requests`
 and `--repetitions` make a run shorter. After Ctrl-C, what is measured so far is printed, and
@@ -45,7 +46,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from measuring import describe_machine
+from measuring import describe_machine, dtypes_here
 from peer_process import Start, check_python, export_model, started_here
 from peer_runs import HEADS, INEXACT_CAPTION, POSITIONS, marked
 from peers import ENVIRONMENTS, PEERS
@@ -53,9 +54,6 @@ from rich.console import Console
 from rich.table import Table
 from serving_runs import WAYS, Way, check_tokens, measure, save_serving_model
 from serving_trace import describe_trace, make_trace
-
-from magicdec.distributed.groups import read_launch
-from magicdec.hardware.environment import probe_machine
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -126,9 +124,8 @@ def choose_ways(names: Sequence[str] | None, openvino_python: str | None) -> lis
 
 def run(options: argparse.Namespace) -> None:
     torch.set_num_threads(options.threads)
-    dtype = "bfloat16" if probe_machine(read_launch()).has_bfloat16_products else "float32"
     traces = {arrival: describe_trace(trace) for arrival, trace in options.traces.items()}
-    measured: dict[str, Any] = {"machine": describe_machine(), "dtype": dtype, "traces": traces}
+    measured: dict[str, Any] = {"machine": describe_machine(), "traces": traces}
     measured |= {"kv_heads": options.kv_heads, "ways": [asdict(way) for way in options.ways]}
 
     def report(rows: Sequence[dict[str, Any]], line: str) -> None:
@@ -141,7 +138,9 @@ def run(options: argparse.Namespace) -> None:
             ways = prepare(options, Path(temporary))
             measured["versions"] = check_tokens(ways, options.seed, options.threads)
             print("float32 tokens of all exact ways are equal", file=sys.stderr, flush=True)
-            measure(ways, options.traces, dtype, options.threads, options.repetitions, report)
+            measure(
+                ways, options.traces, dtypes_here(), options.threads, options.repetitions, report
+            )
     finally:
         if "serving" in measured:
             conclude(measured, options.json)
@@ -149,9 +148,9 @@ def run(options: argparse.Namespace) -> None:
 
 def conclude(measured: dict[str, Any], path: Path | None) -> None:
     """Print what is measured, and write it to the file."""
-    console = Console(width=130)
+    console = Console(width=140)
     for arrival in dict.fromkeys(row["arrival"] for row in measured["serving"]):
-        console.print(make_table(arrival, measured["dtype"], measured["serving"]))
+        console.print(make_table(arrival, measured["serving"]))
     for version in measured["versions"].values():
         console.print(version, soft_wrap=True)
     if path is not None:
@@ -176,19 +175,19 @@ def prepare(options: argparse.Namespace, directory: Path) -> list[tuple[Way, Sta
     ]
 
 
-def make_table(arrival: str, dtype: str, rows: Sequence[dict[str, Any]]) -> Table:
+def make_table(arrival: str, rows: Sequence[dict[str, Any]]) -> Table:
     """The rows of one arrival process. The ratio is the makespan over that of the first way."""
     rows = [row for row in rows if row["arrival"] == arrival]
-    title = f"{rows[0]['num_requests']} requests, arrival {arrival}, {dtype}"
+    title = f"{rows[0]['num_requests']} requests, arrival {arrival}"
     has_inexact = not all(row["is_exact"] for row in rows)
     table = Table(title=title, caption=INEXACT_CAPTION if has_inexact else None)
-    columns = ("way", "makespan, s", "least-most", "ratio", "output tokens/s")
+    columns = ("way", "dtype", "makespan, s", "least-most", "ratio", "output tokens/s")
     for column in (*columns, "TTFT p50, s", "p90, s", "TPOT, ms", "unlike float32"):
         table.add_column(column, justify="right")
     for row in rows:
         makespans = row["all_makespan_s"]
         table.add_row(
-            marked(row["way"], row["is_exact"]),
+            marked(row["way"], row["is_exact"]), row["dtype"],
             f"{row['makespan_s']:.2f}", f"{min(makespans):.2f}-{max(makespans):.2f}",
             f"{row['makespan_s'] / rows[0]['makespan_s']:.2f}", f"{row['output_throughput']:.0f}",
             f"{row['p50_ttft_ms'] / 1e3:.2f}", f"{row['p90_ttft_ms'] / 1e3:.2f}",

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peers import timed_dtypes
 
-from magicdec.distributed.groups import Group
+from magicdec.distributed.groups import Group, read_launch
+from magicdec.hardware.environment import probe_machine
 from magicdec.hardware.timing import read_bandwidth
 from magicdec.probe import gemm_rates
 from magicdec.records.metrics import percentile
@@ -41,6 +43,12 @@ def run_selfspec(path: Path, ranks: int, *flags: object) -> RunRecord:
     """Run `magicdec selfspec` and return its record, which is appended to `path`."""
     run_command(ranks, "selfspec", *flags, "--out", path)
     return load_records(path)[-1]
+
+
+def dtypes_here() -> dict[str, str]:
+    """The dtype in which each peer is timed on this machine."""
+    machine = probe_machine(read_launch())
+    return timed_dtypes(machine.has_bfloat16_products, machine.widens_bfloat16)
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ emit the same float32 tokens, and measure nothing if not."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -107,17 +107,22 @@ def require_equal(what: str, rows: dict[str, list[list[int]]], count: int) -> No
             raise RuntimeError(f"{name} and {first} emit different {what}")
 
 
-def measure(case: Case, starts: Sequence[Start], dtype: str, threads: int) -> list[dict[str, Any]]:
-    """One row per peer: milliseconds of a decode step and of a verification of the batch, and
-    prefill tokens per second."""
+def measure(
+    case: Case, starts: Sequence[Start], dtypes: Mapping[str, str], threads: int
+) -> list[dict[str, Any]]:
+    """One row per peer, in its dtype: milliseconds of a decode step and of a verification of the
+    batch, and prefill tokens per second."""
     sizes = Sizes(threads, case.prefix + ROOM, BATCH)
     prompts = make_prompts(case.prefix)
     with ExitStack() as stack:
-        workers = [stack.enter_context(Worker(start, dtype, sizes)) for start in starts]
+        workers = [
+            stack.enter_context(Worker(start, dtypes[start.name], sizes)) for start in starts
+        ]
         prefill = {w.name: w.ask(do="prefill", prompts=prompts)["seconds"][0] for w in workers}
         steps, verifications = take_turns(workers, make_drafts(prompts))
     rows = []
     for name, seconds in steps.items():
+        dtype = dtypes[name]
         row = {"peer": name, "is_exact": PEERS[name].is_exact, "dtype": dtype, "batch": BATCH}
         row |= asdict(case)
         row |= timing_of(seconds).as_json() | {"verified_tokens": VERIFIED}
@@ -153,7 +158,9 @@ def take_turns(
     return steps, verifications
 
 
-def measure_generations(prefix: int, dtype: str, threads: int) -> list[dict[str, Any]]:
+def measure_generations(
+    prefix: int, dtypes: Mapping[str, str], threads: int
+) -> list[dict[str, Any]]:
     """One row per peer: seconds from the prompts to the last token."""
     source = find_model("--model", "demo")
     bos = source.config.bos_token_id
@@ -164,7 +171,9 @@ def measure_generations(prefix: int, dtype: str, threads: int) -> list[dict[str,
     seconds: dict[str, list[float]] = {start.name: [] for start in starts}
     with ExitStack() as stack:
         sizes = Sizes(threads, prefix + ROOM, BATCH)
-        workers = [stack.enter_context(Worker(start, dtype, sizes)) for start in starts]
+        workers = [
+            stack.enter_context(Worker(start, dtypes[start.name], sizes)) for start in starts
+        ]
         for worker in workers:
             warm = [prompt[-WARM_PREFIX:] for prompt in prompts]
             worker.ask(do="generate", prompts=warm, num_new=WARM_TOKENS)
@@ -173,7 +182,7 @@ def measure_generations(prefix: int, dtype: str, threads: int) -> list[dict[str,
                 answer = worker.ask(do="generate", prompts=prompts, num_new=GENERATED)
                 seconds[worker.name] += answer["seconds"]
     return [
-        {"way": name, "dtype": dtype, "batch": BATCH, "prefix": prefix}
+        {"way": name, "dtype": dtypes[name], "batch": BATCH, "prefix": prefix}
         | {"num_new": GENERATED, "seconds": statistics.median(values), "all_seconds": values}
         for name, values in seconds.items()
     ]

@@ -6,7 +6,7 @@ from __future__ import annotations
 import shutil
 import statistics
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -117,7 +117,7 @@ Rows = list[dict[str, Any]]
 def measure(
     ways: Sequence[tuple[Way, Start]],
     traces: dict[str, list[TimedRequest]],
-    dtype: str,
+    dtypes: Mapping[str, str],
     threads: int,
     repetitions: int,
     report: Callable[[Rows, str], None] = lambda rows, line: None,
@@ -132,6 +132,7 @@ def measure(
     def make_rows() -> Rows:
         return [
             make_row(way, arrival, requests, served[arrival, way.name], exact[arrival])
+            | {"dtype": dtypes[way.peer]}
             for arrival, requests in traces.items()
             for way, _ in ways
             if (arrival, way.name) in served
@@ -148,7 +149,7 @@ def measure(
         workers = {}
         for way, start in ways:
             sizes = sizes_of(traces.values(), threads, way)
-            workers[way.name] = stack.enter_context(ServingWorker(start, dtype, sizes))
+            workers[way.name] = stack.enter_context(ServingWorker(start, dtypes[way.peer], sizes))
             serve(workers[way.name], warm_up)
         for number, (arrival, name) in enumerate(order, start=1):
             outputs = serve(workers[name], traces[arrival])

@@ -43,13 +43,15 @@ class Entry:
     in; its Python is given by the flag `--ENVIRONMENT_python`, without which the peer is left out,
     and it loads a model written by its `export`. Without `environment`, a peer runs in this
     project's environment. `is_exact`: whether its float32 tokens must be those of the other peers;
-    a peer with an 8-bit KV cache need not emit them. `decodes` and `generates`: whether it is in
-    the table of decode steps and in the table of whole generations. `serving`: "module:class" of
-    what serves requests, if it does."""
+    a peer with an 8-bit KV cache need not emit them. `widens`: whether it stores bfloat16 and
+    computes in float32 where the CPU does not multiply bfloat16. `decodes` and `generates`: whether
+    it is in the table of decode steps and in the table of whole generations. `serving`:
+    "module:class" of what serves requests, if it does."""
 
     where: str
     environment: str = ""
     is_exact: bool = True
+    widens: bool = False
     decodes: bool = True
     generates: bool = False
     serving: str = ""
@@ -69,14 +71,15 @@ def load(where: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-PEERS = {
+PEERS: dict[str, Entry] = {
     "magicdec": Entry(
         "peers.magicdec_engine:Magicdec",
+        widens=True,
         generates=True,
         serving="peers.magicdec_serving:MagicdecServing",
     ),
     "magicdec_selfspec": Entry(
-        "peers.magicdec_engine:MagicdecSelfSpeculation", decodes=False, generates=True
+        "peers.magicdec_engine:MagicdecSelfSpeculation", widens=True, decodes=False, generates=True
     ),
     "transformers": Entry(
         "peers.transformers_sdpa:Transformers",
@@ -99,6 +102,17 @@ PEERS = {
         is_exact=False,
         serving="peers.openvino_serving:OpenVINOServing8Bit",
     ),
-    "llama_cpp": Entry("peers.llama_cpp:LlamaCpp", "llama_cpp"),
-    "llama_cpp_q8_0": Entry("peers.llama_cpp:LlamaCpp8Bit", "llama_cpp", is_exact=False),
+    "llama_cpp": Entry("peers.llama_cpp:LlamaCpp", "llama_cpp", widens=True),
+    "llama_cpp_q8_0": Entry(
+        "peers.llama_cpp:LlamaCpp8Bit", "llama_cpp", is_exact=False, widens=True
+    ),
 }
+
+
+def timed_dtypes(multiplies_bfloat16: bool, widens_bfloat16: bool) -> dict[str, str]:
+    """The dtype in which each peer is timed on a CPU that multiplies bfloat16, or on which this
+    project's kernels widen it: bfloat16 where that is fast for the peer."""
+    return {
+        name: "bfloat16" if multiplies_bfloat16 or (entry.widens and widens_bfloat16) else "float32"
+        for name, entry in PEERS.items()
+    }

@@ -24,7 +24,7 @@ import peer_runs
 from bench_peers import decode_table, read_options
 from peer_process import Sizes, Start, Worker, started_here
 from peer_runs import Case, check_tokens, make_drafts, make_prompts, measure, require_equal
-from peers import ENVIRONMENTS, PEERS, Entry, Environment
+from peers import ENVIRONMENTS, PEERS, Entry, Environment, timed_dtypes
 from peers.gguf_file import gguf_tensors, interleave_rotary, read_bfloat16, widen
 from peers.peer import Peer
 from rich.console import Console
@@ -147,7 +147,7 @@ def test_a_row_of_the_table_has_every_number(
     starts: list[Start], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(peer_runs, "ROUNDS", 2)
-    rows = measure(Case(2, 40), starts[:1], "float32", 1)
+    rows = measure(Case(2, 40), starts[:1], {"magicdec": "float32"}, 1)
     numbers = ("ms", "ms_p10", "ms_p90", "verify_ms", "verify_ms_p10", "verify_ms_p90")
     assert [row["peer"] for row in rows] == ["magicdec"]
     assert all(rows[0][name] > 0 for name in (*numbers, "prefill_tokens_per_s"))
@@ -195,14 +195,14 @@ def test_the_table_marks_peers_that_are_not_exact() -> None:
     numbers = dict.fromkeys(("ms", "ms_p10", "ms_p90", "bytes", "prefill_tokens_per_s"), 1.0)
     verify = dict.fromkeys(("verify_ms", "verify_ms_p10", "verify_ms_p90"))
     rows = [
-        {"peer": name, "is_exact": PEERS[name].is_exact, "kv_heads": 6, "prefix": 8}
+        {"peer": name, "is_exact": PEERS[name].is_exact, "dtype": "", "kv_heads": 6, "prefix": 8}
         | numbers
         | verify
         for name in ("openvino", "openvino_u8", "llama_cpp_q8_0")
     ]
     measured = {"machine": {"read_bytes_per_s": 1e9}, "decode": rows}
     printed = StringIO()
-    Console(width=130, file=printed).print(decode_table(measured))
+    Console(width=140, file=printed).print(decode_table(measured))
     text = printed.getvalue()
     assert "openvino_u8 *" in text and "llama_cpp_q8_0 *" in text and "openvino *" not in text
     assert "* not exact" in text
@@ -274,3 +274,11 @@ def test_every_tensor_gets_a_name_and_only_queries_and_keys_another_order(model:
     key = tensors["model.layers.1.self_attn.k_proj.weight"]
     assert np.array_equal(renamed["blk.1.attn_k.weight"], interleave_rotary(key, 2))
     assert not np.array_equal(renamed["blk.1.attn_k.weight"], key)
+
+
+def test_a_peer_is_timed_in_the_dtype_that_is_fast_for_it() -> None:
+    assert set(timed_dtypes(True, True).values()) == {"bfloat16"}
+    dtypes = timed_dtypes(False, True)
+    assert dtypes["magicdec"] == dtypes["llama_cpp"] == "bfloat16"
+    assert dtypes["openvino"] == dtypes["transformers"] == "float32"
+    assert set(timed_dtypes(False, False).values()) == {"float32"}

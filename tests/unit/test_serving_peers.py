@@ -210,7 +210,12 @@ def test_rows_count_the_requests_unlike_float32_and_the_table_shows_each_way() -
     ways = [(way, started_here(way.peer, Path())) for way in (EXACT, OTHER)]
     lines: list[str] = []
     rows = measure(
-        ways, traces, "bfloat16", 1, repetitions=2, report=lambda rows, line: lines.append(line)
+        ways,
+        traces,
+        dict.fromkeys(PEERS, "bfloat16"),
+        1,
+        repetitions=2,
+        report=lambda rows, line: lines.append(line),
     )
     longest = max(r.output_len for r in traces["burst"])
     assert lines[0].startswith(f"1/6 burst, magicdec: {longest:.1f} s; about ")
@@ -222,7 +227,7 @@ def test_rows_count_the_requests_unlike_float32_and_the_table_shows_each_way() -
     assert {row["num_differing"] for row in rows} == {3}
     assert rows[0]["makespan_s"] == longest
     printed = StringIO()
-    Console(width=130, file=printed).print(make_table("burst", "bfloat16", rows))
+    Console(width=140, file=printed).print(make_table("burst", rows))
     assert printed.getvalue().count("transformers-256x2") == 1
 
 
