@@ -55,7 +55,7 @@ class ModelRunner:
     max_tokens: int
     policy: Visible = FULL  # which tokens a forward sees by default
     kv_dtype: torch.dtype | None = None  # dtype of the cache; default: the dtype of the weights
-    executor: Executor | None = None  # computes forwards of few tokens, if the model has one
+    executor: Executor | None = None  # computes a forward in one native call, if the model has one
     block_tokens: int | None = None  # about the tokens of a block; default: the backend's choice
     num_blocks: int | None = None  # of the pool; default: as many as all rows can need
     max_following: int | None = None  # drafts included; default: as many as a row holds
@@ -152,7 +152,7 @@ class ModelRunner:
         policy = policy or self.policy
         committed = self.make_room(rows, num_new, policy, committed, tree)
         view = make_view(self.cache, rows, policy, num_new, committed, self.window, tree)
-        if self.executor is not None and self.executor.serves(view):
+        if self.executor is not None and self.executor.serves(view, watch_queries is not None):
             out, keys = self.executor.forward(
                 x, view, self.offsets, last_only, watch, watch_queries, cancellation
             )

@@ -363,7 +363,7 @@ class ModelSection:
     )
     native_steps: str = setting(
         "auto",
-        "Compute each forward of a few tokens, and each chain of greedy drafts, in one call of a "
+        "Compute each forward, and each chain of greedy drafts, in one call of a "
         "C++ library. auto does so on a CPU where attention, linear layers and elementwise "
         "operations are all native. MAGICDEC_NATIVE_STEPS=off in the environment turns auto off.",
         choices=("auto", "on", "off"),

@@ -129,10 +129,10 @@ class Executor:
         )
 
     @staticmethod
-    def serves(view: KVView) -> bool:
-        """Whether `forward` computes the new tokens of the view. Chunks of a prompt are computed
-        layer by layer; a tree never is a chunk."""
-        return view.num_new < PREFILL_FROM or view.tree is not None
+    def serves(view: KVView, are_queries_watched: bool) -> bool:
+        """Whether `forward` computes the new tokens of the view. A chunk of a prompt whose queries
+        are watched is computed layer by layer, because here they would be kept of all layers."""
+        return not are_queries_watched or view.num_new < PREFILL_FROM
 
     def forward(
         self,

@@ -72,14 +72,19 @@ def first_choice_bytes(plan: ModelPlan) -> int:
 
 def forward_bytes(plan: ModelPlan, shape: tuple[int, int, int], observes: bool = False) -> int:
     """One layer of a forward of shape (B rows, T new tokens a row, S cached tokens a row): the
-    residual stream twice and normed; the larger of attention's and the MLP's tensors; and what the
-    backend allocates, also to return its attention weights if the forward `observes` them."""
+    residual stream twice and normed; the larger of attention's and the MLP's tensors, or in one
+    native call both, with the inputs of a matrix in float32; and what the backend allocates, also
+    to return its attention weights if the forward `observes` them."""
     model, backend = plan.model, backend_class(plan.config.attention.backend)
     call = _call_size(plan, shape)
     first, last = plan.shard.split(model.intermediate_size)
     heads = call.num_heads + call.num_kv_heads
-    widest = max(3 * heads * model.head_dim, 4 * (last - first))
-    layer = call.B * call.T * (3 * model.hidden_size + widest) * call.dtype_bytes
+    of_attention, of_mlp = 3 * heads * model.head_dim, 4 * (last - first)
+    layer = 3 * model.hidden_size + max(of_attention, of_mlp)
+    if plan.kinds.native_steps == "on":
+        widest = max(model.hidden_size, call.num_heads * model.head_dim, last - first)
+        layer += min(of_attention, of_mlp) + 4 * widest // call.dtype_bytes
+    layer *= call.B * call.T * call.dtype_bytes
     return layer + backend.working_bytes(call) + observes * backend.weights_bytes(call)
 
 
