@@ -24,16 +24,19 @@ import torch
 from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.machine import Machine
 from magicdec.distributed.groups import Launch
-from magicdec.kernels.build import cpu_field, find_compiler
+from magicdec.kernels.build import cpu_field, find_compiler, refused_compilers
 from magicdec.records.environment import Environment
 
 GIT_TIMEOUT_S = 10.0
+NO_KERNELS = "no C++ compiler compiles the CPU kernels, without which runs are slower"
 
 
 def probe_machine(launch: Launch) -> Machine:
     """The facts that decide what `auto` means on this machine."""
     flags = cpu_field("flags").split()
     has_cuda, has_compiler = torch.cuda.is_available(), find_compiler() is not None
+    if (refusal := refused_compilers()) and launch.rank == 0:
+        print(f"{NO_KERNELS}: {refusal}", file=sys.stderr)
     return Machine(
         num_cpus=len(os.sched_getaffinity(0)),
         world_size=launch.world_size,

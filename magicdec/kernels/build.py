@@ -18,6 +18,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -39,9 +40,52 @@ PREFILL_FROM = 32
 COMPILERS = ("g++", "clang++", "c++")
 
 
+# What the sources use of the language and of the compiler.
+TRIAL = "#include <omp.h>\nint main() { return [](auto f) { return f.template operator()<0>(); }"
+TRIAL += "([]<int n>() { return n; }); }\n"
+
+
 def find_compiler() -> str | None:
-    """The system's C++ compiler, or None."""
-    return next((path for name in COMPILERS if (path := shutil.which(name))), None)
+    """The first C++ compiler of this system that compiles the kernels, or None."""
+    return next((path for path, refusal in _compilers() if not refusal), None)
+
+
+def refused_compilers() -> str | None:
+    """Why none of the compilers that are there compiles the kernels; None if one does, or if there
+    is none."""
+    compilers = _compilers()
+    if not compilers or find_compiler() is not None:
+        return None
+    return "; ".join(f"{path}: {refusal}" for path, refusal in compilers)
+
+
+def _compilers() -> list[tuple[str, str]]:
+    """The compilers, and why each refuses the kernels' flags: empty if it takes them."""
+    paths = [path for name in COMPILERS if (path := shutil.which(name))]
+    return [(path, _refusal(path, Path(path).resolve().stat().st_mtime_ns)) for path in paths]
+
+
+@cache
+def _refusal(path: str, version_ns: int) -> str:
+    """The first error of a trial, whose result is kept beside the libraries. `version_ns` is when
+    the compiler was installed."""
+    command = [path, *FLAGS, MARCH, "-fopenmp", "-fsyntax-only", "-x", "c++", "-"]
+    key = "\n".join([*command, TRIAL, str(version_ns), cpu_field("flags")])
+    kept = library_folder() / f"compiler-{hashlib.sha256(key.encode()).hexdigest()[:20]}.txt"
+    if kept.exists():
+        return kept.read_text()
+    process = subprocess.run(command, input=TRIAL, capture_output=True, text=True)
+    errors = [line for line in process.stderr.splitlines() if "error" in line]
+    refusal = (errors or ["it failed"])[0].strip() if process.returncode else ""
+    _write_whole(kept, lambda partial: partial.write_text(refusal))
+    return refusal
+
+
+def library_folder() -> Path:
+    """Where what is built is kept."""
+    folder = Path.home() / ".cache" / "magicdec"
+    folder.mkdir(parents=True, exist_ok=True)
+    return folder
 
 
 @cache
@@ -60,27 +104,32 @@ def load_library(
     texts = [path.read_text() for path in (source, *headers)]
     cpu = cpu_field("model name"), cpu_field("flags")  # which -march=native is for
     key = "\n".join([*command, *texts, version.stdout, *cpu])
-    directory = Path.home() / ".cache" / "magicdec"
-    name = hashlib.sha256(key.encode()).hexdigest()[:20]
+    directory, name = library_folder(), hashlib.sha256(key.encode()).hexdigest()[:20]
     path = directory / f"{source.stem}-{name}.so"
     if not path.exists():
-        directory.mkdir(parents=True, exist_ok=True)
         with (directory / "build.lock").open("w") as lock:
             fcntl.lockf(lock, fcntl.LOCK_EX, 1, int(name[:8], 16))  # a byte for each library
             if not path.exists():
-                _build([*command, str(source)], path)
+                _write_whole(path, lambda partial: _build([*command, str(source)], partial))
     return ctypes.CDLL(str(path))
 
 
 def _build(command: list[str], path: Path) -> None:
-    """Write the library to `path`, where it appears when it is complete."""
-    descriptor, partial = tempfile.mkstemp(suffix=".so", dir=path.parent)
-    os.close(descriptor)
-    process = subprocess.run([*command, "-o", partial], capture_output=True, text=True)
+    process = subprocess.run([*command, "-o", str(path)], capture_output=True, text=True)
     if process.returncode:
-        Path(partial).unlink()
         raise RuntimeError(f"{' '.join(command)} failed: {process.stderr.strip()}")
-    Path(partial).replace(path)
+
+
+def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
+    """Let `write` make the file, which appears at `path` when it is complete."""
+    descriptor, name = tempfile.mkstemp(suffix=path.suffix, dir=path.parent)
+    os.close(descriptor)
+    try:
+        write(Path(name))
+    except BaseException:
+        Path(name).unlink()
+        raise
+    Path(name).replace(path)
 
 
 def share_openmp() -> None:

@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 from conftest import HANG
 
+from magicdec.distributed.groups import Launch
+from magicdec.hardware.environment import probe_machine
 from magicdec.kernels import build
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
@@ -70,3 +72,25 @@ def test_without_a_compiler_it_says_what_to_install(
     assert build.find_compiler() is None
     with pytest.raises(ValueError, match="needs a C\\+\\+ compiler; on Debian: apt install g"):
         build.load_library(home / "answer.cpp")
+
+
+def test_a_compiler_that_cannot_compile_the_kernels_is_passed_over(
+    home: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is tried once. If no other one is there, a line says what it refused."""
+    good, old = build.find_compiler(), home / "bin" / "g++"
+    assert good is not None
+    old.parent.mkdir()
+    old.write_text(f"#!/bin/sh\necho x >> {home}/calls\necho 'g++: error: c++20?' >&2\nexit 1\n")
+    old.chmod(0o700)
+    (old.parent / "clang++").symlink_to(good)
+    monkeypatch.setenv("PATH", str(old.parent))
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, "-B/usr/bin"))
+    assert build.find_compiler() == str(old.parent / "clang++")
+    assert build.refused_compilers() is None
+    (old.parent / "clang++").unlink()
+    build._refusal.cache_clear()
+    assert build.find_compiler() is None and (home / "calls").read_text() == "x\n"
+    assert build.refused_compilers() == f"{old}: g++: error: c++20?"
+    assert not probe_machine(Launch()).has_compiler
+    assert "no C++ compiler compiles the CPU kernels" in capsys.readouterr().err

@@ -52,7 +52,7 @@ def find_checks() -> Iterator[Check]:
     import torch
 
     from magicdec.hardware.environment import probe_machine
-    from magicdec.kernels.build import find_compiler
+    from magicdec.kernels.build import find_compiler, refused_compilers
     from magicdec.model.checkpoint.source import find_model
 
     machine = probe_machine(Launch())
@@ -65,7 +65,8 @@ def find_checks() -> Iterator[Check]:
             way = "no dot products for it, and no AVX2 or no compiler; runs use float32"
     is_fast = machine.has_bfloat16_products or machine.widens_bfloat16
     yield Check("bfloat16 on CPU", is_fast, way)
-    missing = "none found; on Debian: apt install g++. Without it, slower kernels run"
+    missing = refused_compilers() or "none found; on Debian: apt install g++"
+    missing += ". Without it, slower kernels run"
     yield Check("C++ compiler", find_compiler() is not None, find_compiler() or missing)
     yield check_kernels(machine)
     space = os.statvfs(SHARED_MEMORY) if machine.has_shared_memory else None
