@@ -29,13 +29,12 @@ from torch import Tensor
 
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.device_batch import DeviceBatch
-from magicdec.distributed.channels.message import Ends, Kind, Message
+from magicdec.distributed.channels.message import DUE, Ends, Kind, Message
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.drafting.drafter import Drafter, DraftSetup, make_drafter
 from magicdec.hardware.environment import wait_for_stream
 from magicdec.hardware.timing import Clock, GroupClock, RealClock
 from magicdec.kv.cache import BatchRows, Lengths, upload
-from magicdec.model.emulated import ARRIVAL
 from magicdec.pipeline.metrics import DraftCounts
 from magicdec.pipeline.spans import Spans, What
 from magicdec.pipeline.stage import VERIFY, WANTED, Stage
@@ -204,7 +203,8 @@ class RecurrentPipeline:
                     self._take_arrivals(watch)
                 continue
             message = self.ends.inbound.receive()
-            arrived_s = ARRIVAL.time_s = time.perf_counter()
+            arrived_s = time.perf_counter()
+            DUE.reach(message.due_s)
             run, flight = self._under_way.popleft()
             assert message.run == run, "messages come home in their order"
             num_prompts = len(self.prompts)
@@ -213,8 +213,8 @@ class RecurrentPipeline:
             if flight.ends_step:
                 self._begin(flight.lane, watch)
             is_decode = flight.is_decode and len(self.prompts) == num_prompts
-            ARRIVAL.time_s = None
             self.spans.add(What.HEAD, run, arrived_s, int(is_decode))
+        DUE.reach(None)
 
     def close(self) -> None:
         """End the other stages."""

@@ -37,18 +37,19 @@ from torch import Tensor
 from magicdec.config.sections import SamplingSection
 from magicdec.distributed.channels.message import (
     COMPUTED,
+    DUE,
     Ends,
     Kind,
     Message,
     Receiver,
     Sender,
+    sleep_until,
     words_of,
 )
 from magicdec.executor.executor import Cancellation, Cancelled
 from magicdec.hardware.environment import wait_for_stream
 from magicdec.kv.cache import upload
 from magicdec.kv.tree import DraftTree
-from magicdec.model.emulated import ARRIVAL, sleep_until
 from magicdec.pipeline.spans import Spans, What
 from magicdec.pipelined_speculation.messages import Launch, Ranges, to_ranges
 from magicdec.runner import ModelRunner
@@ -79,9 +80,9 @@ class StageLoop:
         """Serve messages until END. Not for the first stage of a ring, which begins the runs."""
         inbound, outbound = self.ends.inbound, self.ends.outbound
         while (message := inbound.receive()).kind is not Kind.END:
-            begin_s = ARRIVAL.time_s = time.perf_counter()
+            begin_s = time.perf_counter()
+            DUE.reach(message.due_s)
             answer, num_layers = self.part.answer(message)
-            ARRIVAL.time_s = None
             if message.kind in COMPUTED:
                 # Before sending: the receiver may have the answer before this rank goes on.
                 self.spans.add(What.STAGE, message.run, begin_s, num_layers)
@@ -150,7 +151,7 @@ class Stage:
             self.runner.truncate(rows, message.words[count:])
         out = self.forward(message.payload, rows, message.status)
         kind = Kind.VOID if out is None else Kind.HIDDEN
-        return replace(message, kind=kind, payload=out), self.num_layers
+        return Message(kind, message.run, message.status, message.words, out), self.num_layers
 
 
 @dataclass(frozen=True)
@@ -327,7 +328,7 @@ class RunStage:
             return Message(Kind.VOID, run, words=message.words), cancelled.num_layers
         if isinstance(out, tuple):
             return Message(Kind.NUMBERS, run, words=out), self.num_layers
-        return replace(message, payload=out), self.num_layers
+        return Message(message.kind, run, words=message.words, payload=out), self.num_layers
 
     def prepare(self, launch: Launch) -> None:
         """What a run does to the cache beside its rows, even if it is skipped."""

@@ -25,6 +25,7 @@ from magicdec.config.sections import NONE
 from magicdec.console import Progress
 from magicdec.decoding.recorder import CudaGraphs, Eager, Recorder
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
+from magicdec.distributed.channels.message import DUE
 from magicdec.distributed.groups import Group, Launch, ParallelGroups
 from magicdec.distributed.start import make_groups
 from magicdec.distributed.tensor_parallel import Shard
@@ -248,6 +249,7 @@ class Batching(System):
         for request in requests:
             limits.check(request)
         strategy = self._strategy(each)
+        DUE.reach(None)  # no time of an earlier pass counts
         chunk, window_s = self.run.config.attention.prefill_chunk, self.options.window_ms or 0.0
         engine = Engine(self.runner, chunk, limits, clock=self.clock.clock)
 

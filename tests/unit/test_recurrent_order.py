@@ -14,6 +14,8 @@ from conftest import TINY, make_requests, make_runner
 from fake_clock import VirtualClock
 
 from magicdec.distributed.channels.message import (
+    ChannelReceiver,
+    ChannelSender,
     DelayedSender,
     Ends,
     Kind,
@@ -25,10 +27,9 @@ from magicdec.distributed.channels.message import (
 )
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.ngram import NgramDrafter
-from magicdec.model.emulated import ARRIVAL, EmulatedModel
+from magicdec.model.emulated import EmulatedModel
 from magicdec.pipeline.recurrent import RecurrentPipeline, Speculation, most_under_way
-from magicdec.pipeline.spans import Spans
-from magicdec.pipeline.stage import VERIFY, WANTED, Stage, StageLoop
+from magicdec.pipeline.stage import VERIFY, WANTED, Stage
 from magicdec.request import Request
 from magicdec.scheduling.plan import Limits
 
@@ -177,6 +178,40 @@ def test_an_emulated_link_keeps_the_order() -> None:
     assert Link(0.0, 1000.0).seconds(500) == 0.5 and Link(1.0).seconds(500) == 0.0
 
 
+def test_an_emulated_link_counts_from_when_a_message_was_due() -> None:
+    """The second message is due while the first, of 104 bytes, is on the link. The third one does
+    not say when it was due."""
+    loop = Loopback()
+    link = DelayedSender(loop, Link(2.0, 104.0), MessageForm(TINY.hidden_size, torch.float32, 6))
+    for due_s in (10.0, 10.25, None):
+        link.send(Message(Kind.NUMBERS, words=(1,), due_s=due_s))
+    link.close()
+    assert [loop.receive().due_s for _ in range(3)] == [13.0, 14.0, None]
+
+
+class Wire(deque[torch.Tensor]):
+    """Both ends of what carries tensors."""
+
+    num_bytes = 0
+    send = deque.append
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(self.popleft())
+
+    def close(self) -> None:
+        """There is nothing to wait for."""
+
+
+@pytest.mark.parametrize("shares_clock", [True, False])
+def test_a_message_says_when_it_is_due_to_ranks_of_its_host(shares_clock: bool) -> None:
+    wire = Wire()
+    sender, device = ChannelSender(FORM, wire), torch.device("cpu")
+    receiver = ChannelReceiver(FORM, wire, device, shares_clock=shares_clock)
+    for due_s in (None, 2.5):
+        sender.send(Message(Kind.NUMBERS, words=(1, 2), due_s=due_s))
+        assert receiver.receive().due_s == (due_s if shares_clock else None)
+
+
 def test_an_emulated_link_passes_errors_on() -> None:
     class Broken(Loopback):
         def send(self, message: Message) -> None:
@@ -195,22 +230,3 @@ def test_a_whole_model_may_be_emulated() -> None:
     requests = make_requests([(5,) * 20] * 3, 4)
     RecurrentPipeline(stage, Ends(loop, loop), 2, 1, LIMITS, CHUNK).serve(requests)
     assert all(request.output_ids == [20, 21, 22, 23] for request in requests)
-
-
-def test_an_emulated_forward_counts_once_from_the_arrival_of_its_message() -> None:
-    """A stage says when a message came while it answers it, and no longer."""
-    seen: list[float | None] = []
-
-    class Watched:
-        def answer(self, message: Message) -> tuple[Message | None, int]:
-            seen.append(ARRIVAL.time_s)
-            assert ARRIVAL.take() == seen[-1], "the first forward"
-            assert ARRIVAL.time_s is None, "the second one begins when it begins"
-            ARRIVAL.time_s = 0.0  # as if it had computed nothing
-            return None, 0
-
-    inbound, spans = Loopback(), Spans()
-    inbound.send(Message(Kind.HIDDEN))
-    inbound.send(Message(Kind.END))
-    StageLoop(Watched(), Ends(inbound, Loopback()), spans).serve()
-    assert seen == [spans[0].begin_s] and ARRIVAL.time_s is None
