@@ -39,8 +39,8 @@ from magicdec.pipelined_speculation.messages import Candidates
 from magicdec.pipelined_speculation.options import NUM_CANDIDATES
 from magicdec.prefill import take
 from magicdec.request import Request, SamplingParams
+from magicdec.runner import gather_vocab
 from magicdec.sampling.coupled import CoupledSampling
-from magicdec.sampling.model_tokens import gather_vocab
 from magicdec.scheduling.plan import Part
 
 Path = tuple[int, ...]

@@ -29,17 +29,22 @@ from torch import Tensor
 
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.device_batch import DeviceBatch
-from magicdec.distributed.channels.message import DUE, Ends, Kind, Message
+from magicdec.distributed.channels.message import (
+    DUE,
+    Ends,
+    Kind,
+    Message,
+    wait_for_stream,
+)
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.drafting.drafter import Drafter, DraftSetup, make_drafter
-from magicdec.hardware.environment import wait_for_stream
 from magicdec.hardware.timing import Clock, GroupClock, RealClock
-from magicdec.kv.cache import BatchRows, Lengths, upload
+from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.pipeline.metrics import DraftCounts
 from magicdec.pipeline.spans import Spans, What
 from magicdec.pipeline.stage import VERIFY, WANTED, Stage
 from magicdec.request import Batch, Request, Status, StepOutput
-from magicdec.runner import ModelRunner
+from magicdec.runner import ModelRunner, Tokens
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import Proposal, judge, next_tokens
 from magicdec.scheduling.plan import Limits, Plan
@@ -252,26 +257,25 @@ class RecurrentPipeline:
         if plan.decoding is not None:
             self._send(*self._newest(lane, plan.decoding.requests))
 
-    def _chunks(self, lane: Lane, plan: Plan) -> Iterator[tuple[Flight, Tensor]]:
+    def _chunks(self, lane: Lane, plan: Plan) -> Iterator[tuple[Flight, Tokens]]:
         """The messages of the prompts of a step with their token ids [1, T], one for each chunk."""
         for part in plan.parts:
-            text = part.request.cached_ids[part.start : part.stop]
-            ids = upload([text], self.stage.runner.device)
-            chunks = ids.split(self.prefill_chunk, dim=1)
-            for i, chunk in enumerate(chunks):
-                is_wanted = part.is_last and i + 1 == len(chunks)
-                yield Flight(lane, (part.request,), is_wanted, False), chunk
+            text, size = part.request.cached_ids, self.prefill_chunk
+            for start in range(part.start, part.stop, size):
+                stop = min(start + size, part.stop)
+                is_wanted = part.is_last and stop == part.stop
+                yield Flight(lane, (part.request,), is_wanted, False), [text[start:stop]]
 
-    def _newest(self, lane: Lane, requests: tuple[Request, ...]) -> tuple[Flight, Tensor]:
+    def _newest(self, lane: Lane, requests: tuple[Request, ...]) -> tuple[Flight, Tokens]:
         """The last message of a step, of all rows that decode, with its token ids [B, T]: their
         newest tokens, and drafts."""
         flight = Flight(lane, requests, True, True, ends_step=True)
         if self.speculation is None:
-            return flight, upload([[r.last_token] for r in requests], self.stage.runner.device)
+            return flight, [[request.last_token] for request in requests]
         draft = self.speculation.draft(lane.rows(requests))
         return replace(flight, draft=draft), draft.tokens
 
-    def _send(self, flight: Flight, token_ids: Tensor) -> None:
+    def _send(self, flight: Flight, token_ids: Tokens) -> None:
         """Compute the first stage's layers, and send the result to the next stage."""
         rows, status = flight.lane.rows(flight.requests), flight.status
         lengths = [r.num_cached for r in flight.requests] if status == VERIFY else []
@@ -306,7 +310,7 @@ class RecurrentPipeline:
             else:  # the other stages forget what was rejected with the lane's next message
                 self.stage.runner.truncate(rows, lengths)
                 self.speculation.commit(rows, lengths)
-        return sum(map(len, output.token_ids))
+        return output.num_tokens
 
     def _tokens(self, flight: Flight, logits: Tensor) -> StepOutput:
         """The tokens that follow, from this rank's logits [B, T, V]."""

@@ -44,17 +44,16 @@ from magicdec.distributed.channels.message import (
     Receiver,
     Sender,
     sleep_until,
+    wait_for_stream,
     words_of,
 )
 from magicdec.executor.executor import Cancellation, Cancelled
-from magicdec.hardware.environment import wait_for_stream
 from magicdec.kv.cache import upload
 from magicdec.kv.tree import DraftTree
 from magicdec.pipeline.spans import Spans, What
 from magicdec.pipelined_speculation.messages import Launch, Ranges, to_ranges
-from magicdec.runner import ModelRunner
+from magicdec.runner import ModelRunner, Tokens, gather_vocab
 from magicdec.sampling.coupled import CoupledSampling
-from magicdec.sampling.model_tokens import gather_vocab
 
 WANTED, VERIFY = 1, 2
 SLOTS = 1 << 12  # more runs than are ever in flight; a slot that is taken twice only costs work
@@ -111,7 +110,7 @@ class Stage:
         model = self.runner.model
         return model.has_head and model.is_last
 
-    def forward(self, x: Tensor, rows: Sequence[int], status: int) -> Tensor | None:
+    def forward(self, x: Tokens, rows: Sequence[int], status: int) -> Tensor | None:
         """What is sent on, from token ids [B,T] or hidden states [B,T,hidden]; None if nobody
         needs it. After the last layer this is of the last token alone, unless status is VERIFY.
         Returns when it is computed, so that times are right and a message is there when it says
@@ -126,7 +125,7 @@ class Stage:
             sleep_until(due_s)
         return out if status or not self.is_last else None
 
-    def compute(self, x: Tensor, rows: Sequence[int], last_only: bool) -> Tensor:
+    def compute(self, x: Tokens, rows: Sequence[int], last_only: bool) -> Tensor:
         return self.runner.forward(x, rows, last_only=last_only)
 
     @torch.inference_mode()
@@ -347,9 +346,8 @@ class RunStage:
         of its answer. Raises Cancelled if the cancellation is set before a layer."""
         model, num_rows = self.runner.model, launch.num_rows
         self._cut(launch.lane, launch.positions[0])
-        if model.has_embedding:
-            x = upload([launch.tokens], self.runner.device)
-        else:
+        x: Tokens = [launch.tokens]
+        if not model.has_embedding:
             assert message.payload is not None, "the stage before has computed"
             x = message.payload
         rows, run = [launch.lane], self.runner.forward

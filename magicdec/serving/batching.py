@@ -39,7 +39,7 @@ from magicdec.memory.model_plan import ModelPlan, max_tokens
 from magicdec.memory.plan import model_plans_of
 from magicdec.model.checkpoint.source import check_part
 from magicdec.names import BASELINE
-from magicdec.request import Request, StepOutput
+from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits
 from magicdec.serving.configs import alone_of, complete_run, without_drafts
@@ -253,11 +253,8 @@ class Batching(System):
         chunk, window_s = self.run.config.attention.prefill_chunk, self.options.window_ms or 0.0
         engine = Engine(self.runner, chunk, limits, clock=self.clock.clock)
 
-        def observe(output: StepOutput, seconds: float) -> None:
-            watch.tokens(sum(map(len, output.token_ids)))
-
         def serve(batch: Sequence[Request]) -> None:
-            engine.serve(strategy, batch, observe, watch.step)
+            engine.serve(strategy, batch, watch.tokens, watch.counts.watch)
 
         with watch.threads.during():
             BATCHINGS[each.mode](serve, requests, self.clock, self.options.rows, window_s / 1e3)

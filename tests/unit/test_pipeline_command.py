@@ -14,8 +14,9 @@ from magicdec.distributed.layout import Layout, make_layout
 from magicdec.pipeline.metrics import Observed, speculation_metrics
 from magicdec.pipeline.spans import Span, What
 from magicdec.pipelined_speculation.scheduler import Counts
-from magicdec.request import Request
-from magicdec.serving.metrics import Moves, ServingMetrics, StepCounts, serving_metrics
+from magicdec.request import Moves, Request
+from magicdec.scheduling.scheduler import StepCounts
+from magicdec.serving.metrics import ServingMetrics, serving_metrics
 
 EMULATED = ("--emulate_stage_ms", "20", "--emulate_acceptance", "0.5", "--modes", "async")
 NEEDS_TOKENS = "--emulate_acceptance 0.5 needs the tokens of a mode that comes before; name"

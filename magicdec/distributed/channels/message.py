@@ -354,7 +354,7 @@ def to_host(tensor: Tensor) -> Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).synchronize()
+    wait_for_stream(tensor.device)
     return host
 
 
@@ -364,3 +364,10 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device.type == device.type:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Wait until the device has computed what this thread started. It does not wait for messages
+    that other streams send: their receiver may be waiting for this rank."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
