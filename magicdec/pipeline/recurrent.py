@@ -5,7 +5,7 @@ Large Language Models at the Edge", section III).
 Owns the order of messages. The samples in flight are divided into lanes. A lane is a running batch
 with a scheduler of its own (`scheduling`), and its rows travel in one message; all lanes admit from
 one queue. A step of a lane ends when its messages have come home, and its next step begins at once.
-A lane without requests is idle until one arrives.
+A lane without requests is idle until one arrives, also while messages of other lanes are under way.
 
 With drafts, a message that decodes holds a row's newest token and its drafts, and its words say how
 many tokens every stage keeps of each row: without those drafts that were rejected last. The first
@@ -176,6 +176,7 @@ class RecurrentPipeline:
         assert limits.num_blocks is None and limits.max_waiting is None
         self.stage, self.ends, self.prefill_chunk = stage, ends, prefill_chunk
         self.clock, self.speculation = clock or RealClock(), speculation
+        self.is_alone = stage.runner.group.size == 1  # no other rank must begin lanes alike
         self.shared_clock = GroupClock(self.clock, stage.runner.group, stage.runner.device)
         waiting: list[Request] = []
         self.lanes = [
@@ -202,7 +203,7 @@ class RecurrentPipeline:
         self._arrivals.extend(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
         self.spans, self.samples, self.prompts = Spans(), [], set()
         while self._under_way or self._arrivals:
-            if not self._under_way:
+            if not self._comes_first():
                 self.shared_clock.wait_until(self._arrivals[0].arrived_s)
                 with self.spans.during(What.HEAD, -1):
                     self._take_arrivals(watch)
@@ -227,6 +228,16 @@ class RecurrentPipeline:
         last = self.ends.inbound.receive()
         assert last.kind is Kind.END, "no message is behind the last"
         self.ends.outbound.close()
+
+    def _comes_first(self) -> bool:
+        """Whether the next message comes home before a request arrives that an idle lane may begin.
+        Waits until that is known. Several ranks of the first stage must begin lanes alike, so they
+        wait for the message, and so does a rank whose channel cannot tell what is there."""
+        if not self._under_way:
+            return False
+        if not (self.is_alone and self._idle_lanes and self._arrivals):
+            return True
+        return self.ends.inbound.is_there(self._arrivals[0].arrived_s - self.clock.now())
 
     def _take_arrivals(self, watch: Watcher) -> None:
         """Let requests that have arrived wait for rows, and begin idle lanes. All ranks of the

@@ -12,8 +12,16 @@ from typing import Any
 import torch
 
 from magicdec.distributed import shared_memory
+from magicdec.distributed.channels.carriers import SharedRing
 from magicdec.distributed.channels.connect import Connector, time_round
-from magicdec.distributed.channels.message import ChannelSender, Ends, Kind, Message, MessageForm
+from magicdec.distributed.channels.message import (
+    ChannelReceiver,
+    ChannelSender,
+    Ends,
+    Kind,
+    Message,
+    MessageForm,
+)
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.layout import StageGrid
 from magicdec.distributed.start import close_groups, make_stage_groups
@@ -47,13 +55,19 @@ def is_same(a: Message, b: Message) -> bool:
 
 
 def check(ends: Ends, is_first: bool, rounds: int = 40) -> None:
-    """Several messages are under way before the first is received."""
+    """Several messages are under way before the first is received. Shared memory tells that there
+    is none before."""
     sent = messages()
+    if is_first:
+        assert isinstance(ends.inbound, ChannelReceiver)
+        is_shared = isinstance(ends.inbound.reader, SharedRing)
+        assert ends.inbound.is_there(0.01) == (not is_shared)
     for _ in range(rounds):
         if is_first:
             for message in sent:
                 ends.outbound.send(message)
         for message in sent:
+            assert ends.inbound.is_there(60.0)
             found = ends.inbound.receive()
             assert is_same(found, message), found
             if not is_first:

@@ -101,6 +101,8 @@ def test_stages_of_several_ranks_are_refused_where_they_cannot_be(tmp_path: Path
         prepare_as("pipeline", tmp_path, "--layer_split", "5,1", world_size=10)
     with pytest.raises(ValueError, match=r"auto:1/1.0: stages of 2 ranks are timed together, but"):
         prepare_as("pipeline", tmp_path, "--layer_split", "auto:1/1.0", world_size=3)
+    with pytest.raises(ValueError, match=r"auto:1/1.0: stages of several ranks are not timed"):
+        prepare_as("recurrent", tmp_path, "--layer_split", "auto:1/1.0", world_size=3)
 
 
 def finished(times_s: list[float]) -> Request:

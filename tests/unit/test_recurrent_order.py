@@ -38,18 +38,21 @@ CHUNK, LIMITS = 8, Limits(60, prefill_tokens=16)
 
 
 class Ring:
-    """All other stages: messages come home in their order, and each has been seen. A step of
-    `clock` passes while the first stage waits for one."""
+    """All other stages: messages come home in their order, and each has been seen. One comes a step
+    of `clock` after the one before, or after it was sent if none is under way."""
 
     def __init__(self, clock: VirtualClock | None = None) -> None:
         self.step_clock = clock or VirtualClock(0.0)
         self.under_way: deque[Message] = deque()
         self.sent: list[Message] = []
+        self.sent_s: list[float] = []
         self.depths: list[int] = []
+        self.came_s = 0.0  # when the last message came home
         self.traffic = Traffic()
 
     def send(self, message: Message) -> None:
         self.sent.append(message)
+        self.sent_s.append(self.step_clock.now())
         if message.kind is Kind.FREE:
             return
         if message.kind is Kind.HIDDEN:
@@ -59,11 +62,17 @@ class Ring:
             ]
             kind = Kind.VOID if home is None else Kind.HIDDEN
             message = replace(message, kind=kind, payload=home)
+        if not self.under_way:
+            self.came_s = self.step_clock.now()
         self.under_way.append(message)
+
+    def is_there(self, seconds: float) -> bool:
+        return self.came_s + self.step_clock.step_s <= self.step_clock.now() + seconds
 
     def receive(self) -> Message:
         self.depths.append(len(self.under_way))
-        self.step_clock.after_step()
+        self.came_s += self.step_clock.step_s
+        self.step_clock.wait_until(self.came_s)
         return self.under_way.popleft()
 
     def close(self) -> None:
@@ -142,10 +151,11 @@ def test_a_request_that_arrives_takes_an_idle_lane_or_a_free_row() -> None:
         for place, m in enumerate(ring.sent)
         if m.payload is not None and m.payload.shape[1] == 4
     ]
-    # A message comes home each second. With the third one the second request begins the idle lane,
-    # before the first lane's next step. The last two have arrived with the fifth, which is of the
-    # first lane: it takes one of them beside its other row, and the second lane takes the other.
+    # A message comes home each second. The second request begins the idle lane when it arrives,
+    # while the third message is under way. The last two have arrived with the fifth, which is of
+    # the first lane: it takes one of them beside its other row, and the second lane the other.
     assert prompts == [(0, (0,)), (3, (2,)), (6, (1,)), (8, (3,))], "rows 0 and 1 are a lane"
+    assert [ring.sent_s[place] for place, _ in prompts] == [0.0, 2.5, 5.0, 6.0]
 
 
 def test_one_sample_alone_takes_turns() -> None:

@@ -156,6 +156,10 @@ class Receiver(Protocol):
     def receive(self) -> Message:
         """The next message. Waits for it."""
 
+    def is_there(self, seconds: float) -> bool:
+        """False if the next message, which is under way, has not come after so many seconds, about
+        which a channel that cannot tell returns True at once."""
+
 
 @dataclass(frozen=True)
 class Ends:
@@ -175,6 +179,9 @@ class Carrier(Protocol):
 
     def fill(self, tensor: Tensor) -> None:
         """Receive into `tensor`. Waits until it is in the memory of this rank."""
+
+    def is_there(self, seconds: float) -> bool:
+        """As `Receiver.is_there`."""
 
     def close(self) -> None:
         """Wait until everything is sent."""
@@ -231,6 +238,9 @@ class ChannelReceiver:
         due_s = due_ns / 1e9 if due_ns and self.shares_clock else None
         return Message(Kind(kind), run, status, tuple(words[:num_words]), payload, due_s)
 
+    def is_there(self, seconds: float) -> bool:
+        return self.reader.is_there(seconds)
+
     def _payload(self, shape: tuple[int, ...]) -> Tensor:
         if self.payloads is not None:
             payload = torch.empty(shape, dtype=self.form.dtype, device=self.device)
@@ -257,6 +267,9 @@ class SharedReceiver:
             if message.kind is Kind.END:
                 other.close()
         return message
+
+    def is_there(self, seconds: float) -> bool:
+        return self.receiver.is_there(seconds)
 
 
 @dataclass(frozen=True)
@@ -345,6 +358,9 @@ class Loopback(Sender):
 
     def receive(self) -> Message:
         return self._messages.get()
+
+    def is_there(self, seconds: float) -> bool:
+        return True  # what is under way has come
 
 
 def to_host(tensor: Tensor) -> Tensor:
