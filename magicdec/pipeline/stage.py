@@ -87,6 +87,7 @@ class StageLoop:
                 self.spans.add(What.STAGE, message.run, begin_s, num_layers)
             if answer is not None:
                 outbound.send(answer)
+        DUE.reach(None)
         outbound.send(message)
         outbound.close()
 

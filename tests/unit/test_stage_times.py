@@ -18,7 +18,7 @@ from test_recurrent_order import CHUNK, LIMITS, Ring
 from threaded_pipeline import FakeStage
 from torch import Tensor
 
-from magicdec.distributed.channels.message import Ends, Kind, Message, Traffic
+from magicdec.distributed.channels.message import DUE, Ends, Kind, Message, Traffic
 from magicdec.distributed.layout import Layout
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.executor.executor import Cancellation
@@ -36,8 +36,9 @@ STAGE_S, LINK_S, LATE_S = 0.5, 0.25, 0.125
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Sleeping takes no time but on this clock."""
+    """Sleeping takes no time but on this clock, on which nothing was due before."""
     clock = Clock()
+    DUE.reach(None)
     monkeypatch.setattr("time.perf_counter", clock)
     monkeypatch.setattr("time.sleep", clock.advance)
     return clock
@@ -127,6 +128,7 @@ def test_the_lateness_of_sleeps_does_not_add_up(
     StageLoop(make_stage(), ring, Spans()).serve()
     answers_s = [begin_s + at_s for at_s in (STAGE_S, 2 * STAGE_S, 2.0 + STAGE_S)]
     assert [message.due_s for message in ends.sent[:3]] == answers_s
+    assert DUE.time_s is None, "it emulates nothing any more"
 
 
 def test_only_runs_that_decode_are_in_the_median(clock: Clock) -> None:
@@ -173,6 +175,7 @@ def test_the_first_stage_waits_for_prompts_too(clock: Clock) -> None:
 
 def test_the_spans_of_the_first_stage_are_its_work_alone(clock: Clock) -> None:
     begin_s, spans = clock.now, first_stage(clock).spans
+    assert DUE.time_s is None, "what follows, as a probe of the links, is not emulated"
     stages, heads = spans.of(What.STAGE), spans.of(What.HEAD)
     assert [span.seconds for span in stages] == [STAGE_S] * NUM_MESSAGES
     assert stages[0].begin_s == begin_s
