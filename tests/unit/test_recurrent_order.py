@@ -14,6 +14,7 @@ from conftest import TINY, make_requests, make_runner
 from fake_clock import VirtualClock
 
 from magicdec.distributed.channels.message import (
+    DUE,
     ChannelReceiver,
     ChannelSender,
     DelayedSender,
@@ -240,3 +241,4 @@ def test_a_whole_model_may_be_emulated() -> None:
     requests = make_requests([(5,) * 20] * 3, 4)
     RecurrentPipeline(stage, Ends(loop, loop), 2, 1, LIMITS, CHUNK).serve(requests)
     assert all(request.output_ids == [20, 21, 22, 23] for request in requests)
+    assert DUE.time_s is None, "what follows, as a probe of the links, is not emulated"
