@@ -47,6 +47,7 @@ class Engine:
     ) -> None:
         self.runner, self.prefill_chunk = runner, prefill_chunk
         self.is_in_flight, self.clock = limits is not None, clock or RealClock()
+        self.is_alone = runner.group.size == 1  # no other rank must plan alike
         self.scheduler = Scheduler(runner.num_rows, limits or Limits(), order)
         self.requests: list[Request] = []  # of the batch that was prefilled last
 
@@ -83,19 +84,20 @@ class Engine:
         self,
         strategy: DecodingStrategy,
         requests: Sequence[Request],
-        observe: Observer = lambda o, s: None,
+        observe: Callable[[int], None] = lambda num_tokens: None,
         watch: Watcher = lambda plan: None,
     ) -> None:
         """Serve `requests`, each from its `arrived_s` on, until all have ended. A request that may
         not wait yet, because too many do, is submitted later. Raises ValueError, before the first
-        step, if one of them can never be served. On several ranks, all must have the same
-        requests; the clock of the first rank counts."""
+        step, if one of them can never be served. `observe` is called with the number of tokens of
+        every decode step. On several ranks, all must have the same requests; the clock of the first
+        rank counts."""
         for request in requests:
             self.scheduler.limits.check(request)
         arrivals = deque(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
         while (plan := self._next(arrivals)) is not None:
             watch(plan)
-            self.execute(plan, strategy, observe)
+            self.execute(plan, strategy, lambda output, s: observe(output.num_tokens))
             self.clock.after_step()
 
     def execute(
@@ -140,13 +142,13 @@ class Engine:
     def _count_arrived(self, arrivals: deque[Request]) -> int:
         """How many of `arrivals` may wait for a row from now on, by the clock of the first rank.
         Raises RuntimeError on a rank whose running batch is not that of the first."""
-        now, group = self.clock.now(), self.runner.group
+        now = self.clock.now()
         arrived = takewhile(lambda request: request.arrived_s <= now, arrivals)
         count = len(list(islice(arrived, self.scheduler.room)))
-        if group.size == 1:
+        if self.is_alone:
             return count
         state = self.scheduler.digest()
-        shared = group.broadcast(upload([count, state], self.runner.device), 0)
+        shared = self.runner.group.broadcast(upload([count, state], self.runner.device), 0)
         count, expected = shared.tolist()
         if state != expected:
             raise RuntimeError(

@@ -25,8 +25,7 @@ from magicdec.hardware.timing import read_bandwidths, seconds_of
 from magicdec.memory.model_plan import Kinds
 from magicdec.model.checkpoint.source import find_model
 from magicdec.names import ATTENTION_BACKENDS, DTYPES, load_named
-from magicdec.runner import ModelRunner
-from magicdec.sampling.model_tokens import greedy
+from magicdec.runner import ModelRunner, greedy
 from magicdec.setup.loading import load_kind, make_executor
 from magicdec.setup.session import RankSession
 

@@ -146,3 +146,7 @@ class StepOutput:
     num_drafted: int = 0
     num_accepted: list[int] | None = None
     emitted_s: list[float] | None = None  # prefill only: time of each request's first token
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.token_ids))

@@ -1,7 +1,8 @@
 """ModelRunner: one model with its KV cache and its attention backend, on one rank group.
 
-Owns a forward of the model over the cache. Must not know what the tokens are for: drafting,
-verification and decoding make the same call, with another KV policy or another T.
+Owns a forward of the model over the cache, and what all ranks of the group know of its logits. Must
+not know what the tokens are for: drafting, verification and decoding make the same call, with
+another KV policy or another T.
 
 Shapes: B rows, T new tokens, V vocabulary rows on this rank.
 """
@@ -19,7 +20,7 @@ from torch import Tensor
 from magicdec.attention.backend import AttentionBackend, check_trees
 from magicdec.distributed.groups import Group
 from magicdec.executor.executor import Cancellation, Executor, check
-from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows
+from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows, upload
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.prompt_queries import PromptQueries
@@ -30,6 +31,9 @@ from magicdec.model.transformer import Transformer
 Watch = Callable[[int, Tensor], None]
 """A function that is called for each layer of a forward with the layer and its attention weights
 [B, G, blocks], as `AttentionBackend.run_with_weights` returns them."""
+
+Tokens = Tensor | Sequence[Sequence[int]]
+"""Token ids [B, T], on the device or on the host, or hidden states [B, T, hidden]."""
 
 QueryWatch = Callable[[int, Tensor], None]
 """A function that is called for each layer with its queries [B, T, H, D] after RoPE, before the
@@ -120,7 +124,7 @@ class ModelRunner:
     @torch.inference_mode()
     def forward(
         self,
-        x: Tensor,
+        x: Tokens,
         rows: Rows,
         policy: Visible | None = None,
         committed: Lengths | Sequence[int] | None = None,
@@ -131,9 +135,8 @@ class ModelRunner:
         tree: DraftTree | None = None,
         cancellation: Cancellation | None = None,
     ) -> Tensor:
-        """Append the tokens of x, which are ids [B, T] or hidden states [B, T, hidden], to `rows`
-        and return what `Transformer.forward` does: this rank's logits [B, T, V] or [B, 1, V] with
-        `last_only`, or hidden states of a model's part.
+        """Append the tokens of x to `rows` and return what `Transformer.forward` does: this rank's
+        logits [B, T, V] or [B, 1, V] with `last_only`, or hidden states of a model's part.
 
         `policy` (default: the runner's own) chooses the visible tokens among the first `committed`
         tokens of each row (default: all tokens of the row). What draft forwards (`is_draft`) read
@@ -145,6 +148,7 @@ class ModelRunner:
         must follow; but with explicit `tree.cells` their lengths stay. Raises ValueError if the
         attention backend does not support trees.
         """
+        x = x if isinstance(x, Tensor) else upload(x, self.device)
         num_new, rows = x.shape[1], BatchRows.of(rows, self.device)
         if tree is not None:
             check_trees(self.backend.capabilities.name)
@@ -256,3 +260,37 @@ class ModelRunner:
     def truncate(self, rows: Rows, lengths: Lengths | Sequence[int]) -> None:
         """Remove the tokens of `rows` after the first `lengths` tokens."""
         self.cache.truncate(rows, lengths)
+
+
+def greedy(logits: Tensor, first_row: int, group: Group) -> Tensor:
+    """The ids of the largest logits over a vocabulary that is sharded over ranks: [B, T, V] ->
+    int64 [B, T], the same on every rank.
+
+    `first_row` is the vocabulary id of this rank's first row. This takes one collective: values and
+    ids are sent as pairs of float64, which hold both exactly. Among equal values the smaller id
+    wins, as with argmax on one rank.
+    """
+    value, index = logits.max(dim=-1)
+    if group.size == 1:
+        return index
+    pair = torch.stack([value.double(), (index + first_row).double()], dim=-1)  # [B, T, 2]
+    values, ids = group.all_gather(pair).unbind(-1)  # [ranks, B, T] each
+    best = values.max(dim=0, keepdim=True).values
+    return torch.where(values == best, ids, float("inf")).min(dim=0).values.long()
+
+
+def gather_vocab(logits: Tensor, places: Sequence[tuple[int, int]], group: Group) -> Tensor:
+    """Gather the logits of a vocabulary that is sharded over ranks: [B, T, columns of this rank] ->
+    [B, T, V] on every rank.
+
+    `places` are the half-open ranges of ids of every rank's columns, in the order in which the
+    group gathers (`Group.all_gather_range`). This takes one collective; every shard is padded to
+    the widest.
+    """
+    if group.size == 1:
+        return logits
+    widest = max(last - first for first, last in places)
+    padded = torch.nn.functional.pad(logits, (0, widest - logits.shape[-1]))
+    shards = zip(places, group.all_gather(padded), strict=True)
+    ordered = sorted(shards, key=lambda shard: shard[0])
+    return torch.cat([columns[..., : last - first] for (first, last), columns in ordered], dim=-1)

@@ -18,7 +18,7 @@ from magicdec.config.sections import (
     ParallelSection,
     WorkloadSection,
 )
-from magicdec.runner import ModelRunner
+from magicdec.runner import ModelRunner, gather_vocab
 from magicdec.sampling import model_tokens
 from magicdec.sampling.metadata import SamplingMetadata
 
@@ -58,6 +58,6 @@ def accept_within(  # type: ignore[no-untyped-def]
     target: Tensor = exact(runner, logits, sampling, drafts, is_before)
     if drafts is None or logits.shape[1] != drafts.shape[1] + 1:  # not a verification
         return target
-    whole = model_tokens.gather_vocab(logits, runner.vocab_places, runner.group)[:, :-1]
+    whole = gather_vocab(logits, runner.vocab_places, runner.group)[:, :-1]
     near = whole.amax(-1) - whole.gather(-1, drafts.unsqueeze(-1)).squeeze(-1) <= limit
     return torch.cat([torch.where(near, drafts, target[:, :-1]), target[:, -1:]], dim=1)

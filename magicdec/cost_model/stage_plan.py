@@ -47,7 +47,7 @@ def stage_times(model: Deployment, B: int, S: int, T: int = 1) -> tuple[StageTim
     return StageTimes(ends_s, layer_s), StageTimes(0.0, layer_s)
 
 
-HEADER_BYTES, WORD_BYTES = 48, 8  # of a message: its header, and the number of each of its rows
+HEADER_BYTES, WORD_BYTES = 56, 8  # of a message: its header, and the number of each of its rows
 RATES = ("read_bytes_per_s", "flops_per_s", "kv_bytes_per_s", "attention_flops_per_s")
 FEW_HEADS = "if the model has too few heads for that"
 

@@ -101,13 +101,6 @@ def device_of(kind: str, local_rank: int) -> torch.device:
     return torch.device(kind, local_rank % max(1, torch.cuda.device_count()))
 
 
-def wait_for_stream(device: torch.device) -> None:
-    """Wait until the device has computed what this thread started. It does not wait for messages
-    that other streams send: their receiver may be waiting for this rank."""
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
-
-
 def use_device(device: torch.device) -> None:
     """Let this thread's kernels run on `device`. Every thread has a current device of its own."""
     if device.type == "cuda":

@@ -7,12 +7,10 @@ speculation serve it as they serve a model, and all of them emit the same tokens
 
 from __future__ import annotations
 
-import threading
-import time
-
 import torch
 from torch import Tensor, nn
 
+from magicdec.distributed.channels.message import DUE
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.block import Attend
 from magicdec.model.config import ModelConfig
@@ -23,30 +21,11 @@ DIGITS = 3  # of a position in a hidden state
 BASE = 256  # integers up to it are exact in bfloat16
 
 
-def sleep_until(due_s: float) -> None:
-    """Return at that time of `time.perf_counter`, or at once if it is over."""
-    time.sleep(max(0.0, due_s - time.perf_counter()))
-
-
-class Arrival(threading.local):
-    """When the message came that this thread answers; None if it has no part in the time of the
-    next forward."""
-
-    time_s: float | None = None
-
-    def take(self) -> float:
-        """From when on the next forward counts, which is the only one."""
-        time_s, self.time_s = self.time_s, None
-        return time.perf_counter() if time_s is None else time_s
-
-
-ARRIVAL = Arrival()
-
-
 class EmulatedModel(Transformer):
-    """Takes `seconds` for a forward of any size, in equal shares for each of its layers. The first
-    forward after a message counts from its arrival (`ARRIVAL`), so that what the stage does beside
-    is a part of its time. What leaves its last layer names the position of a token."""
+    """Takes `seconds` for a forward of any size, in equal shares for each of its layers. It counts
+    from when the message was due that it answers, or the forward before was due to end (`Due`), so
+    that what the rank does between is a part of its time. What leaves its last layer names the
+    position of a token."""
 
     def __init__(
         self,
@@ -76,10 +55,10 @@ class EmulatedModel(Transformer):
         before_layer: BeforeLayer = lambda layer: None,
     ) -> Tensor:
         """As `Transformer.forward`."""
-        begin_s, num_layers = ARRIVAL.take(), len(self.layers)
-        for number, layer in enumerate(self.layers, 1):
+        DUE.begin()
+        for layer in self.layers:
             before_layer(layer)
-            sleep_until(begin_s + self.seconds * number / num_layers)
+            DUE.sleep(self.seconds / len(self.layers))
         if not self.is_last:
             return self.weight.new_zeros(*positions.shape, self.config.hidden_size)
         positions = positions[:, -1:] if last_only else positions

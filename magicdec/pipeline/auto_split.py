@@ -41,7 +41,7 @@ from magicdec.pipeline.recurrent import RecurrentPipeline, Speculation, make_spe
 from magicdec.pipeline.spans import Spans, What
 from magicdec.pipeline.stage import VERIFY, WANTED, Part, Stage, StageLoop
 from magicdec.request import Request
-from magicdec.runner import ModelRunner
+from magicdec.runner import ModelRunner, Tokens
 from magicdec.sampling.sampling import make_params
 from magicdec.scheduling.plan import Limits
 from magicdec.setup.loading import LoadedModels, make_runner
@@ -304,12 +304,12 @@ class FilledStage(Stage):
 
     num_tokens: int = 1
 
-    def compute(self, x: Tensor, rows: Sequence[int], last_only: bool) -> Tensor:
-        if x.shape[1] == self.num_tokens:
+    def compute(self, x: Tokens, rows: Sequence[int], last_only: bool) -> Tensor:
+        num_tokens, model = len(x[0]), self.runner.model
+        if num_tokens == self.num_tokens:
             return super().compute(x, rows, last_only)
-        self.runner.cache.advance(rows, x.shape[1])
-        model = self.runner.model
-        return next(model.parameters()).new_zeros(x.shape[0], 1, model.config.hidden_size)
+        self.runner.cache.advance(rows, num_tokens)
+        return next(model.parameters()).new_zeros(len(x), 1, model.config.hidden_size)
 
 
 class RingTiming(Timing):

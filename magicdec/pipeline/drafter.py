@@ -12,7 +12,6 @@ depends on candidates.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -22,6 +21,7 @@ from torch import Tensor
 
 from magicdec.config.sections import KVSection, SamplingSection
 from magicdec.distributed.channels.message import (
+    DUE,
     Kind,
     Message,
     Receiver,
@@ -39,8 +39,8 @@ from magicdec.pipelined_speculation.messages import Candidates
 from magicdec.pipelined_speculation.options import NUM_CANDIDATES
 from magicdec.prefill import take
 from magicdec.request import Request, SamplingParams
+from magicdec.runner import gather_vocab
 from magicdec.sampling.coupled import CoupledSampling
-from magicdec.sampling.model_tokens import gather_vocab
 from magicdec.scheduling.plan import Part
 
 Path = tuple[int, ...]
@@ -108,6 +108,7 @@ class DraftLoop:
     def serve(self) -> None:
         """Serve draft steps until the head has no more."""
         while (message := self.inbound.receive()).kind is not Kind.END:
+            DUE.reach(message.due_s)
             step = DraftRequest.from_message(message)
             text = self.texts.setdefault(step.lane, [])
             text[step.kept :] = step.new
@@ -156,7 +157,7 @@ class ScriptedDrafter:
 
     def propose(self, step: DraftRequest, text: list[int]) -> list[Candidates]:
         if step.paths:
-            time.sleep(self.seconds)
+            DUE.sleep(self.seconds)
         return [self._after(step.request, len(text), path) for path in step.paths]
 
     def _after(self, request: int, num_committed: int, path: Sequence[int]) -> Candidates:

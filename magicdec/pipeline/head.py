@@ -25,6 +25,7 @@ import torch
 from magicdec.distributed.channels.carriers import map_segment
 from magicdec.distributed.channels.connect import Connector
 from magicdec.distributed.channels.message import (
+    DUE,
     Ends,
     Kind,
     Message,
@@ -230,6 +231,7 @@ class Head:
             self._result(self._results.popleft())
         elif self._answer is not None:
             message, self._answer, self._is_drafting = self._answer, None, False
+            DUE.reach(message.due_s)
             self._do(self.scheduler.drafted(message.run, candidates_of(message)))
         elif self._is_drafting or not (actions := self.scheduler.idle()):
             self._wait()
@@ -237,6 +239,7 @@ class Head:
             self._do(actions)
 
     def _submit(self, request: Request) -> None:
+        DUE.reach(None)  # it has arrived by the real clock
         params = request.sampling
         number, actions = self.scheduler.submit(
             request.prompt_ids, params.max_new_tokens, params.eos_token_ids
@@ -263,6 +266,7 @@ class Head:
             self._answer = message
 
     def _result(self, message: Message) -> None:
+        DUE.reach(message.due_s)
         is_void, run = message.kind is Kind.VOID, message.run - self.first_run
         self.spans.moment(What.RESULT, message.run, int(is_void))
         if is_void:

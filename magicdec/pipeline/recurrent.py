@@ -5,7 +5,7 @@ Large Language Models at the Edge", section III).
 Owns the order of messages. The samples in flight are divided into lanes. A lane is a running batch
 with a scheduler of its own (`scheduling`), and its rows travel in one message; all lanes admit from
 one queue. A step of a lane ends when its messages have come home, and its next step begins at once.
-A lane without requests is idle until one arrives.
+A lane without requests is idle until one arrives, also while messages of other lanes are under way.
 
 With drafts, a message that decodes holds a row's newest token and its drafts, and its words say how
 many tokens every stage keeps of each row: without those drafts that were rejected last. The first
@@ -29,18 +29,22 @@ from torch import Tensor
 
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.device_batch import DeviceBatch
-from magicdec.distributed.channels.message import Ends, Kind, Message
+from magicdec.distributed.channels.message import (
+    DUE,
+    Ends,
+    Kind,
+    Message,
+    wait_for_stream,
+)
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.drafting.drafter import Drafter, DraftSetup, make_drafter
-from magicdec.hardware.environment import wait_for_stream
 from magicdec.hardware.timing import Clock, GroupClock, RealClock
-from magicdec.kv.cache import BatchRows, Lengths, upload
-from magicdec.model.emulated import ARRIVAL
+from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.pipeline.metrics import DraftCounts
 from magicdec.pipeline.spans import Spans, What
 from magicdec.pipeline.stage import VERIFY, WANTED, Stage
 from magicdec.request import Batch, Request, Status, StepOutput
-from magicdec.runner import ModelRunner
+from magicdec.runner import ModelRunner, Tokens
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import Proposal, judge, next_tokens
 from magicdec.scheduling.plan import Limits, Plan
@@ -172,6 +176,7 @@ class RecurrentPipeline:
         assert limits.num_blocks is None and limits.max_waiting is None
         self.stage, self.ends, self.prefill_chunk = stage, ends, prefill_chunk
         self.clock, self.speculation = clock or RealClock(), speculation
+        self.is_alone = stage.runner.group.size == 1  # no other rank must begin lanes alike
         self.shared_clock = GroupClock(self.clock, stage.runner.group, stage.runner.device)
         waiting: list[Request] = []
         self.lanes = [
@@ -198,13 +203,14 @@ class RecurrentPipeline:
         self._arrivals.extend(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
         self.spans, self.samples, self.prompts = Spans(), [], set()
         while self._under_way or self._arrivals:
-            if not self._under_way:
+            if not self._comes_first():
                 self.shared_clock.wait_until(self._arrivals[0].arrived_s)
                 with self.spans.during(What.HEAD, -1):
                     self._take_arrivals(watch)
                 continue
             message = self.ends.inbound.receive()
-            arrived_s = ARRIVAL.time_s = time.perf_counter()
+            arrived_s = time.perf_counter()
+            DUE.reach(message.due_s)
             run, flight = self._under_way.popleft()
             assert message.run == run, "messages come home in their order"
             num_prompts = len(self.prompts)
@@ -213,8 +219,8 @@ class RecurrentPipeline:
             if flight.ends_step:
                 self._begin(flight.lane, watch)
             is_decode = flight.is_decode and len(self.prompts) == num_prompts
-            ARRIVAL.time_s = None
             self.spans.add(What.HEAD, run, arrived_s, int(is_decode))
+        DUE.reach(None)
 
     def close(self) -> None:
         """End the other stages."""
@@ -222,6 +228,16 @@ class RecurrentPipeline:
         last = self.ends.inbound.receive()
         assert last.kind is Kind.END, "no message is behind the last"
         self.ends.outbound.close()
+
+    def _comes_first(self) -> bool:
+        """Whether the next message comes home before a request arrives that an idle lane may begin.
+        Waits until that is known. Several ranks of the first stage must begin lanes alike, so they
+        wait for the message, and so does a rank whose channel cannot tell what is there."""
+        if not self._under_way:
+            return False
+        if not (self.is_alone and self._idle_lanes and self._arrivals):
+            return True
+        return self.ends.inbound.is_there(self._arrivals[0].arrived_s - self.clock.now())
 
     def _take_arrivals(self, watch: Watcher) -> None:
         """Let requests that have arrived wait for rows, and begin idle lanes. All ranks of the
@@ -252,26 +268,25 @@ class RecurrentPipeline:
         if plan.decoding is not None:
             self._send(*self._newest(lane, plan.decoding.requests))
 
-    def _chunks(self, lane: Lane, plan: Plan) -> Iterator[tuple[Flight, Tensor]]:
+    def _chunks(self, lane: Lane, plan: Plan) -> Iterator[tuple[Flight, Tokens]]:
         """The messages of the prompts of a step with their token ids [1, T], one for each chunk."""
         for part in plan.parts:
-            text = part.request.cached_ids[part.start : part.stop]
-            ids = upload([text], self.stage.runner.device)
-            chunks = ids.split(self.prefill_chunk, dim=1)
-            for i, chunk in enumerate(chunks):
-                is_wanted = part.is_last and i + 1 == len(chunks)
-                yield Flight(lane, (part.request,), is_wanted, False), chunk
+            text, size = part.request.cached_ids, self.prefill_chunk
+            for start in range(part.start, part.stop, size):
+                stop = min(start + size, part.stop)
+                is_wanted = part.is_last and stop == part.stop
+                yield Flight(lane, (part.request,), is_wanted, False), [text[start:stop]]
 
-    def _newest(self, lane: Lane, requests: tuple[Request, ...]) -> tuple[Flight, Tensor]:
+    def _newest(self, lane: Lane, requests: tuple[Request, ...]) -> tuple[Flight, Tokens]:
         """The last message of a step, of all rows that decode, with its token ids [B, T]: their
         newest tokens, and drafts."""
         flight = Flight(lane, requests, True, True, ends_step=True)
         if self.speculation is None:
-            return flight, upload([[r.last_token] for r in requests], self.stage.runner.device)
+            return flight, [[request.last_token] for request in requests]
         draft = self.speculation.draft(lane.rows(requests))
         return replace(flight, draft=draft), draft.tokens
 
-    def _send(self, flight: Flight, token_ids: Tensor) -> None:
+    def _send(self, flight: Flight, token_ids: Tokens) -> None:
         """Compute the first stage's layers, and send the result to the next stage."""
         rows, status = flight.lane.rows(flight.requests), flight.status
         lengths = [r.num_cached for r in flight.requests] if status == VERIFY else []
@@ -306,7 +321,7 @@ class RecurrentPipeline:
             else:  # the other stages forget what was rejected with the lane's next message
                 self.stage.runner.truncate(rows, lengths)
                 self.speculation.commit(rows, lengths)
-        return sum(map(len, output.token_ids))
+        return output.num_tokens
 
     def _tokens(self, flight: Flight, logits: Tensor) -> StepOutput:
         """The tokens that follow, from this rank's logits [B, T, V]."""

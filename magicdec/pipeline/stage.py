@@ -37,23 +37,23 @@ from torch import Tensor
 from magicdec.config.sections import SamplingSection
 from magicdec.distributed.channels.message import (
     COMPUTED,
+    DUE,
     Ends,
     Kind,
     Message,
     Receiver,
     Sender,
+    sleep_until,
+    wait_for_stream,
     words_of,
 )
 from magicdec.executor.executor import Cancellation, Cancelled
-from magicdec.hardware.environment import wait_for_stream
 from magicdec.kv.cache import upload
 from magicdec.kv.tree import DraftTree
-from magicdec.model.emulated import ARRIVAL, sleep_until
 from magicdec.pipeline.spans import Spans, What
 from magicdec.pipelined_speculation.messages import Launch, Ranges, to_ranges
-from magicdec.runner import ModelRunner
+from magicdec.runner import ModelRunner, Tokens, gather_vocab
 from magicdec.sampling.coupled import CoupledSampling
-from magicdec.sampling.model_tokens import gather_vocab
 
 WANTED, VERIFY = 1, 2
 SLOTS = 1 << 12  # more runs than are ever in flight; a slot that is taken twice only costs work
@@ -79,14 +79,15 @@ class StageLoop:
         """Serve messages until END. Not for the first stage of a ring, which begins the runs."""
         inbound, outbound = self.ends.inbound, self.ends.outbound
         while (message := inbound.receive()).kind is not Kind.END:
-            begin_s = ARRIVAL.time_s = time.perf_counter()
+            begin_s = time.perf_counter()
+            DUE.reach(message.due_s)
             answer, num_layers = self.part.answer(message)
-            ARRIVAL.time_s = None
             if message.kind in COMPUTED:
                 # Before sending: the receiver may have the answer before this rank goes on.
                 self.spans.add(What.STAGE, message.run, begin_s, num_layers)
             if answer is not None:
                 outbound.send(answer)
+        DUE.reach(None)
         outbound.send(message)
         outbound.close()
 
@@ -110,7 +111,7 @@ class Stage:
         model = self.runner.model
         return model.has_head and model.is_last
 
-    def forward(self, x: Tensor, rows: Sequence[int], status: int) -> Tensor | None:
+    def forward(self, x: Tokens, rows: Sequence[int], status: int) -> Tensor | None:
         """What is sent on, from token ids [B,T] or hidden states [B,T,hidden]; None if nobody
         needs it. After the last layer this is of the last token alone, unless status is VERIFY.
         Returns when it is computed, so that times are right and a message is there when it says
@@ -125,7 +126,7 @@ class Stage:
             sleep_until(due_s)
         return out if status or not self.is_last else None
 
-    def compute(self, x: Tensor, rows: Sequence[int], last_only: bool) -> Tensor:
+    def compute(self, x: Tokens, rows: Sequence[int], last_only: bool) -> Tensor:
         return self.runner.forward(x, rows, last_only=last_only)
 
     @torch.inference_mode()
@@ -150,7 +151,7 @@ class Stage:
             self.runner.truncate(rows, message.words[count:])
         out = self.forward(message.payload, rows, message.status)
         kind = Kind.VOID if out is None else Kind.HIDDEN
-        return replace(message, kind=kind, payload=out), self.num_layers
+        return Message(kind, message.run, message.status, message.words, out), self.num_layers
 
 
 @dataclass(frozen=True)
@@ -327,7 +328,7 @@ class RunStage:
             return Message(Kind.VOID, run, words=message.words), cancelled.num_layers
         if isinstance(out, tuple):
             return Message(Kind.NUMBERS, run, words=out), self.num_layers
-        return replace(message, payload=out), self.num_layers
+        return Message(message.kind, run, words=message.words, payload=out), self.num_layers
 
     def prepare(self, launch: Launch) -> None:
         """What a run does to the cache beside its rows, even if it is skipped."""
@@ -346,9 +347,8 @@ class RunStage:
         of its answer. Raises Cancelled if the cancellation is set before a layer."""
         model, num_rows = self.runner.model, launch.num_rows
         self._cut(launch.lane, launch.positions[0])
-        if model.has_embedding:
-            x = upload([launch.tokens], self.runner.device)
-        else:
+        x: Tokens = [launch.tokens]
+        if not model.has_embedding:
             assert message.payload is not None, "the stage before has computed"
             x = message.payload
         rows, run = [launch.lane], self.runner.forward

@@ -22,8 +22,7 @@ from torch.nn.functional import pad
 from magicdec.kv.cache import upload
 from magicdec.prefill import prefill
 from magicdec.request import Request
-from magicdec.runner import ModelRunner
-from magicdec.sampling.model_tokens import gather_vocab
+from magicdec.runner import ModelRunner, gather_vocab
 from magicdec.scheduling.plan import Part
 
 CONFIDENCE = 0.999  # of both limits on how often rounding changes a token

@@ -189,7 +189,7 @@ class Run:
 
             def observe(output: Any, seconds: float) -> None:
                 samples.observe(output, seconds)
-                advance(sum(map(len, output.token_ids)))
+                advance(output.num_tokens)
 
             finished = self.engine.decode(strategy, observe)
         samples.end_batch(finished, started)

@@ -7,15 +7,13 @@ batch. The arithmetic is in `sampling` and `verification`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from magicdec.config.tree_shape import TreeShape
-from magicdec.distributed.groups import Group
-from magicdec.runner import ModelRunner
+from magicdec.runner import ModelRunner, gather_vocab, greedy
 from magicdec.sampling.coupled import perturb
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.randomness import Purpose
@@ -131,37 +129,3 @@ def judge(
         return Judgement.of(drafts, *verify(drafts, drawn_from, probs, accept, resample))
     accept = draws.branching_ahead(depth, tree.most_children, Purpose.ACCEPT)
     return verify_tree(tree, drafts, drawn_from, probs, accept, resample)
-
-
-def greedy(logits: Tensor, first_row: int, group: Group) -> Tensor:
-    """The ids of the largest logits over a vocabulary that is sharded over ranks: [B, T, V] ->
-    int64 [B, T], the same on every rank.
-
-    `first_row` is the vocabulary id of this rank's first row. This takes one collective: values and
-    ids are sent as pairs of float64, which hold both exactly. Among equal values the smaller id
-    wins, as with argmax on one rank.
-    """
-    value, index = logits.max(dim=-1)
-    if group.size == 1:
-        return index
-    pair = torch.stack([value.double(), (index + first_row).double()], dim=-1)  # [B, T, 2]
-    values, ids = group.all_gather(pair).unbind(-1)  # [ranks, B, T] each
-    best = values.max(dim=0, keepdim=True).values
-    return torch.where(values == best, ids, float("inf")).min(dim=0).values.long()
-
-
-def gather_vocab(logits: Tensor, places: Sequence[tuple[int, int]], group: Group) -> Tensor:
-    """Gather the logits of a vocabulary that is sharded over ranks: [B, T, columns of this rank] ->
-    [B, T, V] on every rank.
-
-    `places` are the half-open ranges of ids of every rank's columns, in the order in which the
-    group gathers (`Group.all_gather_range`). This takes one collective; every shard is padded to
-    the widest.
-    """
-    if group.size == 1:
-        return logits
-    widest = max(last - first for first, last in places)
-    padded = torch.nn.functional.pad(logits, (0, widest - logits.shape[-1]))
-    shards = zip(places, group.all_gather(padded), strict=True)
-    ordered = sorted(shards, key=lambda shard: shard[0])
-    return torch.cat([columns[..., : last - first] for (first, last), columns in ordered], dim=-1)

@@ -1,6 +1,6 @@
 """Scheduler: decides what each step does, and counts the blocks of the KV cache that each row holds
 (`RowBlocks`; the cache itself gives the blocks). No other code changes the state of a request.
-Imports no torch and reads no clock.
+What it decides depends on no clock; `StepCounts` counts it. Imports no torch.
 
 Requests join the running batch at the boundary between two steps, when a row and enough blocks of
 the KV cache are free, and leave it when they have ended (Orca, Yu et al. 2022). Where all requests
@@ -12,13 +12,15 @@ again later (PagedAttention, Kwon et al. 2023, section 4.5).
 from __future__ import annotations
 
 import sys
+import time
 import zlib
 from array import array
 from bisect import insort
-from collections.abc import Collection, Sequence
-from dataclasses import replace
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
 
-from magicdec.request import Batch, Request, Status, StepOutput
+from magicdec.request import Batch, Moves, Request, Status, StepOutput
 from magicdec.scheduling.plan import Limits, Part, Plan
 from magicdec.scheduling.waiting import Order, fcfs
 
@@ -117,8 +119,8 @@ class Scheduler:
         """Append the emitted tokens to each request, up to its own end token or length limit.
         Returns the output with the tokens that were appended."""
         appended, times = [], output.emitted_s or [now] * len(batch.requests)
-        for request, tokens, time in zip(batch.requests, output.token_ids, times, strict=True):
-            new_tokens = request.append(tokens, time)
+        for request, tokens, at in zip(batch.requests, output.token_ids, times, strict=True):
+            new_tokens = request.append(tokens, at)
             appended.append(new_tokens)
             if request.row is None:
                 continue
@@ -236,6 +238,30 @@ class Scheduler:
                 parts.append(Part(request, row, num_done, stop))
                 room = None if room is None else room - (stop - num_done)
         return tuple(sorted(parts, key=lambda part: part.row))
+
+
+@dataclass
+class StepCounts:
+    """What is counted of the steps while requests are served. `now` is the clock of their
+    arrivals."""
+
+    now: Callable[[], float] = field(default=lambda: time.perf_counter(), compare=False)
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_in_flight: int = 0  # summed over the steps
+    moves: dict[int, Moves] = field(default_factory=lambda: defaultdict(Moves))
+
+    def watch(self, plan: Plan) -> None:
+        """Count one step, which begins now. A request is either prefilled or decoded in it."""
+        now = self.now()
+        decoding = () if plan.decoding is None else plan.decoding.requests
+        self.num_steps += 1
+        self.num_preemptions += len(plan.preempted)
+        self.num_in_flight += len(decoding) + len(plan.parts)
+        for request, _ in plan.preempted:
+            self.moves[request.request_id].preempted_s.append(now)
+        for request, _ in plan.admitted:
+            self.moves[request.request_id].joined_s.append(now)
 
 
 class RowBlocks:

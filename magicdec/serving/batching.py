@@ -25,6 +25,7 @@ from magicdec.config.sections import NONE
 from magicdec.console import Progress
 from magicdec.decoding.recorder import CudaGraphs, Eager, Recorder
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
+from magicdec.distributed.channels.message import DUE
 from magicdec.distributed.groups import Group, Launch, ParallelGroups
 from magicdec.distributed.start import make_groups
 from magicdec.distributed.tensor_parallel import Shard
@@ -38,7 +39,7 @@ from magicdec.memory.model_plan import ModelPlan, max_tokens
 from magicdec.memory.plan import model_plans_of
 from magicdec.model.checkpoint.source import check_part
 from magicdec.names import BASELINE
-from magicdec.request import Request, StepOutput
+from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits
 from magicdec.serving.configs import alone_of, complete_run, without_drafts
@@ -248,14 +249,12 @@ class Batching(System):
         for request in requests:
             limits.check(request)
         strategy = self._strategy(each)
+        DUE.reach(None)  # no time of an earlier pass counts
         chunk, window_s = self.run.config.attention.prefill_chunk, self.options.window_ms or 0.0
         engine = Engine(self.runner, chunk, limits, clock=self.clock.clock)
 
-        def observe(output: StepOutput, seconds: float) -> None:
-            watch.tokens(sum(map(len, output.token_ids)))
-
         def serve(batch: Sequence[Request]) -> None:
-            engine.serve(strategy, batch, observe, watch.step)
+            engine.serve(strategy, batch, watch.tokens, watch.counts.watch)
 
         with watch.threads.during():
             BATCHINGS[each.mode](serve, requests, self.clock, self.options.rows, window_s / 1e3)

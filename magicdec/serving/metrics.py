@@ -1,5 +1,5 @@
 """ServingMetrics: how long requests waited and how many were served, computed from the time stamps
-of the requests and from what was counted meanwhile (`StepCounts`). The names are those of serving
+of the requests and from what the scheduler's `StepCounts` counted. The names are those of serving
 benchmarks such as vLLM's.
 
 Owns the definition of every metric. Imports no torch.
@@ -8,10 +8,8 @@ Owns the definition of every metric. Imports no torch.
 from __future__ import annotations
 
 import statistics
-import time
-from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -19,31 +17,7 @@ from typing import Any
 from magicdec.records.fields import Part, recorded
 from magicdec.records.metrics import mean, percentile
 from magicdec.request import Moves, Request
-from magicdec.scheduling.plan import Plan
-
-
-@dataclass
-class StepCounts:
-    """What is counted while requests are served. `now` is the clock of their arrivals."""
-
-    now: Callable[[], float] = field(default=lambda: time.perf_counter(), compare=False)
-    num_steps: int = 0
-    num_preemptions: int = 0
-    num_in_flight: int = 0  # summed over the steps
-    moves: dict[int, Moves] = field(default_factory=lambda: defaultdict(Moves))
-
-    def watch(self, plan: Plan) -> None:
-        """Count one step, which begins now. A request is either prefilled or decoded in it."""
-        now = self.now()
-        decoding = () if plan.decoding is None else plan.decoding.requests
-        self.num_steps += 1
-        self.num_preemptions += len(plan.preempted)
-        self.num_in_flight += len(decoding) + len(plan.parts)
-        for request, _ in plan.preempted:
-            self.moves[request.request_id].preempted_s.append(now)
-        for request, _ in plan.admitted:
-            self.moves[request.request_id].joined_s.append(now)
-
+from magicdec.scheduling.scheduler import StepCounts
 
 ONE_TOKEN = "if every request has a single output token"
 of_request = partial(recorded, unit="ms", digits=1)

@@ -265,7 +265,7 @@ class OpenRing:
         if self.speculation is not None:
             self.speculation.counts = DraftCounts()
         if pipeline is not None:
-            pipeline.serve(requests, watch.tokens, watch.step)
+            pipeline.serve(requests, watch.tokens, watch.counts.watch)
             pipeline.close()
             spans, samples, prompts = pipeline.spans, pipeline.samples, pipeline.prompts
         elif self.stage is not None:

@@ -30,8 +30,7 @@ from magicdec.memory.plan import MemoryPlan, plan_of
 from magicdec.pipeline.spans import Span
 from magicdec.request import Request
 from magicdec.sampling.sampling import make_params
-from magicdec.scheduling.plan import Plan
-from magicdec.serving.metrics import StepCounts
+from magicdec.scheduling.scheduler import StepCounts
 from magicdec.serving.modes import Pass
 from magicdec.serving.options import ServeOptions
 from magicdec.setup.prepare import Prepared, SetupCache
@@ -49,17 +48,14 @@ def ignore(num_tokens: int) -> None:
 
 @dataclass
 class Watch:
-    """What a system tells while it serves: the plan of each step that schedules rows (`step`), the
-    number of tokens that came (`tokens`), and with how many threads it computes (`threads`, which
-    it notes around what computes)."""
+    """What a system tells while it serves: the plan of each step that schedules rows (`counts`),
+    the number of tokens that came (`tokens`), and with how many threads it computes (`threads`,
+    which it notes around what computes)."""
 
     counts: StepCounts = field(default_factory=StepCounts)
     tokens: Callable[[int], None] = ignore
     threads: ThreadCount = field(default_factory=ThreadCount)
     is_measured: bool = False
-
-    def step(self, plan: Plan) -> None:
-        self.counts.watch(plan)
 
 
 @dataclass(frozen=True)

@@ -33,8 +33,8 @@ PROPERTIES = (
         (
             Fault("waits of the first stage taken for its work", "pipeline/recurrent.py",
                   "            message = self.ends.inbound.receive()\n"
-                  "            arrived_s = ARRIVAL.time_s = time.perf_counter()\n",
-                  "            arrived_s = ARRIVAL.time_s = time.perf_counter()\n"
+                  "            arrived_s = time.perf_counter()\n",
+                  "            arrived_s = time.perf_counter()\n"
                   "            message = self.ends.inbound.receive()\n"),
             Fault("the first stage's time from its first message home on", "pipeline/recurrent.py",
                   "                with self.spans.during(What.HEAD, -1):\n"
@@ -75,6 +75,26 @@ PROPERTIES = (
                   "            if answer is not None:\n"
                   "                outbound.send(answer)\n                answer = None\n"
                   "            if message.kind in COMPUTED:\n"),
+        ),
+    ),
+    Property(
+        "The lateness of sleeps does not add up.",
+        f"{STAGES}test_the_lateness_of_sleeps_does_not_add_up",
+        (
+            Fault("emulated work from when its rank woke up", "distributed/channels/message.py",
+                  "        self.time_s += seconds\n",
+                  "        self.time_s = time.perf_counter() + seconds\n"),
+            Fault("a stage that begins before it is free", "distributed/channels/message.py",
+                  "            due_s = max(due_s, self.time_s)\n", "            pass\n"),
+        ),
+    ),
+    Property(
+        "An emulated link counts from when a message was due.",
+        "test_recurrent_order.py::test_an_emulated_link_counts_from_when_a_message_was_due",
+        (
+            Fault("a link from when a message was really sent", "distributed/channels/message.py",
+                  "message.due_s if message.due_s is not None else time.perf_counter()",
+                  "time.perf_counter()"),
         ),
     ),
     Property(

@@ -64,10 +64,10 @@ PROPERTIES = (
         "A step counts what it prefills and what it decodes.",
         f"{METRICS}test_a_step_counts_what_it_prefills_and_decodes",
         (
-            Fault("prompts are not in flight", "serving/metrics.py",
+            Fault("prompts are not in flight", "scheduling/scheduler.py",
                   "self.num_in_flight += len(decoding) + len(plan.parts)",
                   "self.num_in_flight += len(decoding)"),
-            Fault("one preemption a step", "serving/metrics.py",
+            Fault("one preemption a step", "scheduling/scheduler.py",
                   "self.num_preemptions += len(plan.preempted)",
                   "self.num_preemptions += bool(plan.preempted)"),
         ),

@@ -25,9 +25,9 @@ PROPERTIES = (
             Fault("a run's span until it is launched", "pipeline/stage.py",
                   "                wait_for_stream(out.device)\n", "                pass\n"),
             Fault("a run's span with the wait for it", "pipeline/stage.py",
-                  "            begin_s = ARRIVAL.time_s = time.perf_counter()\n",
+                  "            begin_s = time.perf_counter()\n            DUE",
                   "            ends = [span.end_s for span in self.spans[-1:]]\n"
-                  "            begin_s = ARRIVAL.time_s = (ends or [time.perf_counter()])[0]\n"),
+                  "            begin_s = (ends or [time.perf_counter()])[0]\n            DUE"),
         ),
     ),
     Property(

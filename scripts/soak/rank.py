@@ -30,8 +30,8 @@ from magicdec.distributed.ranks import end_with_launcher
 from magicdec.hardware.threads import ThreadCount
 from magicdec.pipeline.head import Wires
 from magicdec.pipeline.stage import RunStage
+from magicdec.scheduling.scheduler import StepCounts
 from magicdec.serving.measure import Experiment, Served
-from magicdec.serving.metrics import StepCounts
 from magicdec.serving.modes import SPECULATIVE, Pass
 from magicdec.serving.speculative_pipeline import SpeculativePipeline
 from magicdec.serving.system import Watch

@@ -12,8 +12,16 @@ from typing import Any
 import torch
 
 from magicdec.distributed import shared_memory
+from magicdec.distributed.channels.carriers import SharedRing
 from magicdec.distributed.channels.connect import Connector, time_round
-from magicdec.distributed.channels.message import ChannelSender, Ends, Kind, Message, MessageForm
+from magicdec.distributed.channels.message import (
+    ChannelReceiver,
+    ChannelSender,
+    Ends,
+    Kind,
+    Message,
+    MessageForm,
+)
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.layout import StageGrid
 from magicdec.distributed.start import close_groups, make_stage_groups
@@ -28,7 +36,7 @@ def messages() -> list[Message]:
     that do not fit into the header."""
     torch.manual_seed(0)
     made = [Message(Kind.FREE, words=(3, -1)), Message(Kind.VOID, run=2**40, status=-7)]
-    made.append(Message(Kind.NUMBERS, words=(4, 5, 6)))
+    made.append(Message(Kind.NUMBERS, words=(4, 5, 6), due_s=1.5))
     for shape in ((1, 1), (3, 2), (1, 300), (2, 1)):
         payload = torch.randn(*shape, WIDTH).to(torch.bfloat16)
         words = tuple(range(shape[0] * 2))
@@ -39,19 +47,27 @@ def messages() -> list[Message]:
 def is_same(a: Message, b: Message) -> bool:
     if (a.kind, a.run, a.status, a.words) != (b.kind, b.run, b.status, b.words):
         return False
+    if a.due_s != b.due_s:
+        return False
     if a.payload is None or b.payload is None:
         return a.payload is b.payload
     return torch.equal(a.payload, b.payload) and a.payload.dtype == b.payload.dtype
 
 
 def check(ends: Ends, is_first: bool, rounds: int = 40) -> None:
-    """Several messages are under way before the first is received."""
+    """Several messages are under way before the first is received. Shared memory tells that there
+    is none before."""
     sent = messages()
+    if is_first:
+        assert isinstance(ends.inbound, ChannelReceiver)
+        is_shared = isinstance(ends.inbound.reader, SharedRing)
+        assert ends.inbound.is_there(0.01) == (not is_shared)
     for _ in range(rounds):
         if is_first:
             for message in sent:
                 ends.outbound.send(message)
         for message in sent:
+            assert ends.inbound.is_there(60.0)
             found = ends.inbound.receive()
             assert is_same(found, message), found
             if not is_first:

@@ -10,7 +10,7 @@ import torch
 from conftest import Launch
 
 from magicdec.distributed.groups import Group
-from magicdec.sampling.model_tokens import gather_vocab
+from magicdec.runner import gather_vocab
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def test_every_pass_has_the_same_tokens_and_a_record(
     assert ring["tensor_parallel"] * len(layers) == num_ranks
     assert all(0 < busy <= 1 for busy in ring["busy"]) and min(ring["decode_ms"]) > 0
     assert (ring["link_ms"] is None) == (num_ranks == 1) and ring["measured_round_ms"] > 0
-    header, hidden = 8 * (6 + ring["lane_size"]), 48 * 4 * ring["lane_size"]
+    header, hidden = 8 * (7 + ring["lane_size"]), 48 * 4 * ring["lane_size"]
     assert ring["decode_hop_bytes"] == header + hidden
     if num_ranks > 1:  # prompts go to the last stage whole, and come home as one token
         prompts = [request["prompt_len"] for request in records[-1]["requests"]]
@@ -79,7 +79,7 @@ def check_drafts(ring: dict[str, Any], lengths: list[int]) -> None:
     assert ring["acceptance_rate"] == ring["num_accepted"] / ring["num_drafted"] > 0
     assert ring["tokens_per_round"] == sum(length - 1 for length in lengths) / rows > 1
     assert ring["draft_ms"] > 0
-    header, hidden = 8 * (6 + 2 * ring["lane_size"]), 48 * 4 * ring["lane_size"] * (1 + 3)
+    header, hidden = 8 * (7 + 2 * ring["lane_size"]), 48 * 4 * ring["lane_size"] * (1 + 3)
     assert ring["decode_hop_bytes"] == header + hidden
 
 

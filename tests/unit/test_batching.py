@@ -26,9 +26,10 @@ from magicdec.memory.plan import Models
 from magicdec.names import BASELINE
 from magicdec.records.writing import to_json
 from magicdec.request import Request, SamplingParams, Status
+from magicdec.scheduling.scheduler import StepCounts
 from magicdec.serving.batching import BATCHINGS, Batching
 from magicdec.serving.measure import Measured
-from magicdec.serving.metrics import ServingMetrics, StepCounts, serving_metrics
+from magicdec.serving.metrics import ServingMetrics, serving_metrics
 from magicdec.serving.modes import Pass
 from magicdec.serving.prepare import check_here, prepare
 from magicdec.serving.record import ServingRecord

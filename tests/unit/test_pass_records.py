@@ -23,7 +23,9 @@ from magicdec.pipelined_speculation.scheduler import Counts
 from magicdec.records.reading import load_records, read_records
 from magicdec.records.record import SCHEMA_VERSION
 from magicdec.report.figures.modes import labels_of
-from magicdec.serving.metrics import Moves, StepCounts, serving_metrics
+from magicdec.request import Moves
+from magicdec.scheduling.scheduler import StepCounts
+from magicdec.serving.metrics import serving_metrics
 from magicdec.serving.record import ServingRecord
 from magicdec.serving.showing import verdict
 from magicdec.tables import print_tables

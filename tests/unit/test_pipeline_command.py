@@ -14,8 +14,9 @@ from magicdec.distributed.layout import Layout, make_layout
 from magicdec.pipeline.metrics import Observed, speculation_metrics
 from magicdec.pipeline.spans import Span, What
 from magicdec.pipelined_speculation.scheduler import Counts
-from magicdec.request import Request
-from magicdec.serving.metrics import Moves, ServingMetrics, StepCounts, serving_metrics
+from magicdec.request import Moves, Request
+from magicdec.scheduling.scheduler import StepCounts
+from magicdec.serving.metrics import ServingMetrics, serving_metrics
 
 EMULATED = ("--emulate_stage_ms", "20", "--emulate_acceptance", "0.5", "--modes", "async")
 NEEDS_TOKENS = "--emulate_acceptance 0.5 needs the tokens of a mode that comes before; name"
@@ -100,6 +101,8 @@ def test_stages_of_several_ranks_are_refused_where_they_cannot_be(tmp_path: Path
         prepare_as("pipeline", tmp_path, "--layer_split", "5,1", world_size=10)
     with pytest.raises(ValueError, match=r"auto:1/1.0: stages of 2 ranks are timed together, but"):
         prepare_as("pipeline", tmp_path, "--layer_split", "auto:1/1.0", world_size=3)
+    with pytest.raises(ValueError, match=r"auto:1/1.0: stages of several ranks are not timed"):
+        prepare_as("recurrent", tmp_path, "--layer_split", "auto:1/1.0", world_size=3)
 
 
 def finished(times_s: list[float]) -> Request:

@@ -14,6 +14,9 @@ from conftest import TINY, make_requests, make_runner
 from fake_clock import VirtualClock
 
 from magicdec.distributed.channels.message import (
+    DUE,
+    ChannelReceiver,
+    ChannelSender,
     DelayedSender,
     Ends,
     Kind,
@@ -25,10 +28,9 @@ from magicdec.distributed.channels.message import (
 )
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.ngram import NgramDrafter
-from magicdec.model.emulated import ARRIVAL, EmulatedModel
+from magicdec.model.emulated import EmulatedModel
 from magicdec.pipeline.recurrent import RecurrentPipeline, Speculation, most_under_way
-from magicdec.pipeline.spans import Spans
-from magicdec.pipeline.stage import VERIFY, WANTED, Stage, StageLoop
+from magicdec.pipeline.stage import VERIFY, WANTED, Stage
 from magicdec.request import Request
 from magicdec.scheduling.plan import Limits
 
@@ -37,18 +39,21 @@ CHUNK, LIMITS = 8, Limits(60, prefill_tokens=16)
 
 
 class Ring:
-    """All other stages: messages come home in their order, and each has been seen. A step of
-    `clock` passes while the first stage waits for one."""
+    """All other stages: messages come home in their order, and each has been seen. One comes a step
+    of `clock` after the one before, or after it was sent if none is under way."""
 
     def __init__(self, clock: VirtualClock | None = None) -> None:
         self.step_clock = clock or VirtualClock(0.0)
         self.under_way: deque[Message] = deque()
         self.sent: list[Message] = []
+        self.sent_s: list[float] = []
         self.depths: list[int] = []
+        self.came_s = 0.0  # when the last message came home
         self.traffic = Traffic()
 
     def send(self, message: Message) -> None:
         self.sent.append(message)
+        self.sent_s.append(self.step_clock.now())
         if message.kind is Kind.FREE:
             return
         if message.kind is Kind.HIDDEN:
@@ -58,11 +63,17 @@ class Ring:
             ]
             kind = Kind.VOID if home is None else Kind.HIDDEN
             message = replace(message, kind=kind, payload=home)
+        if not self.under_way:
+            self.came_s = self.step_clock.now()
         self.under_way.append(message)
+
+    def is_there(self, seconds: float) -> bool:
+        return self.came_s + self.step_clock.step_s <= self.step_clock.now() + seconds
 
     def receive(self) -> Message:
         self.depths.append(len(self.under_way))
-        self.step_clock.after_step()
+        self.came_s += self.step_clock.step_s
+        self.step_clock.wait_until(self.came_s)
         return self.under_way.popleft()
 
     def close(self) -> None:
@@ -141,10 +152,11 @@ def test_a_request_that_arrives_takes_an_idle_lane_or_a_free_row() -> None:
         for place, m in enumerate(ring.sent)
         if m.payload is not None and m.payload.shape[1] == 4
     ]
-    # A message comes home each second. With the third one the second request begins the idle lane,
-    # before the first lane's next step. The last two have arrived with the fifth, which is of the
-    # first lane: it takes one of them beside its other row, and the second lane takes the other.
+    # A message comes home each second. The second request begins the idle lane when it arrives,
+    # while the third message is under way. The last two have arrived with the fifth, which is of
+    # the first lane: it takes one of them beside its other row, and the second lane the other.
     assert prompts == [(0, (0,)), (3, (2,)), (6, (1,)), (8, (3,))], "rows 0 and 1 are a lane"
+    assert [ring.sent_s[place] for place, _ in prompts] == [0.0, 2.5, 5.0, 6.0]
 
 
 def test_one_sample_alone_takes_turns() -> None:
@@ -177,6 +189,40 @@ def test_an_emulated_link_keeps_the_order() -> None:
     assert Link(0.0, 1000.0).seconds(500) == 0.5 and Link(1.0).seconds(500) == 0.0
 
 
+def test_an_emulated_link_counts_from_when_a_message_was_due() -> None:
+    """The second message is due while the first, of 104 bytes, is on the link. The third one does
+    not say when it was due."""
+    loop = Loopback()
+    link = DelayedSender(loop, Link(2.0, 104.0), MessageForm(TINY.hidden_size, torch.float32, 6))
+    for due_s in (10.0, 10.25, None):
+        link.send(Message(Kind.NUMBERS, words=(1,), due_s=due_s))
+    link.close()
+    assert [loop.receive().due_s for _ in range(3)] == [13.0, 14.0, None]
+
+
+class Wire(deque[torch.Tensor]):
+    """Both ends of what carries tensors."""
+
+    num_bytes = 0
+    send = deque.append
+
+    def fill(self, tensor: torch.Tensor) -> None:
+        tensor.copy_(self.popleft())
+
+    def close(self) -> None:
+        """There is nothing to wait for."""
+
+
+@pytest.mark.parametrize("shares_clock", [True, False])
+def test_a_message_says_when_it_is_due_to_ranks_of_its_host(shares_clock: bool) -> None:
+    wire = Wire()
+    sender, device = ChannelSender(FORM, wire), torch.device("cpu")
+    receiver = ChannelReceiver(FORM, wire, device, shares_clock=shares_clock)
+    for due_s in (None, 2.5):
+        sender.send(Message(Kind.NUMBERS, words=(1, 2), due_s=due_s))
+        assert receiver.receive().due_s == (due_s if shares_clock else None)
+
+
 def test_an_emulated_link_passes_errors_on() -> None:
     class Broken(Loopback):
         def send(self, message: Message) -> None:
@@ -195,22 +241,4 @@ def test_a_whole_model_may_be_emulated() -> None:
     requests = make_requests([(5,) * 20] * 3, 4)
     RecurrentPipeline(stage, Ends(loop, loop), 2, 1, LIMITS, CHUNK).serve(requests)
     assert all(request.output_ids == [20, 21, 22, 23] for request in requests)
-
-
-def test_an_emulated_forward_counts_once_from_the_arrival_of_its_message() -> None:
-    """A stage says when a message came while it answers it, and no longer."""
-    seen: list[float | None] = []
-
-    class Watched:
-        def answer(self, message: Message) -> tuple[Message | None, int]:
-            seen.append(ARRIVAL.time_s)
-            assert ARRIVAL.take() == seen[-1], "the first forward"
-            assert ARRIVAL.time_s is None, "the second one begins when it begins"
-            ARRIVAL.time_s = 0.0  # as if it had computed nothing
-            return None, 0
-
-    inbound, spans = Loopback(), Spans()
-    inbound.send(Message(Kind.HIDDEN))
-    inbound.send(Message(Kind.END))
-    StageLoop(Watched(), Ends(inbound, Loopback()), spans).serve()
-    assert seen == [spans[0].begin_s] and ARRIVAL.time_s is None
+    assert DUE.time_s is None, "what follows, as a probe of the links, is not emulated"

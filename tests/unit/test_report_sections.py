@@ -20,7 +20,9 @@ from test_report import links, rows, variant
 from magicdec.cli import export, report_page
 from magicdec.pipeline.metrics import StageUse, ring_metrics
 from magicdec.pipeline.spans import Span, What
-from magicdec.serving.metrics import Moves, StepCounts, serving_metrics
+from magicdec.request import Moves
+from magicdec.scheduling.scheduler import StepCounts
+from magicdec.serving.metrics import serving_metrics
 from magicdec.serving.record import occupancy_of
 
 

@@ -358,7 +358,8 @@ class RoundRobin(System):
                 waiting, order = waiting[len(arrived) :], order + arrived
                 request = order.pop(0)
                 row = request.request_id
-                watch.step(Plan(Batch((request,)), admitted=tuple((r, row) for r in arrived)))
+                admitted = tuple((each, row) for each in arrived)
+                watch.counts.watch(Plan(Batch((request,)), admitted=admitted))
                 self.clock.after_step()
                 self.emit(each, request, watch)
                 order += [request] * (request.finished_s is None)

@@ -10,11 +10,11 @@ import pytest
 
 from magicdec.request import Batch, Moves, Request, SamplingParams
 from magicdec.scheduling.plan import Part, Plan
+from magicdec.scheduling.scheduler import StepCounts
 from magicdec.serving.measure import Experiment
 from magicdec.serving.metrics import (
     GOODPUT_OF,
     ServingMetrics,
-    StepCounts,
     gaps_ms,
     serving_metrics,
 )

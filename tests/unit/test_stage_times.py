@@ -18,7 +18,7 @@ from test_recurrent_order import CHUNK, LIMITS, Ring
 from threaded_pipeline import FakeStage
 from torch import Tensor
 
-from magicdec.distributed.channels.message import Ends, Kind, Message, Traffic
+from magicdec.distributed.channels.message import DUE, Ends, Kind, Message, Traffic
 from magicdec.distributed.layout import Layout
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.executor.executor import Cancellation
@@ -31,13 +31,14 @@ from magicdec.pipeline.stage import VERIFY, WANTED, CancelBoard, Stage, StageLoo
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.scheduler import Counts
 
-STAGE_S, LINK_S = 0.5, 0.25
+STAGE_S, LINK_S, LATE_S = 0.5, 0.25, 0.125
 
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
-    """Sleeping takes no time but on this clock."""
+    """Sleeping takes no time but on this clock, on which nothing was due before."""
     clock = Clock()
+    DUE.reach(None)
     monkeypatch.setattr("time.perf_counter", clock)
     monkeypatch.setattr("time.sleep", clock.advance)
     return clock
@@ -114,6 +115,22 @@ def test_another_stage_waits_from_its_first_message_on(clock: Clock) -> None:
     assert use.decode_s == STAGE_S
 
 
+def test_the_lateness_of_sleeps_does_not_add_up(
+    clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every sleep ends LATE_S late. The second message was due while the first was emulated, and
+    the third after that."""
+    monkeypatch.setattr("time.sleep", lambda seconds: clock.advance(seconds + LATE_S))
+    begin_s, dues_s = clock.now, (0.0, 0.25, 2.0)
+    messages = [replace(hidden(0, 1, WANTED), due_s=clock.now + due_s) for due_s in dues_s]
+    arrivals = [*((LATE_S, message) for message in messages), (1.0, Message(Kind.END))]
+    ends, ring = scripted(clock, arrivals)
+    StageLoop(make_stage(), ring, Spans()).serve()
+    answers_s = [begin_s + at_s for at_s in (STAGE_S, 2 * STAGE_S, 2.0 + STAGE_S)]
+    assert [message.due_s for message in ends.sent[:3]] == answers_s
+    assert DUE.time_s is None, "it emulates nothing any more"
+
+
 def test_only_runs_that_decode_are_in_the_median(clock: Clock) -> None:
     spans = Spans(Span(What.STAGE, run, 0.0, seconds) for run, seconds in enumerate([9, 8, 1, 3]))
     assert use_of(spans, 9.0, {0, 1}).decode_s == 2.0
@@ -122,7 +139,7 @@ def test_only_runs_that_decode_are_in_the_median(clock: Clock) -> None:
 
 @dataclass
 class Distant(Ring):
-    """Messages come home LINK_S after the first stage began to wait for them."""
+    """Messages come home LINK_S after the first stage began to wait for them, by real links."""
 
     clock: Clock
 
@@ -131,7 +148,7 @@ class Distant(Ring):
 
     def receive(self) -> Message:
         self.clock.advance(LINK_S)
-        return super().receive()
+        return replace(super().receive(), due_s=None)
 
 
 def first_stage(clock: Clock) -> RecurrentPipeline:

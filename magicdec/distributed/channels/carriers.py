@@ -54,6 +54,10 @@ class GroupCarrier:
     def fill(self, tensor: Tensor) -> None:
         self.wait_for(self._start(dist.irecv, tensor), self.peer, self.processes)
 
+    def is_there(self, seconds: float) -> bool:
+        """A process group says nothing of what it has not been asked to receive."""
+        return True
+
     def close(self) -> None:
         while self._under_way:
             self._wait()
@@ -126,6 +130,15 @@ class SharedRing:
 
     def fill(self, tensor: Tensor) -> None:
         self._move(self._library.magicdec_ring_read, tensor)
+
+    def is_there(self, seconds: float) -> bool:
+        end_s = time.monotonic() + seconds
+        while (left_s := end_s - time.monotonic()) > 0:
+            wait_ms = ctypes.c_int64(min(WAIT_MS, int(1e3 * left_s)))
+            if self._library.magicdec_ring_has_bytes(self._ring, wait_ms):
+                return True
+            self.processes.check()
+        return False
 
     def close(self) -> None:
         """What is in the ring reaches the receiver without this rank."""

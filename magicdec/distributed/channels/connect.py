@@ -58,6 +58,7 @@ class Connector:
         self.rank, self.headers, self.form, self.device = launch.rank, headers, form, device
         self.apart, self.link, self.depth, self.capacity = apart, link, depth, capacity
         self.processes = processes_of(launch)
+        self.shares_clock = launch.local_world_size == launch.world_size
 
     def edge(
         self, sender: int, receiver: int, form: MessageForm, apart: str | None = None
@@ -78,7 +79,7 @@ class Connector:
             else GroupCarrier(handle, peer, MOST_TENSORS * self.depth, processes)
         )
         if is_receiver:
-            return None, ChannelReceiver(form, carrier, self.device, payloads)
+            return None, ChannelReceiver(form, carrier, self.device, payloads, self.shares_clock)
         channel_sender = ChannelSender(form, carrier, payloads)
         if self.link is None:
             return channel_sender, None

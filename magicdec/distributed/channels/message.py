@@ -9,10 +9,11 @@ longer than PATIENCE_S.
 
 from __future__ import annotations
 
+import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from queue import Queue, SimpleQueue
 from threading import Thread
@@ -23,7 +24,7 @@ from torch import Tensor
 
 PATIENCE_S = 600.0  # the longest wait for a message, or for room to send one
 WORD_BYTES = 8
-NUM_FIELDS = 6  # of a header, before its words
+NUM_FIELDS = 7  # of a header, before its words
 
 
 class Kind(IntEnum):
@@ -38,17 +39,54 @@ class Kind(IntEnum):
 COMPUTED = (Kind.HIDDEN, Kind.VOID)  # of runs, which every stage computes or skips
 
 
+def sleep_until(due_s: float) -> None:
+    """Return at that time of `time.perf_counter`, or at once if it is over."""
+    time.sleep(max(0.0, due_s - time.perf_counter()))
+
+
+class Due(threading.local):
+    """When this thread was due to have done the emulated work that it has done, in seconds of
+    `time.perf_counter`; None if it emulates nothing. A process wakes late from a sleep. What it
+    emulates next counts from when the sleep was due to end, so that lateness does not add up."""
+
+    time_s: float | None = None
+
+    def reach(self, due_s: float | None) -> None:
+        """A message is there that was due at that time. None: real time counts."""
+        if due_s is not None and self.time_s is not None:
+            due_s = max(due_s, self.time_s)
+        self.time_s = due_s
+
+    def begin(self) -> None:
+        """Emulated work begins: now, unless the message or the work before it says when."""
+        if self.time_s is None:
+            self.time_s = time.perf_counter()
+
+    def sleep(self, seconds: float) -> None:
+        """Sleep from when this thread was due to have done all before. Real time counts for a
+        thread that emulates nothing."""
+        if self.time_s is None:
+            return time.sleep(seconds)
+        self.time_s += seconds
+        sleep_until(self.time_s)
+
+
+DUE = Due()
+
+
 @dataclass(frozen=True)
 class Message:
     """`run` is the number of the run, or of the draft step, that it belongs to. `words` are numbers
     whose meaning the kind gives. `payload` are hidden states [rows, tokens, hidden], None if there
-    are none."""
+    are none. `due_s` says when it is due to arrive, or to leave the thread that makes it; None
+    unless it follows from emulated work (`Due`)."""
 
     kind: Kind
     run: int = 0
     status: int = 0
     words: tuple[int, ...] = ()
     payload: Tensor | None = None
+    due_s: float | None = field(default_factory=lambda: DUE.time_s, compare=False)
 
 
 def words_of(values: Iterable[float]) -> tuple[int, ...]:
@@ -63,7 +101,7 @@ def floats_of(words: Sequence[int]) -> list[float]:
 
 @dataclass(frozen=True)
 class MessageForm:
-    """What both ends of a channel must agree on. A message is a header, int64 [6 + num_words]; the
+    """What both ends of a channel must agree on. A message is a header, int64 [7 + num_words]; the
     words that do not fit there, as a tensor of their own; and the payload as it is, of `width` and
     `dtype`."""
 
@@ -72,11 +110,12 @@ class MessageForm:
     num_words: int
 
     def numbers(self, message: Message) -> list[Tensor]:
-        """All but the payload. The header has kind, run, status, rows, tokens, the number of words,
-        and the first words."""
+        """All but the payload. The header has kind, run, status, rows, tokens, when the message is
+        due in ns (0: it is not said), the number of words, and the first words."""
         count, words = self.num_words, message.words
         rows, tokens = (0, 0) if message.payload is None else message.payload.shape[:2]
-        fields = (message.kind, message.run, message.status, rows, tokens, len(words))
+        due_ns = round(1e9 * (message.due_s or 0.0))
+        fields = (message.kind, message.run, message.status, rows, tokens, due_ns, len(words))
         header = (*fields, *words[:count], *[0] * (count - len(words)))
         tensors = [torch.tensor(header, dtype=torch.int64)]
         if len(words) > count:
@@ -117,6 +156,10 @@ class Receiver(Protocol):
     def receive(self) -> Message:
         """The next message. Waits for it."""
 
+    def is_there(self, seconds: float) -> bool:
+        """False if the next message, which is under way, has not come after so many seconds, about
+        which a channel that cannot tell returns True at once."""
+
 
 @dataclass(frozen=True)
 class Ends:
@@ -136,6 +179,9 @@ class Carrier(Protocol):
 
     def fill(self, tensor: Tensor) -> None:
         """Receive into `tensor`. Waits until it is in the memory of this rank."""
+
+    def is_there(self, seconds: float) -> bool:
+        """As `Receiver.is_there`."""
 
     def close(self) -> None:
         """Wait until everything is sent."""
@@ -170,23 +216,30 @@ class ChannelSender(Sender):
 
 @dataclass(frozen=True)
 class ChannelReceiver:
-    """Payloads arrive on `device`: by `payloads` if they go apart from their headers."""
+    """Payloads arrive on `device`: by `payloads` if they go apart from their headers.
+    `shares_clock`: both ends are on one host, so that the time when a message is due has a meaning
+    here."""
 
     form: MessageForm
     reader: Carrier
     device: torch.device
     payloads: Carrier | None = None
+    shares_clock: bool = True
 
     def receive(self) -> Message:
         header = torch.empty(NUM_FIELDS + self.form.num_words, dtype=torch.int64)
         self.reader.fill(header)
-        kind, run, status, rows, tokens, num_words, *words = header.tolist()
+        kind, run, status, rows, tokens, due_ns, num_words, *words = header.tolist()
         if num_words > self.form.num_words:
             others = torch.empty(num_words - self.form.num_words, dtype=torch.int64)
             self.reader.fill(others)
             words += others.tolist()
         payload = self._payload((rows, tokens, self.form.width)) if rows * tokens else None
-        return Message(Kind(kind), run, status, tuple(words[:num_words]), payload)
+        due_s = due_ns / 1e9 if due_ns and self.shares_clock else None
+        return Message(Kind(kind), run, status, tuple(words[:num_words]), payload, due_s)
+
+    def is_there(self, seconds: float) -> bool:
+        return self.reader.is_there(seconds)
 
     def _payload(self, shape: tuple[int, ...]) -> Tensor:
         if self.payloads is not None:
@@ -215,6 +268,9 @@ class SharedReceiver:
                 other.close()
         return message
 
+    def is_there(self, seconds: float) -> bool:
+        return self.receiver.is_there(seconds)
+
 
 @dataclass(frozen=True)
 class Link:
@@ -230,7 +286,8 @@ class Link:
 
 
 class DelayedSender(Sender):
-    """Sends through `sender`, which only its thread uses, as if over `link`."""
+    """Sends through `sender`, which only its thread uses, as if over `link`. The time on the link
+    counts from when a message was due to be sent, if it says so, and else from now on."""
 
     def __init__(self, sender: Sender, link: Link, form: MessageForm) -> None:
         self.sender, self.link, self.form = sender, link, form
@@ -247,10 +304,16 @@ class DelayedSender(Sender):
         payload = message.payload
         num_tokens = 0 if payload is None else payload.shape[0] * payload.shape[1]
         num_bytes = self.form.num_bytes(num_tokens, len(message.words))
-        begin = max(time.perf_counter(), self._free_at)
-        self._free_at = begin + self.link.seconds(num_bytes)
-        on_host = replace(message, payload=None if payload is None else to_host(payload))
-        self._queue.put((self._free_at + self.link.delay_s, on_host))
+        is_emulated = message.due_s is not None
+        begin_s = message.due_s if message.due_s is not None else time.perf_counter()
+        self._free_at = max(begin_s, self._free_at) + self.link.seconds(num_bytes)
+        due_s = self._free_at + self.link.delay_s
+        on_host = replace(
+            message,
+            payload=None if payload is None else to_host(payload),
+            due_s=due_s if is_emulated else None,
+        )
+        self._queue.put((due_s, on_host))
 
     def close(self) -> None:
         self._queue.join()
@@ -260,7 +323,7 @@ class DelayedSender(Sender):
     def _run(self) -> None:
         while True:
             due_s, message = self._queue.get()
-            time.sleep(max(0.0, due_s - time.perf_counter()))
+            sleep_until(due_s)
             try:
                 if not self._error:
                     self.sender.send(message)
@@ -296,6 +359,9 @@ class Loopback(Sender):
     def receive(self) -> Message:
         return self._messages.get()
 
+    def is_there(self, seconds: float) -> bool:
+        return True  # what is under way has come
+
 
 def to_host(tensor: Tensor) -> Tensor:
     """A copy in pinned memory of the host; a tensor that is there is returned as it is. Waits for
@@ -304,7 +370,7 @@ def to_host(tensor: Tensor) -> Tensor:
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
     host.copy_(tensor, non_blocking=True)
-    torch.cuda.current_stream(tensor.device).synchronize()
+    wait_for_stream(tensor.device)
     return host
 
 
@@ -314,3 +380,10 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if tensor.device.type == device.type:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)
+
+
+def wait_for_stream(device: torch.device) -> None:
+    """Wait until the device has computed what this thread started. It does not wait for messages
+    that other streams send: their receiver may be waiting for this rank."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()

@@ -93,4 +93,10 @@ int64_t magicdec_ring_read(
     return done;
 }
 
+// Whether there is something to read. Waits for it, for about `timeout_ms` at most.
+int magicdec_ring_has_bytes(Ring* ring, int64_t timeout_ms) {
+    const uint64_t at = ring->read.bytes.load();
+    return wait(ring->written, timeout_ms, [&] { return ring->written.bytes.load() > at; });
+}
+
 }  // extern "C"
