@@ -108,7 +108,7 @@ inline void in_blocks(int64_t M, Body body) {
 }
 
 // Vectors of columns whose sums for N rows fit into registers: at most 24 of 32, or 12 of 16.
-constexpr int vectors_of(int N) { return W == 16 ? 4 : N == 1 ? 8 : N == 2 ? 4 : 2; }
+constexpr int vectors_of(int N) { return W == 16 ? 4 : N == 1 ? 8 : 2; }
 
 // The left operand: entry (n, k) is x[n * row + k * step].
 struct Left {
