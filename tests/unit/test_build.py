@@ -70,3 +70,11 @@ def test_without_a_compiler_it_says_what_to_install(
     assert build.find_compiler() is None
     with pytest.raises(ValueError, match="needs a C\\+\\+ compiler; on Debian: apt install g"):
         build.load_library(home / "answer.cpp")
+
+
+def test_a_triton_that_cannot_interpret_is_refused() -> None:
+    build.check_interpreter("--attention triton", "3.7.1", "2.5.0")
+    build.check_interpreter("--attention triton", "3.6.0", "2.3.5")
+    message = "--attention triton --device cpu: triton 3.6.0 cannot interpret kernels with numpy "
+    with pytest.raises(ValueError, match=f"^{message}2.4.6; install triton 3.7 or numpy 2.3$"):
+        build.check_interpreter("--attention triton", "3.6.0", "2.4.6")

@@ -1,10 +1,12 @@
-"""Clocks and slowdown reasons, read from a fake NVML."""
+"""What a record says of a GPU: clocks and slowdown reasons, read from a fake NVML, and the
+installed versions of flash-attn."""
 
 from __future__ import annotations
 
 import datetime
 import sys
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
@@ -12,15 +14,29 @@ import pytest
 import torch
 
 from magicdec.distributed.groups import Launch
-from magicdec.hardware.environment import GpuState, describe_environment, watch_gpu
+from magicdec.hardware.environment import (
+    GpuState,
+    describe_environment,
+    flash_attn_versions,
+    watch_gpu,
+)
 
 NOTHING = {"gpu_sm_mhz": None, "gpu_most_sm_mhz": None, "gpu_slowed_by": None}
+
+READ = {
+    "gpu_sm_mhz": [1755, 1980],
+    "gpu_most_sm_mhz": 2100,
+    "gpu_slowed_by": ["software power cap", "software thermal slowdown"],
+}
 
 
 class Nvml(ModuleType):
     """A fake NVML with one GPU whose clock falls, because of heat and because it is idle."""
 
     NVML_CLOCK_SM = 1
+
+    class NVMLError(Exception):
+        """What a driver's refusal raises."""
 
     def __init__(self) -> None:
         super().__init__("pynvml")
@@ -67,17 +83,42 @@ def test_the_range_of_clocks_and_every_slowdown_is_kept(nvml: Nvml) -> None:
     assert read_by(state) == NOTHING, "nothing was read"
     for _ in range(3):
         state.read()
-    assert read_by(state) == {
-        "gpu_sm_mhz": [1755, 1980],
-        "gpu_most_sm_mhz": 2100,
-        "gpu_slowed_by": ["software power cap", "software thermal slowdown"],
-    }
+    assert read_by(state) == READ
 
 
 def test_a_gpu_that_only_idles_is_not_slowed(nvml: Nvml) -> None:
     state = watch_gpu(torch.device("cuda", 0))
     state.read()
     assert read_by(state)["gpu_slowed_by"] == []
+
+
+@pytest.mark.parametrize(
+    ("function", "nulls"),
+    [
+        ("nvmlInit", list(NOTHING)),
+        ("nvmlDeviceGetHandleByUUID", list(NOTHING)),
+        ("nvmlDeviceGetClockInfo", ["gpu_sm_mhz", "gpu_most_sm_mhz"]),
+        ("nvmlDeviceGetMaxClockInfo", ["gpu_most_sm_mhz"]),
+        ("nvmlDeviceGetCurrentClocksThrottleReasons", ["gpu_slowed_by"]),
+    ],
+)
+def test_what_the_driver_refuses_is_null_and_said_once(
+    function: str,
+    nulls: list[str],
+    nvml: Nvml,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise nvml.NVMLError("Insufficient Permissions")
+
+    monkeypatch.setattr(nvml, function, refuse)
+    state = watch_gpu(torch.device("cuda", 0))
+    for _ in range(3):
+        state.read()
+    assert read_by(state) == READ | dict.fromkeys(nulls)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == f"NVML: {function}: Insufficient Permissions; what it does not read is null"
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
@@ -89,3 +130,26 @@ def test_without_nvml_or_a_gpu_there_is_nothing(
     state = watch_gpu(torch.device(device))
     state.read()
     assert read_by(state) == NOTHING
+
+
+@pytest.mark.parametrize(
+    ("folders", "versions"),
+    [
+        ((), []),
+        (("flash_attn_4-4.0.0b9",), ["4.0.0b9"]),
+        (("flash_attn-2.8.3", "flash_attn_3-3.0.0", "flash_attn_4-4.1"), ["2.8.3", "3.0.0", "4.1"]),
+    ],
+)
+def test_every_version_of_flash_attn_is_recorded(
+    folders: tuple[str, ...],
+    versions: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for folder in folders:
+        name, _, number = folder.partition("-")
+        (tmp_path / f"{folder}.dist-info").mkdir()
+        text = f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n"
+        (tmp_path / f"{folder}.dist-info" / "METADATA").write_text(text)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert flash_attn_versions() == versions
