@@ -68,6 +68,10 @@ class OnDevice(Tensor):
     def device(self) -> torch.device:  # type: ignore[override]
         return DEVICE
 
+    @property
+    def is_meta(self) -> bool:  # type: ignore[override]
+        return False
+
     def tolist(self) -> Any:  # torch refuses it for subclasses
         note("tolist")
         return self.values.tolist()
