@@ -17,7 +17,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import gpu_suite
-from gpu_stages import latency, peers, predict, summary
+from gpu_stages import attention, latency, peers, predict, summary
 from gpu_stages.plain_loop import PlainLoop
 from gpu_stages.results import Results, load_cells
 from gpu_stages.scale import FULL, TINY
@@ -163,6 +163,15 @@ def test_what_cannot_be_recorded_is_measured_without_graphs(
     with pytest.raises(RuntimeError, match="out of memory"):
         latency.run_recorded("latency", ["--B", 1], suite)  # type: ignore[arg-type]
     assert len(calls) == 3
+
+
+def test_a_layer_is_read_again_only_after_twice_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(L2_cache_size=60 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    cuda, small = torch.device("cuda", 0), 2 * 4101 * 8 * 128 * 2  # B=1, S=4096
+    layers = attention.num_layers(small, cuda)
+    assert (layers - 1) * small <= 120 << 20 < layers * small
+    assert attention.num_layers(2 << 30, cuda) == attention.num_layers(1, torch.device("cpu")) == 1
 
 
 def test_batches_fit_beside_the_weights() -> None:
