@@ -28,18 +28,21 @@ from magicdec.kernels.build import cpu_field, find_compiler
 from magicdec.records.environment import Environment
 
 GIT_TIMEOUT_S = 10.0
+LEAST_CAPABILITY = (8, 0)  # of GPUs that multiply bfloat16, for which our kernels are compiled
 
 
 def probe_machine(launch: Launch) -> Machine:
     """The facts that decide what `auto` means on this machine."""
     flags = cpu_field("flags").split()
-    has_cuda, has_compiler = torch.cuda.is_available(), find_compiler() is not None
+    obstacle, has_compiler = gpu_obstacle(), find_compiler() is not None
+    has_cuda = torch.cuda.is_available() and obstacle is None
     return Machine(
         num_cpus=len(os.sched_getaffinity(0)),
         world_size=launch.world_size,
         local_world_size=launch.local_world_size,
         first_rank=launch.local_ranks[0],
         has_cuda=has_cuda,
+        gpu_obstacle=obstacle,
         num_gpus=torch.cuda.device_count(),
         avoids_native_steps=os.environ.get("MAGICDEC_NATIVE_STEPS") == "off",
         has_compiler=has_compiler,
@@ -48,6 +51,17 @@ def probe_machine(launch: Launch) -> Machine:
         widens_bfloat16=has_compiler and ("avx2" in flags or platform.machine() == "aarch64"),
         missing_backends=missing_backends(list_backends(lambda c: has_cuda or "cpu" in c.devices)),
     )
+
+
+def gpu_obstacle() -> str | None:
+    """Why a GPU of this host cannot serve, or None."""
+    for index in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(index)
+        if capability < LEAST_CAPABILITY:
+            major, minor = capability
+            name = torch.cuda.get_device_name(index)
+            return f"{name} has compute capability {major}.{minor}, 8.0 is needed for bfloat16"
+    return None
 
 
 def missing_backends(names: Sequence[str]) -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""What a record says of a GPU: clocks and slowdown reasons, read from a fake NVML, and the
-installed versions of flash-attn."""
+"""What is asked of a GPU before and after a run, with stand-ins: whether it serves, how much memory
+is free, clocks and slowdown reasons by NVML; and the installed versions of flash-attn."""
 
 from __future__ import annotations
 
@@ -13,13 +13,16 @@ from typing import Any
 import pytest
 import torch
 
+from magicdec.config.resolve import choose_device
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.environment import (
     GpuState,
     describe_environment,
     flash_attn_versions,
+    probe_machine,
     watch_gpu,
 )
+from magicdec.memory.check import free_device_memory
 
 NOTHING = {"gpu_sm_mhz": None, "gpu_most_sm_mhz": None, "gpu_slowed_by": None}
 
@@ -153,3 +156,35 @@ def test_every_version_of_flash_attn_is_recorded(
         (tmp_path / f"{folder}.dist-info" / "METADATA").write_text(text)
     monkeypatch.syspath_prepend(tmp_path)
     assert flash_attn_versions() == versions
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "serves"), [([(9, 0)], True), ([(8, 0)] * 2, True), ([(9, 0), (7, 5)], False)]
+)
+def test_a_gpu_of_an_old_capability_is_refused(
+    capabilities: list[tuple[int, int]], serves: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {
+        "is_available": lambda: True, "device_count": lambda: len(capabilities),
+        "get_device_capability": capabilities.__getitem__, "get_device_name": "GPU {}".format,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+    machine = probe_machine(Launch())
+    assert machine.has_cuda == serves
+    assert choose_device("auto", machine) == ("cuda" if serves else "cpu")
+    if not serves:
+        reason = "GPU 1 has compute capability 7.5, 8.0 is needed for bfloat16; choose from auto, "
+        with pytest.raises(ValueError, match=f"^--device cuda: {reason}cpu$"):
+            choose_device("cuda", machine)
+
+
+def test_a_gpu_without_room_for_a_process_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(device: torch.device) -> tuple[int, int]:
+        raise RuntimeError("CUDA error: out of memory\nCUDA kernel errors might be ...")
+
+    monkeypatch.setattr(torch.cuda, "mem_get_info", refuse)
+    message = "^--device cuda: CUDA error: out of memory; free the GPU, or choose cpu$"
+    with pytest.raises(ValueError, match=message):
+        free_device_memory("cuda", 0)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (3 << 30, 80 << 30))
+    assert free_device_memory("cuda", 0) == 3 << 30
