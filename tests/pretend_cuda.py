@@ -191,7 +191,7 @@ def note(what: str) -> None:
         frame = frame.f_back  # type: ignore[assignment]
     if frame is not None:
         place = Path(frame.f_code.co_filename).relative_to(PACKAGE).with_suffix("")
-        WAITS[f"{place}.{frame.f_code.co_qualname}: {what}"] += 1
+        WAITS[f"{place}.{frame.f_code.co_name}: {what}"] += 1
 
 
 WAITS: Counter[str] = Counter()

@@ -44,29 +44,29 @@ from magicdec.sampling.coupled import CoupledSampling
 
 __all__ = ["waits"]  # a fixture
 
-STEP = "decoding/steps.Steps._read: tolist"
+STEP = "decoding/steps._read: tolist"
 LISTED = {
     STEP,
     # When models, caches and groups are made.
-    "runner.ModelRunner.__post_init__.<locals>.<genexpr>: upload",
-    "model/transformer.Transformer.set_positions: upload",
-    "distributed/groups.Group.all_gather_range: upload",
-    "distributed/groups.Group.all_gather_range: tolist",
+    "runner.<genexpr>: upload",
+    "model/transformer.set_positions: upload",
+    "distributed/groups.all_gather_range: upload",
+    "distributed/groups.all_gather_range: tolist",
     # When prompts are complete.
     "prefill.prefill: tolist",
-    "prefill.TimeStamps.__init__: synchronize",
-    "prefill.TimeStamps.seconds: synchronize",
+    "prefill.__init__: synchronize",
+    "prefill.seconds: synchronize",
     # When a pass begins or ends, and when a step is captured.
-    "kv/forward_counts.ForwardCounts.copy: tolist",
+    "kv/forward_counts.copy: tolist",
 }
 # Drafts are measured before their number is chosen.
 OF_MEASUREMENT = {"decoding/calibration._measure: tolist"}
 OF_STAGES = {
     "hardware/environment.wait_for_stream: synchronize",
-    "pipeline/recurrent.RecurrentPipeline._tokens: tolist",
-    "pipeline/recurrent.Speculation.judge: tolist",
+    "pipeline/recurrent._tokens: tolist",
+    "pipeline/recurrent.judge: tolist",
     "pipeline/stage.predict: download",
-    "pipeline/drafter.ModelDrafter._candidates: tolist",
+    "pipeline/drafter._candidates: tolist",
 }
 
 
