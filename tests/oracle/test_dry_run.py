@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pretend_cuda
 import pytest
@@ -29,20 +30,31 @@ from conftest import (
 from pretend_cuda import DEVICE, MixedDevices, OnDevice, waits
 from recorder import Recorder
 from several_ranks import generate_alone
-from test_replay import PAIRS, SCRIPT, OneAlone, run, section_of, started
+from test_replay import (
+    PAIRS,
+    SCRIPT,
+    OneAlone,
+    interprets,
+    launches,
+    run,
+    section_of,
+    started,
+)
 from threaded_pipeline import divide, serve
 from two_stages import serve_with_drafts
 
 from magicdec.attention.sdpa import SDPABackend
+from magicdec.attention.triton import TritonBackend
 from magicdec.config.choices.backend import choose_graphs
 from magicdec.config.choices.choice import Choice
 from magicdec.config.sections import KVSection, SamplingSection
+from magicdec.engine import Engine
 from magicdec.pipeline.drafter import ModelDrafter
 from magicdec.pipeline.stage import RunStage
 from magicdec.pipelined_speculation.options import Options
 from magicdec.sampling.coupled import CoupledSampling
 
-__all__ = ["waits"]  # a fixture
+__all__ = ["launches", "waits"]  # fixtures
 
 STEP = "decoding/steps._read: tolist"
 LISTED = {
@@ -109,6 +121,35 @@ def test_steps_of_any_draft_lengths_wait_once(
     )  # fmt: skip
     assert found[0] == tokens
     check(waits, LISTED | OF_MEASUREMENT)
+
+
+@interprets
+@pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("policy", ["streaming_llm", "verified"])
+def test_attention_by_triton(
+    policy: str,
+    captures: bool,
+    launches: list[str],
+    waits: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its kernels are interpreted, over tensors of the device alone."""
+    found = SimpleNamespace(multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    config = replace(TINY, num_layers=1, num_heads=4, num_kv_heads=2)
+
+    def decoded(device: torch.device, recorder: Recorder | None) -> object:
+        model = tiny_transformer(config).to(device)
+        engine = Engine(make_runner(model, 2, 32, TritonBackend(split_keys=16)), 26)
+        requests = make_requests(random_prompts([26, 1], 97), [3, 4])
+        snapshots, kv = engine.prefill(requests), KVSection(policy, 20, 4, 8)
+        return run(engine, snapshots, "self", kv, 2, recorder)[:2]
+
+    expected = decoded(torch.device("cpu"), None)
+    launches.clear()
+    assert decoded(DEVICE, Recorder() if captures else None) == expected
+    assert launches
+    check(waits)
 
 
 @pytest.mark.parametrize("drafter", ["self", "model"])
