@@ -1,5 +1,5 @@
 """Runs one stage of the GPU suite. Called by `gpu_suite.sh`, which documents the usage. Writes
-STAGE.json, or summary.md for the stage `summary`.
+STAGE.json, and summary.md from the files of all stages; for the stage `summary` only the latter.
 
 Exits with 0 if all cells of the stage are measured, with 1 if some failed or there was no time for
 them (the others are written), and with 2 for a wrong command line.
@@ -14,22 +14,22 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from gpu_stages import attention, checks, latency, peers, predict, stages, summary
+from gpu_stages import attention, checks, latency, peers, stages, summary
 from gpu_stages.results import Results
 from gpu_stages.scale import Suite
 
 STAGES: dict[str, Callable[[Suite], None]] = {  # the most important first
-    "tests": checks.run_tests,
     "attention": attention.run,
-    "llama31": partial(latency.run, stage="llama31"),
-    "predict": predict.run,
+    "llama31": latency.run,
+    "tokens": partial(checks.run_tests, stage="tokens"),
     "peers": peers.run,
-    "llama2": partial(latency.run, stage="llama2"),
     "demo": checks.run_demo,
     "stages": stages.run,
-    "summary": summary.run,
+    "tests": partial(checks.run_tests, stage="tests"),
+    "summary": lambda suite: None,
 }
-SECONDS = 540
+SECONDS = {"attention": 150, "llama31": 400}  # of the stages that others follow in one command
+OTHERS = 540
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -40,11 +40,13 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tiny", action="store_true", help="small shapes, to test the suite")
     parser.add_argument("--out", type=Path, default=Path("results/gpu"), metavar="DIRECTORY")
     parser.add_argument(
-        "--seconds", type=int, default=SECONDS, metavar="N",
+        "--seconds", type=int, metavar="N",
         help="time limit in seconds: no cell is begun after it, and a running process is stopped "
-        "[%(default)s]",
+        f"[attention 150, llama31 400, else {OTHERS}]",
     )  # fmt: skip
     options = parser.parse_args(arguments)
+    if options.seconds is None:
+        options.seconds = SECONDS.get(options.stage, OTHERS)
     if options.device == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device cuda: no CUDA device found; choose cpu, with --tiny")
     if options.device == "cpu" and not options.tiny:
@@ -73,6 +75,7 @@ def main() -> None:
         sys.exit(2)
     suite = Suite(torch.device(options.device), options.tiny, options.out, results)
     STAGES[options.stage](suite)
+    summary.run(suite)
     for name, why in results.failed.items():
         print(f"{options.stage}: {name} failed: {why}", file=sys.stderr)
     for name in results.left:

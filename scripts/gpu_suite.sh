@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
-# The GPU suite: tests, attention bandwidth, forward latencies, peers, predictions. Fetches nothing.
+# The GPU suite: attention bandwidth, forward latencies, tokens, peers, whole runs, tests. Fetches
+# nothing.
 #
 #   scripts/gpu_suite.sh [STAGE...] [--device cuda|cpu] [--tiny] [--seconds N]
 #
-# Without a STAGE all stages run, the most important first: tests attention llama31 predict peers
-# llama2 demo stages summary. Each stage runs in a process of its own for at most 10 minutes and writes
-# $OUT/STAGE.json (default of OUT: results/gpu), even if other stages fail. A stage that runs again
-# keeps the cells that were measured and measures the missing ones, so a long stage can be run
-# repeatedly. PYTHON names the interpreter; the default is the first one with a torch for the device
-# and the packages that the tests need.
+# Without a STAGE all stages run, the most important first: attention llama31 tokens peers demo stages
+# tests. Each stage runs in a process of its own for at most 10 minutes and writes $OUT/STAGE.json
+# (default of OUT: results/gpu) and $OUT/summary.md, of all that is there, even if other stages fail.
+# A stage that runs again keeps the cells that were measured and measures the missing ones, so a long
+# stage can be run repeatedly. FROM names a folder with the files of earlier calls, which are copied
+# to $OUT first, where $OUT is empty at each call. PYTHON names the interpreter; the default is the
+# first one with a torch for the device and the packages that the suite needs.
 set -uo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.." || exit 1
 out=${OUT:-results/gpu}
-all=(tests attention llama31 predict peers llama2 demo stages summary)
+all=(attention llama31 tokens peers demo stages tests summary)
 stages=() options=() device=cuda
 while [ $# -gt 0 ]; do
     case $1 in
@@ -25,6 +27,10 @@ while [ $# -gt 0 ]; do
     shift
 done
 [ ${#stages[@]} -gt 0 ] || stages=("${all[@]}")
+if [ -n "${FROM-}" ] && [ ! -d "$FROM" ]; then
+    echo "gpu_suite.sh: FROM $FROM is no folder; give the one with the files of earlier calls" >&2
+    exit 2
+fi
 for stage in "${stages[@]}"; do
     case " ${all[*]} " in
     *" $stage "*) ;;
@@ -48,7 +54,7 @@ def shown(name):
         return f"{name} missing"
 optional = ("triton", "transformers", "flash_attn", "flashinfer-python", "nvidia-ml-py")
 print("torch", torch.__version__, "CUDA", torch.version.cuda, *map(shown, optional), file=sys.stderr)
-needed = "numpy safetensors tokenizers sentencepiece rich pytest pytest_timeout hypothesis"
+needed = "numpy safetensors tokenizers sentencepiece rich pydantic pytest pytest_timeout hypothesis"
 missing = [name for name in needed.split() if not find_spec(name)]
 if missing:
     sys.exit("gpu_suite.sh: missing packages: " + ", ".join(missing))
@@ -72,6 +78,12 @@ b.prepare_metadata_for_build_wheel('build/gpu_site')" >/dev/null || exit 1
     export PYTHONPATH="$PYTHONPATH:$PWD/build/gpu_site"
 fi
 
+mkdir -p "$out"
+if [ -n "${FROM-}" ]; then
+    for stage in "${all[@]}"; do
+        [ -e "$out/$stage.json" ] || [ ! -e "$FROM/$stage.json" ] || cp "$FROM/$stage.json" "$out" || exit 1
+    done
+fi
 failed=()
 for stage in "${stages[@]}"; do
     timeout --kill-after=10 595 "$python" scripts/gpu_suite.py "$stage" --out "$out" \

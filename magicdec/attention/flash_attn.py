@@ -1,6 +1,7 @@
 """The backend for the flash-attn library. It calls `flash_attn_with_kvcache` of version 3 (module
-`flash_attn_interface`) if that is installed, otherwise of version 2 (module `flash_attn`). It needs
-CUDA and bfloat16.
+`flash_attn_interface`) if that is installed, otherwise of version 2 (module `flash_attn`). Version
+4 (`flash_attn.cute`) has no such function, and reads blocks through a table only on some GPUs, so
+alone it is refused. It needs CUDA and bfloat16.
 
 Owns the calls to the library. A full view is read in place through the block table: version 2 needs
 blocks of 256 tokens, version 3 takes any block size. The keys of any other view are first copied
@@ -33,10 +34,22 @@ BLOCK_SIZE = 256
 
 
 def missing_parts() -> str | None:
-    """A message if the library is not installed, otherwise None."""
-    if any(find_spec(name) is not None for name in MODULES):
+    """A message if neither version 2 nor version 3 is installed, otherwise None."""
+    if any(map(has_module, MODULES)):
         return None
-    return "flash-attn is not installed; pip install flash-attn (it is built with nvcc)"
+    install = "pip install flash-attn (it is built with nvcc)"
+    if find_spec("flash_attn") is not None:
+        return f"flash-attn 4 alone has no flash_attn_with_kvcache; {install}"
+    return f"flash-attn is not installed; {install}"
+
+
+def has_module(name: str) -> bool:
+    """Whether a module of that name is installed. Version 4 leaves a namespace `flash_attn`, a
+    folder without a file of its own."""
+    spec = find_spec(name)
+    if spec is None:
+        return False
+    return spec.origin is not None or spec.submodule_search_locations is None
 
 
 class FlashAttnBackend(LibraryBackend):
@@ -77,7 +90,7 @@ class FlashAttnBackend(LibraryBackend):
 def find_function() -> tuple[Callable[..., Tensor], str]:
     """`flash_attn_with_kvcache` of the newest installed version, and the name of its parameter for
     the block table."""
-    module = next(name for name in MODULES if find_spec(name) is not None)
+    module = next(filter(has_module, MODULES))
     function = importlib.import_module(module).flash_attn_with_kvcache
     parameters = inspect.signature(function).parameters
     return function, next(name for name in TABLES if name in parameters)

@@ -24,7 +24,9 @@ from magicdec.attention.library import (
 from magicdec.config.capabilities import HeadSizes
 from magicdec.kv.view import KVView
 
-NEEDED = ("window_size", "enable_gqa", "seqused_k")  # parameters that older releases lack
+# Parameters that older releases lack: 2.10 all three, 2.11 the last two.
+NEEDED = ("window_size", "enable_gqa", "seqused_k")
+INSTALL = "install torch 2.12 or later"
 CAUSAL = (-1, 0)  # window_size: see all earlier tokens and no later one
 
 
@@ -33,13 +35,10 @@ def missing_parts() -> str | None:
     try:
         from torch.nn.attention.varlen import varlen_attn
     except ImportError:
-        return f"torch {torch.__version__} has no varlen_attn; install torch 2.11 or later"
+        return f"torch {torch.__version__} has no varlen_attn; {INSTALL}"
     missing = [name for name in NEEDED if name not in inspect.signature(varlen_attn).parameters]
     if missing:
-        names = ", ".join(missing)
-        return (
-            f"varlen_attn of torch {torch.__version__} lacks {names}; install torch 2.11 or later"
-        )
+        return f"varlen_attn of torch {torch.__version__} lacks {', '.join(missing)}; {INSTALL}"
     return None
 
 

@@ -13,7 +13,8 @@ class Machine:
     """What `resolve` needs to know about the host. `world_size` and `local_world_size` are those of
     torchrun, and `first_rank` is the first rank of this host. `missing_backends` says for each
     attention backend what it needs and does not find. `avoids_native_steps` says that the
-    environment has MAGICDEC_NATIVE_STEPS=off. The CPU `has_bfloat16_products`, which torch uses
+    environment has MAGICDEC_NATIVE_STEPS=off. `has_cuda` is false if `gpu_obstacle` says why the
+    GPUs of the host do not serve. The CPU `has_bfloat16_products`, which torch uses
     too, or the project's own kernels can widen bfloat16 in registers (`widens_bfloat16`)."""
 
     num_cpus: int
@@ -21,6 +22,7 @@ class Machine:
     local_world_size: int = 1
     first_rank: int = 0
     has_cuda: bool = False
+    gpu_obstacle: str | None = None
     has_bfloat16_products: bool = False
     widens_bfloat16: bool = False
     has_compiler: bool = False

@@ -124,9 +124,10 @@ def without_collectives(
 
 
 def choose_device(value: str, machine: Machine) -> str:
-    """Raises ValueError if the user asked for CUDA and there is none."""
+    """Raises ValueError if the user asked for CUDA and there is none that serves."""
     if value == "cuda" and not machine.has_cuda:
-        raise ValueError("--device cuda: no CUDA device here; choose from auto, cpu")
+        obstacle = machine.gpu_obstacle or "no CUDA device here"
+        raise ValueError(f"--device cuda: {obstacle}; choose from auto, cpu")
     if value == "auto":
         return "cuda" if machine.has_cuda else "cpu"
     return value

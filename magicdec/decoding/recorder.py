@@ -84,18 +84,23 @@ class CudaGraphs:
     captures = True
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
-        """Raises RuntimeError, naming the flag, if the work cannot be captured."""
-        graph = torch.cuda.CUDAGraph()
+        """Raises RuntimeError, naming the flag and the first error, if the work cannot be captured.
+        The current stream is then the one that it was."""
+        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
         mode = "thread_local"  # a thread of NCCL's goes on watching its streams
         try:
             with torch.cuda.graph(graph, self._pool, self._stream, mode):
                 result = work()
         except RuntimeError as error:
-            why = (str(error).strip() or type(error).__name__).splitlines()[0]
+            # The end of a broken capture fails too, and then leaves the capture's stream current.
+            torch.cuda.set_stream(stream)
+            cause = first_error(error)
+            why = (str(cause).strip() or type(cause).__name__).splitlines()[0]
             raise RuntimeError(f"--cuda_graphs on: {why}; choose off") from error
 
         def replay() -> Tensor:
@@ -103,3 +108,10 @@ class CudaGraphs:
             return result
 
         return replay
+
+
+def first_error(error: BaseException) -> BaseException:
+    """The error during whose handling `error` was raised, and so on, to the first."""
+    while not error.__suppress_context__ and error.__context__ is not None:
+        error = error.__context__
+    return error

@@ -130,7 +130,7 @@ class Steps:
         before = runner.cache.lengths_of(rows)
         tree = None
         if proposal.tree is not None:
-            parents = torch.tensor([-1, *proposal.tree.parents], device=before.tensor.device)
+            parents = upload([-1, *proposal.tree.parents], before.tensor.device)
             tree = DraftTree(before.tensor, parents.expand(len(before.bounds), -1))
         logits = runner.forward(tokens, rows, watch=watch, watch_queries=watch_queries, tree=tree)
         judgement = judge(runner, batch.sampling, proposal, logits)

@@ -15,7 +15,7 @@ from torch import Tensor
 from magicdec.config.tree_shape import TreeShape
 from magicdec.distributed.groups import Group
 from magicdec.drafting.draft_kv import DraftKV
-from magicdec.kv.cache import BatchRows, Lengths
+from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import Proposal, whole_logits
 from magicdec.sampling.randomness import Purpose
@@ -37,7 +37,7 @@ def draft_tree(
     tree but the last, uncommitted."""
     before = list(range(-1, newest.shape[1] - 1))  # the newest tokens follow each other
     parents = [*before, *(newest.shape[1] - 1 + parent for parent in tree.parents)]
-    of_nodes = torch.tensor(parents, device=newest.device).expand(len(rows), -1)
+    of_nodes = upload(parents, newest.device).expand(len(rows), -1)
     most_ids = kv.runner.model.config.vocab_size
     drafts, all_probs = newest[:, :0], []
     logits = kv.forward(newest, rows, committed)[:, -1:]
@@ -69,7 +69,7 @@ def _children(
     places = [
         (tree.parents[c - 1] - level.start, tree.ranks[c - 1]) for c in tree.levels[depth + 1]
     ]
-    flat = torch.tensor([node * most + rank for node, rank in places], device=logits.device)
+    flat = upload([node * most + rank for node, rank in places], logits.device)
     if sampling.is_greedy:
         ids = likeliest(logits, most, runner.model.head_rows[0], runner.group)
         return ids.clamp(max=vocab_size - 1).flatten(1)[:, flat], None

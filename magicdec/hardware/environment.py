@@ -14,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,20 +29,23 @@ from magicdec.records.environment import Environment
 
 GIT_TIMEOUT_S = 10.0
 NO_KERNELS = "no C++ compiler compiles the CPU kernels, without which runs are slower"
+LEAST_CAPABILITY = (8, 0)  # of GPUs that multiply bfloat16, for which our kernels are compiled
 
 
 def probe_machine(launch: Launch) -> Machine:
     """The facts that decide what `auto` means on this machine."""
     flags = cpu_field("flags").split()
-    has_cuda, has_compiler = torch.cuda.is_available(), find_compiler() is not None
     if (refusal := refused_compilers()) and launch.rank == 0:
         print(f"{NO_KERNELS}: {refusal}", file=sys.stderr)
+    obstacle, has_compiler = gpu_obstacle(), find_compiler() is not None
+    has_cuda = torch.cuda.is_available() and obstacle is None
     return Machine(
         num_cpus=len(os.sched_getaffinity(0)),
         world_size=launch.world_size,
         local_world_size=launch.local_world_size,
         first_rank=launch.local_ranks[0],
         has_cuda=has_cuda,
+        gpu_obstacle=obstacle,
         num_gpus=torch.cuda.device_count(),
         avoids_native_steps=os.environ.get("MAGICDEC_NATIVE_STEPS") == "off",
         has_compiler=has_compiler,
@@ -51,6 +54,17 @@ def probe_machine(launch: Launch) -> Machine:
         widens_bfloat16=has_compiler and ("avx2" in flags or platform.machine() == "aarch64"),
         missing_backends=missing_backends(list_backends(lambda c: has_cuda or "cpu" in c.devices)),
     )
+
+
+def gpu_obstacle() -> str | None:
+    """Why a GPU of this host cannot serve, or None."""
+    for index in range(torch.cuda.device_count()):
+        capability = torch.cuda.get_device_capability(index)
+        if capability < LEAST_CAPABILITY:
+            major, minor = capability
+            name = torch.cuda.get_device_name(index)
+            return f"{name} has compute capability {major}.{minor}, 8.0 is needed for bfloat16"
+    return None
 
 
 def missing_backends(names: Sequence[str]) -> dict[str, str]:
@@ -75,9 +89,22 @@ def describe_environment(launch: Launch, device: str, started: datetime.datetime
         host_load=os.getloadavg()[0],
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
         gpu=torch.cuda.get_device_name() if device == "cuda" else None,
+        flash_attn=flash_attn_versions() if device == "cuda" else None,
         world_size=launch.world_size,
         threads=torch.get_num_threads(),
     )
+
+
+def flash_attn_versions() -> list[str]:
+    """The installed versions of flash-attn. Its major versions 2, 3 and 4 are packages of their
+    own, which can stand side by side."""
+    versions = []
+    for name in ("flash-attn", "flash-attn-3", "flash-attn-4"):
+        try:
+            versions.append(version(name))
+        except PackageNotFoundError:
+            continue
+    return versions
 
 
 def find_revision() -> str | None:
@@ -128,31 +155,44 @@ SLOWDOWNS = {
 
 @dataclass
 class GpuState:
-    """Readings of one device; empty without NVML or without a GPU."""
+    """Readings of one device; empty without NVML or without a GPU. The driver may refuse any of
+    them: the record then has null, and one line on stderr says why."""
 
     nvml: Any = None
     handle: Any = None
     sm_mhz: list[int] = field(default_factory=list)
-    reasons: int = 0  # bitwise or of all readings
+    reasons: list[int] = field(default_factory=list)
+    refusal: str | None = None  # the first one
+
+    def call(self, name: str, *arguments: Any) -> Any:
+        """What this function of NVML returns, or None if the driver refuses."""
+        try:
+            return getattr(self.nvml, name)(*arguments)
+        except self.nvml.NVMLError as error:
+            if self.refusal is None:
+                self.refusal = f"NVML: {name}: {error}"
+                print(f"{self.refusal}; what it does not read is null", file=sys.stderr, flush=True)
+            return None
 
     def read(self) -> None:
         """Read the clock and the reasons once."""
-        if self.nvml is None:
+        if self.handle is None:
             return
-        self.sm_mhz.append(self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM))
-        self.reasons |= self.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(self.handle)
+        mhz = self.call("nvmlDeviceGetClockInfo", self.handle, self.nvml.NVML_CLOCK_SM)
+        reasons = self.call("nvmlDeviceGetCurrentClocksThrottleReasons", self.handle)
+        self.sm_mhz += [] if mhz is None else [mhz]
+        self.reasons += [] if reasons is None else [reasons]
 
     def add_to(self, environment: Environment) -> Environment:
         """`environment` with the readings; unchanged if nothing was read."""
-        if not self.sm_mhz:
-            return environment
-        most = self.nvml.nvmlDeviceGetMaxClockInfo(self.handle, self.nvml.NVML_CLOCK_SM)
-        return replace(
-            environment,
-            gpu_sm_mhz=[min(self.sm_mhz), max(self.sm_mhz)],
-            gpu_most_sm_mhz=most,
-            gpu_slowed_by=[name for bit, name in SLOWDOWNS.items() if self.reasons & bit],
-        )
+        clocks, most, slowed = None, None, None
+        if self.sm_mhz:
+            clocks = [min(self.sm_mhz), max(self.sm_mhz)]
+            sm = self.nvml.NVML_CLOCK_SM
+            most = self.call("nvmlDeviceGetMaxClockInfo", self.handle, sm)
+        if self.reasons:
+            slowed = [s for bit, s in SLOWDOWNS.items() if any(r & bit for r in self.reasons)]
+        return replace(environment, gpu_sm_mhz=clocks, gpu_most_sm_mhz=most, gpu_slowed_by=slowed)
 
 
 def watch_gpu(device: torch.device) -> GpuState:
@@ -162,6 +202,9 @@ def watch_gpu(device: torch.device) -> GpuState:
         return GpuState()
     import pynvml
 
-    pynvml.nvmlInit()
-    uuid = torch.cuda.get_device_properties(device).uuid
-    return GpuState(pynvml, pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+    state = GpuState(pynvml)
+    state.call("nvmlInit")
+    if state.refusal is None:
+        uuid = torch.cuda.get_device_properties(device).uuid
+        state.handle = state.call("nvmlDeviceGetHandleByUUID", f"GPU-{uuid}")
+    return state

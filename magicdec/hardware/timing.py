@@ -18,8 +18,8 @@ from magicdec.distributed.channels.message import DUE, sleep_until
 from magicdec.distributed.groups import Group
 
 BANDWIDTH_BYTES = 1 << 28  # of all ranks of a host: 8 times the last-level cache of a large CPU
-GPU_BANDWIDTH_BYTES = 1 << 31  # large enough for the launch time not to matter
-
+GPU_BANDWIDTH_BYTES = 1 << 31  # 30 times the last-level cache of a large GPU
+GPU_SUMS = 20  # of the buffer in one measurement: a single one takes half a millisecond
 
 Mark = Callable[[str], AbstractContextManager[object]]
 
@@ -69,13 +69,22 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def seconds_of(call: Callable[[], object], device: torch.device) -> float:
-    """Seconds that the device takes for what `call` starts."""
+def seconds_of(call: Callable[[], object], device: torch.device, times: int = 1) -> float:
+    """Seconds that the device takes for what `call` starts: the mean of so many calls in a row. On
+    CUDA events on the stream tell, so that the host's wait for the end does not count."""
     synchronize(device)
+    if device.type == "cuda":
+        first, last = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+        first.record()
+        for _ in range(times):
+            call()
+        last.record()
+        last.synchronize()
+        return first.elapsed_time(last) / 1e3 / times
     started = time.perf_counter()
-    call()
-    synchronize(device)
-    return time.perf_counter() - started
+    for _ in range(times):
+        call()
+    return (time.perf_counter() - started) / times
 
 
 def reset_peak_memory(device: torch.device) -> bool:
@@ -105,13 +114,15 @@ def read_bandwidth(group: Group, device: torch.device, repeats: int = 7) -> floa
 
 def read_bandwidths(group: Group, device: torch.device, repeats: int = 7) -> list[float]:
     """Bytes per second that all ranks of the group read together, at the same time, in each of
-    `repeats` sums over a buffer larger than any cache."""
-    share = GPU_BANDWIDTH_BYTES if device.type == "cuda" else BANDWIDTH_BYTES // group.size
+    `repeats` measurements: a sum over a buffer larger than any cache, on CUDA many sums."""
+    share, sums = BANDWIDTH_BYTES // group.size, 1
+    if device.type == "cuda":
+        share, sums = GPU_BANDWIDTH_BYTES, GPU_SUMS
     buffer = torch.ones(share // 4, device=device)
     rates = []
     for _ in range(repeats):
         group.barrier()
-        rates.append(share / seconds_of(buffer.sum, device))
+        rates.append(share / seconds_of(buffer.sum, device, sums))
     return [sum(rank_rates) for rank_rates in zip(*group.all_gather_object(rates), strict=True)]
 
 

@@ -148,7 +148,7 @@ def cpu_field(name: str) -> str:
 
 def load_kernels(module: str, flag: str, device: str) -> ModuleType:
     """The kernels in `module` for a device of type `device`. Raises ValueError naming `flag`, the
-    user's option, if Triton was imported in the other mode."""
+    user's option, if Triton was imported in the other mode, or cannot interpret here."""
     interpret = device == "cpu"
     if interpret and "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"
@@ -159,7 +159,22 @@ def load_kernels(module: str, flag: str, device: str) -> ModuleType:
             f"{flag} --device {device}: TRITON_INTERPRET must be "
             f"{'1' if interpret else 'unset'} when triton is first imported; change it and restart"
         )
+    if interpret:
+        versions = (importlib.import_module(n).__version__ for n in ("triton", "numpy"))
+        check_interpreter(flag, *versions)
     return kernels
+
+
+def check_interpreter(flag: str, triton: str, numpy: str) -> None:
+    """Raise ValueError if that version of Triton cannot interpret kernels with that version of
+    numpy: before 3.7 the bound of a loop is an array of one element, which numpy 2.4 does not take
+    as a number."""
+    old, new = (tuple(map(int, text.split(".")[:2])) for text in (triton, numpy))
+    if old < (3, 7) and new >= (2, 4):
+        raise ValueError(
+            f"{flag} --device cpu: triton {triton} cannot interpret kernels with numpy {numpy}; "
+            "install triton 3.7 or numpy 2.3"
+        )
 
 
 def next_power(number: int) -> int:

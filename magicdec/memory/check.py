@@ -21,13 +21,18 @@ ROOT = Path("/")
 
 
 def free_device_memory(kind: str, local_rank: int) -> int | None:
-    """Free bytes of this rank's device; on a CPU those of the host. None if they are not known."""
+    """Free bytes of this rank's device; on a CPU those of the host. None if they are not known.
+    Raises ValueError if a GPU has not even room for a process."""
     if kind == "cuda":
         import torch
 
         from magicdec.hardware.environment import device_of
 
-        return int(torch.cuda.mem_get_info(device_of(kind, local_rank))[0])
+        try:
+            return int(torch.cuda.mem_get_info(device_of(kind, local_rank))[0])
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            raise ValueError(f"--device cuda: {why}; free the GPU, or choose cpu") from error
     return free_host_memory()
 
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from magicdec.config.sections import KVSection, SamplingSection
@@ -299,5 +300,6 @@ class ModelDrafter:
         positions = [held.committed + len(node) for node in nodes]
         probs = self.sampling.perturbed(logits, held.request, positions).float().softmax(dim=-1)
         best = probs.topk(min(NUM_CANDIDATES, probs.shape[1]))
-        rows = zip(best.indices.tolist(), best.values.tolist(), strict=True)
-        return [tuple(zip(*row, strict=True)) for row in rows]
+        # A token is exact in float64, so that the host reads once.
+        both = torch.stack([best.indices.double(), best.values.double()], dim=1).tolist()
+        return [tuple(zip(map(int, ids), shares, strict=True)) for ids, shares in both]

@@ -247,7 +247,7 @@ class ContextCells:
     cells: Ranges
 
     def ranges(self, committed: Tensor) -> Tensor:
-        return torch.tensor([self.cells], dtype=torch.int64, device=committed.device).view(1, -1, 2)
+        return upload(self.cells, committed.device).view(1, -1, 2)
 
     def num_visible(self, committed: int) -> int:
         return sum(end - first for first, end in self.cells)

@@ -11,7 +11,10 @@ from typing import Any
 from magicdec.config.threads import describe_threads
 from magicdec.records.fields import Part, recorded
 
-GPU_NULL = "on CPU; without `nvidia-ml-py`; if `failed`; in `probe`, `latency` and `inflight`"
+GPU_NULL = (
+    "on CPU; without `nvidia-ml-py`; where the driver refuses; if `failed`; in `probe`, `latency` "
+    "and `inflight`"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,6 +42,9 @@ class Environment(Part):
     )
     cpu_capability: str = recorded("vector instructions that PyTorch uses, such as `AVX2`")
     gpu: str | None = recorded("name of the leading rank's GPU", null="on CPU")
+    flash_attn: list[str] | None = recorded(
+        "installed versions of flash-attn; several can stand side by side", null="on CPU"
+    )
     gpu_sm_mhz: list[int] | None = recorded(
         "lowest and highest SM clock of that GPU among the readings after each measured pass",
         "MHz",

@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 
 from magicdec.config.sections import SamplingSection
+from magicdec.kv.cache import upload
 from magicdec.sampling.metadata import Filters, Penalties
 from magicdec.sampling.randomness import exponentials, exponentials_of
 from magicdec.sampling.sampling import make_params, probabilities, process
@@ -71,8 +72,8 @@ class CoupledSampling:
         params, device = make_params(self.section, 1, (), request), logits.device
         filters = Filters.of([params], device)
         probs = probabilities(logits.float().unsqueeze(0), filters)
-        seeds = torch.tensor([params.seed], device=device)
-        places = torch.tensor(positions, dtype=torch.int64, device=device).unsqueeze(0)
+        seeds = upload([params.seed], device)
+        places = upload([positions], device)
         most = int((probs > 0).sum(dim=-1).max())
         if most * FEW > probs.shape[-1]:
             return perturb(probs, seeds, places, params.temperature)[0]

@@ -35,6 +35,7 @@ import torch
 from torch import Tensor
 
 from magicdec.config.tree_shape import TreeShape
+from magicdec.kv.cache import upload
 from magicdec.sampling.sampling import sample
 
 
@@ -125,7 +126,7 @@ def ancestor_mask(shape: TreeShape, device: torch.device) -> Tensor:
     """Which nodes are ancestors of a node, or the node itself: bool [U, U]."""
     nodes = range(shape.num_nodes + 1)
     mask = [[ancestor in shape.ancestors[node] for ancestor in nodes] for node in nodes]
-    return torch.tensor(mask, device=device)
+    return upload(mask, device, torch.bool)
 
 
 @cache
@@ -134,14 +135,14 @@ def child_table(shape: TreeShape, device: torch.device) -> Tensor:
     0 stands for none."""
     most = shape.most_children
     table = [[*nodes, *[0] * (most - len(nodes))] for nodes in shape.children]
-    return torch.tensor(table, device=device)
+    return upload(table, device)
 
 
 def longest_path(shape: TreeShape, draft_ids: Tensor, target_ids: Tensor) -> Judgement:
     """Judge greedy drafts [B, K] by the target's choices [B, U] after each node."""
     device = draft_ids.device
-    ancestors, depths = ancestor_mask(shape, device), torch.tensor(shape.depths, device=device)
-    parents = torch.tensor(shape.parents, device=device)
+    ancestors, depths = ancestor_mask(shape, device), upload(shape.depths, device)
+    parents = upload(shape.parents, device)
     differs = draft_ids != target_ids[:, parents]  # [B, K]
     is_cut = (differs.unsqueeze(1) & ancestors[:, 1:]).any(dim=2)  # [B, U]
     accepted, last = torch.where(is_cut, -1, depths).max(dim=1)

@@ -48,12 +48,12 @@ def _read_demo() -> Records:
 
 
 def _read_pg19() -> Records:
-    import datasets
-
     try:
+        import datasets
+
         rows = datasets.load_dataset(PG19_REPOSITORY, split="test", streaming=True)
         yield from ((f"book {number}", row) for number, row in enumerate(rows))
-    except Exception as error:  # hub, HTTP and parquet layers share no narrower base class
+    except Exception as error:  # the package may be missing; its layers share no narrower base
         lines = str(error).splitlines() or [""]
         raise ValueError(
             f"{PG19_REPOSITORY} on the Hugging Face hub cannot be read ({type(error).__name__}: "

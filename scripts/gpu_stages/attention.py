@@ -1,5 +1,6 @@
 """Stage `attention`: attention of one layer in decoding and verification, with every backend. The
-bytes of K and V read per second are compared with the bandwidth of a copy."""
+bytes of K and V read per second are compared with the bandwidth of a copy. A call goes through as
+many layers as it takes until the GPU's cache (L2) has lost the first one."""
 
 from __future__ import annotations
 
@@ -40,23 +41,25 @@ def run(suite: Suite) -> None:
 
 
 def time_backend(suite: Suite, name: str, heads: Heads, B: int, S: int) -> dict[str, Any]:
-    """For each number of new tokens T: milliseconds of a layer's `run` (replayed from a CUDA graph
-    if it can be captured) and of `plan`, and the share of the copy's bandwidth. Raises RuntimeError
-    if the backend does not support this problem or it does not fit."""
+    """For each number of new tokens T: milliseconds of `run` of one layer (replayed from a CUDA
+    graph if it can be captured) and of `plan`, and the share of the copy's bandwidth. Raises
+    RuntimeError if the backend does not support this problem or it does not fit."""
     device, tokens = suite.device, suite.scale.attention_tokens
     capabilities = capabilities_of(name)
     machine = Machine(1, has_compiler=True, missing_backends=missing_backends((name,)))
     obstacle = capabilities.obstacle(machine, device.type, heads.D, "bfloat16")
     if obstacle:
         raise RuntimeError(obstacle)
-    needed = 2 * B * (S + max(tokens)) * heads.G * heads.D * DTYPE.itemsize
+    per_layer = 2 * B * (S + max(tokens)) * heads.G * heads.D * DTYPE.itemsize
+    layers = num_layers(per_layer, device)
+    needed = layers * per_layer
     if device.type == "cuda":
         torch.cuda.empty_cache()  # else an earlier cell's memory counts as used
         if 1.3 * needed > torch.cuda.mem_get_info()[0]:
             raise RuntimeError(f"{needed / 1e9:.1f} GB of keys and values do not fit")
     copied = suite.results.cells["copy_bandwidth"]["bytes_per_s"]
     backend = make_backend(name)
-    cache = filled_cache(backend, heads, B, S, max(tokens), device)
+    cache = filled_cache(backend, heads, B, S, max(tokens), device, layers)
     found = {}
     for T in tokens:
         call, plan, _ = prepare_call(backend, cache, heads, B, T)
@@ -64,10 +67,11 @@ def time_backend(suite: Suite, name: str, heads: Heads, B: int, S: int) -> dict[
         if device.type == "cuda" and capabilities.can_be_recorded:
             call()
             again = CudaGraphs(device).record(call)
-        seconds, num_bytes = median_seconds(device, again, calls=3), 2 * B * heads.G * heads.D
-        num_bytes *= (S + T) * DTYPE.itemsize
+        seconds = median_seconds(device, again, calls=3) / layers
+        num_bytes = 2 * B * heads.G * heads.D * (S + T) * DTYPE.itemsize
         found[str(T)] = {
             "ms": 1e3 * seconds,
+            "layers": layers,
             "from_graph": again is not call,
             "plan_ms": 1e3 * median_seconds(device, plan),
             "bytes_per_s": num_bytes / seconds,
@@ -76,13 +80,27 @@ def time_backend(suite: Suite, name: str, heads: Heads, B: int, S: int) -> dict[
     return found
 
 
+def num_layers(layer_bytes: int, device: torch.device) -> int:
+    """The number of layers to go through in turn, so that more bytes than twice the L2 cache are
+    read before a layer is read again."""
+    if device.type != "cuda":
+        return 1
+    return 1 + 2 * torch.cuda.get_device_properties(device).L2_cache_size // layer_bytes
+
+
 def filled_cache(
-    backend: AttentionBackend, heads: Heads, B: int, S: int, room: int, device: torch.device
+    backend: AttentionBackend,
+    heads: Heads,
+    B: int,
+    S: int,
+    room: int,
+    device: torch.device,
+    layers: int,
 ) -> KVCache:
-    """A cache of one layer with B rows of S random tokens, generated on the device."""
+    """A cache with B rows of S random tokens, generated on the device."""
     block = backend.block_size(S + room)
     per_row = -(-(S + room) // block)
-    shape = CacheShape(1, heads.G, heads.D, block, B * per_row, backend.layout(DTYPE))
+    shape = CacheShape(layers, heads.G, heads.D, block, B * per_row, backend.layout(DTYPE))
     cache = KVCache(shape, B, per_row, DTYPE, device)
     generator = torch.Generator(device).manual_seed(0)
     cache.k.normal_(generator=generator)
@@ -96,8 +114,8 @@ def filled_cache(
 def prepare_call(
     backend: AttentionBackend, cache: KVCache, heads: Heads, B: int, T: int
 ) -> tuple[Callable[[], Tensor], Callable[[], None], Tensor]:
-    """Returns two calls, a layer's attention over T new tokens and its plan, and the queries. The
-    plan has been made once."""
+    """Returns two calls, the attention of all layers over T new tokens and their plan, and the
+    queries. The plan has been made once."""
     generator = torch.Generator(cache.k.device).manual_seed(1)
     q, k, v = (
         torch.randn(B, T, n, heads.D, generator=generator, device=cache.k.device).to(DTYPE)
@@ -105,4 +123,10 @@ def prepare_call(
     )
     view = make_view(cache, range(B), FullKV(), T)
     backend.plan(view)
-    return partial(backend.run, 0, q, k, v, view), partial(backend.plan, view), q
+
+    def run() -> Tensor:
+        for layer in range(cache.shape.num_layers):
+            out = backend.run(layer, q, k, v, view)
+        return out
+
+    return run, partial(backend.plan, view), q

@@ -1,46 +1,57 @@
-"""Stages `tests` and `demo`: the tests that use a GPU, and whole checked runs of the demo model
-with each attention backend."""
+"""Stages `tokens`, `tests` and `demo`: the tests that use a GPU, and whole checked runs of the demo
+model with each attention backend."""
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
+from collections import Counter
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from gpu_stages.latency import run_recorded
+from gpu_stages.results import Incomplete
 from gpu_stages.scale import Suite
 from magicdec.records.reading import load_records
 
 ROOT = Path(__file__).parents[2]
+OUTCOME = re.compile(r"(\S+::.*) (PASSED|FAILED|ERROR|SKIPPED)\b.*%\]$")  # of a test, as pytest -v
 
 
-def run_tests(suite: Suite) -> None:
+def run_tests(suite: Suite, stage: str) -> None:
     """Run each file in its own pytest process, so that a hang or crash does not affect others."""
-    for file in suite.scale.tests:
+    for file in suite.scale.tests[stage]:
         suite.results.cell(file, partial(run_pytest, suite, file))
 
 
 def run_pytest(suite: Suite, file: str) -> dict[str, Any]:
-    """pytest's last lines. Raises RuntimeError with the failures that pytest lists."""
-    call = [sys.executable, "-m", "pytest", "-q", "-rfE", "-p", "no:cacheprovider", file]
-    try:
-        done = subprocess.run(
-            call, cwd=ROOT, capture_output=True, text=True, timeout=suite.results.seconds_left
-        )
-    except subprocess.TimeoutExpired as error:
-        output = error.stdout.decode() if isinstance(error.stdout, bytes) else ""
-        raise RuntimeError(f"stopped at the stage's time limit: {output[-200:]!r}") from None
-    lines = done.stdout.strip().splitlines()
-    if done.returncode:
-        failures = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-        raise RuntimeError(
-            f"pytest ended with {done.returncode}: {'; '.join(failures or lines[-3:])}"
-        )
-    return {"last_lines": lines[-2:]}
+    """The number of tests by outcome. Raises Incomplete, with the numbers so far and the names of
+    those that failed, if a test failed or time ran out."""
+    call = [sys.executable, "-m", "pytest", "-vv", "-p", "no:cacheprovider", file]
+    with tempfile.TemporaryFile("w+") as output:
+        try:
+            subprocess.run(
+                call, cwd=ROOT, stdout=output, stderr=subprocess.STDOUT, text=True, check=True,
+                timeout=suite.results.seconds_left,
+            )  # fmt: skip
+            problem = None
+        except subprocess.TimeoutExpired:
+            problem = "stopped at the stage's time limit"
+        except subprocess.CalledProcessError as error:
+            problem = f"pytest ended with {error.returncode}"
+        output.seek(0)
+        lines = output.read().strip().splitlines()
+    outcomes = [match.groups() for line in lines if (match := OUTCOME.match(line))]
+    counts: dict[str, Any] = dict(Counter(outcome.lower() for _, outcome in outcomes))
+    if problem is None:
+        return counts
+    failures = [name for name, outcome in outcomes if outcome in ("FAILED", "ERROR")]
+    last = "; ".join(failures or lines[-3:])
+    raise Incomplete(f"{problem}: {last}", counts | {"failures": failures})
 
 
 def run_demo(suite: Suite) -> None:

@@ -1,4 +1,4 @@
-"""Stages `llama31` and `llama2`: whole forwards of a model with random weights, measured by
+"""Stage `llama31`: whole forwards of a model with random weights, measured by
 `magicdec latency`, once per batch size, for the contexts that fit into memory."""
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ SPARE = 4 << 30  # bytes for working memory and libraries
 EVEN = 4  # a reduced batch size is a multiple of this
 
 
-def run(suite: Suite, stage: str) -> None:
-    scale = suite.scale
-    name = scale.models[stage]
+def run(suite: Suite) -> None:
+    scale, name = suite.scale, suite.scale.model
     config = find_config("--model", name.removeprefix("random:"))
     contexts = sorted({min(S, config.max_length - ROOM) for S in scale.contexts})
     places = fitting_places(scale.batch_sizes, contexts, config, free_bytes(suite.device))

@@ -14,6 +14,14 @@ from pathlib import Path
 from typing import Any
 
 
+class Incomplete(RuntimeError):
+    """A cell that failed, and what it has found before."""
+
+    def __init__(self, message: str, partial: Any) -> None:
+        super().__init__(message)
+        self.partial = partial
+
+
 class Results:
     """The cells in `path`, including those of earlier calls. `made_with` describes the device and
     the software; cells made with other ones are not mixed."""
@@ -30,6 +38,7 @@ class Results:
         self.made_with = made_with
         self.cells: dict[str, Any] = found.get("cells", {})
         self.failed: dict[str, str] = {}
+        self.partial: dict[str, Any] = found.get("partial", {})  # of cells that failed
         self.left: list[str] = []  # cells for which there was no time
 
     @property
@@ -50,7 +59,10 @@ class Results:
             print(f"{self.path.stem}: {name}", file=sys.stderr, flush=True)
             try:
                 self.cells[name] = measure()
+                self.partial.pop(name, None)
             except Exception as error:  # kernels, compilers and peers raise anything
+                if isinstance(error, Incomplete):
+                    self.partial[name] = error.partial
                 lines = str(error).strip().splitlines() or [""]
                 self.failed[name] = f"{type(error).__name__}: {lines[0]}"
         self.write()
@@ -60,6 +72,7 @@ class Results:
             "made_with": self.made_with,
             "cells": self.cells,
             "failed": self.failed,
+            "partial": self.partial,
             "left": self.left,
         }
         partial = self.path.with_name(self.path.name + ".partial")

@@ -22,7 +22,7 @@ class Heads:
 
 @dataclass(frozen=True)
 class Scale:
-    models: dict[str, str]  # by stage, as names for `magicdec latency --model`
+    model: str  # of `magicdec latency`
     batch_sizes: tuple[int, ...]
     contexts: tuple[int, ...]
     new_tokens: tuple[int, ...]
@@ -35,7 +35,7 @@ class Scale:
     copied_bytes: int
     peer_model: str
     peer_places: tuple[tuple[int, int], ...]  # (B, S)
-    tests: tuple[str, ...]
+    tests: dict[str, tuple[str, ...]]  # the files by stage
     demo_prefix: int
     demo_backends: tuple[str, ...]
     demo_dtypes: tuple[str, ...]
@@ -44,7 +44,7 @@ class Scale:
 GPU_BACKENDS = ("triton", "varlen", "flash_attn", "flashinfer", "grouped")
 # In order of importance, because the last ones are left out when time runs out.
 FULL = Scale(
-    models={"llama31": "random:llama-3.1-8b", "llama2": "random:llama-2-7b-32k"},
+    model="random:llama-3.1-8b",
     batch_sizes=(32, 1, 8, 64),
     contexts=(4096, 16384, 32768, 65536),
     new_tokens=tuple(range(1, 10)),  # decode, and verification of gamma 1 to 8
@@ -57,19 +57,20 @@ FULL = Scale(
     copied_bytes=4 << 30,
     peer_model="llama-3.1-8b",
     peer_places=((1, 4096), (8, 4096), (8, 16384), (32, 4096)),
-    tests=(
-        *("tests/oracle/test_cuda_tokens.py", "tests/oracle/test_attention.py"),
-        "tests/oracle/test_cuda_libraries.py",
-        *("tests/oracle/test_triton.py", "tests/oracle/test_elementwise_triton.py"),
-        "tests/oracle/test_elementwise.py",
-        *("tests/oracle/test_replay.py", "tests/unit/test_step_times.py"),
-    ),
+    tests={
+        "tokens": ("tests/oracle/test_cuda_tokens.py", "tests/oracle/test_replay.py"),
+        "tests": (
+            *("tests/oracle/test_attention.py", "tests/oracle/test_cuda_libraries.py"),
+            *("tests/oracle/test_triton.py", "tests/oracle/test_elementwise_triton.py"),
+            *("tests/oracle/test_elementwise.py", "tests/unit/test_step_times.py"),
+        ),
+    },
     demo_prefix=16384,
     demo_backends=("auto", *GPU_BACKENDS),
     demo_dtypes=("float32", "bfloat16"),
 )
 TINY = Scale(
-    models={"llama31": "demo", "llama2": "demo-draft"},
+    model="demo",
     batch_sizes=(2,),
     contexts=(64, 128),
     new_tokens=(1, 2, 3),
@@ -82,7 +83,7 @@ TINY = Scale(
     copied_bytes=1 << 22,
     peer_model="tiny",
     peer_places=((2, 64),),
-    tests=("tests/unit/test_ngram.py",),
+    tests=dict.fromkeys(("tokens", "tests"), ("tests/unit/test_ngram.py",)),
     demo_prefix=256,
     demo_backends=("grouped",),
     demo_dtypes=("float32",),

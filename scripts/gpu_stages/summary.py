@@ -1,10 +1,12 @@
-"""Stage `summary`: one page, `summary.md`, from the other stages' files, with the measured value of
+"""One page, `summary.md`, from the files of the stages that are there, with the measured value of
 each goal of the suite. Measures nothing."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
+from gpu_stages.predict import predictions
 from gpu_stages.results import load_cells
 from gpu_stages.scale import Suite
 
@@ -18,8 +20,8 @@ ROOFLINES = (
 
 
 def run(suite: Suite) -> None:
-    peers, predicted = (load_cells(suite.directory / f"{n}.json") for n in ("peers", "predict"))
-    page = "\n".join(lines(goals(suite), peers, predicted))
+    peers = load_cells(suite.directory / "peers.json")
+    page = "\n".join(lines(goals(suite), peers, predictions(suite)) + stages(suite))
     (suite.directory / "summary.md").write_text(page + "\n")
     print(page)
 
@@ -61,6 +63,16 @@ def goals(suite: Suite) -> list[dict[str, Any]]:
     goal = "verification of 5 tokens in decode steps, B=32, S=32768"
     found.append(goal_of(goal, "at most 1.15", ratio, verify))
     return found
+
+
+def stages(suite: Suite) -> list[str]:
+    """How much of each stage is there."""
+    page = ["", "| stage | cells | failed | no time was left |", "|---|--:|---|--:|"]
+    for path in sorted(suite.directory.glob("*.json")):
+        found = json.loads(path.read_text())
+        failed = "; ".join(found["failed"]) or "none"
+        page.append(f"| {path.stem} | {len(found['cells'])} | {failed} | {len(found['left'])} |")
+    return page
 
 
 def goal_of(

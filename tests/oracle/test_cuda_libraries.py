@@ -4,9 +4,11 @@ machine that has them: there the contract's own tests run."""
 
 from __future__ import annotations
 
+import importlib
 import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 import torch
@@ -211,10 +213,18 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) ->
     def of_torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False): ...
 
     monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_torch_2_10)
-    lacks = "lacks window_size, enable_gqa, seqused_k; install torch 2.11 or later"
+    lacks = "lacks window_size, enable_gqa, seqused_k; install torch 2.12 or later"
+    assert str(varlen_missing()).endswith(lacks)
+
+    def of_torch_2_11(
+        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)
+    ): ...
+
+    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_torch_2_11)
+    lacks = "lacks enable_gqa, seqused_k; install torch 2.12 or later"
     assert str(varlen_missing()).endswith(lacks)
     monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
-    assert "has no varlen_attn; install torch 2.11 or later" in str(varlen_missing())
+    assert "has no varlen_attn; install torch 2.12 or later" in str(varlen_missing())
     for name, build in zip(
         list_backends(lambda c: "cpu" not in c.devices),
         (VarlenBackend, FlashAttnBackend, FlashInferBackend),
@@ -222,6 +232,24 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) ->
     ):
         with pytest.raises(ValueError, match=f"--attention {name}: "):
             build()
+
+
+@pytest.mark.parametrize("is_imported", [False, True])
+def test_version_4_of_flash_attn_alone_is_refused(
+    is_imported: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It leaves a folder `flash_attn` without a file of its own; version 2 brings that file."""
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    if is_imported:
+        monkeypatch.setitem(sys.modules, "flash_attn", importlib.import_module("flash_attn"))
+    with pytest.raises(ValueError, match=r"--attention flash_attn: flash-attn 4 alone has no "):
+        FlashAttnBackend()
+    monkeypatch.delitem(sys.modules, "flash_attn", raising=False)
+    (tmp_path / "flash_attn" / "__init__.py").touch()
+    importlib.invalidate_caches()
+    assert flash_attn_missing() is None
 
 
 def test_this_torch_has_what_varlen_needs() -> None:

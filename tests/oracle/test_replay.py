@@ -358,6 +358,44 @@ def test_a_replay_reads_the_present_values_of_tensors() -> None:
     assert total.item() == 10 and replay().item() == 10 + 2 * 25 and total.item() == 60
 
 
+class BrokenCapture:
+    """Stands in for `torch.cuda.graph`: as there, the end of a capture that an error has broken
+    fails too, before the stream is set back."""
+
+    def __init__(self, streams: list[str]) -> None:
+        self.streams = streams
+
+    def __call__(self, *of: object) -> BrokenCapture:
+        return self
+
+    def __enter__(self) -> None:
+        self.streams.append("the capture's")
+
+    def __exit__(self, *error: object) -> None:
+        raise RuntimeError("capture_end: the capture was invalidated")
+
+
+def test_a_failed_capture_says_its_first_error_and_restores_the_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    streams = ["the program's"]
+    for name, value in {
+        "Stream": str, "CUDAGraph": object, "graph_pool_handle": lambda: None,
+        "graph": BrokenCapture(streams), "current_stream": lambda device: streams[-1],
+        "set_stream": streams.append,
+    }.items():  # fmt: skip
+        monkeypatch.setattr(torch.cuda, name, value)
+
+    def work() -> torch.Tensor:
+        raise RuntimeError("operation not permitted\nwhen stream is capturing")
+
+    graphs = CudaGraphs(torch.device("cuda"))
+    with pytest.raises(RuntimeError) as refused:
+        graphs.record(work)
+    assert str(refused.value) == "--cuda_graphs on: operation not permitted; choose off"
+    assert streams == ["the program's", "the capture's", "the program's"]
+
+
 @pytest.mark.cuda
 @pytest.mark.parametrize("graphs", [False, True])
 @pytest.mark.parametrize("policy", ["streaming_llm", "snapkv", "verified"])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -119,3 +120,11 @@ def test_pg19_comes_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r"ConnectionError: Couldn't .* give the path of a") as e:
         read_books("pg19", 2)
     assert "\n" not in str(e.value)
+
+
+def test_pg19_without_the_package_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing else needs it."""
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match=r"ModuleNotFoundError: .*datasets.*; give the path of a"):
+        read_books("pg19", 2)
+    assert read_books("demo", 1)

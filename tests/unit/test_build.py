@@ -94,3 +94,11 @@ def test_a_compiler_that_cannot_compile_the_kernels_is_passed_over(
     assert build.refused_compilers() == f"{old}: g++: error: c++20?"
     assert not probe_machine(Launch()).has_compiler
     assert "no C++ compiler compiles the CPU kernels" in capsys.readouterr().err
+
+
+def test_a_triton_that_cannot_interpret_is_refused() -> None:
+    build.check_interpreter("--attention triton", "3.7.1", "2.5.0")
+    build.check_interpreter("--attention triton", "3.6.0", "2.3.5")
+    message = "--attention triton --device cpu: triton 3.6.0 cannot interpret kernels with numpy "
+    with pytest.raises(ValueError, match=f"^{message}2.4.6; install triton 3.7 or numpy 2.3$"):
+        build.check_interpreter("--attention triton", "3.6.0", "2.4.6")

@@ -17,7 +17,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import gpu_suite
-from gpu_stages import latency, peers, predict, summary
+from gpu_stages import attention, checks, latency, peers, predict, summary
 from gpu_stages.plain_loop import PlainLoop
 from gpu_stages.results import Results, load_cells
 from gpu_stages.scale import FULL, TINY
@@ -27,8 +27,9 @@ from magicdec.model.presets.presets import PRESETS
 MADE = {"device": "cpu", "gpu": None, "torch": "2", "tiny": True}
 
 
-def suite(out: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+def suite(out: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
     environment = os.environ | {"OUT": str(out), "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    environment |= variables
     call = [str(ROOT / "scripts" / "gpu_suite.sh"), *arguments]
     return subprocess.run(call, env=environment, capture_output=True, text=True)
 
@@ -45,15 +46,16 @@ def run_stage(out: Path, stage: str) -> int:
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The files of all stages. The script starts the last two, the others run in this process,
-    because each process takes seconds to import torch."""
-    out = tmp_path_factory.mktemp("gpu")
+    """The files of all stages. The script starts the last one, into an empty folder, with the files
+    of the others, which run in this process, because each process takes seconds to import torch."""
+    earlier, out = tmp_path_factory.mktemp("earlier"), tmp_path_factory.mktemp("gpu")
     for stage in gpu_suite.STAGES:
-        if stage not in ("predict", "summary"):
-            assert run_stage(out, stage) == 0, stage
-    done = suite(out, "predict", "summary", "--device", "cpu", "--tiny")
+        if stage not in ("tests", "summary"):
+            assert run_stage(earlier, stage) == 0, stage
+    done = suite(out, "tests", "--device", "cpu", "--tiny", FROM=str(earlier))
     assert done.returncode == 0, done.stderr
     assert "torch" in done.stderr, "the versions are said"
+    assert "| goal | wanted | measured | where |" in done.stdout, "the summary is printed"
     return out
 
 
@@ -61,7 +63,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_stage_leaves_its_file(tiny: Path) -> None:
     files = {path.name for path in tiny.iterdir()}
     measured = set(gpu_suite.STAGES) - {"summary"}
-    assert files == {f"{stage}.json" for stage in measured} | {"summary.md"}
+    assert files == {f"{stage}.json" for stage in measured} | {"summary.md"} and len(files) <= 8
     for stage in measured:
         found = json.loads((tiny / f"{stage}.json").read_text())
         assert found["cells"] and not found["failed"] and not found["left"], stage
@@ -77,17 +79,19 @@ def test_what_the_stages_hold(tiny: Path) -> None:
             assert found["of_copy"] == pytest.approx(found["bytes_per_s"] / copied)
             num_bytes = found["bytes_per_s"] * found["ms"] / 1e3
             assert num_bytes == pytest.approx(2 * 2 * (128 + 2) * 2 * 64 * 2, rel=0.02)
-    for stage in ("llama31", "llama2"):
-        (cell,) = load_cells(tiny / f"{stage}.json").values()
-        rows = {(row["phase"], row["T"], row["budget"], row["context"]) for row in cell["rows"]}
-        assert ("decode", 1, None, 128) in rows and ("verify", 3, None, 64) in rows
-        assert {("draft", 1, budget, 64) for budget in TINY.budgets} <= rows
+    (cell,) = load_cells(tiny / "llama31.json").values()
+    rows = {(row["phase"], row["T"], row["budget"], row["context"]) for row in cell["rows"]}
+    assert ("decode", 1, None, 128) in rows and ("verify", 3, None, 64) in rows
+    assert {("draft", 1, budget, 64) for budget in TINY.budgets} <= rows
+    (tests,) = load_cells(tiny / "tests.json").values()
+    assert tests["passed"] > 1 and set(tests) == {"passed"}
     (peer,) = load_cells(tiny / "peers.json").values()
     assert peer["agreeing_tokens"] == 1.0, "float32: both decode the same model"
     for record in load_cells(tiny / "demo.json").values():
         assert record["correctness"]["reference"] and record["metrics"]
     page = (tiny / "summary.md").read_text()
     assert "not measured" in page and "predicted, not measured" in page and "transformers" in page
+    assert "| attention | 3 | none | 0 |" in page
 
 
 @pytest.mark.wide
@@ -124,10 +128,44 @@ def test_a_failed_cell_costs_no_other(tmp_path: Path) -> None:
     assert late.left == ["good"] and not late.is_complete
 
 
+@pytest.mark.parametrize(
+    ("seconds", "problem"), [(60, "pytest ended with 1"), (4, "stopped at the stage's time limit")]
+)
+def test_what_tests_found_before_they_failed_is_kept(
+    seconds: int, problem: str, tmp_path: Path
+) -> None:
+    file, sleep = tmp_path / "test_some.py", 60 if seconds < 60 else 0
+    file.write_text(
+        "import pytest, time\n"
+        "def test_good(): pass\n"
+        "@pytest.mark.parametrize('x', ['a b'])\ndef test_bad(x): assert not x\n"
+        "@pytest.mark.skip\ndef test_skipped(): pass\n"
+        f"def test_late(): time.sleep({sleep})\n"
+    )
+    results = Results(tmp_path / "tests.json", MADE, seconds)
+    stage = gpu_suite.Suite(torch.device("cpu"), True, tmp_path, results)
+    results.cell("some", lambda: checks.run_pytest(stage, str(file)))
+    partial = json.loads((tmp_path / "tests.json").read_text())["partial"]["some"]
+    (failure,) = partial.pop("failures")
+    assert failure.endswith("test_some.py::test_bad[a b]")
+    assert partial == {"passed": 1 if sleep else 2, "failed": 1, "skipped": 1}
+    assert results.failed == {"some": f"Incomplete: {problem}: {failure}"}
+    file.write_text("def test_good(): pass\n")
+    again = Results(tmp_path / "tests.json", MADE, 60)
+    stage = gpu_suite.Suite(torch.device("cpu"), True, tmp_path, again)
+    again.cell("some", lambda: checks.run_pytest(stage, str(file)))
+    assert again.cells == {"some": {"passed": 1}} and not again.partial
+
+
+def test_an_unknown_folder_of_earlier_files_is_refused(tmp_path: Path) -> None:
+    done = suite(tmp_path, "summary", FROM=str(tmp_path / "nothing"))
+    assert done.returncode == 2 and "is no folder; give the one with the files" in done.stderr
+
+
 def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
     done = suite(tmp_path, "nothing")
     assert done.returncode == 2
-    assert "STAGE nothing is not known; choose from tests attention" in done.stderr
+    assert "STAGE nothing is not known; choose from attention llama31" in done.stderr
     assert not list(tmp_path.iterdir())
 
 
@@ -163,6 +201,15 @@ def test_what_cannot_be_recorded_is_measured_without_graphs(
     with pytest.raises(RuntimeError, match="out of memory"):
         latency.run_recorded("latency", ["--B", 1], suite)  # type: ignore[arg-type]
     assert len(calls) == 3
+
+
+def test_a_layer_is_read_again_only_after_twice_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = SimpleNamespace(L2_cache_size=60 << 20)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    cuda, small = torch.device("cuda", 0), 2 * 4101 * 8 * 128 * 2  # B=1, S=4096
+    layers = attention.num_layers(small, cuda)
+    assert (layers - 1) * small <= 120 << 20 < layers * small
+    assert attention.num_layers(2 << 30, cuda) == attention.num_layers(1, torch.device("cpu")) == 1
 
 
 def test_batches_fit_beside_the_weights() -> None:

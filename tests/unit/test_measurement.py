@@ -7,6 +7,7 @@ scripted: its steps advance the clock by given times, and emit given numbers of 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from itertools import chain
@@ -17,6 +18,7 @@ import pytest
 import torch
 from fake_clock import Clock
 from identities import check_record
+from pretend_cuda import DEVICE, Event, OnDevice, waits
 
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
@@ -50,6 +52,8 @@ ADMIT_S, RELEASE_S = 0.05, 0.006  # both lie outside the decode steps
 LAUNCH_S = 0.02  # of ADMIT_S; the rest is computed while the host goes on
 CALIBRATION_S = 0.01  # of all rows, and of one row
 BANDWIDTHS = [2e9, 3e9]  # before and after
+
+__all__ = ["waits"]  # a fixture
 
 
 @dataclass(frozen=True)
@@ -332,3 +336,21 @@ def test_bandwidth_is_the_best_of_all_reads_at_once(monkeypatch: pytest.MonkeyPa
     assert sizes == [share]
     rates = [share / 0.5 + 8e9, share / 0.25 + 5e9, share / 0.1 + 1e9]
     assert found == pytest.approx(max(rates)) and max(rates) == rates[0]
+
+
+def test_a_gpu_reads_many_times_between_two_events(
+    waits: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The host waits before and after each measurement."""
+    sums: list[object] = []
+    add = OnDevice.sum
+    monkeypatch.setattr(OnDevice, "sum", lambda buffer: sums.append(add(buffer)))
+    monkeypatch.setattr(Event, "elapsed_time", lambda first, last: 8.0)
+    monkeypatch.setattr(timing, "GPU_BANDWIDTH_BYTES", 1 << 10)
+    rates = timing.read_bandwidths(Group((0,), 0), DEVICE, repeats=3)
+    assert rates == [pytest.approx((1 << 10) * timing.GPU_SUMS / 8e-3)] * 3
+    assert len(sums) == 3 * timing.GPU_SUMS >= 60
+    assert waits == {
+        "hardware/timing.synchronize: synchronize": 3,
+        "hardware/timing.seconds_of: synchronize": 3,
+    }

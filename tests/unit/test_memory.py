@@ -290,6 +290,14 @@ def refusal(config: ResolvedConfig, models: Models, free: int, launch: Launch = 
     return str(caught.value)
 
 
+def test_a_plan_that_no_gpu_of_the_host_holds_is_refused() -> None:
+    config = config_of("llama-2-7b", 2)
+    config = replace(config, parallel=replace(config.parallel, device="cuda"))
+    models = Models(PRESETS["llama-2-7b"].config)
+    text = refusal(config, models, 10**9, Launch(0, 2, 0, 2))
+    assert text.startswith("--B ") and " 1.00 GB are free" in text and "GPU" in text
+
+
 def test_what_does_not_fit_is_refused_with_what_would() -> None:
     config, models = config_of("llama-2-7b", B=64), Models(PRESETS["llama-2-7b"].config)
     plan = needed(config, models, ALONE)

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
 import torch
 from checkpoint_files import CONFIG, CPU, expected_shard
+from pretend_cuda import DEVICE, OnDevice, waits
 from torch import Tensor
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.random_weights import TILE_COLUMNS, RandomWeights
 from magicdec.model.checkpoint.source import expected_shapes, load_transformer
 from magicdec.model.checkpoint.weight_files import TILE_ROWS, Index
+
+__all__ = ["waits"]  # a fixture
 
 SHAPES = {
     "a.weight": (3 * TILE_ROWS + 7, 2 * TILE_COLUMNS + 5),
@@ -58,6 +62,22 @@ def test_ranks_hold_shards_of_one_random_model(size: int) -> None:
         model = load_transformer(CONFIG, source, shard, None, torch.float32, CPU)
         expected = expected_shard(tensors, shard)
         torch.testing.assert_close(dict(model.state_dict()), expected, atol=0, rtol=0)
+
+
+def test_weights_are_drawn_on_the_device(
+    waits: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is copied there. The generator stands in for the GPU's."""
+    make = torch.Generator
+    monkeypatch.setattr(torch, "Generator", lambda device=CPU: make())
+    source = RandomWeights(expected_shapes(CONFIG))
+    place = CONFIG, source, Shard(1, 2), None, torch.bfloat16
+    drawn, expected = (load_transformer(*place, device) for device in (DEVICE, CPU))
+    assert not waits
+    for name, tensor in drawn.state_dict().items():
+        assert isinstance(tensor, OnDevice) and torch.equal(
+            tensor.values, expected.state_dict()[name]
+        ), name
 
 
 def test_a_rank_makes_only_the_tiles_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -73,7 +73,8 @@ def find_checks() -> Iterator[Check]:
     free = "" if space is None else f", {space.f_bavail * space.f_frsize / 1e9:.1f} GB free"
     yield Check("shared memory", machine.has_shared_memory, f"{SHARED_MEMORY}{free}")
     names = [torch.cuda.get_device_name(i) for i in range(machine.num_gpus)]
-    yield Check("CUDA", machine.has_cuda, ", ".join(names) or "no GPU that torch can use")
+    what = machine.gpu_obstacle or ", ".join(names) or "no GPU that torch can use"
+    yield Check("CUDA", machine.has_cuda, what)
     has_triton = find_spec("triton") is not None
     yield Check("Triton", has_triton, version("triton") if has_triton else "not installed")
     for name, why in machine.missing_backends.items():

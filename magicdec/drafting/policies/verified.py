@@ -19,7 +19,7 @@ from magicdec.config.sections import KVSection
 from magicdec.drafting.block_kv import BlockKV, BlockSelection
 from magicdec.drafting.draft_kv import AcceptedPath, DraftKV
 from magicdec.drafting.observation import newest_cached, rerun_tail
-from magicdec.kv.cache import BatchRows, Lengths
+from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 
@@ -70,7 +70,8 @@ class WeighedBlocks(BlockKV):
     def admit(self, requests: Sequence[Request]) -> None:
         """Run the newest tokens of each long prompt again, to see what they attend to."""
         runner, self._choice = self.runner, None
-        self._weights[:, [r.row for r in requests if r.row is not None]] = 0
+        new = upload([r.row for r in requests if r.row is not None], runner.device)
+        self._weights.index_fill_(1, new, 0)
         long = [r for r in requests if r.row is not None and r.num_cached > self.policy.budget]
         if not long:
             return

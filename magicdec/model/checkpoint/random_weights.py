@@ -1,8 +1,9 @@
 """Random weights for benchmarks without a checkpoint.
 
 Owns the rule that a weight's value depends only on the tensor's name and the position in it, so
-that ranks hold shards of the same model for any number of ranks. Values are reproducible on one
-kind of CPU; another kind may differ in the last bits.
+that ranks hold shards of the same model for any number of ranks. They are drawn on the device that
+will hold them. Values are reproducible on one kind of device: another kind of CPU may differ in the
+last bits, and a GPU draws other numbers than a CPU.
 """
 
 from __future__ import annotations
@@ -30,24 +31,33 @@ class RandomWeights(WeightSource):
     `shapes` has the full shape of every tensor (`weight_map.expected_shapes(config)`).
     """
 
-    def __init__(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self, shapes: Mapping[str, tuple[int, ...]], device: torch.device = torch.device("cpu")
+    ) -> None:
         super().__init__()
+        self.device = device
         self.tensors = {name: StoredTensor(shape, "float32") for name, shape in shapes.items()}
 
+    def on(self, device: torch.device) -> RandomWeights:
+        """The weights that are drawn on `device`."""
+        shapes = {name: stored.shape for name, stored in self.tensors.items()}
+        return RandomWeights(shapes, device)
+
     def read(self, name: str, index: Index = ()) -> Tensor:
-        """float32. A weight's value does not depend on the slice."""
+        """float32, on the device. A weight's value does not depend on the slice."""
         shape = self.tensors[name].shape
         whole = [slice(None)] * (len(shape) - len(index))
         parts = zip(shape, (*index, *whole), strict=True)
         rows, *columns = (slice(*part.indices(size)) for size, part in parts)
         if NORM.search(name):
-            return torch.ones(rows.stop - rows.start)
+            return torch.ones(rows.stop - rows.start, device=self.device)
         if not columns:  # a vector is a matrix of one row
             return self._read(name, (1, *shape), slice(0, 1), rows)[0]
         return self._read(name, shape, rows, columns[0])
 
     def _read(self, name: str, shape: tuple[int, ...], rows: slice, columns: slice) -> Tensor:
-        out = torch.empty(rows.stop - rows.start, columns.stop - columns.start)
+        size = rows.stop - rows.start, columns.stop - columns.start
+        out = torch.empty(size, device=self.device)
 
         def fill(corner: tuple[int, int]) -> None:
             top, left = corner
@@ -59,7 +69,11 @@ class RandomWeights(WeightSource):
             target.copy_(tile[first - top : last - top, start - left : stop - left])
 
         corners = product(_tile_starts(rows, TILE_ROWS), _tile_starts(columns, TILE_COLUMNS))
-        # One generator makes about 0.2 billion values per second, so tiles use several threads.
+        if self.device.type != "cpu":
+            for corner in corners:
+                fill(corner)
+            return out
+        # A CPU makes about 0.2 billion values per second and thread, so tiles use several threads.
         with ThreadPoolExecutor(torch.get_num_threads()) as pool:
             list(pool.map(fill, corners))
         return out
@@ -67,8 +81,9 @@ class RandomWeights(WeightSource):
     def _tile(self, name: str, shape: tuple[int, ...], top: int, left: int) -> Tensor:
         """The tile whose first element is [top, left]; smaller at the tensor's edge."""
         digest = hashlib.blake2b(f"{name}/{top}/{left}".encode(), digest_size=8).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-        tile = torch.empty(min(TILE_ROWS, shape[0] - top), min(TILE_COLUMNS, shape[1] - left))
+        generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little"))
+        size = min(TILE_ROWS, shape[0] - top), min(TILE_COLUMNS, shape[1] - left)
+        tile = torch.empty(size, device=self.device)
         return tile.normal_(0.0, STANDARD_DEVIATION, generator=generator)
 
 

@@ -195,6 +195,8 @@ def load_transformer(
     assert is_int8 or not holds_int8(source), "is_int8 is set if the stored weights are int8"
     if is_int8 and not holds_int8(source):
         source = QuantizedWeights(source, config)
+    elif isinstance(source, RandomWeights):
+        source = source.on(device)
     config = untie_head(config) if is_int8 else config
     with torch.device("meta"):
         model = Transformer(config, shard, layers, has_ends)

@@ -1,0 +1,270 @@
+"""Decoding on a GPU that is not there (`pretend_cuda.py`): real values on tensors that say they are
+on `cuda:0`. The tokens are the CPU's, no operator mixes devices, and the host waits for the device
+only where `LISTED` says so: once in each step, and else while something is built or admitted.
+
+What a GPU itself does is not tested: its kernels, their order, its memory, and its graphs, for
+which `recorder.py` stands in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import pretend_cuda
+import pytest
+import test_in_flight
+import torch
+from conftest import (
+    TINY,
+    decode_both,
+    make_draft,
+    make_requests,
+    make_runner,
+    random_prompts,
+    tiny_transformer,
+)
+from pretend_cuda import DEVICE, MixedDevices, OnDevice, waits
+from recorder import Recorder
+from several_ranks import generate_alone
+from test_replay import (
+    PAIRS,
+    SCRIPT,
+    OneAlone,
+    interprets,
+    launches,
+    run,
+    section_of,
+    started,
+)
+from threaded_pipeline import divide, serve
+from two_stages import serve_with_drafts
+
+from magicdec.attention.sdpa import SDPABackend
+from magicdec.attention.triton import TritonBackend
+from magicdec.config.choices.backend import choose_graphs
+from magicdec.config.choices.choice import Choice
+from magicdec.config.sections import KVSection, SamplingSection
+from magicdec.engine import Engine
+from magicdec.pipeline.drafter import ModelDrafter
+from magicdec.pipeline.stage import RunStage
+from magicdec.pipelined_speculation.options import Options
+from magicdec.sampling.coupled import CoupledSampling
+
+__all__ = ["launches", "waits"]  # fixtures
+
+STEP = "decoding/steps._read: tolist"
+LISTED = {
+    STEP,
+    # When models, caches and groups are made.
+    "runner.<genexpr>: upload",
+    "model/transformer.set_positions: upload",
+    "distributed/groups.all_gather_range: upload",
+    "distributed/groups.all_gather_range: tolist",
+    # When prompts are complete.
+    "prefill.prefill: tolist",
+    "prefill.__init__: synchronize",
+    "prefill.seconds: synchronize",
+    # When a pass begins or ends, and when a step is captured.
+    "kv/forward_counts.copy: tolist",
+}
+# Drafts are measured before their number is chosen.
+OF_MEASUREMENT = {"decoding/calibration._measure: tolist"}
+OF_STAGES = {
+    "hardware/environment.wait_for_stream: synchronize",
+    "pipeline/recurrent._tokens: tolist",
+    "pipeline/recurrent.judge: tolist",
+    "pipeline/stage.predict: download",
+    "pipeline/drafter._candidates: tolist",
+}
+
+
+def check(waits: Counter[str], listed: set[str] = LISTED) -> None:
+    assert set(waits) <= listed, sorted(set(waits) - listed)
+
+
+@pytest.mark.narrow("pairs")
+@pytest.mark.parametrize("kind", ["greedy", "mixed"])
+@pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize(("drafter", "policy"), [(None, None), *PAIRS], ids=str)
+def test_a_step_waits_once(
+    drafter: str | None, policy: str | None, captures: bool, kind: str, waits: Counter[str]
+) -> None:
+    """Prefill, drafts, verification and truncation; a standalone draft has its own cache."""
+    kv = section_of(policy)
+    tokens, accepted, _ = run(*started(kind), drafter, kv, 4, None)
+    assert not waits, "nothing is on the device"
+    engine, snapshots = started(kind, device=str(DEVICE))
+    recorder = Recorder() if captures else None
+    found = run(engine, snapshots, drafter, kv, 4, recorder)
+    resamples = kind == "mixed" and (drafter, policy) == ("model", "snapkv")
+    assert found[:2] == (tokens, accepted) or (captures and resamples)
+    assert isinstance(engine.runner.cache.k, OnDevice)
+    check(waits)
+    assert waits[STEP] == len(found[1]) and waits["prefill.prefill: tolist"] == 1
+
+
+@pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize(("drafter", "policy"), [("self", "snapkv"), ("model", "full")])
+def test_steps_of_any_draft_lengths_wait_once(
+    drafter: str, policy: str, captures: bool, waits: Counter[str]
+) -> None:
+    """The measurement of `--gamma auto` comes first, which waits for each of its drafts."""
+    kv = section_of(policy)
+    tokens, *_ = run(*started(), drafter, kv, "auto", None, OneAlone(SCRIPT))
+    recorder = Recorder() if captures else None
+    found = run(
+        *started(device=str(DEVICE)), drafter, kv, "auto", recorder, OneAlone(SCRIPT)
+    )  # fmt: skip
+    assert found[0] == tokens
+    check(waits, LISTED | OF_MEASUREMENT)
+
+
+@interprets
+@pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("policy", ["streaming_llm", "verified"])
+def test_attention_by_triton(
+    policy: str,
+    captures: bool,
+    launches: list[str],
+    waits: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Its kernels are interpreted, over tensors of the device alone."""
+    found = SimpleNamespace(multi_processor_count=4)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    config = replace(TINY, num_layers=1, num_heads=4, num_kv_heads=2)
+
+    def decoded(device: torch.device, recorder: Recorder | None) -> object:
+        model = tiny_transformer(config).to(device)
+        engine = Engine(make_runner(model, 2, 32, TritonBackend(split_keys=16)), 26)
+        requests = make_requests(random_prompts([26, 1], 97), [3, 4])
+        snapshots, kv = engine.prefill(requests), KVSection(policy, 20, 4, 8)
+        return run(engine, snapshots, "self", kv, 2, recorder)[:2]
+
+    expected = decoded(torch.device("cpu"), None)
+    launches.clear()
+    assert decoded(DEVICE, Recorder() if captures else None) == expected
+    assert launches
+    check(waits)
+
+
+@pytest.mark.parametrize("drafter", ["self", "model"])
+def test_trees_of_drafts(drafter: str, waits: Counter[str]) -> None:
+    kv, size = section_of("streaming_llm" if drafter == "self" else "full"), (3, 140)
+    prompts = random_prompts([60, 1, 80], 97)
+
+    def decoded(device: str | torch.device) -> tuple[list[list[int]], list[list[int]]]:
+        model = tiny_transformer().to(device)
+        draft = None
+        if drafter == "model":
+            draft = make_draft(model, kv, *size, SDPABackend(16))
+        runner = make_runner(model, *size, SDPABackend(16))
+        names, requests = ("speculative",), make_requests(prompts, [24, 13, 36])
+        _, *found = decode_both(
+            runner, requests, kv, 3, 64, drafter, draft, names=names, tree="3,2,1"
+        )
+        return found[0], found[1]
+
+    assert decoded(DEVICE) == decoded("cpu")
+    check(waits)
+    assert waits[STEP] > 0
+
+
+def test_graphs_of_trees_and_stages_are_refused() -> None:
+    sdpa = [Choice("sdpa")]
+    for arguments, reason in (
+        ({"drafts_trees": True}, "steps with a --tree are not captured"),
+        ({"is_staged": True}, "the steps of a pipeline are not captured"),
+    ):
+        with pytest.raises(ValueError, match=reason):
+            choose_graphs("on", "cuda", sdpa, **arguments)
+
+
+@pytest.mark.narrow("values")
+@pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize(
+    ("drafter", "policy"), [(None, "full"), ("self", "verified"), ("model", "full")]
+)
+def test_requests_in_flight(
+    drafter: str | None,
+    policy: str,
+    captures: bool,
+    waits: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On the schedules of test_in_flight.py, which first run on the CPU: later runs compare with
+    the tokens that a request emitted alone there."""
+    monkeypatch.setattr(test_in_flight, "NativeBackend", lambda: SDPABackend(8))
+    kv, seeds = KVSection(policy, 20 if policy == "verified" else -1, 2, recent_window=2), [9, 11]
+    test_in_flight.check_seeds(seeds, drafter, kv, captures)
+    assert not waits
+    monkeypatch.setattr(test_in_flight, "MODEL", tiny_transformer(seed=1).to(DEVICE))
+    test_in_flight.check_seeds(seeds, drafter, kv, captures)
+    check(waits, LISTED | OF_MEASUREMENT)
+    assert waits[STEP] > 0
+
+
+@pytest.mark.parametrize("drafter", ["ngram", "model"])
+def test_a_ring_of_stages(drafter: str, waits: Counter[str]) -> None:
+    def served(device: str | torch.device) -> list[list[int]]:
+        requests = make_requests(random_prompts([5, 40, 1, 33], 97), [20, 9, 20, 14])
+        model, draft = tiny_transformer().to(device), None
+        if drafter == "model":
+            draft = make_draft(tiny_transformer(seed=1).to(device), KVSection("full", -1), 4, 90)
+        serve_with_drafts(model, requests, (2, 2), 90, 3, drafter, draft)
+        return [request.output_ids for request in requests]
+
+    assert served(DEVICE) == served("cpu")
+    check(waits, LISTED | OF_STAGES)
+
+
+@pytest.mark.parametrize("mode", ["iterative", "sync", "async"])
+def test_a_pipeline_of_stages(mode: str, waits: Counter[str]) -> None:
+    model = tiny_transformer(replace(TINY, num_layers=3))
+    expected, requests = (
+        make_requests(random_prompts([5, 40, 1, 33], 97), [20, 9, 20, 14]) for _ in "ab"
+    )
+    tokens = generate_alone(model, expected, 90)
+    parts = [RunStage(make_runner(part.to(DEVICE), 2, 90)) for part in divide(model, 3)]
+    full = KVSection("full", -1)
+    draft = make_draft(tiny_transformer(seed=1).to(DEVICE), full, 2, 90, max_drafts=20)
+    drafter = ModelDrafter(draft, full, TINY.vocab_size, CoupledSampling(SamplingSection()))
+    serve(parts, drafter, Options(mode=mode, gamma=3, pa=0.1, lanes=2), requests, 16)
+    assert [request.output_ids for request in requests] == tokens
+    check(waits, LISTED | OF_STAGES)
+
+
+TOUCHES: dict[str, Callable[[torch.Tensor], object]] = {
+    "_local_scalar_dense": lambda x: bool(x.any()) and x.sum().item(),
+    "tolist": lambda x: x.tolist(),
+    "index": lambda x: x[x > 1],
+    "nonzero": lambda x: x.nonzero(),
+    "download": lambda x: x.cpu(),
+    "upload": lambda x: x + torch.tensor([1, 2, 3], device=x.device),
+}
+MIXTURES: dict[str, Callable[[torch.Tensor], object]] = {
+    "a sum": lambda x: x + torch.ones(3),
+    "an index": lambda x: x[torch.tensor([0, 2])],
+    "a list": lambda x: x[[0, 2]],
+    "a place": lambda x: x.index_fill_(0, torch.tensor([1]), 0),
+}
+
+
+@pytest.mark.parametrize("what", TOUCHES)
+def test_a_wait_is_noted(what: str, waits: Counter[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """This test stands in for the package."""
+    monkeypatch.setattr(pretend_cuda, "PACKAGE", Path(__file__).parent)
+    x = torch.tensor([1, 2, 3]).pin_memory().to(DEVICE, non_blocking=True)
+    assert not waits
+    TOUCHES[what](x)
+    assert [place.rpartition(": ")[2] for place in waits] == [what]
+
+
+@pytest.mark.parametrize("what", MIXTURES)
+def test_a_mixture_of_devices_is_refused(what: str, waits: Counter[str]) -> None:
+    with pytest.raises(MixedDevices):
+        MIXTURES[what](torch.ones(3, device=DEVICE))
