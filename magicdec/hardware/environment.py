@@ -24,7 +24,12 @@ import torch
 from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.machine import Machine
 from magicdec.distributed.groups import Launch
-from magicdec.kernels.build import cpu_field, find_compiler, refused_compilers
+from magicdec.kernels.build import (
+    cpu_field,
+    find_compiler,
+    is_compiled_for,
+    refused_compilers,
+)
 from magicdec.records.environment import Environment
 
 GIT_TIMEOUT_S = 10.0
@@ -50,7 +55,8 @@ def probe_machine(launch: Launch) -> Machine:
         avoids_native_steps=os.environ.get("MAGICDEC_NATIVE_STEPS") == "off",
         has_compiler=has_compiler,
         has_shared_memory=Path("/dev/shm").is_dir(),
-        has_bfloat16_products=any(f in flags for f in ("avx512_bf16", "amx_bf16")),
+        has_bfloat16_products=any(f in flags for f in ("avx512_bf16", "amx_bf16"))
+        and is_compiled_for("__AVX512BF16__"),
         widens_bfloat16=has_compiler and ("avx2" in flags or platform.machine() == "aarch64"),
         missing_backends=missing_backends(list_backends(lambda c: has_cuda or "cpu" in c.devices)),
     )

@@ -81,6 +81,17 @@ def _refusal(path: str, version_ns: int) -> str:
     return refusal
 
 
+def is_compiled_for(macro: str) -> bool:
+    """Whether the CPU that MAGICDEC_MARCH names has a feature, by the macro that says so to the
+    compiler. True without it: then the libraries are for this CPU."""
+    compiler = find_compiler()
+    if not CPU or compiler is None:
+        return True
+    command = [compiler, MARCH, "-dM", "-E", "-x", "c++", "/dev/null"]
+    macros = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return f"#define {macro} " in macros
+
+
 def library_folder() -> Path:
     """Where what is built is kept."""
     folder = Path.home() / ".cache" / "magicdec"
