@@ -4,6 +4,7 @@ unusual block sizes, strided inputs, and a whole run. Without a GPU, the kernels
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -14,6 +15,8 @@ import pytest
 import torch
 from attention_cases import Case, exact_attention, fill
 from conftest import TINY, Launch, tiny_transformer
+from hypothesis import given
+from hypothesis import strategies as st
 from launches import compile_apart
 from lossless import speculate
 
@@ -21,8 +24,10 @@ from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.triton import (
     LEAST_SPLIT,
     MOST_SPLITS,
+    MOST_WAVES,
     TritonBackend,
-    choose_split,
+    choose_splits,
+    fit_programs,
     load_kernels,
 )
 from magicdec.config.sections import KVSection
@@ -37,7 +42,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.mark.narrow("values", "values")
 @pytest.mark.parametrize(
     ("split", "num_new", "dtype"),
-    [(64, 3, torch.bfloat16), (50, 20, torch.float32), (48, 1, torch.float32)],
+    [(3, 3, torch.bfloat16), (4, 20, torch.float32), (2, 1, torch.float32)],
     ids=str,
 )
 @pytest.mark.parametrize("policy", [FullKV(), StreamingLLM(5, 90)], ids=repr)
@@ -49,7 +54,7 @@ def test_splits_are_merged_by_their_log_sum_exp(
     tokens."""
     torch.manual_seed(0)
     backend, lengths, rows = TritonBackend(split), [131, 3, 0], [2, 0, 1]
-    cache, k, v = fill(backend, 2, 64, lengths, dtype, 168, layers=1, block=24)
+    cache, k, v = fill(backend, 2, 64, lengths, dtype, 256, layers=1, block=128)
     q = torch.randn(3, num_new, 8, 64).to(DEVICE, dtype)
     view = make_view(cache, rows, policy, num_new)
     case, tolerance = Case(view, q, k, v), 2e-6 if dtype == torch.float32 else 2e-2
@@ -64,18 +69,48 @@ def test_splits_are_merged_by_their_log_sum_exp(
         assert (mass[i].double() - exact.mass).abs().max() < 10 * tolerance * exact.mass.max()
 
 
-def test_splits_are_only_as_many_as_fill_the_device() -> None:
-    for num_keys in (1, 127, 128, 129, 4096, 33_000):
-        for programs in (1, 8, 300, 5000):
-            split = choose_split(num_keys, programs, num_processors=132)
-            num_splits = -(-num_keys // split)
-            assert split >= LEAST_SPLIT and split & (split - 1) == 0
-            assert num_splits <= MOST_SPLITS
-            if programs >= 2 * 132:
-                assert num_splits == 1, "enough programs without"
-            elif num_keys >= 2 * LEAST_SPLIT:
-                assert num_splits > 1
-    assert choose_split(33_000, 8, 132) == 1024, "33 splits of 8 programs: two to a processor"
+@given(
+    num_keys=st.integers(1, 140_000), num_programs=st.integers(1, 3000),
+    capacity=st.sampled_from([108, 132, 264, 396, 792]), block_n=st.sampled_from([16, 32, 64]),
+)  # fmt: skip
+def test_splits_fill_the_device(
+    num_keys: int, num_programs: int, capacity: int, block_n: int
+) -> None:
+    def waves(num_splits: int) -> int:
+        return -(-num_programs * num_splits // capacity)
+
+    num_splits = choose_splits(num_keys, block_n, num_programs, capacity)
+    assert 1 <= num_splits <= MOST_SPLITS
+    assert num_splits == 1 or num_keys >= num_splits * LEAST_SPLIT
+    assert num_splits == 1 or waves(num_splits) <= MOST_WAVES
+    without = waves(1) * (num_keys + LEAST_SPLIT)
+    assert waves(num_splits) * num_keys / num_splits <= without, "not slower than one split"
+
+
+def test_splits_at_the_sizes_of_the_headlines() -> None:
+    """Three programs on each of 132 processors. Eight KV heads, with 1 and 5 new tokens."""
+    assert fit_programs(128, 72_700, 4, 233_472) == 3, "by shared memory"
+    assert fit_programs(212, 45_568, 4, 233_472) == 2, "by registers"
+    capacity = 3 * 132
+    for num_new in (1, 5):
+        splits = [choose_splits(32_768 + num_new, 64, 8 * B, capacity) for B in (1, 8, 28, 32)]
+        assert splits == [47, 6, 7, 3]
+        waves = [8 * B * n / capacity for B, n in zip((1, 8, 28, 32), splits, strict=True)]
+        assert all(wave / math.ceil(wave) > 0.94 for wave in waves), "full waves"
+    assert choose_splits(261, 64, 8, capacity) == 2, "a draft's budget"
+
+
+@given(num_tiles=st.integers(0, 3000), num_splits=st.integers(1, MOST_SPLITS))
+def test_splits_are_equal_up_to_a_tile(num_tiles: int, num_splits: int) -> None:
+    """Of a row with any number of tiles, also of fewer than it was planned for. `split_tiles` is a
+    kernel's function, called with numbers."""
+    split_tiles = load_kernels(DEVICE.type).split_tiles.fn
+    parts = [split_tiles(split, num_splits, num_tiles) for split in range(num_splits)]
+    assert [first for first, _ in parts] == [0, *(last for _, last in parts[:-1])]
+    assert parts[-1][1] == num_tiles, "all tiles are covered"
+    sizes = {last - first for first, last in parts}
+    assert max(sizes) - min(sizes) <= 1
+    assert num_tiles < num_splits or min(sizes) > 0, "no split is empty"
 
 
 def test_weight_blocks_are_those_of_the_policies() -> None:
