@@ -139,23 +139,14 @@ class Call:
         self.num_kv_heads = k.shape[2]
         group = self.num_heads // self.num_kv_heads
         packed, block_d = self.num_new * group, max(16, next_power(size))
-        interpreted = q.device.type == "cpu"
-        block_m, block_n, num_warps = choose_tile(q.dtype, block_d, packed, interpreted)
-        self.num_tiles = -(-packed // block_m)
+        tile = choose_tile(q.dtype, block_d, packed, q.device.type == "cpu")
+        self.num_tiles = -(-packed // tile["BLOCK_M"])
         self.head: dict[str, Any] = {
             "SIZE": size, "BLOCK_D": block_d, "BLOCK_SIZE": cache.shape.block_size
         }  # fmt: skip
-        assert cache.shape.block_size % block_n == 0, "a tile of keys lies in one block"
-        self.tile: dict[str, Any] = {
-            "WINDOW": view.window or 0,
-            "GROUP": group,
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
-            "BLOCK_R": next_power(self.ranges.shape[2]),
-            "IN_FLOAT32": interpreted,
-            "num_warps": num_warps,
-            "num_stages": 3,
-        } | self.head
+        assert cache.shape.block_size % tile["BLOCK_N"] == 0, "a tile of keys lies in one block"
+        sizes = {"GROUP": group, "BLOCK_R": next_power(self.ranges.shape[2])}
+        self.tile: dict[str, Any] = {"WINDOW": view.window or 0} | sizes | tile | self.head
 
     @property
     def num_programs(self) -> int:
@@ -174,7 +165,7 @@ class Call:
 
     def attend(self, num_splits: int, counters: Tensor) -> tuple[Tensor, Tensor]:
         """Append k and v, and compute the output [B,T,H,D] and the log-sum-exp, float32 [B,T,H].
-        `counters` are zeros, int32, one for each program without splitting, and are again afterwards."""
+        `counters` are zeros, int32, at least `num_programs`, and are zeros again afterwards."""
         if self.num_tiles > 1:  # otherwise the programs that see new tokens write them
             self._append()
         out, lse, args, options = self._arguments(num_splits, counters)
@@ -264,19 +255,28 @@ def list_keys(kernels: ModuleType, view: KVView) -> Tensor:
 
 def choose_tile(
     dtype: torch.dtype, block_d: int, num_queries: int, interpreted: bool
-) -> tuple[int, int, int]:
-    """The size of a tile: (packed queries, keys, warps). These are the largest sizes of which two
-    tiles fit into shared memory and which the compiler fits into registers without spilling, on
-    GPUs since Ampere. Float32 is multiplied without tensor cores, to be exact. The compiler unrolls
-    these products, so larger tiles would take minutes to compile."""
+) -> dict[str, int]:
+    """The sizes of a tile, BLOCK_M packed queries and BLOCK_N keys, and how it is compiled: such
+    that two tiles fit into shared memory and nothing is spilled, on GPUs since Ampere
+    (tests/oracle/test_triton.py). With at most 168 registers, three programs of four warps fit on a
+    processor; without a bound the compiler spills where it hopes for more programs. Float32 is
+    multiplied without tensor cores, to be exact. The compiler unrolls these products, so larger
+    tiles would take minutes to compile."""
     block_m = max(16, min(64, next_power(num_queries)))
     if interpreted:
-        return block_m, 64, 1
+        return {"BLOCK_M": block_m, "BLOCK_N": 64, "IN_FLOAT32": True}
     if dtype == torch.float32:
-        return 16, 16, 8
-    if block_d > 128:
-        return block_m, 16, 4 if block_m <= 32 else 8
-    return block_m, 64 if block_m <= 32 else 32, 4
+        sizes = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 8, "maxnreg": 255}
+        return sizes | {"num_stages": 3, "IN_FLOAT32": False}
+    sums = block_m * block_d  # float32, in registers
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": 16 if block_d > 128 else 64 if block_m == 16 else 32,
+        "num_warps": 8 if sums > 64 * 128 else 4,
+        "num_stages": 3,  # the next two loads of keys or values are on their way
+        "maxnreg": 168 if sums <= 32 * 128 else 255,
+        "IN_FLOAT32": False,
+    }
 
 
 def choose_splits(num_keys: int, block_n: int, num_programs: int, capacity: int) -> int:

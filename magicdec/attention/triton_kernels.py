@@ -1,5 +1,5 @@
-"""Triton kernels over the paged KV cache. They append new tokens, list the keys that rows see, compute
-attention over splits of the keys and merge them, and sum attention weights by block.
+"""Triton kernels over the paged KV cache. They append new tokens, list the keys that rows
+see, compute attention over splits of the keys and merge them, and sum attention weights by block.
 
 Owns the arithmetic on the device. Import it only if Triton is installed. The kernels are compiled
 for the GPU, or interpreted if `TRITON_INTERPRET` was set when Triton was first imported.
@@ -305,8 +305,9 @@ def attend(
                 query = (row * num_new + m // GROUP).to(tl.int64) * num_heads
                 query += head * GROUP + m % GROUP
                 _merge_splits(
-                    parts, part_lse, out, lse, query, num_splits, num_queries, SIZE, BLOCK_D, BLOCK_S
-                )
+                    parts, part_lse, out, lse, query, num_splits, num_queries,
+                    SIZE, BLOCK_D, BLOCK_S,
+                )  # fmt: skip
     else:
         _store_part(out, lse, place, is_query, most, total, sums, SIZE, BLOCK_D)
 
@@ -316,8 +317,8 @@ def sum_mass(
     q, k_pool, block_table, rows, seq_lens, ranges, lse, mass,
     scale, num_new, num_heads, table_width, q_row, q_token,
     num_ranges, ranges_row, ranges_head, num_blocks,
-    BLOCK_R: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Writes mass, float32 [B, G, num_blocks]: attention weights of WEIGHTS_BLOCK positions, summed

@@ -9,8 +9,11 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
+import launches
 import pytest
 import torch
 from attention_cases import Case, exact_attention, fill
@@ -19,7 +22,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from launches import compile_apart
 from lossless import speculate
+from tiers import covering
 
+from magicdec.attention import triton
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.triton import (
     LEAST_SPLIT,
@@ -27,12 +32,16 @@ from magicdec.attention.triton import (
     MOST_WAVES,
     TritonBackend,
     choose_splits,
+    choose_tile,
     fit_programs,
     load_kernels,
 )
 from magicdec.config.sections import KVSection
 from magicdec.drafting.policies.full import FullKV
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
+from magicdec.kv.cache import KVCache
+from magicdec.kv.layout import PLAIN
+from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import WEIGHTS_BLOCK, make_view
 
 pytest.importorskip("triton")
@@ -136,39 +145,83 @@ def test_speculation_emits_the_baseline_tokens(kv: KVSection) -> None:
     assert ours.tokens == reference.tokens
 
 
-COMPILE = """
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-import torch
-from magicdec.attention import triton_kernels
-from magicdec.attention.triton import choose_tile
-
-BLOCK_M, BLOCK_N, num_warps = choose_tile(torch.bfloat16, 128, interpreted=False)
-CONSTANTS = {
-    "IS_FULL": True, "GROUP": 4, "SIZE": 80, "BLOCK_D": 128, "BLOCK_M": BLOCK_M,
-    "BLOCK_N": BLOCK_N, "BLOCK_SIZE": 64, "IN_FLOAT32": False, "BLOCK_G": 8, "BLOCK_S": 16,
+SIZES: dict[str, list[Any]] = {
+    "size": [128, 64, 80, 256],
+    "num_new": [1, 5, 9, 100],
+    "group": [4, 1, 8],
+    "policy": [FullKV(), StreamingLLM(5, 90)],
+    "window": [None, 100],
+    "dtype": ["bfloat16", "float32"],
+    "num_splits": [2, 1],
+    "method": ["run", "run_with_weights"],
+    "capability": [90, 80],
 }
-TYPES = dict.fromkeys(("q", "k", "v", "k_pool", "v_pool"), "*bf16")
-TYPES |= dict.fromkeys(("block_table", "rows", "seq_lens", "ranges"), "*i64")
-TYPES |= dict.fromkeys(("out", "lse", "parts", "part_lse", "mass"), "*fp32") | {"scale": "fp32"}
-for name in ("append", "attend_split", "merge_splits", "sum_mass"):
-    names = getattr(triton_kernels, name).arg_names
-    signature = {n: "constexpr" if n in CONSTANTS else TYPES.get(n, "i32") for n in names}
-    constants = {(i,): CONSTANTS[n] for i, n in enumerate(names) if n in CONSTANTS}
-    source = ASTSource(getattr(triton_kernels, name), signature, constants)
-    options = {"num_warps": num_warps, "num_stages": 3}
-    made = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options)
-    assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 99 * 1024, name
+
+
+def launch_case(case: dict[str, Any]) -> list[launches.Launch]:
+    """What our backend launches on a GPU for a forward of such sizes."""
+    dtype, size, num_new = getattr(torch, case["dtype"]), case["size"], case["num_new"]
+    backend = TritonBackend(case["num_splits"])
+    cache = KVCache(CacheShape(1, 2, size, 64, 8, PLAIN), 2, 4, dtype, torch.device("cpu"))
+    for row in (0, 1):
+        cache.allocate(row, 256)
+        cache.advance([row], 130)
+    view = make_view(cache, [0, 1], case["policy"], num_new, window=case["window"])
+    q = torch.empty(2, num_new, 2 * case["group"], size, dtype=dtype)
+    k, v = torch.empty(2, 2, num_new, 2, size, dtype=dtype)
+    recorder = launches.Recorder()
+    recorder.WEIGHTS_BLOCK = load_kernels("cuda").WEIGHTS_BLOCK
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "load_kernels", lambda device: recorder)
+        patch.setattr(triton, "choose_tile", lambda *sizes: choose_tile(*sizes[:3], False))
+        backend.plan(view)
+        getattr(backend, case["method"])(0, q, k, v, view)
+    return recorder.launches
+
+
+def chosen_cases(size: int) -> list[dict[str, Any]]:
+    """Cases that together have every combination of `size` values of SIZES."""
+    cases = [dict(zip(SIZES, values, strict=True)) for values in product(*SIZES.values())]
+    return [cases[i] for i in sorted(covering(cases, size))]
+
+
+COMPILE = """
+import re, subprocess, tempfile
+from pathlib import Path
+import triton
+from launches import compile_launch
+from test_triton import chosen_cases, launch_case
+from magicdec.attention import triton_kernels
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+SHARED = {80: 99, 90: 227}  # KiB; 8.0 has more, 8.6 has no more
+for case in chosen_cases(SIZE):
+    for launch in launch_case(case):
+        made = compile_launch(getattr(triton_kernels, launch.kernel), launch, case["capability"])
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(made.asm["cubin"])
+            file.flush()
+            words = [CUOBJDUMP, "--dump-resource-usage", file.name]
+            usage = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        numbers = dict(re.findall("([A-Z]+):([0-9]+)", usage))
+        what = launch.kernel, case, numbers
+        assert numbers["STACK"] == numbers["LOCAL"] == "0", what
+        assert made.metadata.shared <= SHARED[case["capability"]] * 1024, what
+        if launch.kernel == "attend":
+            code = made.asm["ttgir"]
+            tile = f"{launch.options['BLOCK_N']}x{launch.options['BLOCK_D']}x(?:bf16|f32)"
+            buffers = re.findall(f"local_alloc : .*memdesc<([0-9]+)x{tile}", code)
+            assert len(buffers) == 2 and min(map(int, buffers)) > 1, (what, buffers)
+            assert "async_wait" in code and re.search("async_wait .*num = [1-9]", code), what
 """
 
 
-@pytest.mark.wide
-def test_kernels_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
-    """They compile to machine code for compute capability 8.0 and fit the shared memory of 8.6. The
-    interpreter accepts code that a compiler does not. Triton includes its assembler."""
-    compile_apart(COMPILE, tmp_path)
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.wide)])
+def test_kernels_fit_gpus_that_are_not_here(size: int, tmp_path: Path) -> None:
+    """What a forward launches is compiled to machine code: nothing is spilled, the shared memory is
+    there, and the next tile of keys and of values is loaded while one is computed with. The cases
+    have every value of SIZES together; in `make test-all` every pair of them."""
+    compile_apart(COMPILE.replace("SIZE)", f"{size})"), tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is nothing to interpret")
