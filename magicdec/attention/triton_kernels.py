@@ -187,6 +187,45 @@ def _find_slots(
 
 
 @triton.jit
+def _attend_tiles(
+    queries, own_position, k_pool, v_pool, places, positions,
+    origin, first_key, last_key, first_tile, last_tile, scale, num_kv_heads, head,
+    IS_LISTED: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """Attention over tiles, of which tile 0 begins at key `origin`, as far as they lie between
+    `first_key` and `last_key`. Returns what `_add_keys` does. `places` is as in `_find_slots`, and
+    `positions` the list of the keys' positions, if there is one."""
+    most = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # largest score, in units of log 2
+    total, sums = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    n = tl.arange(0, BLOCK_N)
+    next_slots = _find_slots(
+        places, origin + first_tile * BLOCK_N, last_key, first_tile < last_tile,
+        num_kv_heads, head, IS_LISTED, BLOCK_N, BLOCK_SIZE,
+    )  # fmt: skip
+    for t in range(first_tile, last_tile):
+        key = origin + t * BLOCK_N + n
+        valid = (key >= first_key) & (key < last_key)
+        own_slots = next_slots if IS_LISTED else next_slots + n
+        # One tile ahead, so that no load of keys waits for its address.
+        next_slots = _find_slots(
+            places, origin + (t + 1) * BLOCK_N, last_key, t + 1 < last_tile,
+            num_kv_heads, head, IS_LISTED, BLOCK_N, BLOCK_SIZE,
+        )  # fmt: skip
+        keys = _load_tokens(k_pool, own_slots, valid, SIZE, BLOCK_D)
+        scores = _dot(queries, tl.trans(keys), IN_FLOAT32) * (scale * LOG2E)
+        position = key  # its number does as well, unless there is a window
+        if IS_LISTED and WINDOW:
+            position = tl.load(positions + key, mask=valid, other=0)
+        seen = _is_seen(position, valid, own_position, WINDOW)
+        values = _load_tokens(v_pool, own_slots, valid, SIZE, BLOCK_D)
+        scores = tl.where(seen, scores, float("-inf"))
+        most, total, sums = _add_keys(scores, values, most, total, sums, IN_FLOAT32)
+    return most, total, sums
+
+
+@triton.jit
 def _is_last(counter, num_programs):
     """Whether all other of `num_programs` programs that share the counter have been here. The last
     one sets it back to 0 for the next launch, and may read what the others have stored."""
@@ -263,37 +302,14 @@ def attend(
     queries, token, query_head = _load_queries(
         q, tile * BLOCK_M, row, head, num_new, q_row, q_token, GROUP, SIZE, BLOCK_D, BLOCK_M
     )
-    own_position = seq_len + token
-    most = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # largest score, in units of log 2
-    total, sums = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    n, own_list = tl.arange(0, BLOCK_N), row.to(tl.int64) * list_row + head * list_head
+    own_list = row.to(tl.int64) * list_row + head * list_head - first_key
     if IS_LISTED:
-        table = slots + own_list - first_key
-    next_slots = _find_slots(
-        table, origin + first_tile * BLOCK_N, last_key, first_tile < last_tile,
-        num_kv_heads, head, IS_LISTED, BLOCK_N, BLOCK_SIZE,
+        table = slots + own_list
+    most, total, sums = _attend_tiles(
+        queries, seq_len + token, k_pool, v_pool, table, positions + own_list if IS_LISTED else 0,
+        origin, first_key, last_key, first_tile, last_tile, scale, num_kv_heads, head,
+        IS_LISTED, WINDOW, SIZE, BLOCK_D, BLOCK_M, BLOCK_N, BLOCK_SIZE, IN_FLOAT32,
     )  # fmt: skip
-    for t in range(first_tile, last_tile):
-        key = origin + t * BLOCK_N + n
-        valid = (key >= first_key) & (key < last_key)
-        own_slots = next_slots if IS_LISTED else next_slots + n
-        # One tile ahead, so that no load of keys waits for its address.
-        next_slots = _find_slots(
-            table, origin + (t + 1) * BLOCK_N, last_key, t + 1 < last_tile,
-            num_kv_heads, head, IS_LISTED, BLOCK_N, BLOCK_SIZE,
-        )  # fmt: skip
-        keys = _load_tokens(k_pool, own_slots, valid, SIZE, BLOCK_D)
-        scores = _dot(queries, tl.trans(keys), IN_FLOAT32) * (scale * LOG2E)
-        seen = valid[None, :] & (key[None, :] <= own_position[:, None])
-        if WINDOW:
-            position = key
-            if IS_LISTED:
-                position = tl.load(positions + own_list + key - first_key, mask=valid, other=0)
-            seen = seen & (position[None, :] > own_position[:, None] - WINDOW)
-        values = _load_tokens(v_pool, own_slots, valid, SIZE, BLOCK_D)
-        scores = tl.where(seen, scores, float("-inf"))
-        most, total, sums = _add_keys(scores, values, most, total, sums, IN_FLOAT32)
-
     place = (row * num_new + token).to(tl.int64) * num_heads + query_head
     is_query = token < num_new
     if IS_SPLIT:
@@ -301,12 +317,12 @@ def attend(
         own_part = place + split.to(tl.int64) * num_queries
         _store_part(parts, part_lse, own_part, is_query, most, total, sums, SIZE, BLOCK_D)
         if _is_last(counters + row * tl.num_programs(1) + tl.program_id(1), num_splits):
-            for m in range(tile * BLOCK_M, tl.minimum(tile * BLOCK_M + BLOCK_M, num_new * GROUP)):
+            last = tl.minimum(tile * BLOCK_M + BLOCK_M, num_new * GROUP)
+            for m in range(tile * BLOCK_M, last):
                 query = (row * num_new + m // GROUP).to(tl.int64) * num_heads
-                query += head * GROUP + m % GROUP
                 _merge_splits(
-                    parts, part_lse, out, lse, query, num_splits, num_queries,
-                    SIZE, BLOCK_D, BLOCK_S,
+                    parts, part_lse, out, lse, query + head * GROUP + m % GROUP, num_splits,
+                    num_queries, SIZE, BLOCK_D, BLOCK_S,
                 )  # fmt: skip
     else:
         _store_part(out, lse, place, is_query, most, total, sums, SIZE, BLOCK_D)
