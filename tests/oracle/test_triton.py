@@ -58,11 +58,11 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 def test_splits_are_merged_by_their_log_sum_exp(
     policy: FullKV | StreamingLLM, split: int, num_new: int, dtype: torch.dtype
 ) -> None:
-    """A batch has rows of many splits, of one and of none. Splits are no multiple of a tile and cut
-    ranges, queries take two tiles (20 tokens of 4 heads for each KV head), and blocks have 24
-    tokens."""
+    """A batch has rows of many splits, of one tile and of new tokens alone. Splits cut ranges, and
+    the new tokens of the longest row lie in two tiles, which two programs read. 20 tokens of 4 heads
+    for each KV head are two tiles of queries. A block of the cache has two tiles of keys."""
     torch.manual_seed(0)
-    backend, lengths, rows = TritonBackend(split), [131, 3, 0], [2, 0, 1]
+    backend, lengths, rows = TritonBackend(split), [127, 3, 0], [2, 0, 1]
     cache, k, v = fill(backend, 2, 64, lengths, dtype, 256, layers=1, block=128)
     q = torch.randn(3, num_new, 8, 64).to(DEVICE, dtype)
     view = make_view(cache, rows, policy, num_new)
