@@ -59,8 +59,8 @@ def test_splits_are_merged_by_their_log_sum_exp(
     policy: FullKV | StreamingLLM, split: int, num_new: int, dtype: torch.dtype
 ) -> None:
     """A batch has rows of many splits, of one tile and of new tokens alone. Splits cut ranges, and
-    the new tokens of the longest row lie in two tiles, which two programs read. 20 tokens of 4 heads
-    for each KV head are two tiles of queries. A block of the cache has two tiles of keys."""
+    the new tokens of the longest row lie in two tiles, which two programs read. 20 tokens of 4
+    heads for each KV head are two tiles of queries. A block of the cache has two tiles of keys."""
     torch.manual_seed(0)
     backend, lengths, rows = TritonBackend(split), [127, 3, 0], [2, 0, 1]
     cache, k, v = fill(backend, 2, 64, lengths, dtype, 256, layers=1, block=128)
