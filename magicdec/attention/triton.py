@@ -1,6 +1,7 @@
 """The backend with our own GPU kernels, written in Triton. The query heads of a KV head are packed
 together. Keys are read in place from the paged cache; they are split among programs (split-KV), and
-the partial results are merged by their log-sum-exp.
+the last program of a row merges the partial results by their log-sum-exp. So decoding and
+verification launch one kernel a layer.
 
 Owns how a forward is divided into programs. The same kernel serves prefill, decoding and
 verification; a long chunk has enough tiles of queries to fill the GPU, so its keys are not split.
@@ -24,10 +25,15 @@ from magicdec.kernels.build import next_power
 from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.view import KVView
 
-BLOCK_SIZE = 64  # tokens in a KV block: a tile of keys lies in one or two blocks
+BLOCK_SIZE = 64  # tokens in a KV block: a multiple of the keys of every tile
+BLOCK_T = 16  # new tokens that a program of `append` writes
 LEAST_SPLIT = 128  # keys; with smaller splits, merging costs more than splitting gains
-MOST_SPLITS = 64
-INTERPRETED_PROGRAMS = 4  # processors assumed on a CPU, so that tests split keys as a GPU does
+MOST_SPLITS = 128
+MERGED_AT_ONCE = 32  # splits
+MOST_WAVES = 4  # splitting further gains little, and the parts of a long chunk take memory
+REGISTERS = 65_536  # of a processor, since capability 5.0
+SHARED_OVERHEAD = 1024  # bytes of shared memory that the system takes for each program
+INTERPRETED_PROGRAMS = 8  # assumed to run at once on a CPU, so that tests split keys as a GPU does
 STORAGE = (torch.float32, torch.bfloat16)
 
 
@@ -56,11 +62,14 @@ class TritonBackend(AttentionBackend):
         if device == "cpu":
             load_kernels(device)
 
-    def __init__(self, split_keys: int | None = None) -> None:
-        """`split_keys` is the number of keys in a split. By default it is chosen so that the splits
-        fill the device."""
-        self._split_keys = split_keys
+    def __init__(self, num_splits: int | None = None) -> None:
+        """`num_splits` is the number of splits of each row. By default it is chosen so that the
+        splits fill the device."""
+        self._num_splits = num_splits
         self._kernels: ModuleType | None = None
+        self._key_list: Tensor | None = None
+        self._counters: Tensor | None = None
+        self._capacities: dict[tuple[Any, ...], int] = {}
 
     def block_size(self, max_tokens: int) -> int:
         return BLOCK_SIZE
@@ -71,6 +80,8 @@ class TritonBackend(AttentionBackend):
     def plan(self, view: KVView) -> None:
         if self._kernels is None:
             self._kernels = load_kernels(view.cache.k.device.type)
+        # The keys of a full view are the last tokens of a row, which need no list.
+        self._key_list = None if view.is_full else list_keys(self._kernels, view)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
         return self.run_with_lse(layer, q, k, v, view)[0]
@@ -79,53 +90,63 @@ class TritonBackend(AttentionBackend):
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
         """Return the output of `run`, and the log-sum-exp of the scores, float32 [B,T,H]."""
-        assert self._kernels is not None, "plan before run"
-        call = Call(self._kernels, layer, q, k.shape[2], view)
-        call.append(k, v)
-        num_keys = max(view.num_visible) + view.num_new
-        size = self._split_keys or choose_split(num_keys, call.num_programs, call.num_processors)
-        return call.attend(size, -(-num_keys // size))
+        return self._attend(self._call(layer, q, k, v, view))
 
     def run_with_weights(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
         """Computes the weights in a second pass over the keys, from the log-sum-exp of the
         first."""
+        call = self._call(layer, q, k, v, view)
+        out, lse = self._attend(call)
+        return out, call.mass(lse)
+
+    def _call(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Call:
         assert self._kernels is not None, "plan before run"
-        out, lse = self.run_with_lse(layer, q, k, v, view)
-        return out, Call(self._kernels, layer, q, k.shape[2], view).mass(lse)
+        return Call(self._kernels, layer, q, k, v, view, self._key_list)
+
+    def _attend(self, call: Call) -> tuple[Tensor, Tensor]:
+        # Allocated before the first capture, since a captured step runs once beforehand.
+        if self._counters is None or len(self._counters) < call.num_programs:
+            size = next_power(call.num_programs)
+            self._counters = torch.zeros(size, dtype=torch.int32, device=call.q.device)
+        key = (call.q.dtype, self._key_list is None, *call.tile.values())
+        if key not in self._capacities:
+            self._capacities[key] = call.capacity(self._counters)
+        num_splits = self._num_splits or choose_splits(
+            call.num_keys, call.tile["BLOCK_N"], call.num_programs, self._capacities[key]
+        )
+        return call.attend(num_splits, self._counters)
 
 
 class Call:
-    """The kernel arguments for one layer of one forward: q [B,T,H,D] over `num_kv_heads` KV
-    heads."""
+    """The kernel arguments for one layer of one forward: q [B,T,H,D] and k, v [B,T,G,D]. `key_list`
+    is that of `list_keys`; None for a full view."""
 
     def __init__(
-        self, kernels: ModuleType, layer: int, q: Tensor, num_kv_heads: int, view: KVView
-    ) -> None:
+        self, kernels: ModuleType, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView,
+        key_list: Tensor | None,
+    ) -> None:  # fmt: skip
         assert q.dtype in STORAGE and q.shape[3] <= 256, "others are refused before the run"
-        _check_heads(q)
-        self.kernels, self.q, self.view, self.num_kv_heads = kernels, q, view, num_kv_heads
+        for tensor in (q, k, v):
+            adjacent = tensor.stride(3) == 1 and tensor.stride(2) == tensor.shape[3]
+            assert adjacent, "the heads of a token are adjacent"
+        self.kernels, self.q, self.k, self.v, self.view = kernels, q, k, v, view
         self.rows, self.num_new, self.num_heads, size = q.shape
         cache, self.ranges = view.cache, view.layer_ranges(layer).contiguous()
         self.k_pool, self.v_pool = cache.k[layer], cache.v[layer]
-        group = self.num_heads // num_kv_heads
+        self.key_list = None if key_list is None else key_list[:, layer if view.per_head else 0]
+        self.num_kv_heads = k.shape[2]
+        group = self.num_heads // self.num_kv_heads
         packed, block_d = self.num_new * group, max(16, next_power(size))
-        interpreted = q.device.type == "cpu"
-        most_queries, block_n, num_warps = choose_tile(q.dtype, block_d, interpreted)
-        block_m = max(16, min(most_queries, next_power(packed)))
-        self.num_tiles = -(-packed // block_m)
-        self.head: dict[str, Any] = {"SIZE": size, "BLOCK_D": block_d}
-        self.tile: dict[str, Any] = {
-            "WINDOW": view.window or 0,
-            "GROUP": group,
-            "BLOCK_M": block_m,
-            "BLOCK_N": block_n,
-            "BLOCK_SIZE": cache.shape.block_size,
-            "IN_FLOAT32": interpreted,
-            "num_warps": num_warps,
-            "num_stages": 3,
-        } | self.head
+        tile = choose_tile(q.dtype, block_d, packed, q.device.type == "cpu")
+        self.num_tiles = -(-packed // tile["BLOCK_M"])
+        self.head: dict[str, Any] = {
+            "SIZE": size, "BLOCK_D": block_d, "BLOCK_SIZE": cache.shape.block_size
+        }  # fmt: skip
+        assert cache.shape.block_size % tile["BLOCK_N"] == 0, "a tile of keys lies in one block"
+        sizes = {"GROUP": group, "BLOCK_R": next_power(self.ranges.shape[2])}
+        self.tile: dict[str, Any] = {"WINDOW": view.window or 0} | sizes | tile | self.head
 
     @property
     def num_programs(self) -> int:
@@ -133,46 +154,59 @@ class Call:
         return self.rows * self.num_kv_heads * self.num_tiles
 
     @property
-    def starts_at_0(self) -> bool:
-        """Whether every row sees all of its tokens, so that the i-th visible key has position i."""
-        return self.view.is_full and not any(self.view.first_keys)
+    def num_keys(self) -> int:
+        """The most keys that a row may see."""
+        return max(self.view.num_visible) + self.num_new
 
-    @property
-    def num_processors(self) -> int:
-        if self.q.device.type != "cuda":
-            return INTERPRETED_PROGRAMS
-        return torch.cuda.get_device_properties(self.q.device).multi_processor_count
+    def capacity(self, counters: Tensor) -> int:
+        """The number of programs of this call that the device runs at once."""
+        _, _, args, options = self._arguments(2, counters)
+        return count_resident(self.kernels.attend, args, options, self.q.device)
 
-    def append(self, k: Tensor, v: Tensor) -> None:
-        """Write k, v [B,T,G,D] to the pools, after the tokens that the rows already hold."""
-        _check_heads(k, v)
-        table = self.view.cache.block_table
-        self.kernels.append[(self.rows, self.num_new)](
-            k, v, self.k_pool, self.v_pool, table, self.view.row_index, self.view.seq_lens,
-            self.num_kv_heads, table.shape[1], *k.stride()[:2], *v.stride()[:2],
-            BLOCK_G=next_power(self.num_kv_heads), BLOCK_SIZE=self.tile["BLOCK_SIZE"], **self.head,
-        )  # fmt: skip
-
-    def attend(self, split_keys: int, num_splits: int) -> tuple[Tensor, Tensor]:
-        """Compute the output [B,T,H,D] and the log-sum-exp, float32 [B,T,H], with `num_splits`
-        splits of `split_keys` keys each."""
-        shape, device = (num_splits, *self.q.shape), self.q.device
-        dtype = self.q.dtype if num_splits == 1 else torch.float32
-        parts = torch.empty(shape, dtype=dtype, device=device)
-        part_lse = torch.empty(shape[:-1], dtype=torch.float32, device=device)
+    def attend(self, num_splits: int, counters: Tensor) -> tuple[Tensor, Tensor]:
+        """Append k and v, and compute the output [B,T,H,D] and the log-sum-exp, float32 [B,T,H].
+        `counters` are zeros, int32, at least `num_programs`, and are zeros again afterwards."""
+        if self.num_tiles > 1:  # otherwise the programs that see new tokens write them
+            self._append()
+        out, lse, args, options = self._arguments(num_splits, counters)
         programs = (self.rows, self.num_kv_heads * self.num_tiles, num_splits)
-        self.kernels.attend_split[programs](
-            self.q, self.k_pool, self.v_pool, *self._addressing(), parts, part_lse,
-            *self._sizes(), split_keys, IS_FULL=self.starts_at_0, **self.tile,
-        )  # fmt: skip
-        if num_splits == 1:
-            return parts[0], part_lse[0]
-        out, lse = torch.empty_like(parts[0], dtype=self.q.dtype), torch.empty_like(part_lse[0])
-        self.kernels.merge_splits[(lse.numel(),)](
-            parts, part_lse, out, lse, num_splits, lse.numel(),
-            BLOCK_S=next_power(num_splits), **self.head,
-        )  # fmt: skip
+        self.kernels.attend[programs](*args, **options)
         return out, lse
+
+    def _append(self) -> None:
+        """Write k and v to the pools, after the tokens that the rows already hold."""
+        view, strides = self.view, (*self.k.stride()[:2], *self.v.stride()[:2])
+        self.kernels.append[(self.rows, self.num_kv_heads, -(-self.num_new // BLOCK_T))](
+            self.k, self.v, self.k_pool, self.v_pool, view.cache.block_table, view.row_index,
+            view.seq_lens, self.num_new, self.num_kv_heads, view.cache.block_table.shape[1],
+            *strides, BLOCK_T=BLOCK_T, **self.head,
+        )  # fmt: skip
+
+    def _arguments(
+        self, num_splits: int, counters: Tensor
+    ) -> tuple[Tensor, Tensor, tuple[Any, ...], dict[str, Any]]:
+        """The output and the log-sum-exp, which `attend` writes, and its arguments and options."""
+        q, is_split, appends = self.q, num_splits > 1, self.num_tiles == 1
+        out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
+        lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
+        parts = part_lse = slots = positions = None
+        list_strides = (0, 0)
+        if is_split:
+            parts = lse.new_empty(num_splits, *q.shape)
+            part_lse = lse.new_empty(num_splits, *q.shape[:3])
+        if self.key_list is not None:
+            slots, positions = self.key_list
+            list_strides = slots.stride(0), slots.stride(1) * (slots.shape[1] > 1)
+        args = (
+            q, self.k, self.v, self.k_pool, self.v_pool, *self._addressing(), slots, positions,
+            parts, part_lse, out, lse, counters, *self._sizes(), *list_strides,
+            *self.k.stride()[:2], *self.v.stride()[:2],
+        )  # fmt: skip
+        options = {
+            "IS_LISTED": slots is not None, "IS_SPLIT": is_split, "APPENDS": appends,
+            "BLOCK_S": MERGED_AT_ONCE, "BLOCK_T": next_power(self.num_new) if appends else 1,
+        }  # fmt: skip
+        return out, lse, args, options | self.tile
 
     def mass(self, lse: Tensor) -> Tensor:
         """Attention weights summed by block, float32 [B, G, num_weight_blocks], for queries whose
@@ -192,8 +226,8 @@ class Call:
         return view.cache.block_table, view.row_index, view.seq_lens, self.ranges
 
     def _sizes(self) -> tuple[float, ...]:
-        """The scale of the scores, and the sizes and strides that both `attend_split` and
-        `sum_mass` take."""
+        """The scale of the scores, and the sizes and strides that both `attend` and `sum_mass`
+        take."""
         heads_differ = self.ranges.shape[1] > 1
         return (
             self.head["SIZE"] ** -0.5, self.num_new, self.num_heads,
@@ -202,31 +236,87 @@ class Call:
         )  # fmt: skip
 
 
-def choose_tile(dtype: torch.dtype, block_d: int, interpreted: bool) -> tuple[int, int, int]:
-    """The size of a tile: (most packed queries, keys, warps). These are the largest sizes that the
-    compiler fits into registers without spilling, on GPUs since Ampere. Float32 is multiplied
-    without tensor cores, to be exact. The compiler unrolls these products, so larger tiles would
-    take minutes to compile."""
+def list_keys(kernels: ModuleType, view: KVView) -> Tensor:
+    """Where the keys of each row lie: int32 [2, L, B, G, N], the slot that key i would have in the
+    first KV head, and its position. L and G are 1 if all layers and heads see the same. N is the
+    most keys of a row; what follows a row's last key is not set."""
+    ranges, cache, block_n = view.all_ranges.contiguous(), view.cache, BLOCK_SIZE
+    num_keys = max(view.num_visible) + view.num_new
+    shape = (2, *ranges.shape[:3], num_keys)
+    key_list = torch.empty(shape, dtype=torch.int32, device=ranges.device)
+    num_lists, (num_rows, num_heads, num_ranges) = ranges[..., 0, 0].numel(), ranges.shape[1:4]
+    kernels.list_keys[(num_lists, -(-num_keys // block_n))](
+        ranges, cache.block_table, view.row_index, key_list[0], key_list[1], num_rows, num_heads,
+        num_ranges, num_keys, cache.shape.num_kv_heads, cache.block_table.shape[1],
+        BLOCK_R=next_power(num_ranges), BLOCK_N=block_n, BLOCK_SIZE=cache.shape.block_size,
+    )  # fmt: skip
+    return key_list
+
+
+def choose_tile(
+    dtype: torch.dtype, block_d: int, num_queries: int, interpreted: bool
+) -> dict[str, int]:
+    """The sizes of a tile, BLOCK_M packed queries and BLOCK_N keys, and how it is compiled: such
+    that two tiles fit into shared memory and nothing is spilled, on GPUs since Ampere
+    (tests/oracle/test_triton.py). With at most 168 registers, three programs of four warps fit on a
+    processor; without a bound the compiler spills where it hopes for more programs. Float32 is
+    multiplied without tensor cores, to be exact. The compiler unrolls these products, so larger
+    tiles would take minutes to compile."""
+    block_m = max(16, min(64, next_power(num_queries)))
     if interpreted:
-        return 64, 64, 1
+        return {"BLOCK_M": block_m, "BLOCK_N": 64, "IN_FLOAT32": True}
     if dtype == torch.float32:
-        return 16, 16, 8
-    return (64, 64, 4) if block_d <= 128 else (64, 32, 8)
+        sizes = {"BLOCK_M": 16, "BLOCK_N": 16, "num_warps": 8, "maxnreg": 255}
+        return sizes | {"num_stages": 3, "IN_FLOAT32": False}
+    sums = block_m * block_d  # float32, in registers
+    return {
+        "BLOCK_M": block_m,
+        "BLOCK_N": 16 if block_d > 128 else 64 if block_m == 16 else 32,
+        "num_warps": 8 if sums > 64 * 128 else 4,
+        "num_stages": 3,  # the next two loads of keys or values are on their way
+        "maxnreg": 168 if sums <= 32 * 128 else 255,
+        "IN_FLOAT32": False,
+    }
 
 
-def choose_split(num_keys: int, num_programs: int, num_processors: int) -> int:
-    """The number of keys in a split, a power of two: small enough that each processor gets two
-    programs, but large enough that merging costs little. `num_programs` is the number of programs
-    without splitting."""
-    num_splits = min(MOST_SPLITS, -(-2 * num_processors // num_programs))
-    return max(LEAST_SPLIT, next_power(-(-num_keys // num_splits)))
+def choose_splits(num_keys: int, block_n: int, num_programs: int, capacity: int) -> int:
+    """The number of splits of each row, which `attend` makes equal up to one tile of `block_n`
+    keys. `num_programs` is the number of programs without splitting, and the device runs
+    `capacity` programs at once: in waves, which take as long as a split and its part. Takes the
+    number with the shortest time, the smallest of these."""
+    most = min(MOST_SPLITS, num_keys // LEAST_SPLIT, MOST_WAVES * capacity // num_programs)
+
+    def time(num_splits: int) -> int:
+        tiles = -(-num_keys // (num_splits * block_n))
+        return -(-num_programs * num_splits // capacity) * (tiles * block_n + LEAST_SPLIT)
+
+    return min(range(1, max(1, most) + 1), key=time)
+
+
+def count_resident(
+    kernel: Any, args: tuple[Any, ...], options: dict[str, Any], device: torch.device
+) -> int:
+    """The number of programs of a kernel that the device runs at once: as many on each processor
+    as its registers and its shared memory hold. Compiles the kernel."""
+    if device.type == "cpu":
+        return INTERPRETED_PROGRAMS
+    properties = torch.cuda.get_device_properties(device)
+    compiled = kernel.warmup(*args, grid=(1,), **options)
+    assert compiled.run is not None, "now it is loaded, and its registers are known"
+    fit = fit_programs(
+        compiled.n_regs, compiled.metadata.shared, options["num_warps"],
+        properties.shared_memory_per_multiprocessor,
+    )  # fmt: skip
+    return properties.multi_processor_count * fit
+
+
+def fit_programs(registers: int, shared: int, num_warps: int, processor_shared: int) -> int:
+    """The number of programs that a processor with `processor_shared` bytes of shared memory runs
+    at once. Each takes `registers` a thread and `shared` bytes."""
+    by_registers = REGISTERS // (-(-registers // 8) * 8 * 32 * num_warps)
+    return max(1, min(by_registers, processor_shared // (shared + SHARED_OVERHEAD)))
 
 
 def load_kernels(device: str) -> ModuleType:
     """The kernels, which are compiled on CUDA and interpreted on a CPU."""
     return build.load_kernels("magicdec.attention.triton_kernels", "--attention triton", device)
-
-
-def _check_heads(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        assert tensor.stride(3) == 1 and tensor.stride(2) == tensor.shape[3], "heads not adjacent"

@@ -1,14 +1,18 @@
-"""Triton kernels over the paged KV cache. They append new tokens, compute attention over a split of
-the keys, merge splits, and sum attention weights by block.
+"""Triton kernels over the paged KV cache. They append new tokens, list the keys that rows
+see, compute attention over splits of the keys and merge them, and sum attention weights by block.
 
 Owns the arithmetic on the device. Import it only if Triton is installed. The kernels are compiled
 for the GPU, or interpreted if `TRITON_INTERPRET` was set when Triton was first imported.
 
 Names: B rows, T new tokens, H query heads, G KV heads, D head size. Tensors are contiguous unless
-strides are given. Pools belong to one layer: [num_blocks, G, block_size, D]. The visible positions
-of a row and head are given as ranges [start, stop); key i is the i-th visible position, counted
-along these ranges. The last T keys are the new tokens. The queries of a KV head are packed
-together, token by token: m = t * H/G + head.
+strides are given. Pools belong to one layer: [num_blocks, G, block_size, D], and a slot is the
+place of a token and head in them. The visible positions of a row and head are given as ranges
+[start, stop); key i is the i-th visible position, counted along these ranges. The last T keys are
+the new tokens. The queries of a KV head are packed together, token by token: m = t * H/G + head.
+
+A tile is what attention reads in one step of its loop, BLOCK_N keys. Either all keys of a row are
+adjacent, and a tile lies in one block of the cache; or they are listed with their slots beforehand.
+Both let the compiler copy the next tile to shared memory while it computes with this one.
 """
 
 from __future__ import annotations
@@ -21,37 +25,12 @@ WEIGHTS_BLOCK = tl.constexpr(16)  # keys whose weights are summed; equals `kv.vi
 
 
 @triton.jit
-def _count_keys(ranges, num_ranges):
+def _count_keys(ranges, num_ranges, BLOCK_R: tl.constexpr):
     """The number of keys in all ranges."""
-    total = (tl.load(ranges + 1) - tl.load(ranges)).to(tl.int32)
-    for r in range(1, num_ranges):
-        total += (tl.load(ranges + 2 * r + 1) - tl.load(ranges + 2 * r)).to(tl.int32)
-    return total
-
-
-@triton.jit
-def _find_positions(keys, ranges, num_ranges, IS_FULL: tl.constexpr):
-    """The positions, int32 [N], of the visible `keys` [N]; -1 after the last key. `IS_FULL` avoids
-    the loop, so that the compiler can start a caller's loads ahead of its arithmetic."""
-    if IS_FULL:
-        positions = keys
-    else:
-        positions = keys * 0 - 1
-        before = tl.load(ranges).to(tl.int32) * 0
-        for r in range(num_ranges):
-            start = tl.load(ranges + 2 * r).to(tl.int32)
-            size = tl.load(ranges + 2 * r + 1).to(tl.int32) - start
-            inside = (keys >= before) & (keys < before + size)
-            positions = tl.where(inside, start + keys - before, positions)
-            before += size
-    return positions
-
-
-@triton.jit
-def _slots(table, positions, valid, head, num_kv_heads, BLOCK_SIZE: tl.constexpr):
-    """The slots of tokens in the pools, int64 [N]. `table` is the block table of a row."""
-    block = tl.load(table + positions // BLOCK_SIZE, mask=valid, other=0)
-    return (block * num_kv_heads + head) * BLOCK_SIZE + positions % BLOCK_SIZE
+    r = tl.arange(0, BLOCK_R)
+    start = tl.load(ranges + 2 * r, mask=r < num_ranges, other=0)
+    stop = tl.load(ranges + 2 * r + 1, mask=r < num_ranges, other=0)
+    return tl.sum((stop - start).to(tl.int32), 0)
 
 
 @triton.jit
@@ -120,91 +99,233 @@ def _store_part(
 
 
 @triton.jit
-def append(
-    k, v, k_pool, v_pool, block_table, rows, seq_lens,
-    num_kv_heads, table_width, k_row, k_token, v_row, v_token,
-    SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_G: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+def _append(
+    k, v, k_pool, v_pool, table, token, is_new, seq_len, row, head, num_kv_heads,
+    k_row, k_token, v_row, v_token,
+    SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Write k, v [B,T,G,D], whose heads are adjacent, to the pools. Programs: (B, T)."""
-    row, token = tl.program_id(0), tl.program_id(1)
-    head, d = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_D)
-    inside = (head < num_kv_heads)[:, None] & (d < SIZE)[None, :]
-    position = tl.load(seq_lens + row) + token
-    block = tl.load(block_table + tl.load(rows + row) * table_width + position // BLOCK_SIZE)
+    """Write the new tokens `token` [N] of a row and head to the pools where `is_new` [N] is true.
+    `table` is the block table of the row."""
+    d = tl.arange(0, BLOCK_D)
+    mask, position = is_new[:, None] & (d < SIZE)[None, :], seq_len + token
+    block = tl.load(table + position // BLOCK_SIZE, mask=is_new, other=0)
     slots = (block * num_kv_heads + head) * BLOCK_SIZE + position % BLOCK_SIZE
-    place = slots[:, None] * SIZE + d[None, :]
-    source = head[:, None] * SIZE + d[None, :]
-    new_k = tl.load(k + row * k_row + token * k_token + source, mask=inside)
-    new_v = tl.load(v + row * v_row + token * v_token + source, mask=inside)
-    tl.store(k_pool + place, new_k, mask=inside)
-    tl.store(v_pool + place, new_v, mask=inside)
+    place, source = slots[:, None] * SIZE + d[None, :], head * SIZE + d[None, :]
+    new_k = tl.load(k + row * k_row + token[:, None] * k_token + source, mask=mask)
+    new_v = tl.load(v + row * v_row + token[:, None] * v_token + source, mask=mask)
+    tl.store(k_pool + place, new_k, mask=mask)
+    tl.store(v_pool + place, new_v, mask=mask)
 
 
 @triton.jit
-def attend_split(
-    q, k_pool, v_pool, block_table, rows, seq_lens, ranges, out, lse,
-    scale, num_new, num_heads, table_width, q_row, q_token,
-    num_ranges, ranges_row, ranges_head, split_keys,
-    IS_FULL: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+def append(
+    k, v, k_pool, v_pool, block_table, rows, seq_lens,
+    num_new, num_kv_heads, table_width, k_row, k_token, v_row, v_token,
+    SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Write k, v [B,T,G,D], whose heads are adjacent, to the pools. Programs: (B, G, BLOCK_T
+    tiles)."""
+    row, head = tl.program_id(0), tl.program_id(1)
+    token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
+    _append(
+        k, v, k_pool, v_pool, block_table + tl.load(rows + row) * table_width,
+        token, token < num_new, tl.load(seq_lens + row).to(tl.int32), row, head, num_kv_heads,
+        k_row, k_token, v_row, v_token, SIZE, BLOCK_D, BLOCK_SIZE,
+    )  # fmt: skip
+
+
+@triton.jit
+def list_keys(
+    ranges, block_table, rows, slots, positions,
+    num_rows, num_heads, num_ranges, most_keys, num_kv_heads, table_width,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Write the slot that each key would have in the first KV head, and its position, int32
+    [L,B,G,most_keys]. `ranges` is [L,B,G,R,2]; L and G are 1 if all layers and heads see the same.
+    What follows the last key is not written. Programs: (L * B * G, BLOCK_N tiles)."""
+    which = tl.program_id(0).to(tl.int64)
+    r, key = tl.arange(0, BLOCK_R), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    own = ranges + which * num_ranges * 2
+    start = tl.load(own + 2 * r, mask=r < num_ranges, other=0).to(tl.int32)
+    stop = tl.load(own + 2 * r + 1, mask=r < num_ranges, other=0).to(tl.int32)
+    next_start = tl.load(own + 2 * r + 2, mask=r < num_ranges - 1, other=0).to(tl.int32)
+    # A key lies after the ranges that end at or before it, and after the gaps behind them.
+    is_after = key[:, None] >= tl.cumsum(stop - start, 0)[None, :]
+    gaps = tl.where(is_after & (r < num_ranges - 1)[None, :], (next_start - stop)[None, :], 0)
+    position = key + tl.load(own).to(tl.int32) + tl.sum(gaps, 1)
+    is_key = key < tl.minimum(tl.sum(stop - start, 0), most_keys)
+    table = block_table + tl.load(rows + which // num_heads % num_rows) * table_width
+    block = tl.load(table + position // BLOCK_SIZE, mask=is_key, other=0)
+    slot = block * num_kv_heads * BLOCK_SIZE + position % BLOCK_SIZE
+    tl.store(slots + which * most_keys + key, slot.to(tl.int32), mask=is_key)
+    tl.store(positions + which * most_keys + key, position, mask=is_key)
+
+
+@triton.jit
+def split_tiles(split, num_splits, num_tiles):
+    """The first tile of a split of `num_tiles` tiles and the one after its last: splits are equal
+    up to one tile."""
+    return split * num_tiles // num_splits, (split + 1) * num_tiles // num_splits
+
+
+@triton.jit
+def _find_slots(
+    places, first, last_key, is_tile, num_kv_heads, head,
+    IS_LISTED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+):  # fmt: skip
+    """Where the tile of keys from `first` on lies; 0 unless `is_tile`. `places` is a list of slots
+    in the first KV head: returns those of `head`, int64 [N]. Or it is the block table of a row:
+    returns the slot of the first key, int64, which the others follow."""
+    if IS_LISTED:
+        key = first + tl.arange(0, BLOCK_N)
+        mask = (key < last_key) & is_tile
+        slots = tl.load(places + key, mask=mask, other=0).to(tl.int64) + head * BLOCK_SIZE
+    else:
+        block = tl.load(places + first // BLOCK_SIZE, mask=is_tile, other=0)
+        slots = (block * num_kv_heads + head) * BLOCK_SIZE + first % BLOCK_SIZE
+    return slots
+
+
+@triton.jit
+def _attend_tiles(
+    queries, own_position, k_pool, v_pool, places, positions,
+    origin, first_key, last_key, first_tile, last_tile, scale, num_kv_heads, head,
+    IS_LISTED: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
-    """Attention of one tile of packed queries over one split of `split_keys` keys: out
-    [splits,B,T,H,D] and log-sum-exp, float32 [splits,B,T,H]; 0 and -inf if no key is visible.
-    `IS_FULL` says that rows see all of their tokens. A query sees its last `WINDOW` positions (0:
-    all). `GROUP` is H/G. Programs: (B, G * query tiles, splits)."""
-    row, split = tl.program_id(0), tl.program_id(2)
+    """Attention over tiles, of which tile 0 begins at key `origin`, as far as they lie between
+    `first_key` and `last_key`. Returns what `_add_keys` does. `places` is as in `_find_slots`, and
+    `positions` the list of the keys' positions, if there is one."""
+    most = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # largest score, in units of log 2
+    total, sums = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    n = tl.arange(0, BLOCK_N)
+    next_slots = _find_slots(
+        places, origin + first_tile * BLOCK_N, last_key, first_tile < last_tile,
+        num_kv_heads, head, IS_LISTED, BLOCK_N, BLOCK_SIZE,
+    )  # fmt: skip
+    for t in range(first_tile, last_tile):
+        key = origin + t * BLOCK_N + n
+        valid = (key >= first_key) & (key < last_key)
+        own_slots = next_slots if IS_LISTED else next_slots + n
+        # One tile ahead, so that no load of keys waits for its address.
+        next_slots = _find_slots(
+            places, origin + (t + 1) * BLOCK_N, last_key, t + 1 < last_tile,
+            num_kv_heads, head, IS_LISTED, BLOCK_N, BLOCK_SIZE,
+        )  # fmt: skip
+        keys = _load_tokens(k_pool, own_slots, valid, SIZE, BLOCK_D)
+        scores = _dot(queries, tl.trans(keys), IN_FLOAT32) * (scale * LOG2E)
+        position = key  # its number does as well, unless there is a window
+        if IS_LISTED and WINDOW:
+            position = tl.load(positions + key, mask=valid, other=0)
+        seen = _is_seen(position, valid, own_position, WINDOW)
+        values = _load_tokens(v_pool, own_slots, valid, SIZE, BLOCK_D)
+        scores = tl.where(seen, scores, float("-inf"))
+        most, total, sums = _add_keys(scores, values, most, total, sums, IN_FLOAT32)
+    return most, total, sums
+
+
+@triton.jit
+def _is_last(counter, num_programs):
+    """Whether all other of `num_programs` programs that share the counter have been here. The last
+    one sets it back to 0 for the next launch, and may read what the others have stored."""
+    tl.debug_barrier()  # every thread has stored
+    is_last = tl.atomic_add(counter, 1) == num_programs - 1
+    if is_last:
+        tl.store(counter, 0)
+    return is_last
+
+
+@triton.jit
+def _merge_splits(
+    parts, part_lse, out, lse, query, num_splits, num_queries,
+    SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
+):  # fmt: skip
+    """Merge the parts of one query, float32 [splits, queries, D], with weights from their
+    log-sum-exp. Other programs stored them, so they are not read from the caches of processors."""
+    d, total, most = tl.arange(0, BLOCK_D), 0.0, float("-inf")
+    inside, merged = d < SIZE, tl.zeros((BLOCK_D,), tl.float32)
+    for first in range(0, num_splits, BLOCK_S):
+        s = first + tl.arange(0, BLOCK_S)
+        is_split, place = s < num_splits, s * num_queries + query
+        logs = tl.load(part_lse + place, mask=is_split, other=float("-inf"), cache_modifier=".cg")
+        address = parts + place[:, None] * SIZE + d[None, :]
+        mask = is_split[:, None] & inside[None, :]
+        values = tl.load(address, mask=mask, other=0.0, cache_modifier=".cg")
+        new_most = tl.maximum(most, tl.max(logs, 0))
+        shift = tl.where(new_most == float("-inf"), 0.0, new_most)
+        weights, rescale = tl.exp2((logs - shift) * LOG2E), tl.exp2((most - shift) * LOG2E)
+        total = total * rescale + tl.sum(weights, 0)
+        merged = merged * rescale + tl.sum(values * weights[:, None], 0)
+        most = new_most
+    tl.store(out + query * SIZE + d, (merged / total).to(out.dtype.element_ty), mask=inside)
+    tl.store(lse + query, most + tl.log2(total) / LOG2E)
+
+
+@triton.jit(do_not_specialize=["num_ranges", "ranges_row", "ranges_head", "list_row", "list_head"])
+def attend(
+    q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, slots, positions,
+    parts, part_lse, out, lse, counters,
+    scale, num_new, num_heads, table_width, q_row, q_token, num_ranges, ranges_row, ranges_head,
+    list_row, list_head, k_row, k_token, v_row, v_token,
+    IS_LISTED: tl.constexpr, IS_SPLIT: tl.constexpr, APPENDS: tl.constexpr, WINDOW: tl.constexpr,
+    GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, IN_FLOAT32: tl.constexpr,
+):  # fmt: skip
+    """Attention of one tile of packed queries over one split of its keys: out [B,T,H,D] and
+    log-sum-exp, float32 [B,T,H]. The last program of a row, head and tile merges their parts.
+    `IS_LISTED` says that keys are found by `slots`, and `positions` if there is a window; otherwise
+    the keys of a row are its last tokens. `APPENDS`: the programs that see new tokens write them to
+    the pools first; all queries are one tile. A query sees its last `WINDOW` positions (0: all).
+    `GROUP` is H/G. Programs: (B, G * query tiles, splits)."""
+    row, split, num_splits = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     num_kv_heads = num_heads // GROUP
     head, tile = tl.program_id(1) % num_kv_heads, tl.program_id(1) // num_kv_heads
+    table = block_table + tl.load(rows + row) * table_width
+    seq_len = tl.load(seq_lens + row).to(tl.int32)
+    num_keys = _count_keys(ranges + row * ranges_row + head * ranges_head, num_ranges, BLOCK_R)
+    last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_new - 1)
+    # Keys are numbered so that new tokens have their positions and the others come before them.
+    first_key, last_key = seq_len + num_new - num_keys, seq_len + last_token + 1
+    origin = first_key if IS_LISTED else first_key // BLOCK_N * BLOCK_N
+    num_tiles = tl.cdiv(last_key - origin, BLOCK_N)
+    first_tile, last_tile = split_tiles(split, num_splits, num_tiles)
+    if APPENDS:
+        new = tl.arange(0, BLOCK_T)
+        is_new = (new < num_new) & (origin + last_tile * BLOCK_N > seq_len)
+        _append(
+            k, v, k_pool, v_pool, table, new, is_new, seq_len, row, head, num_kv_heads,
+            k_row, k_token, v_row, v_token, SIZE, BLOCK_D, BLOCK_SIZE,
+        )  # fmt: skip
+        tl.debug_barrier()  # every thread has stored
     queries, token, query_head = _load_queries(
         q, tile * BLOCK_M, row, head, num_new, q_row, q_token, GROUP, SIZE, BLOCK_D, BLOCK_M
     )
-    own_position = tl.load(seq_lens + row).to(tl.int32) + token
-    own_ranges = ranges + row * ranges_row + head * ranges_head
-    table = block_table + tl.load(rows + row) * table_width
-    num_keys = _count_keys(own_ranges, num_ranges)
-    last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_new - 1)
-    first_key = split * split_keys
-    last_key = tl.minimum(first_key + split_keys, num_keys - (num_new - 1 - last_token))
-
-    most = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # largest score, in units of log 2
-    total, sums = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
-    for first in range(first_key, last_key, BLOCK_N):
-        key = first + tl.arange(0, BLOCK_N)
-        positions, valid = _find_positions(key, own_ranges, num_ranges, IS_FULL), key < last_key
-        slots = _slots(table, positions, valid, head, num_kv_heads, BLOCK_SIZE)
-        keys = _load_tokens(k_pool, slots, valid, SIZE, BLOCK_D)
-        scores = _dot(queries, tl.trans(keys), IN_FLOAT32) * (scale * LOG2E)
-        seen = _is_seen(positions, valid, own_position, WINDOW)
-        values = _load_tokens(v_pool, slots, valid, SIZE, BLOCK_D)
-        scores = tl.where(seen, scores, float("-inf"))
-        most, total, sums = _add_keys(scores, values, most, total, sums, IN_FLOAT32)
-
-    place = ((split * tl.num_programs(0) + row) * num_new + token).to(tl.int64) * num_heads
-    place += query_head
-    _store_part(out, lse, place, token < num_new, most, total, sums, SIZE, BLOCK_D)
-
-
-@triton.jit
-def merge_splits(
-    parts, part_lse, out, lse, num_splits, num_queries,
-    SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
-    """Merge parts, float32 [splits, queries, D], with weights from their log-sum-exp. Writes out
-    [queries, D] and the log-sum-exp over all splits. Programs: (B * T * H queries,)."""
-    query = tl.program_id(0).to(tl.int64)
-    s, d = tl.arange(0, BLOCK_S), tl.arange(0, BLOCK_D)
-    is_split, inside = s < num_splits, d < SIZE
-    place = s * num_queries + query
-    logs = tl.load(part_lse + place, mask=is_split, other=float("-inf"))
-    most = tl.max(logs, 0)  # finite: a query sees itself
-    weights = tl.exp2((logs - most) * LOG2E)
-    total = tl.sum(weights, 0)
-    address = parts + place[:, None] * SIZE + d[None, :]
-    values = tl.load(address, mask=is_split[:, None] & inside[None, :], other=0.0)
-    merged = tl.sum(values * weights[:, None], 0) / total
-    tl.store(out + query * SIZE + d, merged.to(out.dtype.element_ty), mask=inside)
-    tl.store(lse + query, most + tl.log2(total) / LOG2E)
+    own_list = row.to(tl.int64) * list_row + head * list_head - first_key
+    if IS_LISTED:
+        table = slots + own_list
+    most, total, sums = _attend_tiles(
+        queries, seq_len + token, k_pool, v_pool, table, positions + own_list if IS_LISTED else 0,
+        origin, first_key, last_key, first_tile, last_tile, scale, num_kv_heads, head,
+        IS_LISTED, WINDOW, SIZE, BLOCK_D, BLOCK_M, BLOCK_N, BLOCK_SIZE, IN_FLOAT32,
+    )  # fmt: skip
+    place = (row * num_new + token).to(tl.int64) * num_heads + query_head
+    is_query = token < num_new
+    if IS_SPLIT:
+        num_queries = tl.num_programs(0) * num_new * num_heads
+        own_part = place + split.to(tl.int64) * num_queries
+        _store_part(parts, part_lse, own_part, is_query, most, total, sums, SIZE, BLOCK_D)
+        if _is_last(counters + row * tl.num_programs(1) + tl.program_id(1), num_splits):
+            last = tl.minimum(tile * BLOCK_M + BLOCK_M, num_new * GROUP)
+            for m in range(tile * BLOCK_M, last):
+                query = (row * num_new + m // GROUP).to(tl.int64) * num_heads
+                _merge_splits(
+                    parts, part_lse, out, lse, query + head * GROUP + m % GROUP, num_splits,
+                    num_queries, SIZE, BLOCK_D, BLOCK_S,
+                )  # fmt: skip
+    else:
+        _store_part(out, lse, place, is_query, most, total, sums, SIZE, BLOCK_D)
 
 
 @triton.jit
@@ -212,8 +333,8 @@ def sum_mass(
     q, k_pool, block_table, rows, seq_lens, ranges, lse, mass,
     scale, num_new, num_heads, table_width, q_row, q_token,
     num_ranges, ranges_row, ranges_head, num_blocks,
-    WINDOW: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
 ):  # fmt: skip
     """Writes mass, float32 [B, G, num_blocks]: attention weights of WEIGHTS_BLOCK positions, summed
@@ -223,13 +344,17 @@ def sum_mass(
     num_kv_heads = num_heads // GROUP
     positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     own_ranges = ranges + row * ranges_row + head * ranges_head
-    visible = positions < 0
-    for r in range(num_ranges):
-        start, stop = tl.load(own_ranges + 2 * r), tl.load(own_ranges + 2 * r + 1)
-        visible = visible | ((positions >= start) & (positions < stop))
+    r = tl.arange(0, BLOCK_R)
+    start = tl.load(own_ranges + 2 * r, mask=r < num_ranges, other=0)
+    stop = tl.load(own_ranges + 2 * r + 1, mask=r < num_ranges, other=0)
+    is_in = (positions[:, None] >= start[None, :]) & (positions[:, None] < stop[None, :])
+    visible = tl.max(is_in.to(tl.int32), 1) > 0
     table = block_table + tl.load(rows + row) * table_width
-    slots = _slots(table, positions, visible, head, num_kv_heads, BLOCK_SIZE)
-    keys = _load_tokens(k_pool, slots, visible, SIZE, BLOCK_D)
+    first, most = tile * BLOCK_N, table_width * BLOCK_SIZE
+    slot = _find_slots(
+        table, first, most, first < most, num_kv_heads, head, False, BLOCK_N, BLOCK_SIZE
+    )
+    keys = _load_tokens(k_pool, slot + tl.arange(0, BLOCK_N), visible, SIZE, BLOCK_D)
     any_visible = tl.max(visible.to(tl.int32), 0)
     seq_len = tl.load(seq_lens + row).to(tl.int32)
     sums = tl.full((BLOCK_N,), 0.0, tl.float32)

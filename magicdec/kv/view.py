@@ -164,8 +164,9 @@ class KVView:
         return -(-(max(self.lengths) - self.num_cached + self.num_tail) // WEIGHTS_BLOCK)
 
     @cached_property
-    def _visible(self) -> Tensor:
-        """The ranges, with the tail as the last one: [L or 1, B, G or 1, R+1, 2]."""
+    def all_ranges(self) -> Tensor:
+        """The ranges, with the tail as the last one, but without the nodes of a tree: [L or 1, B, G
+        or 1, R+1, 2]."""
         ranges = self.ranges if self.per_head else self.ranges[None, :, None]
         start, before = self.committed, self.seq_lens if self.tree is None else self.tree.base
         if self.window is not None:
@@ -179,7 +180,7 @@ class KVView:
     def layer_ranges(self, layer: int) -> Tensor:
         """The ranges that a layer sees, with the tail and the new tokens, but without the nodes of
         a tree: [B, G, R+1, 2], or [B, 1, R+1, 2] if all heads see the same."""
-        return self._visible[layer if self.per_head else 0]
+        return self.all_ranges[layer if self.per_head else 0]
 
     def count_keys(self) -> Tensor:
         """The number of visible keys of each row, its new tokens included: int64 [B]."""

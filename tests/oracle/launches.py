@@ -76,6 +76,36 @@ class Operators(TorchDispatchMode):
         return out
 
 
+POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
+POINTERS |= {torch.int32: "*i32", torch.int64: "*i64"}
+
+
+def compile_launch(kernel: Any, launch: Launch, capability: int, is_aligned: bool = True) -> Any:
+    """The machine code of a launch, with arguments specialised as Triton does. Without `is_aligned`
+    the first tensor does not begin at a multiple of 16 bytes."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    given = dict(zip(kernel.arg_names, launch.args, strict=False)) | launch.options
+    signature, constants, attributes = {}, {}, {}
+    for i, (name, param) in enumerate(zip(kernel.arg_names, kernel.params, strict=True)):
+        value, is_special = given[name], not param.do_not_specialize
+        is_one = is_special and isinstance(value, int) and value == 1
+        if name in launch.options or value is None or is_one:
+            signature[name], constants[(i,)] = "constexpr", value
+            continue
+        if isinstance(value, Tensor):
+            signature[name], is_special = POINTERS[value.dtype], is_aligned or i > 0
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+            is_special = is_special and isinstance(value, int) and value % 16 == 0
+        if is_special:
+            attributes[(i,)] = [["tt.divisibility", 16]]
+    options = {n: v for n, v in launch.options.items() if n not in kernel.arg_names}
+    source = ASTSource(kernel, signature, constants, attributes)
+    return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
 def compile_apart(code: str, cache: Path) -> None:
     """Run code that compiles our kernels to machine code, in a process that does not interpret
     them. Triton includes its assembler."""

@@ -174,42 +174,22 @@ import re
 from collections import defaultdict
 import pytest
 import torch
-import triton
 from test_elementwise_triton import call_all
-from launches import record_launches
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
+from launches import compile_launch, record_launches
 from magicdec.model.elementwise import triton_kernels
 
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
 launches, orders = record_launches(pytest.MonkeyPatch()), defaultdict(set)
 for dtype in (torch.bfloat16, torch.float32):
     call_all("meta", 5, dtype)
 assert len(launches) == 10
 for launch in launches:
-    dtype = launch.args[0].dtype
-    kernel = getattr(triton_kernels, launch.kernel)
-    options = {"num_warps": launch.options["num_warps"]}
-    given = dict(zip(kernel.arg_names, launch.args)) | launch.options
-    signature, constants = {}, {}
-    for i, name in enumerate(kernel.arg_names):
-        value = given[name]
-        if name in launch.options:
-            signature[name], constants[(i,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = TYPES[value.dtype]
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-    pointers = [i for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*"]
-    unaligned = {(i,): [["tt.divisibility", 16]] for i in pointers[1:]}
-    aligned = {(0,): [["tt.divisibility", 16]]} | unaligned
-    for capability, attrs in ((80, aligned), (86, unaligned), (90, aligned)):
-        source = ASTSource(kernel, signature, constants, attrs)
-        made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    dtype, kernel = launch.args[0].dtype, getattr(triton_kernels, launch.kernel)
+    for capability, is_aligned in ((80, True), (86, False), (90, True)):
+        made = compile_launch(kernel, launch, capability, is_aligned)
         assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 1024, launch
         if launch.kernel == "norm_rows":
             words = re.findall(r"(?:ld|st)\\.global\\.\\S+", made.asm["ptx"])
-            assert attrs is unaligned or all(".v" in word for word in words), words
+            assert not is_aligned or all(".v" in word for word in words), words
             code = made.asm["ttgir"]
             summed = re.search(r'"tt.reduce".*?\\}\\) : \\((.*?)\\)', code, re.S)[1]
             layout = re.search("(?m)^" + re.search("#[a-z0-9]+", summed)[0] + " = (.*)$", code)[1]

@@ -4,30 +4,44 @@ unusual block sizes, strided inputs, and a whole run. Without a GPU, the kernels
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
+import launches
 import pytest
 import torch
 from attention_cases import Case, exact_attention, fill
 from conftest import TINY, Launch, tiny_transformer
+from hypothesis import given
+from hypothesis import strategies as st
 from launches import compile_apart
 from lossless import speculate
+from tiers import covering
 
+from magicdec.attention import triton
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.triton import (
     LEAST_SPLIT,
     MOST_SPLITS,
+    MOST_WAVES,
     TritonBackend,
-    choose_split,
+    choose_splits,
+    choose_tile,
+    fit_programs,
     load_kernels,
 )
 from magicdec.config.sections import KVSection
 from magicdec.drafting.policies.full import FullKV
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
+from magicdec.kv.cache import KVCache
+from magicdec.kv.layout import PLAIN
+from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import WEIGHTS_BLOCK, make_view
 
 pytest.importorskip("triton")
@@ -37,19 +51,19 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 @pytest.mark.narrow("values", "values")
 @pytest.mark.parametrize(
     ("split", "num_new", "dtype"),
-    [(64, 3, torch.bfloat16), (50, 20, torch.float32), (48, 1, torch.float32)],
+    [(3, 3, torch.bfloat16), (4, 20, torch.float32), (2, 1, torch.float32)],
     ids=str,
 )
 @pytest.mark.parametrize("policy", [FullKV(), StreamingLLM(5, 90)], ids=repr)
 def test_splits_are_merged_by_their_log_sum_exp(
     policy: FullKV | StreamingLLM, split: int, num_new: int, dtype: torch.dtype
 ) -> None:
-    """A batch has rows of many splits, of one and of none. Splits are no multiple of a tile and cut
-    ranges, queries take two tiles (20 tokens of 4 heads for each KV head), and blocks have 24
-    tokens."""
+    """A batch has rows of many splits, of one tile and of new tokens alone. Splits cut ranges, and
+    the new tokens of the longest row lie in two tiles, which two programs read. 20 tokens of 4
+    heads for each KV head are two tiles of queries. A block of the cache has two tiles of keys."""
     torch.manual_seed(0)
-    backend, lengths, rows = TritonBackend(split), [131, 3, 0], [2, 0, 1]
-    cache, k, v = fill(backend, 2, 64, lengths, dtype, 168, layers=1, block=24)
+    backend, lengths, rows = TritonBackend(split), [127, 3, 0], [2, 0, 1]
+    cache, k, v = fill(backend, 2, 64, lengths, dtype, 256, layers=1, block=128)
     q = torch.randn(3, num_new, 8, 64).to(DEVICE, dtype)
     view = make_view(cache, rows, policy, num_new)
     case, tolerance = Case(view, q, k, v), 2e-6 if dtype == torch.float32 else 2e-2
@@ -64,18 +78,48 @@ def test_splits_are_merged_by_their_log_sum_exp(
         assert (mass[i].double() - exact.mass).abs().max() < 10 * tolerance * exact.mass.max()
 
 
-def test_splits_are_only_as_many_as_fill_the_device() -> None:
-    for num_keys in (1, 127, 128, 129, 4096, 33_000):
-        for programs in (1, 8, 300, 5000):
-            split = choose_split(num_keys, programs, num_processors=132)
-            num_splits = -(-num_keys // split)
-            assert split >= LEAST_SPLIT and split & (split - 1) == 0
-            assert num_splits <= MOST_SPLITS
-            if programs >= 2 * 132:
-                assert num_splits == 1, "enough programs without"
-            elif num_keys >= 2 * LEAST_SPLIT:
-                assert num_splits > 1
-    assert choose_split(33_000, 8, 132) == 1024, "33 splits of 8 programs: two to a processor"
+@given(
+    num_keys=st.integers(1, 140_000), num_programs=st.integers(1, 3000),
+    capacity=st.sampled_from([108, 132, 264, 396, 792]), block_n=st.sampled_from([16, 32, 64]),
+)  # fmt: skip
+def test_splits_fill_the_device(
+    num_keys: int, num_programs: int, capacity: int, block_n: int
+) -> None:
+    def waves(num_splits: int) -> int:
+        return -(-num_programs * num_splits // capacity)
+
+    num_splits = choose_splits(num_keys, block_n, num_programs, capacity)
+    assert 1 <= num_splits <= MOST_SPLITS
+    assert num_splits == 1 or num_keys >= num_splits * LEAST_SPLIT
+    assert num_splits == 1 or waves(num_splits) <= MOST_WAVES
+    without = waves(1) * (num_keys + LEAST_SPLIT)
+    assert waves(num_splits) * num_keys / num_splits <= without, "not slower than one split"
+
+
+def test_splits_at_the_sizes_of_the_headlines() -> None:
+    """Three programs on each of 132 processors. Eight KV heads, with 1 and 5 new tokens."""
+    assert fit_programs(128, 72_700, 4, 233_472) == 3, "by shared memory"
+    assert fit_programs(212, 45_568, 4, 233_472) == 2, "by registers"
+    capacity = 3 * 132
+    for num_new in (1, 5):
+        splits = [choose_splits(32_768 + num_new, 64, 8 * B, capacity) for B in (1, 8, 28, 32)]
+        assert splits == [47, 6, 7, 3]
+        waves = [8 * B * n / capacity for B, n in zip((1, 8, 28, 32), splits, strict=True)]
+        assert all(wave / math.ceil(wave) > 0.94 for wave in waves), "full waves"
+    assert choose_splits(261, 64, 8, capacity) == 2, "a draft's budget"
+
+
+@given(num_tiles=st.integers(0, 3000), num_splits=st.integers(1, MOST_SPLITS))
+def test_splits_are_equal_up_to_a_tile(num_tiles: int, num_splits: int) -> None:
+    """Of a row with any number of tiles, also of fewer than it was planned for. `split_tiles` is a
+    kernel's function, called with numbers."""
+    split_tiles = load_kernels(DEVICE.type).split_tiles.fn
+    parts = [split_tiles(split, num_splits, num_tiles) for split in range(num_splits)]
+    assert [first for first, _ in parts] == [0, *(last for _, last in parts[:-1])]
+    assert parts[-1][1] == num_tiles, "all tiles are covered"
+    sizes = {last - first for first, last in parts}
+    assert max(sizes) - min(sizes) <= 1
+    assert num_tiles < num_splits or min(sizes) > 0, "no split is empty"
 
 
 def test_weight_blocks_are_those_of_the_policies() -> None:
@@ -101,39 +145,83 @@ def test_speculation_emits_the_baseline_tokens(kv: KVSection) -> None:
     assert ours.tokens == reference.tokens
 
 
-COMPILE = """
-import sys
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-import torch
-from magicdec.attention import triton_kernels
-from magicdec.attention.triton import choose_tile
-
-BLOCK_M, BLOCK_N, num_warps = choose_tile(torch.bfloat16, 128, interpreted=False)
-CONSTANTS = {
-    "IS_FULL": True, "GROUP": 4, "SIZE": 80, "BLOCK_D": 128, "BLOCK_M": BLOCK_M,
-    "BLOCK_N": BLOCK_N, "BLOCK_SIZE": 64, "IN_FLOAT32": False, "BLOCK_G": 8, "BLOCK_S": 16,
+SIZES: dict[str, list[Any]] = {
+    "size": [128, 64, 80, 256],
+    "num_new": [1, 5, 9, 100],
+    "group": [4, 1, 8],
+    "policy": [FullKV(), StreamingLLM(5, 90)],
+    "window": [None, 100],
+    "dtype": ["bfloat16", "float32"],
+    "num_splits": [2, 1],
+    "method": ["run", "run_with_weights"],
+    "capability": [90, 80],
 }
-TYPES = dict.fromkeys(("q", "k", "v", "k_pool", "v_pool"), "*bf16")
-TYPES |= dict.fromkeys(("block_table", "rows", "seq_lens", "ranges"), "*i64")
-TYPES |= dict.fromkeys(("out", "lse", "parts", "part_lse", "mass"), "*fp32") | {"scale": "fp32"}
-for name in ("append", "attend_split", "merge_splits", "sum_mass"):
-    names = getattr(triton_kernels, name).arg_names
-    signature = {n: "constexpr" if n in CONSTANTS else TYPES.get(n, "i32") for n in names}
-    constants = {(i,): CONSTANTS[n] for i, n in enumerate(names) if n in CONSTANTS}
-    source = ASTSource(getattr(triton_kernels, name), signature, constants)
-    options = {"num_warps": num_warps, "num_stages": 3}
-    made = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=options)
-    assert len(made.asm["cubin"]) > 1000 and made.metadata.shared <= 99 * 1024, name
+
+
+def launch_case(case: dict[str, Any]) -> list[launches.Launch]:
+    """What our backend launches on a GPU for a forward of such sizes."""
+    dtype, size, num_new = getattr(torch, case["dtype"]), case["size"], case["num_new"]
+    backend = TritonBackend(case["num_splits"])
+    cache = KVCache(CacheShape(1, 2, size, 64, 8, PLAIN), 2, 4, dtype, torch.device("cpu"))
+    for row in (0, 1):
+        cache.allocate(row, 256)
+        cache.advance([row], 130)
+    view = make_view(cache, [0, 1], case["policy"], num_new, window=case["window"])
+    q = torch.empty(2, num_new, 2 * case["group"], size, dtype=dtype)
+    k, v = torch.empty(2, 2, num_new, 2, size, dtype=dtype)
+    recorder = launches.Recorder()
+    recorder.WEIGHTS_BLOCK = load_kernels("cuda").WEIGHTS_BLOCK
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "load_kernels", lambda device: recorder)
+        patch.setattr(triton, "choose_tile", lambda *sizes: choose_tile(*sizes[:3], False))
+        backend.plan(view)
+        getattr(backend, case["method"])(0, q, k, v, view)
+    return recorder.launches
+
+
+def chosen_cases(size: int) -> list[dict[str, Any]]:
+    """Cases that together have every combination of `size` values of SIZES."""
+    cases = [dict(zip(SIZES, values, strict=True)) for values in product(*SIZES.values())]
+    return [cases[i] for i in sorted(covering(cases, size))]
+
+
+COMPILE = """
+import re, subprocess, tempfile
+from pathlib import Path
+import triton
+from launches import compile_launch
+from test_triton import chosen_cases, launch_case
+from magicdec.attention import triton_kernels
+
+CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+SHARED = {80: 99, 90: 227}  # KiB; 8.0 has more, 8.6 has no more
+for case in chosen_cases(SIZE):
+    for launch in launch_case(case):
+        made = compile_launch(getattr(triton_kernels, launch.kernel), launch, case["capability"])
+        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+            file.write(made.asm["cubin"])
+            file.flush()
+            words = [CUOBJDUMP, "--dump-resource-usage", file.name]
+            usage = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        numbers = dict(re.findall("([A-Z]+):([0-9]+)", usage))
+        what = launch.kernel, case, numbers
+        assert numbers["STACK"] == numbers["LOCAL"] == "0", what
+        assert made.metadata.shared <= SHARED[case["capability"]] * 1024, what
+        if launch.kernel == "attend":
+            code = made.asm["ttgir"]
+            tile = f"{launch.options['BLOCK_N']}x{launch.options['BLOCK_D']}x(?:bf16|f32)"
+            buffers = re.findall(f"local_alloc : .*memdesc<([0-9]+)x{tile}", code)
+            assert len(buffers) == 2 and min(map(int, buffers)) > 1, (what, buffers)
+            assert "async_wait" in code and re.search("async_wait .*num = [1-9]", code), what
 """
 
 
-@pytest.mark.wide
-def test_kernels_compile_for_a_gpu_without_one(tmp_path: Path) -> None:
-    """They compile to machine code for compute capability 8.0 and fit the shared memory of 8.6. The
-    interpreter accepts code that a compiler does not. Triton includes its assembler."""
-    compile_apart(COMPILE, tmp_path)
+@pytest.mark.parametrize("size", [1, pytest.param(2, marks=pytest.mark.wide)])
+def test_kernels_fit_gpus_that_are_not_here(size: int, tmp_path: Path) -> None:
+    """What a forward launches is compiled to machine code: nothing is spilled, the shared memory is
+    there, and the next tile of keys and of values is loaded while one is computed with. The cases
+    have every value of SIZES together; in `make test-all` every pair of them."""
+    compile_apart(COMPILE.replace("SIZE)", f"{size})"), tmp_path)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is nothing to interpret")
