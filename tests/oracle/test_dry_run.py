@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pretend_cuda
 import pytest
@@ -43,6 +42,7 @@ from test_replay import (
 from threaded_pipeline import divide, serve
 from two_stages import serve_with_drafts
 
+from magicdec.attention import triton
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.triton import TritonBackend
 from magicdec.config.choices.backend import choose_graphs
@@ -134,13 +134,12 @@ def test_attention_by_triton(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Its kernels are interpreted, over tensors of the device alone."""
-    found = SimpleNamespace(multi_processor_count=4)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: found)
+    monkeypatch.setattr(triton, "count_resident", lambda *kernel: 4)  # nothing is compiled
     config = replace(TINY, num_layers=1, num_heads=4, num_kv_heads=2)
 
     def decoded(device: torch.device, recorder: Recorder | None) -> object:
         model = tiny_transformer(config).to(device)
-        engine = Engine(make_runner(model, 2, 32, TritonBackend(split_keys=16)), 26)
+        engine = Engine(make_runner(model, 2, 32, TritonBackend(2)), 26)
         requests = make_requests(random_prompts([26, 1], 97), [3, 4])
         snapshots, kv = engine.prefill(requests), KVSection(policy, 20, 4, 8)
         return run(engine, snapshots, "self", kv, 2, recorder)[:2]
