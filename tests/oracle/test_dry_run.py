@@ -74,7 +74,7 @@ LISTED = {
 # Drafts are measured before their number is chosen.
 OF_MEASUREMENT = {"decoding/calibration._measure: tolist"}
 OF_STAGES = {
-    "hardware/environment.wait_for_stream: synchronize",
+    "distributed/channels/message.wait_for_stream: synchronize",
     "pipeline/recurrent._tokens: tolist",
     "pipeline/recurrent.judge: tolist",
     "pipeline/stage.predict: download",
