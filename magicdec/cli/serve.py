@@ -226,7 +226,6 @@ USED_BY: dict[str, Callable[[Pass], bool]] = {
     "serving.batch_size": lambda each: each.system != SPECULATIVE,
     "serving.n_samples": lambda each: each.system != SPECULATIVE,
     "serving.layer_split": has_stages,
-    "serving.machine": has_stages,
     "serving.pad_stage_ms": lambda each: each.system == RING,
     "serving.emulate_link_": has_stages,
     "serving.emulate_acceptance": drafts_ahead,

@@ -160,7 +160,7 @@ class Experiment:
         prompts = self.prepared.run.workload.prompts
         requests = make_requests(prompts, shapes, now_s, config.sampling, ends, is_coupled)
         extras = system.serve(each, requests, watch)
-        expected = system.expected_threads(each)
+        expected = system.expected_threads
         peak = peak_memory_bytes(device) if is_reset else None
         ours = watch.threads.of_rank(launch.rank, expected), peak
         by_rank = all_gather(ours, launch.world_size)
