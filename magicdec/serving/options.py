@@ -47,7 +47,6 @@ from magicdec.workload.request_shapes import (
 WINDOW_MS, PREFILL_TOKENS = 1000.0, 512
 FLAGS = ("--prefix_len", "--gen_len")  # the lengths of a request without a trace
 WINDOWED = "dynamic"  # the mode that has a time window
-SWEPT = "poisson:1"  # what --sweep_rate stretches
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:
@@ -96,14 +95,6 @@ class ServeOptions(StagesSection):
         f"{TRACE} is a JSON object with arrival_ms, prompt_len and output_len.",
         metavar="PROCESS",
         other_defaults="burst in recurrent and pipeline",
-    )
-    sweep_rate: tuple[float, ...] | None = setting(
-        None,
-        "Serve the requests in one mode at each of these rates, as Poisson arrivals a second. "
-        "Without a rate, find the largest one that is sustained.",
-        metavar="RATE",
-        above=0,
-        can_be_empty=True,
     )
     batch_size: int = same(WorkloadSection, "batch_size")
     batch_ranks: str = setting(
@@ -282,14 +273,6 @@ class ServeOptions(StagesSection):
                 f"{needed} tokens"
             )
 
-    def at_rate(self, rate: float) -> ServeOptions:
-        """The same requests with Poisson arrivals at `rate` requests a second. The times between
-        arrivals are those of `shapes`, stretched."""
-        last_s = self.shapes[-1].arrival_ms / 1e3
-        stretch = (len(self.shapes) - 1) / rate / last_s
-        shapes = tuple(replace(s, arrival_ms=s.arrival_ms * stretch) for s in self.shapes)
-        return replace(self, arrival=f"poisson:{1e3 / rate:.6g}", shapes=shapes)
-
     def num_stages(self, world_size: int) -> int:
         return read_split(self.layer_split).num_stages(world_size)
 
@@ -337,7 +320,7 @@ class ServeOptions(StagesSection):
         requests."""
         values = asdict(self) | asdict(self.speculation)
         for name in (
-            *("shapes", "passes", "speculation", "mode", "sweep_rate", "has_rows_of_ring"),
+            *("shapes", "passes", "speculation", "mode", "has_rows_of_ring"),
             "own_draft_dtype",
         ):
             del values[name]
