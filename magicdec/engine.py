@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice, takewhile
+from itertools import takewhile
 
 from magicdec.decoding.strategy import DecodingStrategy
 from magicdec.hardware.timing import Clock, RealClock
@@ -23,7 +23,6 @@ from magicdec.request import Batch, Request, Status, StepOutput
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits, Part, Plan
 from magicdec.scheduling.scheduler import Scheduler
-from magicdec.scheduling.waiting import Order, fcfs
 
 Observer = Callable[[StepOutput, float], None]
 """A function that is called after every decode step, with the tokens that it appended to the
@@ -42,13 +41,12 @@ class Engine:
         runner: ModelRunner,
         prefill_chunk: int,
         limits: Limits | None = None,
-        order: Order = fcfs,
         clock: Clock | None = None,
     ) -> None:
         self.runner, self.prefill_chunk = runner, prefill_chunk
         self.is_in_flight, self.clock = limits is not None, clock or RealClock()
         self.is_alone = runner.group.size == 1  # no other rank must plan alike
-        self.scheduler = Scheduler(runner.num_rows, limits or Limits(), order)
+        self.scheduler = Scheduler(runner.num_rows, limits or Limits())
         self.requests: list[Request] = []  # of the batch that was prefilled last
 
     def prefill(
@@ -143,8 +141,7 @@ class Engine:
         """How many of `arrivals` may wait for a row from now on, by the clock of the first rank.
         Raises RuntimeError on a rank whose running batch is not that of the first."""
         now = self.clock.now()
-        arrived = takewhile(lambda request: request.arrived_s <= now, arrivals)
-        count = len(list(islice(arrived, self.scheduler.room)))
+        count = len(list(takewhile(lambda request: request.arrived_s <= now, arrivals)))
         if self.is_alone:
             return count
         state = self.scheduler.digest()

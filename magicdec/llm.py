@@ -29,7 +29,7 @@ from magicdec.drafting.policies.policy import keep_queries
 from magicdec.engine import Engine
 from magicdec.memory.model_plan import ModelPlan
 from magicdec.memory.model_plan import max_tokens as row_tokens
-from magicdec.names import ADMISSION_ORDERS, BASELINE, load_named
+from magicdec.names import BASELINE
 from magicdec.request import Request, Status
 from magicdec.sampling.sampling import make_params
 from magicdec.scheduling.plan import Limits
@@ -37,7 +37,7 @@ from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.model_checks import check_fits
 from magicdec.setup.prepare import SetupCache, find, find_tokenizer
 
-DRAFTERS = ("self", "ngram")  # those that need no second model
+DRAFTERS = (None, "self", "ngram")  # those that need no second model
 MOST_CHUNK = 2048  # prompt tokens of a forward at most, which bounds its memory
 
 
@@ -50,8 +50,7 @@ class LLM:
     `max_new_tokens` (default: as many as fit in a row), which bounds what a policy copies. The KV
     cache holds `cache_tokens` tokens of all requests together (default: enough for all of them at
     full length), in blocks of `block_tokens`. A step prefills at most `prefill_tokens` tokens of
-    prompts. Requests are admitted in `order` (fcfs, shortest_remaining or priority). If
-    `max_waiting` requests wait, `submit` runs steps until there is room for one more.
+    prompts. Requests are admitted in the order in which they were submitted.
 
     Raises ValueError, in one line, for values that cannot be served.
     """
@@ -68,22 +67,16 @@ class LLM:
         cache_tokens: int | None = None,
         block_tokens: int = 256,
         prefill_tokens: int = 512,
-        max_waiting: int | None = None,
-        order: str = "fcfs",
         threads: int | None = None,
         max_new_tokens: int | None = None,
     ) -> None:
-        for name, value, choices in (
-            ("drafter", drafter, (None, *DRAFTERS)), ("order", order, tuple(ADMISSION_ORDERS)),
-        ):  # fmt: skip
-            if value not in choices:
-                raise ValueError(f"{name} {value}; choose from {', '.join(map(str, choices))}")
+        if drafter not in DRAFTERS:
+            raise ValueError(f"drafter {drafter}; choose from {', '.join(map(str, DRAFTERS))}")
         for name, number in (
             ("max_tokens", max_tokens - 1), ("block_tokens", block_tokens),
             ("prefill_tokens", prefill_tokens),
             ("cache_tokens", 1 if cache_tokens is None else cache_tokens),
             ("max_new_tokens", 1 if max_new_tokens is None else max_new_tokens),
-            ("max_waiting", 1 if max_waiting is None else max_waiting),
         ):  # fmt: skip
             if number < 1:
                 raise ValueError(f"{name} is too small")
@@ -120,11 +113,9 @@ class LLM:
         recorder: Recorder = CudaGraphs(device) if config.decoding.cuda_graphs == "on" else Eager()
         setup = Setup(runner, config.decoding, config.kv, recorder=recorder, is_in_flight=True)
         shape, step_tokens = runner.cache.shape, longest - max_tokens + 1
-        limits = Limits(
-            longest, shape.block_size, shape.num_blocks, step_tokens, prefill_tokens, max_waiting
-        )
+        limits = Limits(longest, shape.block_size, shape.num_blocks, step_tokens, prefill_tokens)
         chunk = config.attention.prefill_chunk
-        self._engine = Engine(runner, chunk, limits, load_named(ADMISSION_ORDERS, order))
+        self._engine = Engine(runner, chunk, limits)
         self._strategy = make_strategy(strategy, setup)
         self._num_requests = 0
 
@@ -134,7 +125,6 @@ class LLM:
         max_new_tokens: int = 64,
         sampling: SamplingSection = SamplingSection(),
         ignore_eos: bool = False,
-        priority: int = 0,
     ) -> Stream:
         """Let a request wait for a place in the batch. Returns the stream of its tokens. Raises
         ValueError if it can never be served."""
@@ -150,10 +140,7 @@ class LLM:
             )
         eos = () if ignore_eos else self.model.eos_token_ids
         params = make_params(sampling, max_new_tokens, eos, self._num_requests)
-        request = Request(self._num_requests, ids, params, priority=priority)
-        self._engine.scheduler.limits.check(request)
-        while not self._engine.scheduler.room:
-            self.step()
+        request = Request(self._num_requests, ids, params)
         self._engine.scheduler.add([request], self._engine.clock.now())
         self._num_requests += 1
         return Stream(self, request)

@@ -44,11 +44,6 @@ DRAFTERS = {
     "model": "magicdec.drafting.model_drafter:ModelDrafter",
     "ngram": "magicdec.drafting.ngram:NgramDrafter",
 }
-ADMISSION_ORDERS = {
-    "fcfs": "magicdec.scheduling.waiting:fcfs",
-    "shortest_remaining": "magicdec.scheduling.waiting:shortest_remaining",
-    "priority": "magicdec.scheduling.waiting:priority",
-}
 # When the requests of a serving workload arrive.
 ARRIVALS = {
     "burst": "magicdec.workload.request_shapes:burst",

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from magicdec.config.machine import Machine
-from magicdec.config.resolve import resolve, without_collectives
+from magicdec.config.resolve import resolve, with_steps
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import ModelSection
 from magicdec.cost_model.costs import Deployment, attention_flops, kv_bytes_per_token
@@ -186,7 +186,7 @@ def measure(config: ResolvedConfig, machine: Machine, launch: Launch) -> Machine
         for dtype in DTYPES:
             hardware = measure_hardware(group, device, dtype, bandwidth, spreads)
             run_config = replace(config.run_config, model=ModelSection(dtype=dtype))
-            alone = without_collectives(resolve(run_config, machine), machine, None)
+            alone = with_steps(resolve(run_config, machine), machine, (None, None))
             kinds = replace(Kinds.of(alone), weights=dtype)
             by_dtype[dtype] = measure_forwards(
                 group, device, hardware, kinds, config.attention.backend, spreads

@@ -72,7 +72,6 @@ class Request:
     first_token_s: float | None = None
     token_times_s: list[float] = field(default_factory=list)  # when each output token was known
     finished_s: float | None = None
-    priority: int = 0  # the higher, the sooner it is admitted, if the order of admission asks
 
     @property
     def last_token(self) -> int:

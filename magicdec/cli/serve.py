@@ -49,7 +49,7 @@ from magicdec.serving.modes import (
     Ranks,
     default_names,
 )
-from magicdec.serving.options import SWEPT, WINDOWED, ServeOptions, check_passes
+from magicdec.serving.options import WINDOWED, ServeOptions, check_passes
 from magicdec.tables import print_tables
 from magicdec.workload.request_shapes import BURST, TRACE
 
@@ -165,15 +165,9 @@ class Command:
         """The modes that were named, or those of this command that are possible."""
         has_draft = draft != NONE or options.emulate_acceptance is not None
         names = options.modes
-        if options.sweep_rate is not None and names is None:
-            names = self.drafting[:1] if is_named and draft != NONE else ("inflight",)
         if names is None:
             every = default_names(self.modes, world_size, has_draft)
             names = (*every, *(self.drafting if draft != NONE and is_named else ()))
-        if options.sweep_rate is not None and len(names) > 1:
-            raise ValueError(
-                f"--sweep_rate serves in one mode; --modes names {len(names)}: {' '.join(names)}"
-            )
         return [Pass.named(name) for name in names]
 
     def settle(
@@ -185,11 +179,6 @@ class Command:
         world_size: int,
     ) -> ServeOptions:
         """The options with their requests."""
-        if options.sweep_rate is not None:
-            values.refuse_typed(["serving.arrival"], "--sweep_rate serves Poisson arrivals")
-            if options.num_requests == 1:
-                raise ValueError("--num_requests 1 is too small for --sweep_rate, which needs 2")
-            options = replace(options, arrival=SWEPT)
         if options.arrival.startswith(f"{TRACE}:"):
             lengths = ("serving.prefix_len", "serving.gen_len")
             values.refuse_given(lengths, "the trace has the lengths")
@@ -226,7 +215,6 @@ USED_BY: dict[str, Callable[[Pass], bool]] = {
     "serving.batch_size": lambda each: each.system != SPECULATIVE,
     "serving.n_samples": lambda each: each.system != SPECULATIVE,
     "serving.layer_split": has_stages,
-    "serving.machine": has_stages,
     "serving.pad_stage_ms": lambda each: each.system == RING,
     "serving.emulate_link_": has_stages,
     "serving.emulate_acceptance": drafts_ahead,
@@ -341,24 +329,21 @@ class Experiment:
         return FAILED if self.failures else code
 
     def measure(self, prepared: PreparedServing, record_file: RecordFile) -> Measured:
-        """Serve the requests in every mode, or at every rate."""
+        """Serve the requests in every mode."""
         from magicdec.serving.measure import measure
 
         return measure(prepared, record_file.append)
 
     def show(self, measured: Measured) -> None:
         """Print the tables and write the files that were asked for."""
-        from magicdec.serving.showing import draw_rates, draw_timeline, tables, trace_events
+        from magicdec.serving.showing import draw_timeline, tables, trace_events
 
         print_tables(tables(measured.records))
         records, traces = measured.records, measured.traces
         plot, trace = self.files.plot, self.files.trace
         try:
-            if plot is not None and self.options.sweep_rate is not None:
-                draw_rates(records, plot)
-            elif plot is not None:
-                draw_timeline(records, traces, plot, self.files.plot_ms)
             if plot is not None:
+                draw_timeline(records, traces, plot, self.files.plot_ms)
                 print(f"drawn to {plot}", file=sys.stderr)
             if trace is not None:
                 events = trace_events(records, traces)

@@ -11,6 +11,7 @@ from magicdec.config.choices.backend import (
     choose_backend,
     choose_draft_kv,
 )
+from magicdec.config.choices.choice import Choice
 from magicdec.config.choices.collectives import choose_collectives
 from magicdec.config.choices.layers import (
     StepParts,
@@ -64,29 +65,24 @@ def resolve(
     of_draft = [] if config.draft is None else [config.draft.draft_dtype]
     linear = choose_linear(config.model.linear, device, dtype, machine, [weights, *of_draft])
     elementwise = choose_elementwise(config.model.elementwise, device, dtype, linear, machine)
-    parts = StepParts(
-        device, backend, linear, elementwise, parallel.collectives, machine.avoids_native_steps
-    )
-    native_steps = choose_native_steps(config.model.native_steps, parts, layer_obstacles[0])
-    model = ResolvedModel(config.model.model, dtype, linear, elementwise, native_steps, weights)
+    layer_by_layer = Choice("off")  # until all parts of a forward are known
+    model = ResolvedModel(config.model.model, dtype, linear, elementwise, layer_by_layer, weights)
     if config.decoding.drafter == "self":
         check_returns_weights(backend, kv.policy)
     draft, drafting, size = None, backend, head_dim
     if config.draft is not None:
         size = draft_head_dim
         drafting = choose_backend(backend_flag, device, machine, size, dtype, *needs)
-        parts = dataclasses.replace(parts, backend=drafting)
-        drafts_native = choose_native_steps(config.model.native_steps, parts, layer_obstacles[1])
         draft = ResolvedDraft(
             config.draft.model,
             config.draft.rank_group or parallel.rank_group[:1],
             drafting,
-            drafts_native,
+            layer_by_layer,
             choose_weights("--draft_dtype", config.draft.draft_dtype, dtype),
         )
     lengths = {"gen_len": config.workload.num_new_tokens, "max_len": None}
     draft_kv = choose_draft_kv(kv.draft_kv_dtype, dtype, drafting, machine, size)
-    return ResolvedConfig(
+    resolved = ResolvedConfig(
         run_config=config,
         model=model,
         draft=draft,
@@ -97,27 +93,29 @@ def resolve(
         sampling=config.sampling,
         workload=ResolvedWorkload(**vars(config.workload) | lengths),
         output=config.output,
-    ).resolve_graphs(is_staged)
+    )
+    collectives = parallel.collectives
+    return with_steps(resolved, machine, layer_obstacles, collectives).resolve_graphs(is_staged)
 
 
-def without_collectives(
+def with_steps(
     config: ResolvedConfig,
     machine: Machine,
-    layer_obstacle: str | None,
-    draft_obstacle: str | None = None,
+    layer_obstacles: tuple[str | None, str | None],
+    collectives: str | None = None,
 ) -> ResolvedConfig:
-    """The config of a rank that computes a model, or some of its layers, without the other ranks.
-    It has native steps even where `auto` avoids them because of the collectives; so has its draft,
-    if it has one. The obstacles are as in `resolve`."""
+    """The config with native steps, or without them, for the target and the draft. Without
+    `collectives` it is that of a rank that computes a model, or some of its layers, without the
+    other ranks. The obstacles are as in `resolve`."""
     flag, model, draft = config.run_config.model.native_steps, config.model, config.draft
     parts = StepParts(
         config.parallel.device, config.attention.backend, model.linear, model.elementwise,
-        None, machine.avoids_native_steps,
+        collectives, machine.avoids_native_steps,
     )  # fmt: skip
-    choice = choose_native_steps(flag, parts, layer_obstacle)
+    choice = choose_native_steps(flag, parts, layer_obstacles[0])
     if draft is not None:
         parts = dataclasses.replace(parts, backend=draft.backend)
-        of_draft = choose_native_steps(flag, parts, draft_obstacle)
+        of_draft = choose_native_steps(flag, parts, layer_obstacles[1])
         draft = dataclasses.replace(draft, native_steps=of_draft)
     model = dataclasses.replace(model, native_steps=choice)
     return dataclasses.replace(config, model=model, draft=draft)

@@ -8,7 +8,7 @@ has no `auto` is that of the user.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.config.threads import Threads, threads_of
+from magicdec.names import BASELINE
 
 
 @dataclass(frozen=True)
@@ -113,6 +114,16 @@ class ResolvedConfig:
         )
         decoding = dataclasses.replace(self.decoding, cuda_graphs=graphs)
         return dataclasses.replace(self, decoding=decoding)
+
+    def on_ranks(self, ranks: Sequence[int]) -> ResolvedConfig:
+        """The config of ranks that share a model, or the layers of a stage."""
+        parallel = dataclasses.replace(self.parallel, rank_group=tuple(ranks))
+        return dataclasses.replace(self, parallel=parallel)
+
+    def without_drafts(self) -> ResolvedConfig:
+        """The config of a pass that drafts nothing."""
+        decoding = dataclasses.replace(self.decoding, strategy=BASELINE, drafter=None)
+        return dataclasses.replace(self, decoding=decoding, draft=None)
 
     def to_dict(self) -> dict[str, Any]:
         """The `config` of a record, nested by section (docs/record.md)."""

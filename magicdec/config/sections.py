@@ -10,7 +10,7 @@ from pathlib import Path
 
 from magicdec.config.capabilities import policy_called, policy_name
 from magicdec.config.setting import flag_of as flag_of
-from magicdec.config.setting import same, setting
+from magicdec.config.setting import setting
 from magicdec.config.threads import Threads, parse_threads
 from magicdec.config.tree_shape import TreeShape, parse_expansion
 from magicdec.names import (
@@ -155,8 +155,8 @@ class DecodingSection:
     machine: str | None = setting(
         None,
         "The file that `magicdec probe` wrote on this machine with the same ranks and threads: the "
-        "machine of a prediction. --gamma auto takes its first step times from it, and "
-        "--layer_split auto the times of layers; by default they are measured.",
+        "machine of a prediction. --gamma auto takes its first step times from it; by default they "
+        "are measured.",
         metavar="FILE",
         other_defaults="machine.json in advise, which probes if it is not there",
     )
@@ -407,7 +407,6 @@ class StagesSection:
         "head without layers. Default: equal shares, the draft on the head.",
         metavar="SPLIT",
     )
-    machine: Path | None = same(DecodingSection, "machine")
     emulate_stage_ms: float | None = setting(
         None,
         "Stages sleep until a message of any size has taken so long, in place of computing. Their "

@@ -38,12 +38,11 @@ def ends_of(model: Deployment) -> Deployment:
     return replace(model, config=replace(model.config, num_layers=0))
 
 
-def stage_times(model: Deployment, B: int, S: int, T: int = 1) -> tuple[StageTimes, StageTimes]:
-    """The times of a decode step of B rows with S cached tokens and T new ones each: of the first
-    stage, which also has the ends of the model, and of each other stage. `model.tp` ranks share a
-    stage."""
-    ends_s = ends_of(model).seconds(B, T, S)
-    layer_s = (model.seconds(B, T, S) - ends_s) / model.config.num_layers
+def stage_times(model: Deployment, B: int, S: int) -> tuple[StageTimes, StageTimes]:
+    """The times of a decode step of B rows with S cached tokens each: of the first stage, which
+    also has the ends of the model, and of each other stage. `model.tp` ranks share a stage."""
+    ends_s = ends_of(model).seconds(B, 1, S)
+    layer_s = (model.seconds(B, 1, S) - ends_s) / model.config.num_layers
     return StageTimes(ends_s, layer_s), StageTimes(0.0, layer_s)
 
 

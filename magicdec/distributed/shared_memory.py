@@ -10,10 +10,12 @@ import ctypes
 import mmap
 import os
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from magicdec.distributed.watching.processes import is_alive
@@ -33,26 +35,18 @@ SUMS = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfl
 
 
 class SharedMemoryExchange:
-    """One rank's collectives. All ranks of `handle` must create it together, on one host."""
+    """One rank's collectives, which is number `index` of `ranks`. All these ranks, which share
+    `handle`, must create it together, on one host."""
 
-    def __init__(self, handle: ProcessGroup, index: int, size: int) -> None:
-        import torch.distributed as dist
-
-        self.index, self.size, self.turn = index, size, 0
+    def __init__(self, handle: ProcessGroup, ranks: Sequence[int], index: int) -> None:
+        self.index, self.size, self.turn = index, len(ranks), 0
         self._library = load_library(SOURCE, (), HEADERS)
         self._library.magicdec_wait.restype = ctypes.c_int64
-        num_bytes = size * (64 + 2 * SLOT_BYTES)
-        segment = Segment(num_bytes) if index == 0 else None
-        path = None if segment is None else segment.path
-        ends: list[Any] = [None] * size
-        dist.all_gather_object(ends, (index, path, os.getpid()), group=handle)
-        shared = next(p for i, p, _ in ends if i == 0)
-        self.pids = [pid for _, _, pid in sorted(ends, key=lambda end: end[0])]
-        with Path(shared).open("r+b") as file:
-            self._memory = mmap.mmap(file.fileno(), num_bytes)
-        dist.barrier(group=handle)
-        if segment is not None:
-            segment.close()
+        pids: list[Any] = [None] * self.size
+        dist.all_gather_object(pids, (index, os.getpid()), group=handle)
+        self.pids = [pid for _, pid in sorted(pids)]
+        num_bytes = self.size * (64 + 2 * SLOT_BYTES)
+        self._memory = map_segment(num_bytes, ranks[0], handle, index == 0)
         self.segment = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
 
     def all_reduce(self, x: Tensor) -> Tensor:
@@ -118,3 +112,19 @@ class Segment:
     def close(self) -> None:
         """All have mapped it."""
         os.close(self._file)
+
+
+def map_segment(
+    num_bytes: int, peer: int, handle: ProcessGroup | None, is_owner: bool
+) -> mmap.mmap:
+    """A new segment of shared memory that one rank owns and makes, and the others of the group map,
+    for which it is the `peer`. All must call it together. No `handle` stands for all ranks."""
+    segment = Segment(num_bytes) if is_owner else None
+    paths = [None if segment is None else segment.path]
+    dist.broadcast_object_list(paths, dist.get_rank() if is_owner else peer, group=handle)
+    with Path(str(paths[0])).open("r+b") as file:
+        memory = mmap.mmap(file.fileno(), num_bytes)
+    dist.barrier(group=handle)
+    if segment is not None:
+        segment.close()
+    return memory

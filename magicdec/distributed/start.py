@@ -187,7 +187,7 @@ def _make_group(
     if collectives == "shared_memory":
         from magicdec.distributed.shared_memory import SharedMemoryExchange
 
-        exchange = SharedMemoryExchange(handle, index, len(ranks))
+        exchange = SharedMemoryExchange(handle, ranks, index)
     group = Group(ranks, index, handle, exchange)
     total = group.all_reduce(torch.ones(1, device=device))
     assert int(total.item()) == len(ranks), f"the group of ranks {ranks} sums to {total.item():g}"

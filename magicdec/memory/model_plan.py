@@ -154,14 +154,18 @@ class ModelPlan:
         return size, self.num_rows * -(-self.tokens // size)
 
     @property
+    def ends(self) -> tuple[bool, bool]:
+        """Whether the part has the embedding, and whether it has the head."""
+        if self.part.has_ends is not None:
+            return self.part.has_ends, self.part.has_ends
+        return self.layers.start == 0, self.layers.stop == self.model.num_layers
+
+    @property
     def weight_bytes(self) -> int:
-        kinds, layers, has_ends = self.kinds, self.layers, self.part.has_ends
-        has_embedding, has_head = layers.start == 0, layers.stop == self.model.num_layers
-        if has_ends is not None:
-            has_embedding = has_head = has_ends
+        kinds = self.kinds
         return stored_bytes(
             self.part_model, self.shard, DTYPE_BYTES[kinds.dtype], kinds.linear == "packed",
-            kinds.weights == "int8", has_embedding, has_head,
+            kinds.weights == "int8", *self.ends,
         )  # fmt: skip
 
     @property

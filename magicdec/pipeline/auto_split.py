@@ -1,5 +1,5 @@
-"""The split of `--layer_split auto`: the seconds of a layer on each rank, from a machine file or a
-short measurement, and the split that all ranks choose by them.
+"""The split of `--layer_split auto`: the seconds of a layer on each rank, which a short measurement
+finds, and the split that all ranks choose by them.
 
 Each command says what it times: a few layers under the code that serves its messages (`Timing`).
 Ranks tell each other their times before any process group of the run exists, so that every rank
@@ -14,7 +14,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from statistics import median
 from typing import Any, ClassVar
 
@@ -23,15 +22,11 @@ from torch import Tensor
 
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.console import make_progress
-from magicdec.cost_model import stage_plan
-from magicdec.cost_model.costs import Deployment
-from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message
 from magicdec.distributed.groups import Group, Launch, ParallelGroups, exchange_texts
 from magicdec.distributed.layer_split import FLAG, StageTimes, is_auto, split_layers
 from magicdec.distributed.layout import StageGrid
 from magicdec.distributed.start import stage_groups_before_run
-from magicdec.hardware.ceiling_file import load_machine
 from magicdec.hardware.environment import device_of, release_memory
 from magicdec.hardware.threads import use_threads
 from magicdec.memory.model_plan import ModelPlan, StagePart
@@ -45,7 +40,7 @@ from magicdec.runner import ModelRunner, Tokens
 from magicdec.sampling.sampling import make_params
 from magicdec.scheduling.plan import Limits
 from magicdec.setup.loading import LoadedModels, make_runner
-from magicdec.setup.prepare import Prepared, check_machine
+from magicdec.setup.prepare import Prepared
 
 STEPS = 8  # of a round; with drafts, whose number depends on the acceptance, at least so many
 MOST_LAYERS = 4  # that are timed together
@@ -87,22 +82,17 @@ def choose_split(
     """The split of a model among `stages`, which are the ranks of each. All ranks must call it,
     with any split. `find_times` is called on all ranks, and gives None on one without a stage;
     `source` says where its times come from. Raises ValueError, on every rank, if a rank has another
-    split or cannot find its times."""
+    split."""
     needs_times = is_auto(text) and len(stages) > 1
     facts: dict[str, Any] = {"asked": text, "host": launch.local_ranks[0]}
     if needs_times:
-        try:
-            own = find_times()
-            facts |= {"times": None if own is None else asdict(own)}
-        except ValueError as error:
-            facts |= {"refusal": str(error)}
+        own = find_times()
+        facts |= {"times": None if own is None else asdict(own)}
     by_rank = list(map(json.loads, exchange_texts(launch, json.dumps(facts), "layer split")))
     for rank, theirs in enumerate(by_rank):
         if theirs["asked"] != by_rank[0]["asked"]:
             here, there = by_rank[0]["asked"], theirs["asked"]
             raise ValueError(f"{FLAG}: rank 0 has {here}, rank {rank} has {there}")
-        if "refusal" in theirs:
-            raise ValueError(theirs["refusal"])
     times = stage_times(stages, by_rank) if needs_times else None
     layers = split_layers(text, len(stages), num_layers, times)
     if not is_auto(text):
@@ -154,11 +144,6 @@ def check_source(split: str, source: ModelSource) -> None:
         )
 
 
-def describe_origin(machine: Path | None) -> str:
-    """Where times come from."""
-    return "measured" if machine is None else f"predicted from {machine}"
-
-
 @dataclass(frozen=True)
 class DecodeStep:
     """What is timed: steps of `rows` rows that hold `context` tokens each, with `num_drafts` drafts
@@ -177,10 +162,8 @@ class DecodeStep:
 @dataclass(frozen=True)
 class Timing(ABC):
     """Times `step` on this rank. `stages` are the ranks of each stage, and `run.config` is that of
-    this rank's stage. The stage `head_stage` predicts tokens, and `growth` is how many messages a
-    row holds at most beside its context."""
+    this rank's stage. `growth` is how many messages a row holds at most beside its context."""
 
-    head_stage: ClassVar[int]
     growth: ClassVar[int]
 
     run: Prepared
@@ -214,11 +197,8 @@ class Timing(ABC):
     def stage_of(self, rank: int) -> int | None:
         return next((stage for stage, ranks in enumerate(self.stages) if rank in ranks), None)
 
-    def find_times(self, machine: Path | None) -> RankTimes | None:
-        """The times on this rank, None if it has no stage. All ranks must call it. Raises
-        ValueError, naming the flag, for a machine file that does not fit."""
-        if machine is not None:
-            return self.predict(machine)
+    def find_times(self) -> RankTimes | None:
+        """The times on this rank, None if it has no stage. All ranks must call it."""
         if self.stage_of(self.run.launch.rank) is None:
             return None
         most = self.run.source.config.max_length - self.growth * self.step.num_tokens
@@ -226,28 +206,6 @@ class Timing(ABC):
         times = replace(self, step=replace(self.step, context=context)).measure()
         release_memory(self.device)
         return times  # the memory is free before anyone reads how much there is for the run
-
-    def predict(self, path: Path) -> RankTimes | None:
-        """The times by the rates in a machine file of this machine."""
-        config, launch, tp = self.run.config, self.run.launch, len(self.stages[0])
-        machine, dtype = load_machine(path), config.model.dtype
-        check_machine(path, machine, config, launch)
-        hardware = machine.hardware(dtype)
-        nodes = -(-tp // launch.local_world_size)
-        for link, ends in (("link", tp // nodes), ("node_link", nodes)):
-            if ends > 1 and getattr(hardware, link) is None:
-                raise ValueError(
-                    f"--machine {path} has no {link}, over which a stage's ranks reduce"
-                )
-        is_int8, size = config.model.target_dtype == "int8", DTYPE_BYTES[dtype]
-        deployment = Deployment(self.run.source.config, hardware, size, tp, nodes, is_int8)
-        with_head, other = stage_plan.stage_times(
-            deployment, self.step.rows, self.step.context, self.step.num_tokens
-        )
-        if self.stage_of(launch.rank) is None:
-            return None
-        has_head = launch.rank in self.stages[self.head_stage]
-        return RankTimes(other.layer_s, other.fixed_s, with_head.fixed_s if has_head else None)
 
     def measure(self) -> RankTimes:
         """The times as measured with the threads of the run. All ranks with a stage must call it;
@@ -316,7 +274,6 @@ class RingTiming(Timing):
     """The stages of a ring, which are served messages that come home at once. `run.config` has
     drafts if the step has any."""
 
-    head_stage = 0
     growth = STEPS + 1
 
     def end_of(self, stage: int) -> StagePart | None:

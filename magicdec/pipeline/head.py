@@ -22,7 +22,6 @@ from typing import TypeVar
 
 import torch
 
-from magicdec.distributed.channels.carriers import map_segment
 from magicdec.distributed.channels.connect import Connector
 from magicdec.distributed.channels.message import (
     DUE,
@@ -37,6 +36,7 @@ from magicdec.distributed.channels.message import (
     floats_of,
 )
 from magicdec.distributed.layout import Layout
+from magicdec.distributed.shared_memory import map_segment
 from magicdec.hardware.environment import use_device
 from magicdec.hardware.threads import ThreadCount
 from magicdec.pipeline.drafter import Drafter, DraftLoop, DraftRequest, candidates_of
@@ -168,8 +168,8 @@ def connect_cancellations(
         senders += [] if sends is None else [sends]
         if receives is not None:
             wires.listener = listen(receives, board)
-    delay_s = 0.0 if connector.link is None or senders else connector.link.delay_s
-    wires.canceller = Canceller(board, senders, delay_s)
+    delay_s = 0.0 if senders else connector.delay_s
+    wires.canceller = Canceller(board, senders, delay_s or 0.0)
     return board
 
 

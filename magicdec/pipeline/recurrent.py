@@ -173,7 +173,7 @@ class RecurrentPipeline:
         speculation: Speculation | None = None,
     ) -> None:
         assert num_lanes * lane_size <= stage.runner.num_rows
-        assert limits.num_blocks is None and limits.max_waiting is None
+        assert limits.num_blocks is None
         self.stage, self.ends, self.prefill_chunk = stage, ends, prefill_chunk
         self.clock, self.speculation = clock or RealClock(), speculation
         self.is_alone = stage.runner.group.size == 1  # no other rank must begin lanes alike

@@ -307,10 +307,9 @@ def execute_in(
     room: Room | None = None,
 ) -> Outcome:
     """As `execute`, in a session that is open. `resident` and `room` as in `Run`."""
-    model, group, device = prepared.source.config, session.groups.target, session.device
-    draft = None if prepared.draft_source is None else prepared.draft_source.config
+    models, group, device = prepared.models, session.groups.target, session.device
     was_in_use = resident is not None and not resident.is_empty
-    config = settle(prepared.config, model, draft, group, device)
+    config = settle(prepared.config, models.target, models.draft, group, device)
     run = Run(replace(prepared, config=config), session, progress, resident, room)
     bandwidth = read_bandwidth(group, device)
     try:

@@ -21,7 +21,6 @@ class Limits:
     num_blocks: int | None = None
     step_tokens: int = 1  # tokens that a decode step appends to a row at most, drafts included
     prefill_tokens: int | None = None  # tokens that a step prefills at most
-    max_waiting: int | None = None  # requests that may wait for a row
 
     def num_blocks_of(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 
 from magicdec.request import Batch, Moves, Request, Status, StepOutput
 from magicdec.scheduling.plan import Limits, Part, Plan
-from magicdec.scheduling.waiting import Order, fcfs
 
 
 class Scheduler:
@@ -34,12 +33,11 @@ class Scheduler:
         self,
         num_rows: int,
         limits: Limits = Limits(),
-        order: Order = fcfs,
         waiting: list[Request] | None = None,
     ) -> None:
-        """`waiting` is an empty list that schedulers of one order share, each with rows of its own.
-        By default it is this scheduler's."""
-        self.num_rows, self.limits, self.order = num_rows, limits, order
+        """`waiting` is an empty list that several schedulers share, each with rows of its own. By
+        default it is this scheduler's."""
+        self.num_rows, self.limits = num_rows, limits
         self.waiting: list[Request] = [] if waiting is None else waiting  # in order of admission
         self.rows: list[Request | None] = [None] * num_rows
         self.blocks = RowBlocks(num_rows, limits)
@@ -52,23 +50,11 @@ class Scheduler:
         """The requests that have a row, in row order."""
         return [request for request in self.rows if request is not None]
 
-    @property
-    def room(self) -> int:
-        """How many more requests may wait."""
-        most = self.limits.max_waiting
-        # Those that were preempted wait too, whatever the limit.
-        return sys.maxsize if most is None else max(0, most - len(self.waiting))
-
     def add(self, requests: Sequence[Request], now: float) -> None:
         """Let `requests`, which arrived at `now`, wait for rows. Raises ValueError if one of them
-        can never be served, or if too many requests are waiting already."""
+        can never be served."""
         for request in requests:
             self.limits.check(request)
-        if len(requests) > self.room:
-            raise ValueError(
-                f"{len(self.waiting)} requests are waiting and {len(requests)} more were "
-                f"submitted; at most {self.limits.max_waiting} may wait"
-            )
         for request in requests:
             request.arrived_s = now
             self._wait(request)
@@ -150,8 +136,8 @@ class Scheduler:
         return zlib.crc32(array("q", [number for of_row in state for number in of_row]).tobytes())
 
     def _wait(self, request: Request) -> None:
-        """Of requests with equal values in the order, the one with the smallest id is first."""
-        insort(self.waiting, request, key=lambda r: (self.order(r), r.request_id))
+        """First come, first served; of requests that arrived at once, the smallest id is first."""
+        insort(self.waiting, request, key=lambda r: (r.arrived_s, r.request_id))
 
     def _leave(self, row: int) -> None:
         request = self.rows[row]

@@ -13,41 +13,37 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import replace
-from typing import Any
 
 import torch
 
 from magicdec.autotune import settle
 from magicdec.config.choices.collectives import check_stage_group
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import NONE
 from magicdec.console import Progress
 from magicdec.decoding.recorder import CudaGraphs, Eager, Recorder
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.channels.message import DUE
 from magicdec.distributed.groups import Group, Launch, ParallelGroups
 from magicdec.distributed.start import make_groups
-from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.drafter import DraftModel
 from magicdec.drafting.policies.policy import keep_queries
 from magicdec.engine import Engine
-from magicdec.hardware.environment import probe_machine
 from magicdec.hardware.timing import Clock, GroupClock, RealClock
 from magicdec.memory.check import Room, largest
 from magicdec.memory.model_plan import ModelPlan, max_tokens
 from magicdec.memory.plan import model_plans_of
-from magicdec.model.checkpoint.source import check_part
 from magicdec.names import BASELINE
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits
-from magicdec.serving.configs import alone_of, complete_run, without_drafts
 from magicdec.serving.modes import Pass
-from magicdec.serving.options import PREFILL_TOKENS, ServeOptions
+from magicdec.serving.options import PREFILL_TOKENS
 from magicdec.serving.system import Extras, System, Watch
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
-from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, find
+from magicdec.setup.model_checks import check_shared
+from magicdec.setup.prepare import ResolvedRun, SetupCache
 
 Serve = Callable[[Sequence[Request]], None]
 BatchFunction = Callable[[Serve, Sequence[Request], Clock, int, float], None]
@@ -108,62 +104,36 @@ BATCHINGS: Mapping[str, BatchFunction] = {
 class Batching(System):
     """The engine on the first rank alone, or on all ranks if `is_on_all`."""
 
-    def __init__(
-        self,
-        run: Prepared,
-        options: ServeOptions,
-        passes: Sequence[Pass],
-        launch: Launch,
-        is_on_all: bool,
-    ) -> None:
-        self.run, self.options, self.passes = run, options, passes
-        self.launch, self.is_on_all = launch, is_on_all
-        self.runner: ModelRunner | None = None
-        self.draft: DraftModel | None = None
-        self.models: LoadedModels | None = None
+    runner: ModelRunner | None = None
+    draft: DraftModel | None = None
+    models: LoadedModels | None = None
 
-    @classmethod
-    def prepare(
-        cls,
-        run_config: RunConfig,
-        options: ServeOptions,
-        passes: Sequence[Pass],
-        launch: Launch,
-        cache: SetupCache,
-    ) -> Batching:
-        is_on_all = options.is_on_all(passes[0], launch.world_size)
+    def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
+        options, world_size = self.options, self.launch.world_size
         workload = options.batch_of(run_config.workload, options.rows)
-        if not any(each.is_drafting for each in passes):
-            run_config = run_config.with_draft(NONE)
-        models = find(replace(run_config, workload=workload), launch, cache)
-        names, model = " ".join(each.name for each in passes), models.source.config
-        if is_on_all:
-            check_stage_group(f"--modes {names}", models.config.parallel)
-            try:
-                Shard(0, launch.world_size).heads(model.num_heads, model.num_kv_heads)
-            except ValueError as error:
-                raise ValueError(f"--modes {names}: {error}") from error
+        models = self.find(run_config, workload, cache)
+        if self.is_on_all:
+            check_stage_group(f"--modes {self.names}", models.config.parallel)
+            check_shared(f"--modes {self.names}", world_size, models.source.config)
         else:
-            models = of_first_rank_alone(models, launch, cache)
-        options.check_lengths(model.max_length, f"--model {run_config.model.model}")
+            models = of_first_rank_alone(models)
         options.check_cache(max_tokens(models.config))
-        run = complete_run(models, cache, options)
-        return cls(run, options, passes, launch, is_on_all)
+        self.run = self.complete(models, cache)
+
+    @property
+    def is_on_all(self) -> bool:
+        return self.options.is_on_all(self.passes[0], self.launch.world_size)
 
     @property
     def computes(self) -> bool:
-        """Whether this rank has a part in the passes."""
         return self.is_on_all or self.launch.rank == 0
 
     def check_files(self) -> None:
-        for source in (self.run.source, self.run.draft_source) if self.computes else ():
-            if source is None:
-                continue
-            try:
-                check_part(source, range(source.config.num_layers), has_ends=True)
-            except ValueError as error:
-                names = " ".join(each.name for each in self.passes)
-                raise ValueError(f"--modes {names}, which read the whole model: {error}") from error
+        try:
+            super().check_files()
+        except ValueError as error:
+            text = f"--modes {self.names}, which read the whole model: {error}"
+            raise ValueError(text) from error
 
     def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
         config = self.run.config
@@ -180,21 +150,16 @@ class Batching(System):
         """The largest KV cache that would fit."""
 
         def fits(cache_tokens: int) -> bool:
-            options = replace(self.options, cache_tokens=cache_tokens)
-            smaller = Batching(self.run, options, self.passes, self.launch, self.is_on_all)
+            smaller = copy(self)
+            smaller.options = replace(self.options, cache_tokens=cache_tokens)
             return room.refusal(smaller.plan(each, room.ranks)) is None
 
-        size, num_blocks = self.model_plans(each, self.run.config.parallel.rank_group[0])[
-            0
-        ].storage()
+        target, *_ = self.model_plans(each, self.run.config.parallel.rank_group[0])
+        size, num_blocks = target.storage()
         most = largest(fits, size * num_blocks)
         if most < max_tokens(self.run.config):
             return "choose a smaller --B, shorter requests or a smaller model"
         return f"--cache_tokens {most} would fit"
-
-    def config_of(self, each: Pass) -> Mapping[str, Any]:
-        config = self.run.config
-        return (config if each.is_drafting else without_drafts(config)).to_dict()
 
     def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
         if self.runner is None and self.computes:
@@ -211,12 +176,12 @@ class Batching(System):
         else:
             alone = Group((0,), 0)
             groups = ParallelGroups(0, 1, alone, None if draft is None else alone)
-        draft_model = None if run.draft_source is None else run.draft_source.config
-        config = settle(run.config, run.source.config, draft_model, groups.target, device)
+        target, draft_model = run.models.target, run.models.draft
+        config = settle(run.config, target, draft_model, groups.target, device)
         self.run = run = replace(run, config=config)
         self.models = LoadedModels(device, progress, self._emulated_s)
-        target = self.model_plans(each, launch.rank)[0]
-        self.runner = runner = make_runner(target, run.source, groups.target, self.models)
+        plan = self.model_plans(each, launch.rank)[0]
+        self.runner = runner = make_runner(plan, run.source, groups.target, self.models)
         self.draft = make_draft(run, groups, self.models)
         self.clock = GroupClock(RealClock(), runner.group, runner.device)
 
@@ -231,16 +196,11 @@ class Batching(System):
         seconds = options.num_stages(world_size) * stage_s
         if not self.is_on_all:
             return seconds
-        num_reduces = 2 * self.run.source.config.num_layers
-        link_s = (options.emulate_link_ms or 0.0) / 1e3
-        return seconds / world_size + num_reduces * math.ceil(math.log2(world_size)) * link_s
+        num_links = 2 * self.run.source.config.num_layers * math.ceil(math.log2(world_size))
+        return seconds / world_size + num_links * (options.emulated_link_s or 0.0)
 
     def warm_up_rows(self, each: Pass) -> int:
         return self.options.rows
-
-    def expected_threads(self, each: Pass) -> int:
-        rank = self.launch.rank if self.is_on_all else 0
-        return self.run.config.parallel.threads_of(rank) if self.computes else 0
 
     def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
         if self.runner is None:  # this rank waits
@@ -293,12 +253,11 @@ class Batching(System):
         self.runner = self.draft = self.models = None
 
 
-def of_first_rank_alone(models: ResolvedRun, launch: Launch, cache: SetupCache) -> ResolvedRun:
+def of_first_rank_alone(models: ResolvedRun) -> ResolvedRun:
     """The run of the first rank, which needs no other, with the threads of all ranks of its host,
     since these wait."""
-    machine = cache.get(("machine",), lambda: probe_machine(launch))
-    config = alone_of(models, machine)
-    threads = config.parallel.threads_on(launch.local_ranks)
+    config = models.alone()
+    threads = config.parallel.threads_on(models.launch.local_ranks)
     parallel = replace(config.parallel, rank_group=(0,), collectives=None, threads=threads)
     draft = None if config.draft is None else replace(config.draft, rank_group=(0,))
     config = replace(config, parallel=parallel, draft=draft)

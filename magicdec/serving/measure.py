@@ -22,7 +22,6 @@ from magicdec.pipeline.clocks import all_gather
 from magicdec.request import Request
 from magicdec.serving.metrics import serving_metrics
 from magicdec.serving.modes import SPECULATIVE, Pass
-from magicdec.serving.options import ServeOptions
 from magicdec.serving.prepare import PreparedServing
 from magicdec.serving.record import (
     ServingRecord,
@@ -32,12 +31,9 @@ from magicdec.serving.record import (
     parts_of,
     status_of,
 )
-from magicdec.serving.saturation import END, is_sustained, next_rate
 from magicdec.serving.system import Extras, System, Trace, Watch, make_requests, shortened
 from magicdec.setup.session import RankSession
 from magicdec.workload.request_shapes import RequestShape
-
-LONE_TIMES = 3
 
 
 @dataclass(frozen=True)
@@ -70,11 +66,8 @@ def measure(prepared: PreparedServing, keep: Callable[[ServingRecord], None]) ->
     session.begin()
     start_process_group(launch, session.device)
     experiment = Experiment(prepared, session, keep)
-    if options.sweep_rate is None:
-        for each in options.passes:
-            experiment.measure(each, options, each.name)
-    else:
-        experiment.sweep(options.passes[0], options.sweep_rate)
+    for each in options.passes:
+        experiment.measure(each)
     experiment.close()
     close_groups()
     return experiment.measured
@@ -93,42 +86,23 @@ class Experiment:
         self.launch, self.measured = prepared.launch, Measured()
         self.progress = make_progress(self.launch.rank == 0)
         self.system: System | None = None
-        self.warm: Pass | None = None  # the pass that was warmed up last
         self.reference: Served | None = None
-        self.lone_s: float | None = None  # the time of one request alone, if it was measured
 
-    def measure(self, each: Pass, options: ServeOptions, name: str) -> None:
+    def measure(self, each: Pass) -> None:
         """Serve all requests in the pass and make its record."""
-        system = self.open(each)
+        system, shapes = self.open(each), self.prepared.options.shapes
         self._warm_up(each, system.warm_up_rows(each))
-        num_tokens = sum(shape.output_len for shape in options.shapes)
-        with self.progress.task(name, num_tokens) as advance:
-            served = self.serve(each, options.shapes, Watch(tokens=advance, is_measured=True))
+        num_tokens = sum(shape.output_len for shape in shapes)
+        with self.progress.task(each.name, num_tokens) as advance:
+            served = self.serve(each, shapes, Watch(tokens=advance, is_measured=True))
         if self.reference is None:
             self.reference = served
             self._tell_outputs(served)
         if self.launch.rank == 0:
-            record = self.describe(served, options)
+            record = self.describe(served)
             self.measured.records.append(record)
             self.measured.traces.append(served.extras.trace)
             self.keep(record)
-
-    def sweep(self, each: Pass, rates: Sequence[float]) -> None:
-        """Serve the requests at one rate of arrivals after the other: at `rates` or, if there are
-        none, at those that find the saturation rate. The tokens at the first rate are the reference
-        of the others."""
-        options = self.prepared.options
-        self._warm_up(each, self.open(each).warm_up_rows(each))
-        self.lone_s = lone_s = self._time_lone(each)
-        sustained: list[tuple[float, bool]] = []
-        while rate := self._of_first_rank(choose(rates, sustained, 1.0 / lone_s)):
-            self.measure(each, options.at_rate(rate), f"{rate:.3g} requests/s")
-            metrics = self.measured.records[-1].metrics if self.measured.records else None
-            is_wrong = self.launch.rank == 0 and metrics is None
-            if self._of_first_rank(float(is_wrong)):
-                return
-            is_good = metrics is not None and is_sustained(metrics)
-            sustained.append((rate, is_good))
 
     def open(self, each: Pass) -> System:
         """The system of the pass, with what the pass needs and with its number of threads. A
@@ -160,7 +134,7 @@ class Experiment:
         prompts = self.prepared.run.workload.prompts
         requests = make_requests(prompts, shapes, now_s, config.sampling, ends, is_coupled)
         extras = system.serve(each, requests, watch)
-        expected = system.expected_threads(each)
+        expected = system.expected_threads
         peak = peak_memory_bytes(device) if is_reset else None
         ours = watch.threads.of_rank(launch.rank, expected), peak
         by_rank = all_gather(ours, launch.world_size)
@@ -169,12 +143,13 @@ class Experiment:
         total = None if None in peaks else sum(peak for peak in peaks if peak is not None)
         return Served(each, requests, watch, extras, threads, total)
 
-    def describe(self, served: Served, options: ServeOptions) -> ServingRecord:
+    def describe(self, served: Served) -> ServingRecord:
         """The record of a pass, which has metrics only if its tokens are not known to be wrong."""
         each, reference, requests = served.each, self.reference, served.requests
         assert reference is not None, "there is a first pass"
         system, session = self.prepared.system_of(each), self.session
-        has_others = len(options.passes) > 1 or options.sweep_rate is not None
+        options = self.prepared.options
+        has_others = len(options.passes) > 1
         num_differing, temperature = None, system.run.config.sampling.temperature
         if has_others and is_comparable(each, reference.each, temperature):
             num_differing = len(differing(reference.requests, requests))
@@ -199,7 +174,7 @@ class Experiment:
             workload=replace(system.run, workload=prompts).describe_workload(),
             reference=reference.each.name if has_others else None,
             num_differing=num_differing,
-            metrics=serving_metrics(requests, counts, goodput, served.peak_memory, self.lone_s)
+            metrics=serving_metrics(requests, counts, goodput, served.peak_memory)
             if is_right
             else None,
             ring=served.extras.ring if is_right else None,
@@ -210,22 +185,9 @@ class Experiment:
 
     def _warm_up(self, each: Pass, num_requests: int) -> None:
         """Serve the first requests once, shortened, so that what happens once is not measured."""
-        if each != self.warm:
-            chunk = self.prepared.system_of(each).run.config.attention.prefill_chunk
-            shapes = self.prepared.options.shapes[:num_requests]
-            self.serve(each, shortened(shapes, chunk), Watch())
-        self.warm = each
-
-    def _time_lone(self, each: Pass) -> float:
-        """The time of the first request, served alone: the shortest of `LONE_TIMES`."""
-        first, times_s = replace(self.prepared.options.shapes[0], arrival_ms=0.0), list[float]()
-        for _ in range(LONE_TIMES):
-            (request,) = self.serve(each, [first], Watch()).requests
-            times_s.append((request.finished_s or 0.0) - request.arrived_s)
-        return self._of_first_rank(min(times_s))
-
-    def _of_first_rank(self, value: float) -> float:
-        return all_gather(value, self.launch.world_size)[0]
+        chunk = self.prepared.system_of(each).run.config.attention.prefill_chunk
+        shapes = self.prepared.options.shapes[:num_requests]
+        self.serve(each, shortened(shapes, chunk), Watch())
 
     def _tell_outputs(self, served: Served) -> None:
         """Let an emulated drafter know what the first pass emitted."""
@@ -246,10 +208,3 @@ def rejects_drafts(each: Pass) -> bool:
 def is_comparable(each: Pass, first: Pass, temperature: float) -> bool:
     """Whether both passes should emit the same tokens."""
     return temperature == 0 or each == first or not (rejects_drafts(each) or rejects_drafts(first))
-
-
-def choose(rates: Sequence[float], measured: Sequence[tuple[float, bool]], start: float) -> float:
-    """The next of `rates` or, if there are none, the one that the search asks for."""
-    if not rates:
-        return next_rate(measured, start)
-    return rates[len(measured)] if len(measured) < len(rates) else END

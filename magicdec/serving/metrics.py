@@ -48,11 +48,6 @@ class ServingMetrics(Part):
         "requests after the first one divided by the time from the first arrival to the last",
         "requests/s", label="arrivals/s", digits=2, null="if all arrive at once",
     )  # fmt: skip
-    served_rate: float | None = recorded(
-        "requests after the first one divided by the makespan without the time of one request "
-        "alone; it falls below the arrival rate if requests arrive faster than they are served",
-        "requests/s", label="served/s", digits=2, null="without `--sweep_rate`",
-    )  # fmt: skip
     mean_ttft_ms: float = of_request(
         "time to first token: from the arrival of a request to its first output token; mean over "
         "the requests",
@@ -121,10 +116,8 @@ def serving_metrics(
     counts: StepCounts,
     goodput: Mapping[str, float] = {},
     peak_memory_bytes: int | None = None,
-    lone_s: float | None = None,
 ) -> ServingMetrics:
-    """The metrics of finished requests. `goodput` has the most ms for some of `GOODPUT_OF`.
-    `lone_s` is the time of one request alone, where it was measured."""
+    """The metrics of finished requests. `goodput` has the most ms for some of `GOODPUT_OF`."""
     times = [request_ms(request) for request in requests]
     begin_s = min(request.arrived_s for request in requests)
     makespan_s = max(_finished_s(request) for request in requests) - begin_s
@@ -135,7 +128,6 @@ def serving_metrics(
         output_throughput=sum(len(r.output_ids) for r in requests) / makespan_s,
         request_goodput=sum(good) / makespan_s if goodput else None,
         arrival_rate=rate_of([request.arrived_s for request in requests]),
-        served_rate=served_rate(len(requests), makespan_s, lone_s),
         request_tokens_per_s=mean([1e3 / of["tpot"] for of in times if of.get("tpot")]),
         prefill_tokens_per_s=statistics.fmean(
             prefill_speed(request, counts.moves[request.request_id]) for request in requests
@@ -162,14 +154,6 @@ def rate_of(times_s: Sequence[float]) -> float | None:
     """Events a second between the first and the last of these times; None if they are equal."""
     span = max(times_s) - min(times_s)
     return (len(times_s) - 1) / span if span else None
-
-
-def served_rate(count: int, makespan_s: float, lone_s: float | None) -> float | None:
-    """None without `lone_s`. The last request takes as long as a lone one even if none waits, which
-    does not count."""
-    if lone_s is None:
-        return None
-    return (count - 1) / max(makespan_s - lone_s, 1e-9)
 
 
 def request_ms(request: Request) -> dict[str, float]:

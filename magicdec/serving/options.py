@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
@@ -44,14 +44,9 @@ from magicdec.workload.request_shapes import (
     parse_arrival,
 )
 
-if TYPE_CHECKING:
-    from magicdec.distributed.channels.message import Link
-
 WINDOW_MS, PREFILL_TOKENS = 1000.0, 512
 FLAGS = ("--prefix_len", "--gen_len")  # the lengths of a request without a trace
 WINDOWED = "dynamic"  # the mode that has a time window
-BYTES_PER_MBIT = 1e6 / 8
-SWEPT = "poisson:1"  # what --sweep_rate stretches
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:
@@ -100,14 +95,6 @@ class ServeOptions(StagesSection):
         f"{TRACE} is a JSON object with arrival_ms, prompt_len and output_len.",
         metavar="PROCESS",
         other_defaults="burst in recurrent and pipeline",
-    )
-    sweep_rate: tuple[float, ...] | None = setting(
-        None,
-        "Serve the requests in one mode at each of these rates, as Poisson arrivals a second. "
-        "Without a rate, find the largest one that is sustained.",
-        metavar="RATE",
-        above=0,
-        can_be_empty=True,
     )
     batch_size: int = same(WorkloadSection, "batch_size")
     batch_ranks: str = setting(
@@ -158,11 +145,6 @@ class ServeOptions(StagesSection):
         "Stages of a ring compute, and then sleep until a message has taken so long. Default: they "
         "do not sleep.",
         metavar="MS",
-        above=0,
-    )
-    emulate_link_mbps: float | None = setting(
-        None,
-        "Megabits a second that a link carries at most. Default: without limit.",
         above=0,
     )
     emulate_draft_ms: float | None = setting(
@@ -221,15 +203,8 @@ class ServeOptions(StagesSection):
         return bool(self.of_system(SPECULATIVE))
 
     @property
-    def link(self) -> Link | None:
-        """The link that is emulated between stages; None if there is none."""
-        if self.emulate_link_ms is None and self.emulate_link_mbps is None:
-            return None
-        from magicdec.distributed.channels.message import Link
-
-        rate = self.emulate_link_mbps
-        bytes_per_s = None if rate is None else rate * BYTES_PER_MBIT
-        return Link((self.emulate_link_ms or 0.0) / 1e3, bytes_per_s)
+    def emulated_link_s(self) -> float | None:
+        return None if self.emulate_link_ms is None else self.emulate_link_ms / 1e3
 
     @property
     def emulated_stage_s(self) -> float | None:
@@ -238,7 +213,7 @@ class ServeOptions(StagesSection):
     @property
     def on_host(self) -> str | None:
         """Why hidden states pass through the memory of the host, also between GPUs."""
-        if self.link is not None:
+        if self.emulate_link_ms is not None:
             return "an emulated link delays messages on the host"
         return None if self.emulate_stage_ms is None else "stages that sleep have no hidden states"
 
@@ -298,14 +273,6 @@ class ServeOptions(StagesSection):
                 f"{needed} tokens"
             )
 
-    def at_rate(self, rate: float) -> ServeOptions:
-        """The same requests with Poisson arrivals at `rate` requests a second. The times between
-        arrivals are those of `shapes`, stretched."""
-        last_s = self.shapes[-1].arrival_ms / 1e3
-        stretch = (len(self.shapes) - 1) / rate / last_s
-        shapes = tuple(replace(s, arrival_ms=s.arrival_ms * stretch) for s in self.shapes)
-        return replace(self, arrival=f"poisson:{1e3 / rate:.6g}", shapes=shapes)
-
     def num_stages(self, world_size: int) -> int:
         return read_split(self.layer_split).num_stages(world_size)
 
@@ -353,14 +320,13 @@ class ServeOptions(StagesSection):
         requests."""
         values = asdict(self) | asdict(self.speculation)
         for name in (
-            *("shapes", "passes", "speculation", "mode", "sweep_rate", "has_rows_of_ring"),
+            *("shapes", "passes", "speculation", "mode", "has_rows_of_ring"),
             "own_draft_dtype",
         ):
             del values[name]
         if self.gen_len is None:  # a trace has the lengths
             values["prefix_len"] = None
         values["modes"] = [each.name for each in self.passes]
-        values["machine"] = None if self.machine is None else str(self.machine)
         return values | {"num_requests": len(self.shapes)}
 
 
@@ -396,20 +362,9 @@ def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> N
         )
     if rings:
         options.samples(options.grid(world_size))
-    _check_stages(options, world_size)
+    if options.emulate_link_ms is not None and world_size == 1:
+        raise ValueError(f"--emulate_link_ms {options.emulate_link_ms}: one rank has no link")
     _check_emulation(options, config)
-
-
-def _check_stages(options: ServeOptions, world_size: int) -> None:
-    if options.machine is not None and not (
-        options.is_measured and options.num_stages(world_size) > 1
-    ):
-        raise ValueError(
-            f"--machine {options.machine} does nothing here: it is for {FLAG} auto with several "
-            "stages; leave it out"
-        )
-    if options.link is not None and world_size == 1:
-        raise ValueError("--emulate_link_ms and --emulate_link_mbps: one rank has no link")
 
 
 def _check_emulation(options: ServeOptions, config: RunConfig) -> None:

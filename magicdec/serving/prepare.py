@@ -14,7 +14,6 @@ from typing import Any
 from magicdec.config.run_config import RunConfig
 from magicdec.config.threads import agreed_threads
 from magicdec.distributed.groups import Launch, check_equal
-from magicdec.hardware.environment import probe_machine
 from magicdec.memory.check import Room, check_together, find_room
 from magicdec.memory.plan import MemoryPlan
 from magicdec.model.checkpoint.source import fingerprint
@@ -59,9 +58,10 @@ def prepare(run_config: RunConfig, options: ServeOptions, launch: Launch) -> Pre
         kind: type[System] = load_object(name)
         has_stages = passes[0].ranks is Ranks.STAGES
         config = without_draft_ranks(run_config) if has_stages else run_config
-        systems.append(kind.prepare(config, options, passes, launch, cache))
-    machine = cache.get(("machine",), lambda: probe_machine(launch))
-    room = find_room(systems[0].run.config, launch, machine.num_gpus)
+        systems.append(kind(options, passes, launch))
+        systems[-1].prepare(config, cache)
+    first = systems[0].run
+    room = find_room(first.config, launch, first.machine.num_gpus)
     memory = check_together(launch, partial(check_here, systems, room))
     prepared = PreparedServing(launch, options, systems, memory)
     check_agreement(run_config, prepared)
@@ -96,10 +96,9 @@ def check_agreement(run_config: RunConfig, prepared: PreparedServing) -> None:
     facts: dict[str, Any] = {"magicdec": version("magicdec")}
     facts |= {f"model's {name}": value for name, value in asdict(run.source.config).items()}
     for system in prepared.systems:
-        names, transport = " ".join(each.name for each in system.passes), system.transport
-        facts[f"layers of {names}"] = [len(layers) for layers in system.layers]
-        facts[f"messages of {names}"] = None if transport is None else transport.describe()
+        transport = system.transport
+        facts[f"layers of {system.names}"] = [len(layers) for layers in system.layers]
+        facts[f"messages of {system.names}"] = None if transport is None else transport.describe()
     facts |= prepared.options.describe() | asdict(run_config.sampling)
-    del facts["machine"]  # every host has a file of its own
     facts["model's weights, by their fingerprint,"] = fingerprint(run.source)
     check_equal(launch, facts, "pipeline")

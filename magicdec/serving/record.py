@@ -76,9 +76,7 @@ class ServingRecord(MeasuredRecord):
     workload: WorkloadRecord = recorded(
         "the prompts and the models; `prefix_len` is the length of the longest prompt"
     )
-    reference: str | None = recorded(
-        "the first mode of the command, or its first rate of arrivals", null="if it is the only one"
-    )
+    reference: str | None = recorded("the first mode of the command", null="if it is the only one")
     num_differing: int | None = recorded(
         "requests with tokens other than those in `reference`", null="if `unchecked`"
     )

@@ -8,27 +8,22 @@ messages is that of the `RecurrentPipeline`.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from typing import Any
 
 import torch
 
-from magicdec.config.choices.collectives import NCCL, check_stage_group, choose_transport
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import NONE
 from magicdec.console import Progress
-from magicdec.distributed.channels.connect import Connector, time_round
+from magicdec.distributed.channels.connect import time_round
 from magicdec.distributed.channels.message import Ends, MessageForm
-from magicdec.distributed.groups import Launch, ParallelGroups
-from magicdec.distributed.layer_split import FLAG
+from magicdec.distributed.groups import ParallelGroups
 from magicdec.distributed.layout import read_split
 from magicdec.distributed.start import make_stage_groups
-from magicdec.hardware.environment import probe_machine
 from magicdec.memory.model_plan import ModelPlan, StagePart, max_tokens
-from magicdec.model.checkpoint.source import check_part
-from magicdec.pipeline.auto_split import DecodeStep, RingTiming, choose_split, describe_origin
+from magicdec.memory.plan import model_plans_of
+from magicdec.pipeline.auto_split import DecodeStep, RingTiming
 from magicdec.pipeline.clocks import gather_leaders
 from magicdec.pipeline.metrics import DraftCounts, RingMetrics, StageUse, ring_metrics, uses_of
 from magicdec.pipeline.recurrent import (
@@ -43,129 +38,60 @@ from magicdec.pipeline.stage import Stage, StageLoop
 from magicdec.records.metrics import percentile
 from magicdec.request import Request
 from magicdec.scheduling.plan import Limits
-from magicdec.serving.configs import (
-    alone_of,
-    check_split,
-    complete_run,
-    of_stage,
-    without_drafts,
-)
 from magicdec.serving.metrics import gaps_ms
 from magicdec.serving.modes import Pass
-from magicdec.serving.options import ServeOptions
-from magicdec.serving.system import Extras, System, Trace, Watch
+from magicdec.serving.staged import StagedSystem, check_split
+from magicdec.serving.system import Extras, Trace, Watch
 from magicdec.setup.loading import LoadedModels, make_runner
-from magicdec.setup.prepare import Prepared, SetupCache, find
+from magicdec.setup.prepare import SetupCache
 
 PROBES = 100  # rounds that are timed without other messages
 LEAST_CAPACITY, MOST_CAPACITY = 1 << 20, 1 << 24  # bytes of an edge in shared memory
 
 
-class Ring(System):
+class Ring(StagedSystem):
     """`run.config` is that of this rank's stage, and drafts if some pass does. `grid` has the
     stages and `layers` the layers of each. A pass is opened anew with what it needs: its messages
     and its cache have room for drafts only if it drafts."""
 
-    def __init__(
-        self,
-        run: Prepared,
-        options: ServeOptions,
-        passes: Sequence[Pass],
-        launch: Launch,
-        layers: tuple[range, ...],
-    ) -> None:
-        self.run, self.options, self.passes = run, options, passes
-        self.launch, self.layers = launch, layers
-        self.grid = options.grid(launch.world_size)
-        self.stage_number = self.grid.stage_of(launch.rank)
-        self.num_samples = options.samples(self.grid)
-        self.groups: ParallelGroups | None = None
-        self.models: LoadedModels | None = None
-        self.opened: OpenRing | None = None
+    groups: ParallelGroups | None = None
+    models: LoadedModels | None = None
+    opened: OpenRing | None = None
 
-    @classmethod
-    def prepare(
-        cls,
-        run_config: RunConfig,
-        options: ServeOptions,
-        passes: Sequence[Pass],
-        launch: Launch,
-        cache: SetupCache,
-    ) -> Ring:
-        grid = options.grid(launch.world_size)
-        workload = options.batch_of(run_config.workload, options.samples(grid))
-        if not any(each.is_drafting for each in passes):
-            run_config = run_config.with_draft(NONE)
-        models = find(replace(run_config, workload=workload), launch, cache, is_part=True)
-        options.check_lengths(models.source.config.max_length, f"--model {run_config.model.model}")
-        machine = cache.get(("machine",), lambda: probe_machine(launch))
-        split = read_split(options.layer_split)
-        check_split(split.stages, grid, models.source)
-        has_others = grid.world_size < launch.world_size
-        if options.is_measured and has_others and grid.tensor_parallel > 1:
-            raise ValueError(
-                f"{FLAG} {options.layer_split}: stages of several ranks are not timed beside ranks "
-                "without a stage; give layer counts or shares"
-            )
-        if grid.tensor_parallel > 1:
-            check_stage_group(f"{FLAG} {options.layer_split}", models.config.parallel)
-        transport = choose_transport(models.config.parallel, machine, options.on_host)
-        of_ranks = alone_of(models, machine) if grid.tensor_parallel == 1 else models.config
-        config = of_stage(of_ranks, grid.ranks_of(grid.stage_of(launch.rank)))
-        run = complete_run(replace(models, config=config), cache, options)
+    def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
+        options, launch = self.options, self.launch
+        self.grid = grid = options.grid(launch.world_size)
+        self.stage_number = grid.stage_of(launch.rank)
+        self.num_samples = options.samples(grid)
+        workload = options.batch_of(run_config.workload, self.num_samples)
+        models = self.find_part(run_config, workload, cache)
+        check_split(read_split(options.layer_split).stages, grid, models.source)
+        self.check_stages(models, grid.tensor_parallel, grid.world_size < launch.world_size)
+        config = self.of_stage(models, grid.ranks_of(self.stage_number), grid.tensor_parallel)
+        self.run = self.complete(replace(models, config=config), cache)
         step = DecodeStep(options.batch_size, options.mean_context, num_drafts_of(config))
         tokens = f" and {step.num_drafts} drafts" if step.num_drafts else ""
-        timing = RingTiming(run, [grid.ranks_of(stage) for stage in range(grid.num_stages)], step)
-        chosen = choose_split(
-            split.stages, timing.stages, run.source.config.num_layers, launch,
-            f"{describe_origin(options.machine)} for messages of {step.rows} with {step.context} "
-            f"cached tokens{tokens} each",
-            lambda: timing.find_times(options.machine),
-        )  # fmt: skip
-        chosen_split = str(replace(split, stages=chosen.layer_split))
-        ring = cls(run, options, passes, launch, chosen.layers)
-        ring.transport = transport
-        if chosen.layer_split is not None:
-            ring.layer_split = chosen_split
-        ring.split = chosen.reason and f"{FLAG} {chosen_split}: {chosen.reason}"
-        return ring
+        stages = [grid.ranks_of(stage) for stage in range(grid.num_stages)]
+        self.layers = self.choose_layers(
+            RingTiming(self.run, stages, step),
+            f"messages of {step.rows} with {step.context} cached tokens{tokens} each",
+        )
 
     @property
     def computes(self) -> bool:
         """Whether this rank is in a stage."""
         return self.launch.rank < self.grid.world_size
 
-    def check_files(self) -> None:
-        number = self.stage_number
-        if not self.computes:
-            return
-        check_part(self.run.source, self.layers[number], has_ends=number == 0)
-        if number == 0 and self.run.draft_source is not None:
-            draft = self.run.draft_source
-            check_part(draft, range(draft.config.num_layers), has_ends=True)
-
     def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
         stage = self.grid.stage_of(rank)
         if stage >= self.grid.num_stages:
             return []
-        ranks, draft = self.grid.ranks_of(stage), self.run.draft_source
-        config = of_stage(self.run.config, ranks)
+        config = self.run.config.on_ranks(self.grid.ranks_of(stage))
         if not each.is_drafting:
-            config = without_drafts(config)
+            config = config.without_drafts()
+        target, *drafts = model_plans_of(config, self.run.models, rank)
         part = StagePart(self.layers[stage], has_ends=stage == 0)
-        plans = [ModelPlan(config, self.run.source.config, ranks, rank, part)]
-        if config.draft is not None and draft is not None and rank in config.draft.rank_group:
-            drafting = config.draft.rank_group
-            plans.append(ModelPlan(config, draft.config, drafting, rank, is_draft=True))
-        return plans
-
-    def config_of(self, each: Pass) -> Mapping[str, Any]:
-        config = self.run.config
-        config = of_stage(config, self.grid.ranks_of(0))
-        resolved = (config if each.is_drafting else without_drafts(config)).to_dict()
-        transport = self.transport
-        resolved["parallel"]["transport"] = None if transport is None else transport.to_dict()
-        return resolved
+        return [replace(target, part=part), *drafts]
 
     def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
         if self.groups is None:
@@ -179,9 +105,6 @@ class Ring(System):
 
     def warm_up_rows(self, each: Pass) -> int:
         return self.num_samples
-
-    def expected_threads(self, each: Pass) -> int:
-        return self.run.config.parallel.threads_of(self.launch.rank) if self.computes else 0
 
     def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
         assert self.opened is not None, "it was opened"
@@ -210,7 +133,7 @@ class OpenRing:
         self.num_drafts = num_drafts_of(ring.run.config) if is_drafting else 0
         # Tokens of a message of a whole lane that decodes.
         self.lane_tokens = options.batch_size * (1 + self.num_drafts)
-        self.max_tokens = max_tokens(without_drafts(ring.run.config)) + self.num_drafts
+        self.max_tokens = max_tokens(ring.run.config.without_drafts()) + self.num_drafts
         self.stage = self._load_stage(each) if ring.computes else None
         self.rounds_s: list[float] = []
         limits = Limits(
@@ -242,19 +165,15 @@ class OpenRing:
     def _connect(self, depth: int, chunk: int) -> tuple[MessageForm, Ends]:
         """The ends of this rank, and the form of messages. At most `depth` of them are under way,
         whose prompts are of `chunk` tokens at most."""
-        ring, transport = self.ring, self.ring.transport
+        ring = self.ring
         width = ring.run.source.config.hidden_size
         dtype = getattr(torch, ring.run.config.model.dtype)
         num_words = ring.options.batch_size * (2 if self.is_drafting else 1)
         form = MessageForm(width, dtype, num_words)
         # Whatever is on its way home must fit, since the first stage may be sending meanwhile.
         least = max(LEAST_CAPACITY, depth * form.num_bytes(self.lane_tokens))
-        connector = Connector(
-            ring.launch, None if transport is None else transport.headers, form,
-            self.models.device,
-            NCCL if transport is not None and transport.payloads == NCCL else None,
-            ring.options.link, depth, max(least, min(depth * form.num_bytes(chunk), MOST_CAPACITY)),
-        )  # fmt: skip
+        capacity = max(least, min(depth * form.num_bytes(chunk), MOST_CAPACITY))
+        connector = ring.connector(form, self.models.device, depth, capacity)
         return form, connector.ring(ring.grid)
 
     def serve(self, requests: Sequence[Request], watch: Watch) -> Extras:

@@ -1,7 +1,6 @@
 """What `magicdec serve` shows: a line for each mode, which says whether its tokens are right, a
-table with a column for each mode and one of the stages of each ring, or a row for each rate of
-`--sweep_rate`; and pictures of requests over time, of stages over time, and of rates. Imports no
-torch, and matplotlib only to draw.
+table with a column for each mode and one of the stages of each ring; and pictures of requests and
+stages over time. Imports no torch, and matplotlib only to draw.
 
 Must not know how a metric is computed.
 """
@@ -14,35 +13,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from magicdec import gantt
-from magicdec.figures import COLOURS, saved_figure
 from magicdec.gantt import Bar, Look, Panel
 from magicdec.pipeline.metrics import RingMetrics, SpeculationMetrics
-from magicdec.records.metric_tables import fixed, metric_columns, metric_rows
+from magicdec.records.metric_tables import fixed, metric_rows
 from magicdec.serving.metrics import ServingMetrics
 from magicdec.serving.record import RequestRecord, ServingRecord
-from magicdec.serving.saturation import (
-    SUSTAINED,
-    is_sustained,
-    saturation_rate,
-    share_sustained,
-)
 from magicdec.tables import Column, Line, Table
 
 if TYPE_CHECKING:
     from magicdec.serving.system import Trace
 
-RATE_COLUMNS = (
-    *("arrival_rate", "served_rate", "request_goodput", "output_throughput", "p50_ttft_ms"),
-    *("p99_ttft_ms", "p50_tpot_ms", "p99_tpot_ms", "mean_in_flight", "peak_memory_bytes"),
-)
-
 
 def tables(records: Sequence[ServingRecord]) -> list[Table]:
-    """Of what one command measured: several rates in one mode, or several modes."""
-    metrics = [record.metrics for record in records]
-    if any(each is not None and each.served_rate is not None for each in metrics):
-        return [rates_table(records)]
-    rows = metric_rows(ServingMetrics, metrics)
+    """Of the modes that one command measured."""
+    rows = metric_rows(ServingMetrics, [record.metrics for record in records])
     rows += metric_rows(SpeculationMetrics, [record.speculation for record in records])
     return [
         modes_table(records, rows),
@@ -122,88 +106,6 @@ def describe_round(ring: RingMetrics) -> list[str]:
             f"measured {ring.measured_round_ms:.2f} ms"
         )
     return lines
-
-
-def rates_table(records: Sequence[ServingRecord]) -> Table:
-    """A row for each rate, and the saturation rate."""
-    by_rate = measured(records)
-    columns, rows = metric_columns(ServingMetrics, [m for _, m in by_rate], RATE_COLUMNS)
-    return Table(
-        ["rate", "sustained", *columns],
-        [
-            (f"{rate:.3g}", fixed(share_sustained(metrics), 0, "%", 100), *cells)
-            for (rate, metrics), cells in zip(by_rate, rows, strict=True)
-        ],
-        below=[
-            *(
-                f"{rate_of(record):.3g}/s: {record.status.upper()}, {record.num_differing} "
-                "requests have other tokens than at the first rate"
-                for record in records
-                if record.num_differing
-            ),
-            conclusion(records),
-        ],
-    )
-
-
-def rate_of(record: ServingRecord) -> float:
-    """Requests a second that `--sweep_rate` asked for."""
-    return 1e3 / float(str(record.config["workload"]["arrival"]).partition(":")[2])
-
-
-def measured(records: Sequence[ServingRecord]) -> list[tuple[float, ServingMetrics]]:
-    """The rates in ascending order, with what was measured."""
-    pairs = [(rate_of(r), r.metrics) for r in records if r.metrics is not None]
-    return sorted(pairs, key=lambda pair: pair[0])
-
-
-def saturation_of(records: Sequence[ServingRecord]) -> float | None:
-    return saturation_rate([(rate, is_sustained(metrics)) for rate, metrics in measured(records)])
-
-
-def conclusion(records: Sequence[ServingRecord]) -> str:
-    """The saturation rate in a line."""
-    rate = saturation_of(records)
-    bounds = records[0].config["workload"]["goodput"]
-    what = f"requests are served at {SUSTAINED:.0%} of the rate at which they arrive, or faster"
-    if bounds:
-        limits = ", ".join(f"{name} {ms:g} ms" for name, ms in bounds.items())
-        what = f"{SUSTAINED:.0%} of the requests keep {limits}"
-    if rate is None:
-        return f"no rate was sustained: at none of them {what}"
-    return f"saturation rate: {rate:.3g} requests/s, the largest at which {what}"
-
-
-def draw_rates(records: Sequence[ServingRecord], path: Path) -> None:
-    """Draw the rate served and the times to the first token by rate, in the format that the name of
-    `path` ends in."""
-    from matplotlib.ticker import LogLocator, NullLocator
-
-    by_rate = measured(records)
-    saturation = saturation_of(records)
-    rates = [rate for rate, _ in by_rate]
-    curves = [
-        (0, "served_rate", "served", "o-"), (0, "request_goodput", "goodput", "s--"),
-        (1, "p50_ttft_ms", "median", "o-"), (1, "p99_ttft_ms", "p99", "s--"),
-    ]  # fmt: skip
-    with saved_figure("--plot", path, (9, 3.4), 1, 2) as (_, panels):
-        panels[0].plot(rates, rates, ":", color="#666666", label="arrivals")
-        for (place, name, label, line), colour in zip(curves, COLOURS, strict=False):
-            values = [getattr(metrics, name) for _, metrics in by_rate]
-            if None not in values:
-                panels[place].plot(rates, values, line, color=colour, label=label)
-        panels[0].set_ylim(bottom=0)
-        panels[1].set_yscale("log")
-        panels[1].yaxis.set_major_formatter("{x:g}")
-        panels[1].yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        panels[1].yaxis.set_minor_locator(NullLocator())
-        for axes, label in zip(panels, ("requests/s", "time to first token, ms"), strict=True):
-            if saturation is not None:
-                axes.axvline(saturation, color="#999999", linewidth=1, label="saturation rate")
-            axes.set_xlim(left=0)
-            axes.set_xlabel("arrivals, requests/s")
-            axes.set_ylabel(label)
-            axes.legend()
 
 
 WAITING, PREFILL, DECODE = "waiting", "prefill", "decode"

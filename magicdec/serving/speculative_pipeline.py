@@ -10,7 +10,7 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,21 +18,18 @@ from typing import Any
 import torch
 
 from magicdec.attention.backend import check_trees
-from magicdec.config.choices.collectives import NCCL, check_stage_group, choose_transport
-from magicdec.config.resolved import ResolvedConfig, ResolvedDraft
+from magicdec.config.choices.collectives import check_stage_group
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NONE, SELF, DraftSection
 from magicdec.console import Progress
-from magicdec.distributed.channels.connect import Connector
 from magicdec.distributed.channels.message import Kind, Message, MessageForm
-from magicdec.distributed.groups import Group, Launch, ParallelGroups
+from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.layer_split import FLAG
-from magicdec.distributed.layout import ON_HEAD, Layout, make_layout, read_split
+from magicdec.distributed.layout import ON_HEAD, Layout, make_layout
 from magicdec.distributed.start import make_stage_groups
-from magicdec.distributed.tensor_parallel import Shard
-from magicdec.hardware.environment import probe_machine
 from magicdec.memory.model_plan import ModelPlan, StagePart
-from magicdec.model.checkpoint.source import check_part
+from magicdec.memory.plan import model_plans_of
 from magicdec.model.config import ModelConfig
 from magicdec.model.emulated import following_tokens
 from magicdec.pipeline.auto_split import (
@@ -41,8 +38,6 @@ from magicdec.pipeline.auto_split import (
     Timer,
     Timing,
     check_source,
-    choose_split,
-    describe_origin,
     time_messages,
 )
 from magicdec.pipeline.clocks import clocks_of, gather_spans
@@ -56,116 +51,87 @@ from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.coupled import CoupledSampling
-from magicdec.serving.configs import alone_of, complete_run, of_stage, without_drafts
 from magicdec.serving.modes import Pass
 from magicdec.serving.options import ServeOptions
-from magicdec.serving.system import Extras, System, Trace, Watch
+from magicdec.serving.staged import StagedSystem
+from magicdec.serving.system import Extras, Trace, Watch
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
-from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, find
+from magicdec.setup.model_checks import check_shared
+from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache
 from magicdec.simulator.simulation import draw_ranks
 
 SCRIPTED_PROBABILITY = 0.7  # that the drafter of an emulated acceptance gives its candidate
 
 
-class SpeculativePipeline(System):
+class SpeculativePipeline(StagedSystem):
     """`run.config` is that of one rank, which needs no other to compute what it holds, and which
     drafts nothing. `drafting` is `run` with the draft model, None if no model drafts."""
 
-    def __init__(
-        self,
-        run: Prepared,
-        drafting: Prepared | None,
-        options: ServeOptions,
-        passes: Sequence[Pass],
-        launch: Launch,
-        layout: Layout,
-    ) -> None:
-        self.run, self.drafting, self.options = run, drafting, options
-        self.passes, self.launch, self.layout = passes, launch, layout
-        self.layers = layout.layers
-        self.needs_drafts = any(each.is_drafting for each in passes)
-        self.rank, self.sampling = launch.rank, CoupledSampling(run.config.sampling)
-        self.member: PipelineRank | None = None
+    member: PipelineRank | None = None
 
-    @classmethod
-    def prepare(
-        cls,
-        run_config: RunConfig,
-        options: ServeOptions,
-        passes: Sequence[Pass],
-        launch: Launch,
-        cache: SetupCache,
-    ) -> SpeculativePipeline:
-        is_drafting = any(each.is_drafting for each in passes)
-        has_script = options.emulate_acceptance is not None
-        run_config = run_config.with_draft(NONE) if has_script or not is_drafting else run_config
-        run_config = with_own_model(run_config, options.own_draft_dtype)
-        models = find(with_lanes(run_config, options), launch, cache, is_part=True)
-        model = models.source.config
-        options.check_lengths(model.max_length, f"--model {run_config.model.model}")
-        layout = make_layout(options.layer_split, launch.world_size, model.num_layers)
-        if is_drafting:
+    def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
+        options, self.rank = self.options, self.launch.rank
+        if options.emulate_acceptance is not None:
+            run_config = run_config.with_draft(NONE)
+        models = self._find_models(run_config, cache)
+        model, world_size = models.source.config, self.launch.world_size
+        layout = make_layout(options.layer_split, world_size, model.num_layers)
+        if self.has_drafts:
             check_draft_ranks(models, options, layout)
-        check_stage_ranks(models, options, layout)
+        self.check_stages(models, layout.tensor_parallel, not all(map(len, layout.layers)))
         if options.is_measured:
             check_source(str(options.layer_split), models.source)
         if options.speculation.spare_cells:
             check_cells(models.config, model)
-        machine = cache.get(("machine",), lambda: probe_machine(launch))
-        drafting = of_lanes(alone_of(models, machine), options.speculation.lanes)
-        if layout.tensor_parallel > 1:
-            shared = replace(models.config, draft=drafting.draft)
-            drafting = of_stage(shared, layout.group_of(launch.rank))
-        drafting = with_draft_ranks(drafting, models.config.draft, layout.draft_ranks)
-        transport = choose_transport(models.config.parallel, machine, options.on_host)
-        run = complete_run(replace(models, config=drafting), cache, options)
-        draft = None if models.draft is None else replace(run, config=of_drafts(drafting))
-        run = replace(run, config=without_drafts(drafting))
+        config = self._place_draft(models, layout)
+        run = self.complete(replace(models, config=config), cache)
+        self.drafting: Prepared | None = None
+        if run.draft_source is not None:  # what follows a prompt are the draft's own tokens
+            of_draft = replace(config, workload=replace(config.workload, gen_len=0))
+            self.drafting = replace(run, config=of_draft)
+        self.run = replace(run, config=config.without_drafts())
+        self.sampling = CoupledSampling(config.sampling)
         most = max(shape.output_len for shape in options.shapes) - 1
-        num_drafts = min(options.speculation.gamma, most) if is_drafting else 0
+        num_drafts = min(options.speculation.gamma, most) if self.has_drafts else 0
         context = min(options.mean_context, model.max_length - 1 - num_drafts)
         step = DecodeStep(1, context, num_drafts)
         rows = "1 row" if num_drafts == 0 else f"{step.num_tokens} rows"
-        timing = RunTiming(run, [layout.group_of(rank) for rank in layout.stages], step)
-        split = read_split(options.layer_split)
-        chosen = choose_split(
-            split.stages, timing.stages, model.num_layers, launch,
-            f"{describe_origin(options.machine)} for runs of {rows} after {step.context} tokens",
-            lambda: timing.find_times(options.machine),
-        )  # fmt: skip
-        layout = layout.with_layers(chosen.layers)
-        system = cls(run, draft, options, passes, launch, layout)
-        system.transport, system.layer_split = transport, options.layer_split
-        if options.is_measured:
-            system.layer_split = str(replace(split, stages=chosen.layer_split))
-        system.split = chosen.reason and f"{FLAG} {system.layer_split}: {chosen.reason}"
-        return system
+        timing = RunTiming(self.run, [layout.group_of(rank) for rank in layout.stages], step)
+        layers = self.choose_layers(timing, f"runs of {rows} after {step.context} tokens")
+        self.layout = layout.with_layers(layers)
+        self.layers = self.layout.layers
 
-    def check_files(self) -> None:
-        """The files of a split checkpoint have both ends of the model in the first stage's."""
-        source, draft = self.run.source, self.run.draft_source
-        if draft is not None and self.rank in self.layout.draft_ranks:
-            check_part(draft, range(draft.config.num_layers), has_ends=True)
-        layers, last = self.layout.layers[self.rank], source.config.num_layers
-        if self.options.emulate_stage_ms is None and len(layers):
-            check_part(source, layers, has_ends=layers.start == 0 or layers.stop == last)
+    def _find_models(self, run_config: RunConfig, cache: SetupCache) -> ResolvedRun:
+        """There is a row for each lane, which has room for the spare cells of the lane too. All
+        that follows a prompt may be drafted before any of it is committed."""
+        run_config = with_own_model(run_config, self.options.own_draft_dtype)
+        speculation = self.options.speculation
+        lanes, spare = speculation.lanes, speculation.spare_cells
+        workload = self.options.batch_of(run_config.workload, lanes, spare)
+        assert workload.gen_len is not None, "the batch has room for outputs"
+        decoding = replace(run_config.decoding, num_draft_tokens=workload.gen_len)
+        return self.find_part(replace(run_config, decoding=decoding), workload, cache)
+
+    def _place_draft(self, models: ResolvedRun, layout: Layout) -> ResolvedConfig:
+        """The config of this rank's stage, with the draft on the ranks of the layout. If these are
+        several, native steps must be able to call their collectives."""
+        ranks = layout.group_of(self.rank)
+        config = self.of_stage(models, ranks, layout.tensor_parallel)
+        draft = models.config.draft if len(layout.draft_ranks) > 1 else models.alone().draft
+        return replace(config, draft=draft and replace(draft, rank_group=layout.draft_ranks))
 
     def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
-        layers, drafting = self.layout.layers[rank], self.drafting
-        plans = []
+        layers, plans = self.layout.layers[rank], list[ModelPlan]()
         if len(layers):
-            ranks = self.layout.group_of(rank)
-            config = of_stage(self.run.config, ranks)
-            plans.append(ModelPlan(config, self.run.source.config, ranks, rank, StagePart(layers)))
-        if drafting is not None and rank in self.layout.draft_ranks:
-            assert drafting.draft_source is not None, "a model drafts"
-            model, ranks = drafting.draft_source.config, self.layout.draft_ranks
-            plans.append(ModelPlan(drafting.config, model, ranks, rank, is_draft=True))
+            config = self.run.config.on_ranks(self.layout.group_of(rank))
+            (target,) = model_plans_of(config, self.run.models, rank)
+            plans.append(replace(target, part=StagePart(layers)))
+        if self.drafting is not None:
+            plans += model_plans_of(self.drafting.config, self.run.models, rank)[1:]
         return plans
 
-    def config_of(self, each: Pass) -> Mapping[str, Any]:
-        config, transport = self.run.config.to_dict(), self.transport
-        config["parallel"]["transport"] = None if transport is None else transport.to_dict()
+    def config_of(self, each: Pass) -> dict[str, Any]:
+        config = super().config_of(each)
         config["decoding"]["num_draft_tokens"] = self.options.speculation.gamma
         if each.is_drafting and self.drafting is not None:
             of_draft = self.drafting.config.to_dict()
@@ -188,24 +154,19 @@ class SpeculativePipeline(System):
                 self.model_plans(each, self.rank)[0], run.source, groups.target, models
             )
             stage = RunStage(runner, self.sampling)
-        if self.needs_drafts and self.rank in layout.draft_ranks:
+        if self.has_drafts and self.rank in layout.draft_ranks:
             drafter = self._make_drafter(groups.draft, models)
         width, dtype = run.source.config.hidden_size, getattr(torch, run.config.model.dtype)
-        transport = self.transport
-        connector = Connector(
-            launch, None if transport is None else transport.headers, MessageForm(width, dtype, 0),
-            device, NCCL if transport is not None and transport.payloads == NCCL else None,
-            self.options.link,
-        )  # fmt: skip
-        wires = connect_ranks(connector, layout, self.needs_drafts)
+        connector = self.connector(MessageForm(width, dtype, 0), device)
+        wires = connect_ranks(connector, layout, self.has_drafts)
         self.member = PipelineRank(self.rank, wires, stage, drafter, device)
 
     def warm_up_rows(self, each: Pass) -> int:
         return self.options.speculation.lanes
 
-    def expected_threads(self, each: Pass) -> int:
-        computes = self.member is not None and self.member.computes
-        return self.run.config.parallel.threads_of(self.rank) if computes else 0
+    @property
+    def computes(self) -> bool:
+        return self.member is not None and self.member.computes
 
     def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
         assert self.member is not None, "it was opened"
@@ -274,60 +235,10 @@ def with_own_model(run_config: RunConfig, dtype: str) -> RunConfig:
     return replace(run_config, draft=own, decoding=decoding)
 
 
-def with_lanes(run_config: RunConfig, options: ServeOptions) -> RunConfig:
-    """`run_config` with a row for each lane, which has room for the spare cells of the lane too.
-    All that follows a prompt may be drafted before any of it is committed."""
-    speculation = options.speculation
-    workload = options.batch_of(run_config.workload, speculation.lanes, speculation.spare_cells)
-    assert workload.gen_len is not None, "the batch has room for outputs"
-    decoding = replace(run_config.decoding, num_draft_tokens=workload.gen_len)
-    return replace(run_config, workload=workload, decoding=decoding)
-
-
-def of_lanes(config: ResolvedConfig, num_lanes: int) -> ResolvedConfig:
-    """The config of a rank that computes without the others, with a row for each lane."""
-    parallel = replace(config.parallel, rank_group=(0,))
-    workload = replace(config.workload, batch_size=num_lanes)
-    return replace(config, parallel=parallel, workload=workload)
-
-
-def check_stage_ranks(models: ResolvedRun, options: ServeOptions, layout: Layout) -> None:
-    """Raises ValueError if several ranks are to share the layers of a stage that cannot."""
-    count, split, model = layout.tensor_parallel, options.layer_split, models.source.config
-    if count == 1:
-        return
-    check_stage_group(f"{FLAG} {split}", models.config.parallel)
-    try:
-        Shard(0, count).heads(model.num_heads, model.num_kv_heads)
-    except ValueError as error:
-        raise ValueError(f"{FLAG} {split}, stages of {count} ranks: {error}") from error
-    if options.is_measured and not all(map(len, layout.layers)):
-        raise ValueError(
-            f"{FLAG} {split}: stages of {count} ranks are timed together, but other ranks have no "
-            "stage; give layer counts or shares"
-        )
-
-
-def with_draft_ranks(
-    config: ResolvedConfig, draft: ResolvedDraft | None, ranks: tuple[int, ...]
-) -> ResolvedConfig:
-    """`config`, of one rank, with the draft on these ranks. `draft` is that of ranks that compute
-    together, whose collectives native steps must be able to call."""
-    if draft is None:
-        return config
-    shared = draft if len(ranks) > 1 else config.draft
-    assert shared is not None, "the same run has a draft"
-    return replace(config, draft=replace(shared, rank_group=ranks))
-
-
-def of_drafts(config: ResolvedConfig) -> ResolvedConfig:
-    """The config by which the draft's cache is made: what follows a prompt are its draft tokens."""
-    return replace(config, workload=replace(config.workload, gen_len=0))
-
-
 def check_draft_ranks(models: ResolvedRun, options: ServeOptions, layout: Layout) -> None:
     """Raises ValueError if several ranks are to draft what they cannot share."""
-    count, split, draft = len(layout.draft_ranks), f"{FLAG} {options.layer_split}", models.draft
+    count, split = len(layout.draft_ranks), f"{FLAG} {options.layer_split}"
+    draft = models.draft_source
     if count == 1:
         return
     if draft is None:
@@ -338,10 +249,7 @@ def check_draft_ranks(models: ResolvedRun, options: ServeOptions, layout: Layout
             f"{ON_HEAD} behind the slash"
         )
     check_stage_group(split, models.config.parallel)
-    try:
-        Shard(0, count).heads(draft.config.num_heads, draft.config.num_kv_heads)
-    except ValueError as error:
-        raise ValueError(f"{split}, draft {draft.name}: {error}") from error
+    check_shared(f"{split}, draft {draft.name}", count, draft.config)
 
 
 def check_cells(config: ResolvedConfig, model: ModelConfig) -> None:
@@ -358,7 +266,6 @@ class RunTiming(Timing):
     """Runs of `step.num_tokens` rows that follow `step.context` tokens of one request. Every run
     takes the place of the one before it. `run.config` is that of one rank, without drafts."""
 
-    head_stage = -1
     growth = 1
 
     def end_of(self, stage: int) -> StagePart | None:

@@ -19,7 +19,7 @@ import torch
 
 from magicdec.config.choices.collectives import Transport
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import SamplingSection
+from magicdec.config.sections import NONE, SamplingSection, WorkloadSection
 from magicdec.console import Progress
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.threads import ThreadCount
@@ -27,13 +27,14 @@ from magicdec.hardware.timing import RealClock
 from magicdec.memory.check import Room, add_up
 from magicdec.memory.model_plan import ModelPlan
 from magicdec.memory.plan import MemoryPlan, plan_of
+from magicdec.model.checkpoint.source import check_part
 from magicdec.pipeline.spans import Span
 from magicdec.request import Request
 from magicdec.sampling.sampling import make_params
 from magicdec.scheduling.scheduler import StepCounts
 from magicdec.serving.modes import Pass
 from magicdec.serving.options import ServeOptions
-from magicdec.setup.prepare import Prepared, SetupCache
+from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, complete, find
 from magicdec.workload.request_shapes import RequestShape
 
 if TYPE_CHECKING:
@@ -87,30 +88,55 @@ class System(ABC):
     knows."""
 
     run: Prepared
-    options: ServeOptions
-    passes: Sequence[Pass]
     layers: Sequence[range] = ()  # of each stage of a ring, or of each rank
     layer_split: str | None = None  # as `--layer_split` would name the layers of the stages
     split: str = ""  # what `--layer_split auto` chose, in one line
     transport: Transport | None = None  # of messages between stages
     expected: list[list[int]] | None = None
 
-    @classmethod
-    @abstractmethod
-    def prepare(
-        cls,
-        run_config: RunConfig,
-        options: ServeOptions,
-        passes: Sequence[Pass],
-        launch: Launch,
-        cache: SetupCache,
-    ) -> System:
-        """Find and check what the system needs for `passes`. Raises ValueError, one line naming the
-        flag, for errors that a user can correct."""
+    def __init__(self, options: ServeOptions, passes: Sequence[Pass], launch: Launch) -> None:
+        self.options, self.passes, self.launch = options, passes, launch
+        self.has_drafts = any(each.is_drafting for each in passes)
 
     @abstractmethod
+    def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
+        """Make the run: find and check what the system needs for its passes. Raises ValueError, one
+        line naming the flag, for errors that a user can correct."""
+
+    def find(
+        self,
+        run_config: RunConfig,
+        workload: WorkloadSection,
+        cache: SetupCache,
+        is_part: bool = False,
+    ) -> ResolvedRun:
+        """Find the models for such a batch, as `setup.prepare.find` does; only for passes with
+        drafts those of a draft."""
+        config = run_config if self.has_drafts else run_config.with_draft(NONE)
+        models = find(replace(config, workload=workload), self.launch, cache, is_part)
+        most, name = models.source.config.max_length, config.model.model
+        self.options.check_lengths(most, f"--model {name}")
+        return models
+
+    def complete(self, models: ResolvedRun, cache: SetupCache) -> Prepared:
+        """The run with a prompt for each request. Its memory is planned later, with that of all
+        systems, and ranks have not agreed on anything."""
+        count = len(self.options.shapes), self.options.counted_by
+        return complete(models, cache, lambda launch, check: "", count)
+
+    @property
+    def names(self) -> str:
+        """Of the passes."""
+        return " ".join(each.name for each in self.passes)
+
     def check_files(self) -> None:
         """Raises ValueError if a part of a checkpoint that this rank reads is not on this host."""
+        for each in self.passes:
+            for plan in self.model_plans(each, self.launch.rank):
+                source = self.run.draft_source if plan.is_draft else self.run.source
+                assert source is not None, "it was found"
+                if plan.is_draft or self.options.emulate_stage_ms is None:
+                    check_part(source, plan.layers, has_ends=any(plan.ends))
 
     @abstractmethod
     def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
@@ -127,9 +153,10 @@ class System(ABC):
         """What to do where a pass does not fit into `room`."""
         return "serve fewer or shorter requests at a time"
 
-    @abstractmethod
-    def config_of(self, each: Pass) -> Mapping[str, Any]:
-        """The resolved config that a pass runs with, as its record has it."""
+    def config_of(self, each: Pass) -> dict[str, Any]:
+        """The resolved config that a pass runs with on the first rank, as its record has it."""
+        config = self.run.config
+        return (config if each.is_drafting else config.without_drafts()).to_dict()
 
     @abstractmethod
     def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
@@ -140,9 +167,15 @@ class System(ABC):
     def warm_up_rows(self, each: Pass) -> int:
         """How many requests a pass serves at once."""
 
+    @property
     @abstractmethod
-    def expected_threads(self, each: Pass) -> int:
-        """The CPU threads with which this rank computes in a pass that is open; 0 if it waits."""
+    def computes(self) -> bool:
+        """Whether this rank has a part in the passes, of which one is open; else it waits."""
+
+    @property
+    def expected_threads(self) -> int:
+        """The CPU threads with which this rank computes in the passes; 0 if it waits."""
+        return self.run.config.parallel.threads_of(self.launch.rank) if self.computes else 0
 
     @abstractmethod
     def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:

@@ -17,6 +17,7 @@ from magicdec.config.sections import flag_of
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.memory.model_plan import max_tokens
 from magicdec.model.checkpoint.source import ModelSource
+from magicdec.model.config import ModelConfig
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.names import AUTO_BACKENDS, REFERENCE_BACKEND
 
@@ -123,11 +124,16 @@ def check_shards(config: ResolvedConfig, label: str, draft: ModelSource) -> None
     """The draft's heads must be divisible over its ranks."""
     assert config.draft is not None, "a draft was found for it"
     ranks = config.draft.rank_group
+    what = f"--draft_ranks {' '.join(map(str, ranks))}, draft {label}"
+    check_shared(what, len(ranks), draft.config)
+
+
+def check_shared(what: str, num_ranks: int, model: ModelConfig) -> None:
+    """Raise ValueError, which begins with `what`, if so many ranks cannot share the heads."""
     try:
-        Shard(0, len(ranks)).heads(draft.config.num_heads, draft.config.num_kv_heads)
+        Shard(0, num_ranks).heads(model.num_heads, model.num_kv_heads)
     except ValueError as error:
-        rank_list = " ".join(map(str, ranks))
-        raise ValueError(f"--draft_ranks {rank_list}, draft {label}: {error}") from error
+        raise ValueError(f"{what}: {error}") from error
 
 
 def check_interpreter(config: ResolvedConfig) -> None:

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from magicdec.config.resolve import resolve
+from magicdec.config.machine import Machine
+from magicdec.config.resolve import resolve, with_steps
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DraftSection, ModelSection, flag_of
@@ -87,25 +88,38 @@ def check_machine(path: Path, machine: MachineFile, config: ResolvedConfig, laun
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """A run after all checks: everything that a user can cause has been refused by now."""
+class ResolvedRun:
+    """A run whose models were found and whose config is resolved. What it needs of the machine, and
+    its prompts, are not checked yet."""
 
     config: ResolvedConfig
     launch: Launch
+    machine: Machine
     source: ModelSource
-    tokenizer: Tokenizer
-    tokenizer_name: str
-    workload: Workload
     draft_source: ModelSource | None = None
-    memory: str = ""  # the memory plan as one line of text
-    plan: MemoryPlan = MemoryPlan(0, 0)  # the plan of all ranks together
-    free: int | None = None  # bytes of free memory that this rank read
-    step_estimate: StepEstimate | None = None  # the first step times of `--gamma auto`
 
     @property
     def models(self) -> Models:
         draft = self.draft_source
         return Models(self.source.config, None if draft is None else draft.config)
+
+    def alone(self) -> ResolvedConfig:
+        """The config of a rank that needs no other to compute what it holds, where this is resolved
+        for all ranks."""
+        return with_steps(self.config, self.machine, layer_obstacles(self.models))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Prepared(ResolvedRun):
+    """A run after all checks: everything that a user can cause has been refused by now."""
+
+    tokenizer: Tokenizer
+    tokenizer_name: str
+    workload: Workload
+    memory: str = ""  # the memory plan as one line of text
+    plan: MemoryPlan = MemoryPlan(0, 0)  # the plan of all ranks together
+    free: int | None = None  # bytes of free memory that this rank read
+    step_estimate: StepEstimate | None = None  # the first step times of `--gamma auto`
 
     @property
     def is_random(self) -> bool:
@@ -155,21 +169,6 @@ class SetupCache:
         return result
 
 
-@dataclass(frozen=True)
-class ResolvedRun:
-    """A run whose models were found and whose config is resolved. What it needs of the machine, and
-    its prompts, are not checked yet."""
-
-    config: ResolvedConfig
-    launch: Launch
-    source: ModelSource
-    draft: ModelSource | None = None
-
-    @property
-    def models(self) -> Models:
-        return Models(self.source.config, None if self.draft is None else self.draft.config)
-
-
 def prepare(run_config: RunConfig, launch: Launch) -> Prepared:
     """Resolve the config and check everything. Raises ValueError, one line naming the flag, for
     errors that a user can correct."""
@@ -196,15 +195,22 @@ def find(
 
     source = find_source(run_config.model)
     draft = None if run_config.draft is None else find_source(run_config.draft)
+    machine = cache.get(("machine",), lambda: probe_machine(launch))
     config = resolve(
         as_stored(run_config, source, draft),
-        cache.get(("machine",), lambda: probe_machine(launch)),
+        machine,
         source.config.cached_head_dim,
         (source if draft is None else draft).config.cached_head_dim,
-        (layer_obstacle(source.config), None if draft is None else layer_obstacle(draft.config)),
+        layer_obstacles(Models(source.config, None if draft is None else draft.config)),
         is_part,
     )
-    return ResolvedRun(config, launch, source, draft)
+    return ResolvedRun(config, launch, machine, source, draft)
+
+
+def layer_obstacles(models: Models) -> tuple[str | None, str | None]:
+    """What native steps do not compute in the layers of the target and of the draft."""
+    draft = models.draft
+    return layer_obstacle(models.target), None if draft is None else layer_obstacle(draft)
 
 
 def complete(
@@ -218,7 +224,7 @@ def complete(
     `prepare` does. `agree` lets all ranks refuse if one does. `num_prompts` are the number of
     prompts and the flag that says it, where these are not whole batches. `check` makes the line
     about memory."""
-    config, launch, source, draft = run.config, run.launch, run.source, run.draft
+    config, launch, source, draft = run.config, run.launch, run.source, run.draft_source
     flag = flag_of(config.run_config.model, "model")
     check_interpreter(config)
     check_fits(config, source, len(config.parallel.rank_group))
@@ -245,13 +251,10 @@ def complete(
     free = cache.get(("free", device), lambda: free_device_memory(device, launch.local_rank))
     memory = agree(launch, lambda: check(config, models, launch, free))
     return Prepared(
-        config,
-        launch,
-        source,
-        tokenizer,
+        **vars(run),
+        tokenizer=tokenizer,
         tokenizer_name=name,
         workload=workload,
-        draft_source=draft,
         memory=memory,
         plan=planned(config, models),
         free=free,

@@ -71,7 +71,7 @@ class Sweep:
         several, whose states may differ after it, the exception ends the study."""
         assert cell.prepared is not None
         resident = self.resident = self.resident or Resident(session.device, self.progress)
-        resident.models.drop_others(cell.resolved.source, cell.resolved.draft)
+        resident.models.drop_others(cell.resolved.source, cell.resolved.draft_source)
         try:
             return execute_in(
                 session, cell.prepared, self.progress, resident, self.plan.rooms[cell.key]

@@ -93,7 +93,7 @@ PROPERTIES = (
         "test_recurrent_order.py::test_an_emulated_link_counts_from_when_a_message_was_due",
         (
             Fault("a link from when a message was really sent", "distributed/channels/message.py",
-                  "message.due_s if message.due_s is not None else time.perf_counter()",
+                  "time.perf_counter() if message.due_s is None else message.due_s",
                   "time.perf_counter()"),
         ),
     ),

@@ -20,8 +20,6 @@ PROPERTIES = (
             Fault("TPOT over all tokens of a request", "serving/metrics.py",
                   "1e3 * (last_s - first_s) / num_later",
                   "1e3 * (last_s - first_s) / (num_later + 1)"),
-            Fault("the first request counted in the served rate", "serving/metrics.py",
-                  "return (count - 1) / max(", "return count / max("),
             Fault("arrivals counted instead of their gaps", "serving/metrics.py",
                   "return (len(times_s) - 1) / span", "return len(times_s) / span"),
         ),
@@ -73,28 +71,6 @@ PROPERTIES = (
         ),
     ),
     Property(
-        "The saturation rate is the largest that is sustained.",
-        f"{VIEW}test_the_search_finds_the_largest_sustained_rate",
-        (
-            Fault("the last sustained rate in place of the largest", "serving/saturation.py",
-                  "return max((rate for rate, is_good in measured if is_good), default=None)",
-                  "return next((rate for rate, is_good in measured if is_good), None)"),
-            Fault("the search ends at a neighbour of twice the rate", "serving/saturation.py",
-                  "if high / low > PRECISION else END", "if high / low > FACTOR else END"),
-        ),
-    ),
-    Property(
-        "A rate is sustained at 90 % of the requests, or of the arrivals.",
-        f"{METRICS}test_a_rate_is_sustained_at_nine_tenths",
-        (
-            Fault("goodput as a share of the arrivals", "serving/saturation.py",
-                  "metrics.request_goodput / metrics.request_throughput",
-                  "metrics.request_goodput / (metrics.arrival_rate or 1.0)"),
-            Fault("more than 90 % needed", "serving/saturation.py",
-                  "share_sustained(metrics) >= SUSTAINED", "share_sustained(metrics) > SUSTAINED"),
-        ),
-    ),
-    Property(
         "A batch begins when its batching says so.",
         f"{BATCHING}test_each_batching_gives_the_engine_its_batches",
         (
@@ -125,23 +101,15 @@ PROPERTIES = (
         ),
     ),
     Property(
-        "The time of one request alone is the shortest of several, from its arrival.",
-        f"{METRICS}test_the_time_of_a_lone_request_is_the_shortest",
-        (
-            Fault("a lone request as slow as its slowest time", "serving/measure.py",
-                  "self._of_first_rank(min(times_s))", "self._of_first_rank(max(times_s))"),
-            Fault("a lone request from the begin of the clock", "serving/measure.py",
-                  "(request.finished_s or 0.0) - request.arrived_s)", "request.finished_s or 0.0)"),
-        ),
-    ),
-    Property(
         "The warm-up of a mode is in no number of its record.",
         "test_serve.py::test_warm_up_counts_in_nothing",
         (
             Fault("no warm-up", "serving/measure.py",
                   "self._warm_up(each, system.warm_up_rows(each))", "pass"),
             Fault("the first mode alone is warmed up", "serving/measure.py",
-                  "if each != self.warm:", "if self.warm is None:"),
+                  "        self._warm_up(each, system.warm_up_rows(each))",
+                  "        if self.reference is None:\n"
+                  "            self._warm_up(each, system.warm_up_rows(each))"),
             Fault("whole requests as a warm-up", "serving/measure.py",
                   "self.serve(each, shortened(shapes, chunk), Watch())",
                   "self.serve(each, shapes, Watch())"),

@@ -22,7 +22,6 @@ from magicdec.drafting.policies.policy import keep_queries
 from magicdec.engine import Engine
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits
-from magicdec.scheduling.waiting import priority
 
 GAMMA, NEW, MAX_TOKENS = 3, [20, 9, 20, 1, 14], 40 + 20 + 3
 CASES = [
@@ -52,12 +51,12 @@ def tokens_of(name: str, drafter: str, kv: KVSection, is_auto: bool) -> list[lis
     section = DecodingSection("speculative", drafter, GAMMA)
     setup = Setup(runner, section, kv, draft=draft, draft_length=length, is_in_flight=True)
     shape = runner.cache.shape
-    limits = Limits(MAX_TOKENS, shape.block_size, shape.num_blocks, 1 + GAMMA, 7, 2)
+    limits = Limits(MAX_TOKENS, shape.block_size, shape.num_blocks, 1 + GAMMA, 7)
     clock = VirtualClock(1.0 + launch.rank)
     requests = make_requests(random_prompts([5, 40, 1, 33, 9], 97), NEW)
     for request in requests:
         request.arrived_s = 1.5 * request.request_id
-    Engine(runner, 16, limits, priority, clock).serve(make_strategy(name, setup), requests)
+    Engine(runner, 16, limits, clock).serve(make_strategy(name, setup), requests)
     assert not any(runner.cache.blocks)
     return [request.output_ids for request in requests]
 

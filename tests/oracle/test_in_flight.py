@@ -1,6 +1,6 @@
 """Requests that join and leave a running batch emit the tokens of their lone runs.
 
-Random schedules run on a virtual clock: arrivals, lengths, orders of admission, prefill budgets and
+Random schedules run on a virtual clock: arrivals, lengths, prefill budgets and
 pools of blocks that force preemption, under every drafter and policy, with draft lengths that
 change from step to step and are calibrated while others run.
 """
@@ -34,7 +34,6 @@ from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.drafting.draft_length import Measure
 from magicdec.drafting.policies.policy import keep_queries
 from magicdec.engine import Engine
-from magicdec.names import ADMISSION_ORDERS, load_named
 from magicdec.request import Batch, Request, Status
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits, Plan
@@ -94,7 +93,6 @@ class Schedule:
     requests: list[Request]
     runner: ModelRunner
     limits: Limits
-    order: str
     chunk: int
 
 
@@ -108,7 +106,7 @@ def draw_schedule(random: Random, drafter: str | None, backend: AttentionBackend
     for number in range(random.randint(3, 6)):
         sampling, new = random.choice(samplings), random.choice((1, 9, MOST_NEW, MOST_NEW))
         (request,) = make_requests([random.choice(prompts)], new, (EOS,), sampling)
-        request = replace(request, request_id=number, priority=random.randint(0, 3))
+        request = replace(request, request_id=number)
         request.arrived_s = random.uniform(0, spread)
         requests.append(request)
     num_rows, blocks = random.randint(2, 4), {}
@@ -124,10 +122,9 @@ def draw_schedule(random: Random, drafter: str | None, backend: AttentionBackend
     limits = Limits(
         MAX_TOKENS, runner.cache.shape.block_size,
         runner.cache.shape.num_blocks if blocks else None, step_tokens,
-        random.choice((None, 1, 6, 16)), random.choice((None, None, 1, 2)),
+        random.choice((None, 1, 6, 16)),
     )  # fmt: skip
-    order = random.choice(list(ADMISSION_ORDERS))
-    return Schedule(requests, runner, limits, order, random.choice((3, 8, 64)))
+    return Schedule(requests, runner, limits, random.choice((3, 8, 64)))
 
 
 def lone_output(request: Request) -> list[int]:
@@ -160,8 +157,7 @@ def serve(
         is_in_flight=True,
     )  # fmt: skip
     strategy = make_strategy("speculative" if drafter else "autoregressive", setup)
-    order = load_named(ADMISSION_ORDERS, schedule.order)
-    engine = Engine(runner, schedule.chunk, schedule.limits, order, VirtualClock())
+    engine = Engine(runner, schedule.chunk, schedule.limits, VirtualClock())
     scheduler, execute = engine.scheduler, engine.execute
 
     def checked(plan: Plan, *args: object) -> None:

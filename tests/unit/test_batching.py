@@ -33,9 +33,8 @@ from magicdec.serving.metrics import ServingMetrics, serving_metrics
 from magicdec.serving.modes import Pass
 from magicdec.serving.prepare import check_here, prepare
 from magicdec.serving.record import ServingRecord
-from magicdec.serving.showing import draw_rates, spans_of, tables, verdict
+from magicdec.serving.showing import spans_of, tables, verdict
 from magicdec.serving.system import Watch, make_requests
-from magicdec.tables import print_tables
 
 LENGTHS = [(5, 9), (40, 3), (1, 30), (17, 1), (33, 12), (8, 20), (24, 5)]
 ARRIVALS_MS = [0, 2, 3, 30, 31, 90, 200]  # a step of the virtual clock takes 1 ms
@@ -252,39 +251,11 @@ def test_a_trace_is_served_and_recorded(tiny_checkpoint: Path, tmp_path: Path) -
 def check_table(records: list[ServingRecord]) -> None:
     (table,) = tables(records)
     rows = {label: cells for label, *cells in table.body}
-    known = len(ServingMetrics.__dataclass_fields__) - 1  # the rate served belongs to a sweep
-    assert len(rows) == known and "served/s" not in rows, "labels are distinct"
+    assert len(rows) == len(ServingMetrics.__dataclass_fields__), "labels are distinct"
     assert [len(cells) for cells in rows.values()] == [len(records)] * len(rows)
     assert rows["in flight, mean"][0] == "1.00"
     assert verdict(records[0]) == "sequential: the reference of the others"
     assert verdict(records[3]) == "inflight: all 4 requests have the tokens of sequential"
-
-
-def test_rates_are_swept(
-    tiny_checkpoint: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    experiment = parse(
-        *("--model", str(tiny_checkpoint), "--dtype", "float32", "--threads", "1"),
-        *("--num_requests", "4", "--prefix_len", "8", "--gen_len", "3", "--sweep_rate"),
-        *("2000", "1000", "--goodput", "e2el:100000", "--out", str(tmp_path / "out.jsonl")),
-    )
-    records = measured(experiment).records
-    assert [record.config["workload"]["arrival"] for record in records] == [
-        "poisson:0.5", "poisson:1",
-    ]  # fmt: skip
-    first, second = ([r.arrival_ms for r in record.requests] for record in records)
-    assert second == pytest.approx([2 * at_ms for at_ms in first])
-    assert first[-1] == pytest.approx(1.5), "3 requests at 2000 a second"
-    assert all(record.metrics and record.metrics.served_rate for record in records)
-    print_tables(tables(records))
-    said = capsys.readouterr().out
-    assert (
-        "saturation rate: 2e+03 requests/s" in said
-        and "90% of the requests keep e2el 100000 ms" in said
-    )
-    assert len(tables(records)[0].rows) == 2, "a row for each rate"
-    draw_rates(records, tmp_path / "rates.svg")
-    assert "<svg" in (tmp_path / "rates.svg").read_text()
 
 
 def test_every_rank_count_serves_the_same_tokens(

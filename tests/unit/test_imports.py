@@ -90,7 +90,7 @@ def test_imports_go_one_way() -> None:
     "name",
     [
         *("names", "request", "records/record"),
-        *(f"scheduling/{name}" for name in ("scheduler", "plan", "waiting")),
+        *(f"scheduling/{name}" for name in ("scheduler", "plan")),
         *(f"config/{path.stem}" for path in sorted((PACKAGE / "config").glob("*.py"))),
     ],
 )

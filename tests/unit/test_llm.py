@@ -32,8 +32,8 @@ def expected(tiny_checkpoint: Path) -> list[list[int]]:
     [
         {"drafter": "ngram", "block_tokens": 64, "cache_tokens": 320, "max_concurrency": 3},
         {"drafter": "self", "kv": KVSection("streaming_llm", 20, 4), "prefill_tokens": 9},
-        {"drafter": "self", "kv": KVSection("snapkv", 20, window_size=6), "max_waiting": 1},
-        {"drafter": "self", "num_draft_tokens": "auto", "order": "shortest_remaining"},
+        {"drafter": "self", "kv": KVSection("snapkv", 20, window_size=6)},
+        {"drafter": "self", "num_draft_tokens": "auto"},
     ],
     ids=str,
 )
@@ -78,11 +78,9 @@ def test_what_can_never_be_served_is_refused(tiny_checkpoint: Path) -> None:
             llm.submit(prompt)
     for options, message in (
         ({"drafter": "model"}, "drafter model; choose from None, self, ngram"),
-        ({"order": "lifo"}, "order lifo; choose from fcfs, shortest_remaining, priority"),
         ({"max_tokens": 1}, "max_tokens is too small"),
         ({"max_tokens": 9999}, "9999"),
         ({"max_new_tokens": 0}, "max_new_tokens is too small"),
-        ({"max_waiting": 0}, "max_waiting is too small"),
         ({"cache_tokens": 0}, "cache_tokens is too small"),
     ):
         with pytest.raises(ValueError, match=message):

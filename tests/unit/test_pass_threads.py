@@ -19,7 +19,6 @@ from test_record import PASSED, run_record
 from test_session import PARALLEL
 
 from magicdec.cli.serve import COMMANDS
-from magicdec.config.machine import Machine
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DecodingSection,
@@ -47,7 +46,7 @@ from magicdec.serving.batching import Batching, of_first_rank_alone
 from magicdec.serving.modes import Pass
 from magicdec.serving.options import ServeOptions
 from magicdec.serving.ring import OpenRing, Ring
-from magicdec.setup.prepare import ResolvedRun, SetupCache, prepare
+from magicdec.setup.prepare import prepare
 
 ALONE = Launch(0, 1, 0, 1)
 COMMITTED = (
@@ -228,18 +227,16 @@ def test_a_run_whose_decoding_changes_the_threads_ends(
 
 def test_each_rank_has_its_own_and_one_process_those_of_its_host(config: RunConfig) -> None:
     """Ranks 2 and 3 are on another host."""
-    whole, cache, each = prepare(config, ALONE), SetupCache(), Pass.named("inflight")
-    cache.get(("machine",), lambda: Machine(8))
+    whole, each = prepare(config, ALONE), Pass.named("inflight")
     parallel = replace(PARALLEL, threads=(4, 1, 2, 3))
     for is_on_all, threads in ((True, [4, 1, 2, 3]), (False, [5, 0, 0, 0])):
         expected = []
         for launch in (Launch(rank, 4, rank % 2, 2) for rank in range(4)):
-            models = ResolvedRun(replace(whole.config, parallel=parallel), launch, whole.source)
-            if not is_on_all:
-                models = of_first_rank_alone(models, launch, cache)
-            run = replace(whole, config=models.config)
-            batching = Batching(run, ServeOptions(), [each], launch, is_on_all)
-            expected.append(batching.expected_threads(each))
+            run = replace(whole, config=replace(whole.config, parallel=parallel), launch=launch)
+            ranks = "all" if is_on_all else "first"
+            batching = Batching(ServeOptions(batch_ranks=ranks), [each], launch)
+            batching.run = run if is_on_all else of_first_rank_alone(run)
+            expected.append(batching.expected_threads)
         assert expected == threads
 
 

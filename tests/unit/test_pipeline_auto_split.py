@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from serving_command import prepare_as
-from test_pipeline_options import save_machine
 
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.layout import Layout, make_layout
@@ -56,7 +55,7 @@ class Choice:
     ) -> None:
         steps = list[DecodeStep]()
 
-        def find(timing: RunTiming, machine: Path | None) -> RankTimes | None:
+        def find(timing: RunTiming) -> RankTimes | None:
             steps.append(timing.step)
             return times[0]
 
@@ -149,21 +148,8 @@ def test_each_rank_times_a_layer_and_its_own_end_of_the_model(
     assert torch.get_num_threads() == 2, "as before"
     torch.set_num_threads(threads)
     computed.clear()
-    assert timing.find_times(None) is None, "the head has no layers"
+    assert timing.find_times() is None, "the head has no layers"
     assert computed == []
-
-
-def test_times_come_from_a_machine_file(alone: SpeculativePipeline, tmp_path: Path) -> None:
-    config, source, path = alone.run.config, alone.run.source, tmp_path / "machine.json"
-    head_s = save_machine(config, source, path)
-    for split, own in (("auto", 0.0), ("1.0/head", head_s)):  # rank 0 of two stages, and alone
-        layout = make_layout(split, 2 if split == "auto" else 1, 6)
-        known = timing_of(alone, layout).find_times(path)
-        assert known is not None and known.layer_s > 1e-3 and known.fixed_s == 0
-        assert known.own_fixed_s == (pytest.approx(own, rel=0.01) if own else None)
-    save_machine(config, source, path, world_size=2)
-    with pytest.raises(ValueError, match="was measured with world_size 2, this run has 1"):
-        timing_of(alone, layout).find_times(path)
 
 
 def test_files_with_a_split_are_refused(

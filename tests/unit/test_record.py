@@ -97,7 +97,10 @@ def run_record(
     weights = SimpleNamespace(tensors={}, read=lambda _: torch.ones(TINY.hidden_size))
     source = ModelSource("demo", TINY, weights, None, is_random)  # type: ignore[arg-type]
     draft_source = source if has_draft else None
-    prepared = Prepared(config, launch, source, cast(Any, None), "demo", workload, draft_source)
+    prepared = Prepared(
+        config, launch, Machine(2), source, draft_source, tokenizer=cast(Any, None),
+        tokenizer_name="demo", workload=workload,
+    )  # fmt: skip
     passes = dict.fromkeys((*(["autoregressive"] if correctness.reference else []), strategy))
     samples = {name: sample_pass(name) for name in passes}
     if has_draft:

@@ -20,7 +20,6 @@ from magicdec.distributed.channels.message import (
     DelayedSender,
     Ends,
     Kind,
-    Link,
     Loopback,
     Message,
     MessageForm,
@@ -180,24 +179,23 @@ def test_a_message_says_how_many_tokens_its_rows_keep() -> None:
 
 def test_an_emulated_link_keeps_the_order() -> None:
     loop = Loopback()
-    link = DelayedSender(loop, Link(0.001, 1e7), FORM)
+    link = DelayedSender(loop, 0.001)
     sent = [Message(Kind.HIDDEN, n, payload=torch.ones(1, n, 48)) for n in (1, 30, 2)]
     for message in [*sent, Message(Kind.END)]:
         link.send(message)
     link.close()
     assert [loop.receive() for _ in range(3)] == sent and loop.receive().kind is Kind.END
-    assert Link(0.0, 1000.0).seconds(500) == 0.5 and Link(1.0).seconds(500) == 0.0
 
 
 def test_an_emulated_link_counts_from_when_a_message_was_due() -> None:
-    """The second message is due while the first, of 104 bytes, is on the link. The third one does
-    not say when it was due."""
+    """The second message is due while the first is on the link. The third one does not say when it
+    was due."""
     loop = Loopback()
-    link = DelayedSender(loop, Link(2.0, 104.0), MessageForm(TINY.hidden_size, torch.float32, 6))
+    link = DelayedSender(loop, 2.0)
     for due_s in (10.0, 10.25, None):
         link.send(Message(Kind.NUMBERS, words=(1,), due_s=due_s))
     link.close()
-    assert [loop.receive().due_s for _ in range(3)] == [13.0, 14.0, None]
+    assert [loop.receive().due_s for _ in range(3)] == [12.0, 12.25, None]
 
 
 class Wire(deque[torch.Tensor]):
@@ -228,7 +226,7 @@ def test_an_emulated_link_passes_errors_on() -> None:
         def send(self, message: Message) -> None:
             raise RuntimeError("rank 1 has ended")
 
-    link = DelayedSender(Broken(), Link(0.001), FORM)
+    link = DelayedSender(Broken(), 0.001)
     link.send(Message(Kind.END))
     with pytest.raises(RuntimeError, match="rank 1 has ended"):
         link.close()

@@ -71,7 +71,7 @@ def test_each_kind_of_record_has_a_section(out: Path) -> None:
     for name in ("serving_throughput", "serving_goodput", "serving_timeline", "serving_modes",
                  "ring_stages", "speculation_stages"):  # fmt: skip
         assert name in figures and rows(out / f"{name}.csv"), name
-    assert "rate of requests served" in page.lower(), "what is left out is named"
+    assert "predicted against measured" in page.lower(), "what is left out is named"
     ids = re.findall(r'\bid="([^"]*)"', page)
     assert len(ids) == len(set(ids))
     assert [name for name in links(page) if not (out / name).exists()] == []

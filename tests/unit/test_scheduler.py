@@ -19,7 +19,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magicdec.engine import Engine
-from magicdec.names import ADMISSION_ORDERS, load_named
 from magicdec.request import Batch, Request, SamplingParams, Status, StepOutput
 from magicdec.scheduling.plan import Limits, Plan
 from magicdec.scheduling.scheduler import Scheduler
@@ -210,10 +209,8 @@ def test_the_scheduler_imports_no_torch() -> None:
     assert subprocess.run([sys.executable, "-c", code], timeout=HANG).returncode == 0
 
 
-def make(
-    request_id: int, prompt: int = 4, new: int = 9, arrived: float = 0.0, priority: int = 0
-) -> Request:
-    request = Request(request_id, (1,) * prompt, SamplingParams(new), priority=priority)
+def make(request_id: int, prompt: int = 4, new: int = 9, arrived: float = 0.0) -> Request:
+    request = Request(request_id, (1,) * prompt, SamplingParams(new))
     request.arrived_s = arrived
     return request
 
@@ -251,26 +248,6 @@ def test_a_request_that_can_never_be_served_is_refused_with_the_numbers() -> Non
     pool.add([make(0, prompt=30, new=3)], 0.0)
 
 
-def test_only_so_many_requests_may_wait() -> None:
-    scheduler = Scheduler(1, Limits(max_waiting=2))
-    scheduler.add([make(0), make(1)], 0.0)
-    assert scheduler.room == 0
-    with pytest.raises(ValueError, match=r"2 requests are waiting .* at most 2 may wait"):
-        scheduler.add([make(2)], 0.0)
-    run_step(scheduler)
-    assert scheduler.room == 1
-
-
-def test_what_was_preempted_waits_beyond_the_limit() -> None:
-    scheduler = Scheduler(2, Limits(block_size=4, num_blocks=5, max_waiting=1))
-    for request in (make(0, prompt=7), make(1, prompt=3), make(2)):
-        scheduler.add([request], float(request.request_id))
-        plan = run_step(scheduler)
-    while not plan.preempted:
-        plan = run_step(scheduler)
-    assert [r.request_id for r in scheduler.waiting] == [1, 2] and scheduler.room == 0
-
-
 def test_a_request_joins_at_the_next_step_and_its_row_is_used_again() -> None:
     scheduler = Scheduler(2)
     first, second, third = make(0, new=3), make(1, new=9), make(2)
@@ -297,29 +274,14 @@ def test_a_step_prefills_as_many_tokens_as_it_may() -> None:
     assert [len(r.output_ids) for r in requests] == [3, 3, 2]
 
 
-@pytest.mark.parametrize(
-    ("order", "admitted"),
-    [("fcfs", [2, 1, 3, 0]), ("shortest_remaining", [3, 1, 0, 2]), ("priority", [0, 2, 1, 3])],
-)
-def test_the_order_of_admission(order: str, admitted: list[int]) -> None:
-    """At 10 s: request 0 has priority 9 and has waited for 7 s."""
-    scheduler = Scheduler(1, order=load_named(ADMISSION_ORDERS, order))
-    for request in (
-        make(0, new=5, priority=9), make(1, new=4), make(2, new=6), make(3, new=3),
-    ):  # fmt: skip
-        scheduler.add([request], {0: 3.0, 1: 1.0, 2: 0.0, 3: 2.0}[request.request_id])
-    found = []
+def test_first_come_first_served() -> None:
+    scheduler, admitted = Scheduler(1), list[int]()
+    for number, arrived_s in ((0, 3.0), (1, 1.0), (2, 0.0), (3, 1.0)):
+        scheduler.add([make(number, new=5 - number)], arrived_s)
     while (plan := scheduler.schedule()) is not None:
-        found += [request.request_id for request, _ in plan.admitted]
+        admitted += [request.request_id for request, _ in plan.admitted]
         emit(scheduler, plan)
-    assert found == admitted
-
-
-def test_waiting_raises_the_priority() -> None:
-    priority = load_named(ADMISSION_ORDERS, "priority")
-    old, urgent = make(0, arrived=0.0), make(1, arrived=9.0, priority=5)
-    assert priority(urgent) > priority(old), "9 s count more than 5 levels"
-    assert priority(replace(urgent, arrived_s=1.0)) < priority(old)
+    assert admitted == [2, 1, 3, 0]
 
 
 def test_the_youngest_request_is_preempted_and_continues_later() -> None:
@@ -358,11 +320,10 @@ requests_drawn = st.lists(
 @given(
     drawn=requests_drawn, num_rows=st.integers(1, 4), spare=st.integers(0, 4),
     step_tokens=st.integers(1, 4), budget=st.sampled_from([None, 1, 5]),
-    order=st.sampled_from(sorted(ADMISSION_ORDERS)),
 )  # fmt: skip
 def test_every_request_ends_and_no_block_is_given_twice(
     drawn: list[tuple[int, int, int]], num_rows: int, spare: int, step_tokens: int,
-    budget: int | None, order: str,
+    budget: int | None,
 ) -> None:  # fmt: skip
     """Also: another rank, which is given the same requests, has the same state before each step."""
     needed = max(prompt + max(new, 2) - 2 + step_tokens for prompt, new, _ in drawn)
@@ -370,7 +331,7 @@ def test_every_request_ends_and_no_block_is_given_twice(
         block_size=4, num_blocks=-(-needed // 4) + spare, step_tokens=step_tokens,
         prefill_tokens=budget,
     )  # fmt: skip
-    ranks = [Scheduler(num_rows, limits, load_named(ADMISSION_ORDERS, order)) for _ in range(2)]
+    ranks = [Scheduler(num_rows, limits) for _ in range(2)]
     for scheduler in ranks:
         for number, (prompt, new, arrived) in enumerate(drawn):
             scheduler.add([make(number, prompt, new, arrived)], arrived)
@@ -415,15 +376,16 @@ def test_ranks_that_disagree_stop() -> None:
         second._next(arrivals[1])
 
 
-def test_a_step_costs_nothing_for_requests_that_wait() -> None:
-    """Values in the order are computed only when a request begins to wait."""
-    asked = []
+def test_a_step_costs_nothing_for_requests_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A request is put in order only when it begins to wait."""
+    asked, wait = list[Request](), Scheduler._wait
 
-    def order(request: Request) -> float:
+    def noted(scheduler: Scheduler, request: Request) -> None:
         asked.append(request)
-        return request.arrived_s
+        wait(scheduler, request)
 
-    scheduler = Scheduler(2, order=order)
+    monkeypatch.setattr(Scheduler, "_wait", noted)
+    scheduler = Scheduler(2)
     requests = [make(i, new=3) for i in range(500)]
     scheduler.add(requests, 0.0)
     assert scheduler.waiting == requests

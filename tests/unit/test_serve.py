@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import errno
 import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,11 +26,9 @@ from magicdec.request import Batch, Request
 from magicdec.scheduling.plan import Plan
 from magicdec.serving import measure
 from magicdec.serving.batching import Batching
-from magicdec.serving.configs import complete_run
 from magicdec.serving.modes import MODES, NAMES, Drafts, Pass
-from magicdec.serving.options import ServeOptions
 from magicdec.serving.system import WARM_UP_TOKENS, Extras, System, Watch
-from magicdec.setup.prepare import Prepared, SetupCache, find
+from magicdec.setup.prepare import SetupCache
 
 ALONE = Ranks(0, 1, 0, 1)
 UNUSED = "does nothing here: no mode of --modes"
@@ -44,7 +42,6 @@ REFUSALS = [  # (ranks, flags, message)
     (1, "--modes tensor_parallel", "--modes tensor_parallel needs several ranks; see --nproc"),
     (1, "--layer_split 2 --modes inflight", f"--layer_split {UNUSED} inflight uses it"),
     (3, "--layer_split 0,1 --modes ring", "--layer_split 0,1: a ring has no head without layers"),
-    (1, "--machine a.json", "--machine a.json does nothing here: it is for --layer_split auto"),
     (2, "--modes async --draft ngram --gamma auto", "--gamma auto: --modes async drafts a fixed"),
     (2, "--modes ring+draft --draft ngram --gamma auto", "--gamma auto: --modes ring+draft drafts"),
     (1, "--modes ring+draft --draft self", "--draft self: --modes ring+draft lacks layers"),
@@ -60,7 +57,7 @@ REFUSALS = [  # (ranks, flags, message)
     (1, "--modes iterative --prefill_tokens 9", f"--prefill_tokens {UNUSED} iterative uses it"),
     (1, "--modes iterative --B 2", f"--B {UNUSED} iterative uses it"),
     (1, "--modes inflight --pad_stage_ms 3", f"--pad_stage_ms {UNUSED} inflight uses it"),
-    (1, "--emulate_link_ms 3", "--emulate_link_ms and --emulate_link_mbps: one rank has no link"),
+    (1, "--emulate_link_ms 3", "--emulate_link_ms 3.0: one rank has no link"),
     (1, "--emulate_draft_ms 3 --modes sync --draft ngram", "is for --emulate_acceptance"),
     (1, "--emulate_acceptance 0.5 --modes inflight", f"--emulate_acceptance {UNUSED}"),
     (1, "--emulate_acceptance 0.5 --modes sync", "name sequential first in --modes"),
@@ -71,9 +68,6 @@ REFUSALS = [  # (ranks, flags, message)
     (1, "--emulate_stage_ms 3 --presence_penalty 1", "--presence_penalty 1 does nothing with --em"),
     (3, "--modes ring --n_samples 3 --B 2", "--n_samples 3 is not a multiple of --B 2"),
     (3, "--modes ring --num_requests 2 --n_samples 4", "--num_requests 2 is less than the samples"),
-    (1, "--sweep_rate 3 --modes inflight ring", "--sweep_rate serves in one mode; --modes names 2"),
-    (1, "--sweep_rate --arrival burst", "--arrival does nothing here: --sweep_rate serves Poisson"),
-    (1, "--sweep_rate --num_requests 1", "--num_requests 1 is too small for --sweep_rate"),
     (1, "--arrival sometimes", "--arrival sometimes is not known; choose from burst, "),
     (1, "--arrival trace:a.jsonl --gen_len 8", "--gen_len does nothing here: the trace has the"),
     (1, "--arrival trace:nowhere.jsonl", "--arrival trace: nowhere.jsonl: No such file"),
@@ -106,8 +100,6 @@ DEFAULTS = [  # (command, ranks, flags, modes)
         *("serve", 1, "--draft ngram"),
         ["sequential", "static", "inflight", "ring", *PIPELINED, "inflight+draft"],
     ),
-    ("serve", 2, "--sweep_rate 3", ["inflight"]),
-    ("serve", 2, "--sweep_rate 3 --draft ngram", ["inflight+draft"]),
     ("inflight", 2, "", BATCHED),
     ("inflight", 1, "--draft self", [*BATCHED, "inflight+draft"]),
     ("recurrent", 1, "", ["sequential", "inflight", "ring"]),
@@ -295,42 +287,22 @@ Toy = Callable[..., tuple[int, list[dict[str, Any]]]]
 # --- A system that is not of the package: the newest token of each request in turn.
 
 
-@dataclass
 class RoundRobin(System):
     """Requests get one token each in turn, whose numbers follow from their prompts. A token takes a
     second. `log` has the lengths of the prompts and outputs of what was served in which pass."""
 
-    run: Prepared
-    options: ServeOptions
-    passes: Sequence[Pass]
-    clock: VirtualClock = field(default_factory=lambda: VirtualClock(1.0))
-    log: list[tuple[str, list[tuple[int, int]]]] = field(default_factory=list)
     made: ClassVar[list[RoundRobin]] = []
     wrong: ClassVar[str | None] = None  # the pass that emits other tokens
     interrupted: ClassVar[str | None] = None  # the pass that a user interrupts
 
-    @classmethod
-    def prepare(
-        cls,
-        run_config: RunConfig,
-        options: ServeOptions,
-        passes: Sequence[Pass],
-        launch: Ranks,
-        cache: SetupCache,
-    ) -> RoundRobin:
-        workload = options.batch_of(run_config.workload, 1)
-        models = find(replace(run_config, workload=workload), launch, cache)
-        cls.made.append(cls(complete_run(models, cache, options), options, passes))
-        return cls.made[-1]
-
-    def check_files(self) -> None:
-        """It reads none."""
+    def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
+        workload = self.options.batch_of(run_config.workload, 1)
+        self.run = self.complete(self.find(run_config, workload, cache), cache)
+        self.clock, self.log = VirtualClock(1.0), list[tuple[str, list[tuple[int, int]]]]()
+        self.made.append(self)
 
     def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
         return []
-
-    def config_of(self, each: Pass) -> Mapping[str, Any]:
-        return self.run.config.to_dict()
 
     def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
         """It holds nothing."""
@@ -338,8 +310,9 @@ class RoundRobin(System):
     def warm_up_rows(self, each: Pass) -> int:
         return 2
 
-    def expected_threads(self, each: Pass) -> int:
-        return 1
+    @property
+    def computes(self) -> bool:
+        return True
 
     def now(self) -> float:
         return self.clock.now()

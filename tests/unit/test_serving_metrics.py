@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 
 from magicdec.request import Batch, Moves, Request, SamplingParams
 from magicdec.scheduling.plan import Part, Plan
 from magicdec.scheduling.scheduler import StepCounts
-from magicdec.serving.measure import Experiment
 from magicdec.serving.metrics import (
     GOODPUT_OF,
     ServingMetrics,
     gaps_ms,
     serving_metrics,
 )
-from magicdec.serving.modes import Pass
 from magicdec.serving.options import parse_goodput
 from magicdec.serving.record import RequestRecord, describe_requests
-from magicdec.serving.saturation import is_sustained, share_sustained
-from magicdec.serving.system import Watch
-from magicdec.workload.request_shapes import RequestShape
 
 
 def finished(number: int, arrived_s: float, token_times_s: list[float]) -> Request:
@@ -45,12 +38,10 @@ COUNTS = StepCounts(num_steps=8, num_preemptions=2, num_in_flight=20, moves=MOVE
 
 
 def test_metrics_are_those_of_the_time_stamps() -> None:
-    found = serving_metrics(REQUESTS, COUNTS, peak_memory_bytes=7, lone_s=1.0)
+    found = serving_metrics(REQUESTS, COUNTS, peak_memory_bytes=7)
     assert found.makespan_s == 4.0 and found.peak_memory_bytes == 7  # from 10 to 14
     assert found.request_throughput == 3 / 4 and found.output_throughput == 9 / 4
-    assert (found.arrival_rate, found.served_rate) == (2 / 2, 2 / 3)  # in 2 s, in 4 - 1 s
-    assert share_sustained(found) == pytest.approx(2 / 3) and not is_sustained(found)
-    assert share_sustained(serving_metrics(REQUESTS, COUNTS, {"ttft": 1000.0})) == 2 / 3
+    assert found.arrival_rate == 2 / 2
     assert (found.mean_in_flight, found.num_steps, found.num_preemptions) == (2.5, 8, 2)
     ttft = found.mean_ttft_ms, found.p50_ttft_ms, found.p90_ttft_ms, found.p99_ttft_ms
     assert ttft == pytest.approx((3500 / 3, 1000, 1800, 1980))
@@ -97,20 +88,6 @@ def test_goodput_is_of_each_request_and_not_of_their_mean(bound: str) -> None:
         assert (getattr(found, f"mean_{bound}_ms") < 400) == (good == 2)
 
 
-def test_a_rate_is_sustained_at_nine_tenths() -> None:
-    """Of the requests with bounds, of the arrivals without: one a second for 8 s, served in 9 s or
-    10 s without the second of a lone request."""
-    for num_late, is_good in ((1, True), (2, False)):
-        token_s = [[1.0]] * (10 - num_late) + [[16.0]] * num_late
-        requests = [finished(i, 0.0, times_s) for i, times_s in enumerate(token_s)]
-        found = serving_metrics(requests, COUNTS, {"ttft": 2000.0})
-        assert share_sustained(found) == 1 - num_late / 10 and is_sustained(found) == is_good
-    for makespan_s, share in ((9.0, 1.0), (11.0, 0.8)):
-        requests = [finished(i, float(i), [makespan_s]) for i in range(9)]
-        found = serving_metrics(requests, COUNTS, lone_s=1.0)
-        assert share_sustained(found) == pytest.approx(share)
-
-
 def test_the_time_stamps_of_a_record_count_from_the_first_arrival() -> None:
     """The second request gives its row back after its first two tokens, and gets another."""
     first, second, third = describe_requests(REQUESTS, MOVES, 10.0)
@@ -121,28 +98,11 @@ def test_the_time_stamps_of_a_record_count_from_the_first_arrival() -> None:
     assert (first.first_token_ms, third.finished_ms) == (500, 3000)
 
 
-def test_the_time_of_a_lone_request_is_the_shortest(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From its arrival on. It is the first request, whenever that arrives."""
-    served, ends_s = list[object](), iter([13.0, 11.0, 12.0])
-
-    def serve(experiment: Experiment, each: Pass, shapes: object, watch: Watch) -> Any:
-        served.append(shapes)
-        return SimpleNamespace(requests=[finished(0, 10.0, [10.5, next(ends_s)])])
-
-    monkeypatch.setattr(Experiment, "serve", serve)
-    shapes = RequestShape(7.0, 3, 2), RequestShape(9.0, 3, 4)
-    launch, options = SimpleNamespace(rank=1, world_size=1), SimpleNamespace(shapes=shapes)
-    prepared = SimpleNamespace(launch=launch, options=options)
-    experiment = Experiment(cast(Any, prepared), cast(Any, None), lambda record: None)
-    assert experiment._time_lone(Pass.named("inflight")) == 1.0
-    assert served == [[RequestShape(0.0, 3, 2)]] * 3
-
-
 def test_a_single_token_has_no_time_per_token() -> None:
     found = serving_metrics([REQUESTS[2]], COUNTS)
     missing = {f.name for f in fields(ServingMetrics) if getattr(found, f.name) is None}
     names = {f"{s}_{of}_ms" for s in ("mean", "p50", "p90", "p99") for of in ("tpot", "itl")}
-    rates = {"arrival_rate", "served_rate", "request_tokens_per_s"}
+    rates = {"arrival_rate", "request_tokens_per_s"}
     assert missing == {*names, *rates, "request_goodput", "peak_memory_bytes"}
 
 

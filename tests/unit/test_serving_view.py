@@ -1,14 +1,10 @@
-"""The picture of requests over time, and the search for the saturation rate, on hand-made
-requests."""
+"""The picture of requests over time, on hand-made requests."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-import pytest
-
 from magicdec.serving.record import RequestRecord
-from magicdec.serving.saturation import END, PRECISION, next_rate, saturation_rate
 from magicdec.serving.showing import DECODE, PREFILL, WAITING, spans_of
 
 REQUEST = RequestRecord(
@@ -27,24 +23,3 @@ def test_spans_cover_a_request_from_its_arrival_to_its_end() -> None:
     assert spans_of(early)[:3] == [(WAITING, 1, 1), (PREFILL, 2, 3), (WAITING, 5, 1)]
     at_once = replace(REQUEST, joined_ms=[1000], preempted_ms=[], prefilled_ms=[9000])
     assert spans_of(at_once) == [(PREFILL, 1, 8)]
-
-
-@pytest.mark.parametrize("capacity", [0.03, 0.9, 1.0, 5.3, 700.0])
-def test_the_search_finds_the_largest_sustained_rate(capacity: float) -> None:
-    measured = list[tuple[float, bool]]()
-    while rate := next_rate(measured, start=1.0):
-        measured.append((rate, rate <= capacity))
-    found = saturation_rate(measured)
-    assert found is not None and found <= capacity < found * PRECISION
-    assert len(measured) < 18
-
-
-def test_the_search_ends_if_every_or_no_rate_is_sustained() -> None:
-    for is_good in (True, False):
-        measured = list[tuple[float, bool]]()
-        while rate := next_rate(measured, start=1.0):
-            measured.append((rate, is_good))
-        assert len(measured) == 24 and (saturation_rate(measured) is not None) == is_good
-    # A slower rate that failed by chance does not end the search.
-    assert next_rate([(1.0, False), (2.0, True)], 1.0) == 4.0
-    assert next_rate([(2.0, True), (2.1, False)], 1.0) == END

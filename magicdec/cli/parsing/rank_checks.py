@@ -30,7 +30,7 @@ def check_nproc(config: RunConfig, options: ServeOptions, nproc: int) -> None:
     """Raises ValueError if the ranks cannot divide the model as the modes of `magicdec serve`
     need."""
     from magicdec.distributed.layout import make_layout, read_split
-    from magicdec.serving.configs import check_split
+    from magicdec.serving.staged import check_split
 
     split = options.layer_split
     if options.of_system(RING) or options.of_system(SPECULATIVE):

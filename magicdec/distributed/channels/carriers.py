@@ -8,7 +8,6 @@ is noticed while a rank or its device waits for it.
 from __future__ import annotations
 
 import ctypes
-import mmap
 import time
 from collections import deque
 from collections.abc import Callable
@@ -21,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from magicdec.distributed.channels.message import PATIENCE_S
-from magicdec.distributed.shared_memory import HEADERS, WAIT_MS, Segment
+from magicdec.distributed.shared_memory import HEADERS, WAIT_MS, map_segment
 from magicdec.distributed.watching.processes import PeerLost, Processes
 from magicdec.kernels.build import load_library
 
@@ -160,19 +159,3 @@ class SharedRing:
             self.processes.check()
             if time.monotonic() > deadline:
                 raise PeerLost(f"rank {self.peer} has not been heard of for {PATIENCE_S:g} s")
-
-
-def map_segment(
-    num_bytes: int, peer: int, handle: ProcessGroup | None, is_owner: bool
-) -> mmap.mmap:
-    """A new segment of shared memory that one rank owns and makes, and the others of the group map,
-    for which it is the `peer`. All must call it together. No `handle` stands for all ranks."""
-    segment = Segment(num_bytes) if is_owner else None
-    paths = [None if segment is None else segment.path]
-    dist.broadcast_object_list(paths, dist.get_rank() if is_owner else peer, group=handle)
-    with Path(str(paths[0])).open("r+b") as file:
-        memory = mmap.mmap(file.fileno(), num_bytes)
-    dist.barrier(group=handle)
-    if segment is not None:
-        segment.close()
-    return memory

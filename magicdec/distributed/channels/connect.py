@@ -22,7 +22,6 @@ from magicdec.distributed.channels.message import (
     DelayedSender,
     Ends,
     Kind,
-    Link,
     Loopback,
     Message,
     MessageForm,
@@ -47,16 +46,17 @@ class Connector:
         form: MessageForm,
         device: torch.device,
         apart: str | None = None,
-        link: Link | None = None,
+        delay_s: float | None = None,
         depth: int = DEPTH,
         capacity: int = CAPACITY,
     ) -> None:
         """Messages go through `headers`, gloo or shared_memory; None if no rank sends to another.
         `form` is that of hidden states, which are for `device`; with `apart` they go by process
-        groups of that backend. Senders send as if over `link`. At most `depth` messages are under
-        way on an edge; in shared memory, as many as fit into `capacity` bytes."""
+        groups of that backend. With `delay_s`, messages arrive later by that. At most `depth`
+        messages are under way on an edge; in shared memory, as many as fit into `capacity`
+        bytes."""
         self.rank, self.headers, self.form, self.device = launch.rank, headers, form, device
-        self.apart, self.link, self.depth, self.capacity = apart, link, depth, capacity
+        self.apart, self.delay_s, self.depth, self.capacity = apart, delay_s, depth, capacity
         self.processes = processes_of(launch)
         self.shares_clock = launch.local_world_size == launch.world_size
 
@@ -81,9 +81,9 @@ class Connector:
         if is_receiver:
             return None, ChannelReceiver(form, carrier, self.device, payloads, self.shares_clock)
         channel_sender = ChannelSender(form, carrier, payloads)
-        if self.link is None:
+        if self.delay_s is None:
             return channel_sender, None
-        return DelayedSender(channel_sender, self.link, form), None
+        return DelayedSender(channel_sender, self.delay_s), None
 
     def _payloads(self, sender: int, receiver: int, backend: str) -> Carrier | None:
         """One number is exchanged, with which NCCL connects both ends, so that no later message

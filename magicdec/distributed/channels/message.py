@@ -272,26 +272,13 @@ class SharedReceiver:
         return self.receiver.is_there(seconds)
 
 
-@dataclass(frozen=True)
-class Link:
-    """A message occupies the link for its bytes over `bytes_per_s`, and arrives `delay_s` after
-    that. None: without limit."""
-
-    delay_s: float = 0.0
-    bytes_per_s: float | None = None
-
-    def seconds(self, num_bytes: int) -> float:
-        """How long a message of that size occupies the link."""
-        return 0.0 if self.bytes_per_s is None else num_bytes / self.bytes_per_s
-
-
 class DelayedSender(Sender):
-    """Sends through `sender`, which only its thread uses, as if over `link`. The time on the link
-    counts from when a message was due to be sent, if it says so, and else from now on."""
+    """Sends through `sender`, which only its thread uses, as if over a link on which a message
+    takes `delay_s`. That counts from when a message was due to be sent, if it says so, and else
+    from now on."""
 
-    def __init__(self, sender: Sender, link: Link, form: MessageForm) -> None:
-        self.sender, self.link, self.form = sender, link, form
-        self._free_at, self._error = 0.0, list[RuntimeError]()
+    def __init__(self, sender: Sender, delay_s: float) -> None:
+        self.sender, self.delay_s, self._error = sender, delay_s, list[RuntimeError]()
         self._queue: Queue[tuple[float, Message]] = Queue()
         Thread(target=self._run, name="emulated link", daemon=True).start()
 
@@ -302,16 +289,12 @@ class DelayedSender(Sender):
     def send(self, message: Message) -> None:
         self._raise()
         payload = message.payload
-        num_tokens = 0 if payload is None else payload.shape[0] * payload.shape[1]
-        num_bytes = self.form.num_bytes(num_tokens, len(message.words))
-        is_emulated = message.due_s is not None
-        begin_s = message.due_s if message.due_s is not None else time.perf_counter()
-        self._free_at = max(begin_s, self._free_at) + self.link.seconds(num_bytes)
-        due_s = self._free_at + self.link.delay_s
+        begin_s = time.perf_counter() if message.due_s is None else message.due_s
+        due_s = begin_s + self.delay_s
         on_host = replace(
             message,
             payload=None if payload is None else to_host(payload),
-            due_s=due_s if is_emulated else None,
+            due_s=None if message.due_s is None else due_s,
         )
         self._queue.put((due_s, on_host))
 

@@ -43,16 +43,28 @@ LOST = 1  # the exit code
 ENDING = threading.Lock()  # taken by the first thread that ends the process, and never given back
 
 
-class Watch(threading.Thread):
+class Watcher(threading.Thread):
+    """`on_lost` gets one line that names what was lost; it is called in this thread, while the main
+    thread may wait for the lost rank."""
+
+    def __init__(self, name: str, on_lost: Callable[[str], None]) -> None:
+        super().__init__(name=name, daemon=True)
+        self.on_lost, self._ending = on_lost, threading.Event()
+
+    def stop(self) -> None:
+        self._ending.set()
+        self.join()
+
+
+class Watch(Watcher):
     """Looks whether the ranks of this host run. One that has ended before the last look, so that
     the main thread has had LOOK_S, is named to `on_lost`, in this thread."""
 
     def __init__(
         self, launch: Launch, processes: Processes, on_lost: Callable[[str], None]
     ) -> None:
-        super().__init__(name="watch", daemon=True)
-        self.launch, self.processes, self.on_lost = launch, processes, on_lost
-        self._ending = threading.Event()
+        super().__init__("watch", on_lost)
+        self.launch, self.processes = launch, processes
 
     def run(self) -> None:
         before: list[int] = []
@@ -61,10 +73,6 @@ class Watch(threading.Thread):
                 self.on_lost(describe(self.processes.ended()))
                 return
             before = self.processes.ended()
-
-    def stop(self) -> None:
-        self._ending.set()
-        self.join()
 
 
 def watch_ranks(launch: Launch) -> None:
@@ -113,7 +121,7 @@ def meet(launch: Launch, place: str, patience: timedelta | None = None) -> None:
 def stop_watching() -> None:
     """This rank is about to end, and waits for no other rank."""
     for thread in threading.enumerate():
-        if isinstance(thread, Watch | Heartbeat):
+        if isinstance(thread, Watcher):
             thread.stop()
 
 
@@ -183,18 +191,16 @@ INTERVAL_S = 2.0
 PATIENCE_S = 20.0
 
 
-class Heartbeat(threading.Thread):
-    """`store` must not be used by another thread. `on_lost` gets one line that names what was lost;
-    it is called in this thread, while the main thread may wait for the lost rank."""
+class Heartbeat(Watcher):
+    """`store` must not be used by another thread."""
 
     def __init__(
         self, store: Store, rank: int, world_size: int, on_lost: Callable[[str], None]
     ) -> None:
-        super().__init__(name="heartbeat", daemon=True)
-        self.store, self.rank, self.on_lost = store, rank, on_lost
+        super().__init__("heartbeat", on_lost)
+        self.store, self.rank = store, rank
         self._keys = {other: f"heartbeat/{other}" for other in range(world_size)}
         self._heard = {other: (b"", time.monotonic()) for other in self._keys if other != rank}
-        self._ending = threading.Event()
 
     def run(self) -> None:
         count, reached = 0, time.monotonic()
@@ -212,10 +218,6 @@ class Heartbeat(threading.Thread):
                 return
             count += 1
             self._ending.wait(INTERVAL_S)
-
-    def stop(self) -> None:
-        self._ending.set()
-        self.join()
 
     def _find_lost(self) -> str:
         if self.store.check([lost_key()]):

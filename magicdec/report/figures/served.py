@@ -1,4 +1,4 @@
-"""What served requests: batchings and rates of requests in flight, and the modes and stages of
+"""What served requests: batchings of requests in flight, and the modes and stages of
 rings and of pipelined speculation. Each command is a panel or a series.
 """
 
@@ -32,7 +32,6 @@ def draw_served(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
             draw_batchings(passes, "Throughput", "output_throughput", "output (tokens/s)"),
             draw_batchings(passes, "Goodput", "request_goodput", "goodput (requests/s)"),
             draw_over_time(passes),
-            draw_by_rate(passes),
             draw_modes(passes),
             draw_stages(passes, "ring", "Stages of rings over time"),
             draw_stages(passes, "speculation", "Ranks of pipelined speculation over time"),
@@ -44,12 +43,11 @@ def by_command(passes: pd.DataFrame) -> pd.DataFrame:
     groups = passes.groupby(["file", "environment.time_utc", "command"], sort=False)
     numbers, abouts = groups.ngroup() + 1, dict[int, str]()
     for number, of in passes.groupby(numbers):
-        first, num_rates = of.iloc[0], of["arrival"].nunique()
-        arrival = f"{num_rates} rates" if num_rates > 1 else first["arrival"]
+        first = of.iloc[0]
         requests, *drafts = first.reindex(ABOUT)
-        parts = (first["model"], f"{requests} requests", arrival, *drafts)
+        parts = (first["model"], f"{requests} requests", first["arrival"], *drafts)
         abouts[number] = f"{number}: {', '.join(p for p in parts if isinstance(p, str))}"
-    return passes.assign(about=numbers.map(abouts), rates=groups["arrival"].transform("nunique"))
+    return passes.assign(about=numbers.map(abouts))
 
 
 def draw_batchings(passes: pd.DataFrame, what: str, metric: str, label: str) -> Drawn | LeftOut:
@@ -77,7 +75,7 @@ def draw_batchings(passes: pd.DataFrame, what: str, metric: str, label: str) -> 
 def draw_over_time(passes: pd.DataFrame) -> Drawn | LeftOut:
     """When each request of the command with the most passes waited, was prefilled and decoded."""
     name, title = "serving_timeline", "Requests over time"
-    commands = [of for _, of in passes[passes["rates"] == 1].groupby("about")]
+    commands = [of for _, of in passes.groupby("about")]
     if not commands:
         return LeftOut(name, title, "no command served requests at a single rate")
     of = max(commands, key=len)[:MOST_TIMELINES]
@@ -95,21 +93,6 @@ def draw_over_time(passes: pd.DataFrame) -> Drawn | LeftOut:
 def draw_requests(records: list[Any], path: Path) -> None:
     """The picture without the spans of stages, which a record does not hold."""
     serving.draw_timeline(records, [None] * len(records), path)
-
-
-def draw_by_rate(passes: pd.DataFrame) -> Drawn | LeftOut:
-    """What the command with the most rates of arrivals reached at each of them."""
-    name, title = "serving_rates", "Rate of requests served, and time to first token, by rate"
-    commands = [of for _, of in passes[passes["rates"] > 1].groupby("about")]
-    if not commands:
-        return LeftOut(name, title, "no command measured several rates (--sweep_rate)")
-    of = max(commands, key=len)
-    columns = ["run", "arrival", "arrival_rate", "served_rate", "request_goodput",
-               "p50_ttft_ms", "p99_ttft_ms"]  # fmt: skip
-    caption = f"The rates of one command: {of['about'].iloc[0]}. "
-    caption += shown_of(1, len(commands), "commands with several rates")
-    draw = partial(serving.draw_rates, list(of["object"]))
-    return Drawn(name, title, caption.strip(), draw, of[columns])
 
 
 def draw_modes(passes: pd.DataFrame) -> Drawn | LeftOut:
