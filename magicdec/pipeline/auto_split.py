@@ -23,7 +23,6 @@ from torch import Tensor
 
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.console import make_progress
-from magicdec.cost_model import stage_plan
 from magicdec.cost_model.costs import Deployment
 from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message
@@ -241,13 +240,16 @@ class Timing(ABC):
                 )
         is_int8, size = config.model.target_dtype == "int8", DTYPE_BYTES[dtype]
         deployment = Deployment(self.run.source.config, hardware, size, tp, nodes, is_int8)
-        with_head, other = stage_plan.stage_times(
-            deployment, self.step.rows, self.step.context, self.step.num_tokens
+        head = replace(deployment, config=replace(deployment.config, num_layers=0))
+        whole_s, head_s = (
+            each.seconds(self.step.rows, self.step.num_tokens, self.step.context)
+            for each in (deployment, head)
         )
         if self.stage_of(launch.rank) is None:
             return None
         has_head = launch.rank in self.stages[self.head_stage]
-        return RankTimes(other.layer_s, other.fixed_s, with_head.fixed_s if has_head else None)
+        layer_s = (whole_s - head_s) / deployment.config.num_layers
+        return RankTimes(layer_s, 0.0, head_s if has_head else None)
 
     def measure(self) -> RankTimes:
         """The times as measured with the threads of the run. All ranks with a stage must call it;

@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT, Command
+from identities import differing_metrics
 from synthetic_records import drawn, parse_record, record_of, with_fields, with_losses
 from synthetic_samples import draw_chances, draw_pass
 from test_compare import diverged, failed, with_ties
@@ -21,12 +21,10 @@ from magicdec.records.comparison.change import Pair, change_of, pair_of
 from magicdec.records.comparison.compare import (
     Match,
     compare,
-    contradiction_of,
     exit_code,
     level_for,
 )
 from magicdec.records.comparison.conditions import weight_dtypes
-from magicdec.records.metrics import check_metrics
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 
@@ -143,8 +141,6 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
         ([with_fields(good, metrics__acceptance_rate=None)], [good], (), 3,
          "not comparable: the new record has no acceptance_rate"),
         ([good], [with_fields(good, samples=None)], (), 3, "the baseline has no samples"),
-        ([with_fields(good, metrics__acceptance_length=1.0)], [good], (), 1,
-         "contradicts itself: its samples give another metrics.acceptance_length"),
     ):  # fmt: skip
         found, out = gate(new, old, *flags)
         assert found == code and said in out, (code, said, out)
@@ -199,17 +195,6 @@ def test_the_weights_of_target_and_draft_are_named() -> None:
     assert weight_dtypes(config | {"draft": draft}).endswith(", draft int8")
 
 
-@pytest.mark.parametrize("baseline", OTHERS, ids=lambda b: str(BASELINES.index(b)))
-def test_a_scaled_rate_contradicts_the_samples(baseline: RunRecord) -> None:
-    """A rate of the committed baselines times 0.95, with the samples of before."""
-    assert contradiction_of(baseline) is None and baseline.metrics is not None
-    for name in ("acceptance_rate", "acceptance_length"):
-        value = 0.95 * getattr(baseline.metrics, name)
-        scaled = replace(baseline, metrics=replace(baseline.metrics, **{name: value}))
-        (found,) = compare([scaled], [baseline])
-        assert found.verdict == "regression" and "contradicts itself" in found.text, name
-
-
 def hashed(record: RunRecord) -> RunRecord:
     """A record of known outputs."""
     assert record.workload is not None
@@ -222,8 +207,6 @@ def test_a_loss_of_5_percent_in_every_row_is_found() -> None:
     outputs: each row of 8 prompts is a regression; rows of 4 prompts are one together."""
     old = [hashed(b) for b in OTHERS]
     new = [with_losses(record, 0.05, seed=i) for i, record in enumerate(old)]
-    for record in new:
-        assert contradiction_of(record) is None
     found = compare(new, old)
     assert exit_code(found) == 1
     rows, methods = found[: len(old)], found[len(old) :]
@@ -336,4 +319,4 @@ def test_prompts_that_fork_are_counted() -> None:
 def test_drawn_records_are_what_their_samples_give() -> None:
     """What the tests of this file are made of."""
     for record in (drawn(), with_losses(drawn(), 0.1)):
-        assert check_metrics(record) == []
+        assert differing_metrics(record) == []

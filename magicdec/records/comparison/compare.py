@@ -21,7 +21,6 @@ from magicdec.records.comparison.conditions import (
     method_of,
 )
 from magicdec.records.intervals import FEWEST_PROMPTS, LEVEL
-from magicdec.records.metrics import check_metrics
 from magicdec.records.record import RunRecord
 from magicdec.tables import Column, Table
 
@@ -30,11 +29,6 @@ GAIN, SAME, MISSING = "gain", "same", "missing"
 VERDICTS = (REGRESSION, INCOMPARABLE, CHANGED, GAIN, SAME, MISSING)  # the worst first
 DEFAULT_MARGIN = 0.02
 READS_TOLERANCE = 0.02  # of the tokens that a draft forward reads
-# The metrics that follow from counts alone.
-COUNTED = (
-    *("acceptance_rate", "acceptance_length", "mean_emitted_tokens"),
-    *("acceptance_per_position", "judged_per_position"),
-)
 FALSE_ALARMS = 0.01
 EXIT_CODES = {REGRESSION: 1, INCOMPARABLE: 3}
 
@@ -123,8 +117,6 @@ def match(record: RunRecord, baselines: Sequence[RunRecord]) -> list[Match] | Co
         text = f"the new run {record.status}: {record.error or 'outputs differ'}"
         verdict = INCOMPARABLE if record.status == "interrupted" else REGRESSION
         return Comparison(name, verdict, text)
-    if (problem := contradiction_of(record)) is not None:
-        return Comparison(name, REGRESSION, f"the new record {problem}")
     try:
         alike = alike_baselines(record, baselines)
         return [Match(name, pair_of(record, b), record, b) for b in alike]
@@ -145,26 +137,7 @@ def alike_baselines(record: RunRecord, baselines: Sequence[RunRecord]) -> list[R
     alike = [b for b in passed if first_difference(record, b) is None]
     if not alike:
         raise ValueError(first_difference(record, passed[0]))
-    for baseline in alike:
-        if (problem := contradiction_of(baseline)) is not None:
-            raise ValueError(f"the baseline {problem}")
     return alike
-
-
-def contradiction_of(record: RunRecord) -> str | None:
-    """The first contradiction within the samples of a record, or between them and what it has of
-    `COUNTED`; None if there is none, or if the record has no samples or no acceptance."""
-    metrics = record.metrics
-    if record.samples is None or metrics is None or metrics.acceptance_rate is None:
-        return None
-    try:
-        differing = check_metrics(record)
-    except ValueError as error:
-        return f"contradicts itself: {error}"
-    for name in COUNTED:
-        if getattr(metrics, name) is not None and f"metrics.{name}" in differing:
-            return f"contradicts itself: its samples give another metrics.{name}"
-    return None
 
 
 def level_for(matches: Sequence[Match]) -> float:
