@@ -24,7 +24,6 @@ class ReportSection(FilesSection):
     no_figure_files: bool = setting(
         False, "Write no PNG and SVG files; the figures are in the page alone."
     )
-    title: str = setting("MagicDec report", "The title of the page.", metavar="TEXT")
 
 
 def write_page(values: Values) -> int:
@@ -40,7 +39,7 @@ def write_page(values: Values) -> int:
         for row in report_rows(number, str(path), record)
     ]
     command = ["magicdec", "report", *sys.argv[1:]]
-    report = make_report(args.title, command, not args.no_figure_files, rows)
+    report = make_report(command, not args.no_figure_files, rows)
     write_report(args.out, report)
     for section in report.sections:
         for figure in section.left_out:

@@ -15,11 +15,8 @@ from magicdec.config.setting import setting
 from magicdec.names import RECORDS, load_named
 from magicdec.records.reading import read_records
 from magicdec.records.record import Record, RunRecord
-from magicdec.report.listing import NARROW, SORT_KEYS, list_records
-from magicdec.report.settings import SETTINGS
+from magicdec.report.listing import NARROW, list_records
 from magicdec.tables import FORMATS, print_tables
-
-RUN_FLAGS = ("group_by", "sort", "reverse")
 
 
 @dataclass(frozen=True)
@@ -29,21 +26,6 @@ class TableSection(FilesSection):
     kind: str | None = setting(
         None, "Only records of this kind.", choices=tuple(RECORDS), other_defaults="run in config"
     )
-    group_by: tuple[str, ...] = setting(
-        (),
-        "One line for each combination of these settings, such as B or kv_policy, with the number "
-        "of runs and the median of each metric.",
-        metavar="KEY",
-        choices=tuple(SETTINGS),
-    )
-    sort: str | None = setting(
-        None,
-        "Sort by a metric, the largest first, or by a setting, the smallest first. Default: the "
-        "order of the files.",
-        metavar="KEY",
-        choices=tuple(SORT_KEYS),
-    )
-    reverse: bool = setting(False, "The opposite order of --sort.")
     format: str = setting(
         "text",
         "text fits the terminal; latex needs the package booktabs; csv has unrounded numbers, of "
@@ -51,23 +33,14 @@ class TableSection(FilesSection):
         choices=("text", *FORMATS),
     )
 
-    def __post_init__(self) -> None:
-        """Raises ValueError for a key that a grouped table does not have."""
-        if self.group_by and self.sort in SETTINGS and self.sort not in self.group_by:
-            raise ValueError(f"--sort {self.sort} is not in the table; add it to --group_by")
-
 
 def show(values: Values) -> int:
     """Print the runs as one table, and then the records of each other command as the command itself
-    did. Raises ValueError for a flag that has nothing to work on."""
+    did."""
     args = values[TableSection]
     others: list[Record] = []
     kinds = (args.kind,) if args.kind else tuple(RECORDS)
-    is_ascending = None if not args.reverse else args.sort not in SETTINGS
-    listing = list_records(runs_of(args, kinds, others), args.group_by, args.sort, is_ascending)
-    if others and not listing.rows:
-        reason = "it is for records of runs, and there are none"
-        values.refuse_given([f"table.{name}" for name in RUN_FLAGS], reason)
+    listing = list_records(runs_of(args, kinds, others))
     others.sort(key=lambda record: kinds.index(record.kind))
     commands = list(commands_of(others))
     tables = [load_named(TABLES, command[0].kind)(command) for command in commands]

@@ -67,7 +67,6 @@ class Section:
 class Report:
     """What the page shows. `command` wrote it. `has_figure_files`: beside it, as PNG and SVG."""
 
-    title: str
     command: str
     has_figure_files: bool
     sections: list[Section]
@@ -77,7 +76,6 @@ class Report:
 
 
 def make_report(
-    title: str,
     command: Sequence[str],
     has_figure_files: bool,
     rows: Sequence[Row],
@@ -98,7 +96,7 @@ def make_report(
     tables = [environments_table(of_records), commands_table(of_records)]
     commands = list(of_records["command"].unique())
     revisions = sorted(of_records["environment.revision"].dropna().unique())
-    return Report(title, shlex.join(command), has_figure_files, sections, tables, commands,
+    return Report(shlex.join(command), has_figure_files, sections, tables, commands,
                   revisions)  # fmt: skip
 
 

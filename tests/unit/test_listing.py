@@ -45,39 +45,8 @@ def rows_of(text: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def test_a_group_has_the_median_of_those_that_have_the_metric(
-    tmp_path: Path, command: Command
-) -> None:
-    rows = rows_of(command(table, records(tmp_path), "--group_by", "B", "--format", "csv").out)
-    found = {row["B"]: (row["runs"], row["speedup"]) for row in rows}
-    assert found["8"] == ("3", "1.75") and found["1"][1] == "0.5"
-    assert sum(int(row["runs"]) for row in rows) == 6
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--sort", "speedup"], ["2.5", "1.75", "1.5", "0.5", "", ""]),
-        (["--sort", "speedup", "--reverse"], ["0.5", "1.5", "1.75", "2.5", "", ""]),
-        ([], ["1.5", "", "2.5", "0.5", "1.75", ""]),
-    ],
-)
-def test_rows_without_the_value_come_last(
-    tmp_path: Path, command: Command, words: list[str], expected: list[str]
-) -> None:
-    rows = rows_of(command(table, records(tmp_path), "--format", "csv", *words).out)
-    assert [row["speedup"] for row in rows] == expected
-
-
 def test_each_setting_has_its_name() -> None:
     assert tuple(settings(BEST)) == SETTINGS
-
-
-def test_settings_are_sorted_as_numbers(tmp_path: Path, command: Command) -> None:
-    path = tmp_path / "runs.jsonl"
-    write(path, [record(B, 1.0) for B in (16, 2, 128)])
-    rows = rows_of(command(table, path, "--sort", "B", "--format", "csv").out)
-    assert [row["B"] for row in rows] == ["2", "16", "128"]
 
 
 def test_markdown_and_latex_say_once_what_is_the_same_in_every_row(
@@ -94,25 +63,10 @@ def test_markdown_and_latex_say_once_what_is_the_same_in_every_row(
     assert latex.startswith("% in every row: model a_b|100%")
     assert r"\begin{tabular}{" in latex and latex.rstrip().endswith(r"\end{tabular}")
     assert latex.count(r"\\") == 3
-    one = command(table, path, "--group_by", "model", "B", "--format", "latex").out
-    assert "a_b" not in one.splitlines()[3], "it is the same in both groups"
     write(path, [*odd, record(1, 2.0)])
     mixed = command(table, path, "--format", "latex").out
     assert r"a\_b|100\%" in mixed
     assert r"a_b\|100%" in command(table, path, "--format", "md").out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--group_by", "batch"], "--group_by batch is not known; choose from model"),
-        (["--sort", "fast"], "--sort fast is not known; choose from model"),
-        (["--sort", "gamma", "--group_by", "B"], "--sort gamma is not in the table"),
-    ],
-)
-def test_unknown_keys_are_refused(words: list[str], message: str, command: Command) -> None:
-    code, _, err = command(table, BASELINES, *words)
-    assert code == 2 and message in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])

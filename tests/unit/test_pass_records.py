@@ -22,7 +22,6 @@ from magicdec.pipeline.metrics import speculation_metrics
 from magicdec.pipelined_speculation.scheduler import Counts
 from magicdec.records.reading import load_records, read_records
 from magicdec.records.record import SCHEMA_VERSION
-from magicdec.report.figures.modes import labels_of
 from magicdec.request import Moves
 from magicdec.scheduling.scheduler import StepCounts
 from magicdec.serving.metrics import serving_metrics
@@ -130,7 +129,7 @@ def test_a_prediction_is_printed_repeated_and_compared(
     assert code == 3 and "the baseline has no prediction of these inputs" in said
 
 
-def test_each_command_has_a_table_and_a_series(tmp_path: Path, command: Command) -> None:
+def test_each_command_has_a_table(tmp_path: Path, command: Command) -> None:
     passes = [measured("sync"), measured("async"), record("async", "third")]
     passes[2:2] = [measured(name, "second", layer_split="2,4") for name in ("sync", "async")]
     path = write(tmp_path / "passes.jsonl", *passes)
@@ -138,23 +137,7 @@ def test_each_command_has_a_table_and_a_series(tmp_path: Path, command: Command)
     assert [[r.name for r in records] for records in commands] == [["sync", "async"]] * 2 + [
         ["async"]
     ]
-    assert labels_of(commands[:2]) == ["demo, 3,3", "demo, 2,4"]
     assert len(re.findall(r"[^,] tokens/s of a request", command(table, path).out)) == 2
-
-
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["--sort", "speedup"], "--sort does nothing here: it is for records of runs"),
-    ],
-)
-def test_refuses_in_one_line(
-    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    write(Path("passes.jsonl"), record("async"))
-    code, _, err = command(table, "passes.jsonl", *words)
-    assert code == 2 and said in err and err.count("\n") == 1
 
 
 def test_commands_that_read_runs_name_the_kind(tmp_path: Path) -> None:

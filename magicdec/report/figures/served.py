@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import pandas as pd
 
 from magicdec.figures import styled
-from magicdec.report.figures import modes as bars
 from magicdec.report.figures.panels import Drawn, Form, LeftOut, Series, draw_marks, shown_of
 from magicdec.report.frame import frame_of
 from magicdec.report.tables import PageTable
@@ -33,7 +32,6 @@ def draw_served(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
             draw_batchings(passes, "Goodput", "request_goodput", "goodput (requests/s)"),
             draw_over_time(passes),
             draw_by_rate(passes),
-            draw_modes(passes),
             draw_stages(passes, "ring", "Stages of rings over time"),
             draw_stages(passes, "speculation", "Ranks of pipelined speculation over time"),
         ]
@@ -110,18 +108,6 @@ def draw_by_rate(passes: pd.DataFrame) -> Drawn | LeftOut:
     caption += shown_of(1, len(commands), "commands with several rates")
     draw = partial(serving.draw_rates, list(of["object"]))
     return Drawn(name, title, caption.strip(), draw, of[columns])
-
-
-def draw_modes(passes: pd.DataFrame) -> Drawn | LeftOut:
-    """The speeds of all modes of all commands."""
-    name, title = "serving_modes", "Speed by mode"
-    commands = [list(of) for _, of in passes.groupby("about")["object"]]
-    if not commands:
-        return LeftOut(name, title, "no pass has metrics")
-    columns = ["about", "pass", "run", *(metric for metric, *_ in bars.PANELS)]
-    draw = partial(bars.draw_bars, commands)
-    caption = "The modes of each command served the same requests."
-    return Drawn(name, title, caption, draw, passes[columns])
 
 
 def draw_stages(passes: pd.DataFrame, part: str, title: str) -> Drawn | LeftOut:
