@@ -21,8 +21,6 @@ from magicdec.report.figures.passes import (
     draw_lengths,
     draw_pareto,
     draw_roofline,
-    draw_tpot,
-    draw_ttft,
 )
 from magicdec.report.figures.served import draw_served, tables_of
 from magicdec.report.figures.speedup import draw_speedup
@@ -113,8 +111,6 @@ def draw_runs(frame: pd.DataFrame) -> list[Drawn | LeftOut]:
             draw_lengths(runs),
             draw_phases(runs),
             draw_roofline(passes),
-            draw_ttft(passes),
-            draw_tpot(passes),
         ]
 
 
