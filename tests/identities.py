@@ -45,7 +45,7 @@ def check_record(record: RunRecord) -> None:
     check_identities(metrics, passes, record.prefill_samples, bandwidth)
 
 
-def differing_metrics(record: RunRecord) -> list[str]:
+def check_metrics(record: RunRecord) -> list[str]:
     """The names of the metrics of a record that are not what its samples give."""
     if record.metrics is None:
         return []

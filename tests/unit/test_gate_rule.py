@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conftest import ROOT, Command
-from identities import differing_metrics
+from identities import check_metrics
 from synthetic_records import drawn, parse_record, record_of, with_fields, with_losses
 from synthetic_samples import draw_chances, draw_pass
 from test_compare import diverged, failed, with_ties
@@ -298,4 +298,4 @@ def test_prompts_that_fork_are_counted() -> None:
 def test_drawn_records_are_what_their_samples_give() -> None:
     """What the tests of this file are made of."""
     for record in (drawn(), with_losses(drawn(), 0.1)):
-        assert differing_metrics(record) == []
+        assert check_metrics(record) == []

@@ -12,7 +12,7 @@ from typing import Any
 import pandas
 import pytest
 from conftest import ROOT, Command
-from identities import differing_metrics
+from identities import check_metrics
 from synthetic_records import drawn
 from test_compare import failed, make, write
 from test_record import RECORDS
@@ -142,17 +142,17 @@ def test_a_table_has_the_interval(tmp_path: Path, command: Command) -> None:
 def test_every_metric_is_computed_again_from_the_record_alone(kind: str) -> None:
     """And a metric that was changed in the file is named."""
     raw = json.loads(RECORDS[kind]().to_json())
-    assert differing_metrics(parse_line(json.dumps(raw), RunRecord)) == []
+    assert check_metrics(parse_line(json.dumps(raw), RunRecord)) == []
     for part in ("metrics", "baseline_metrics"):
         for name, value in (raw[part] or {}).items():
             wrong = raw | {part: raw[part] | {name: other_than(name, value)}}
             record = parse_line(json.dumps(wrong), RunRecord)
-            assert differing_metrics(record) == [f"{part}.{name}"]
+            assert check_metrics(record) == [f"{part}.{name}"]
 
 
 def test_the_committed_baselines_have_the_metrics_of_their_samples() -> None:
     for record in load_records(BASELINES):
-        assert differing_metrics(record) == []
+        assert check_metrics(record) == []
 
 
 def other_than(name: str, value: Any) -> Any:
