@@ -58,7 +58,6 @@ RECORDS = {
     "serving": "magicdec.serving.record:ServingRecord",
     "latency": "magicdec.latency.record:LatencyRecord",
     "plan": "magicdec.cost_model.plan:PlanRecord",
-    "stage_plan": "magicdec.cost_model.stage_plan:StagePlanRecord",
     "simulation": "magicdec.simulator.run:SimulationRecord",
 }
 # What computes norms, rotation and gates.

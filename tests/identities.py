@@ -1,18 +1,28 @@
 """What must hold between the metrics of a run and its samples: products of what was reported, where
-`magicdec/records/metrics.py` divides."""
+`magicdec/records/metrics.py` divides; and between the samples, which were measured separately.
+Every check raises AssertionError, naming both values, where it does not hold."""
 
 from __future__ import annotations
 
+import math
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
 from itertools import chain, pairwise
 
 from magicdec.names import BASELINE
-from magicdec.records.consistency import check_run, must_equal, must_not_exceed, unequal_threads
+from magicdec.records.comparison.values import is_close
+from magicdec.records.metrics import run_metrics
 from magicdec.records.performance import Metrics
 from magicdec.records.record import RunRecord
-from magicdec.records.samples import PassSamples, PrefillSamples
+from magicdec.records.samples import PassSamples, PrefillSamples, unequal_threads
 
+ROUNDING_MS = 1e-5  # a sample is rounded to 1e-6 ms; times a few samples
+PHASE_TOLERANCE = 0.01  # on CUDA phases have the device's clock and steps the host's
+BY_BATCH = (
+    *("begin_ms", "step_ms", "num_drafted", "num_accepted", "num_emitted"),
+    *("sequence_tokens", "sequence_ms"),
+)
 # The metrics that lie within their intervals. A speedup, which is a median, need not.
 INSIDE = (
     *("prefill_tokens_per_s", "decode_tokens_per_s"),
@@ -33,6 +43,30 @@ def check_record(record: RunRecord) -> None:
     bandwidth = record.environment.read_bandwidth_bytes_per_s
     assert bandwidth is not None
     check_identities(metrics, passes, record.prefill_samples, bandwidth)
+
+
+def check_metrics(record: RunRecord) -> list[str]:
+    """The names of the metrics of a record that are not what its samples give."""
+    if record.metrics is None:
+        return []
+    assert record.samples is not None and record.prefill_samples is not None
+    assert record.workload is not None
+    bandwidth = record.environment.read_bandwidth_bytes_per_s
+    assert bandwidth is not None
+    passes = {name: samples.restored() for name, samples in record.samples.items()}
+    is_random = record.workload.is_random
+    again = run_metrics(passes, record.prefill_samples, bandwidth, is_random)
+    strategy = record.config["decoding"]["strategy"]
+    parts = {"metrics": (record.metrics, again[strategy])}
+    if record.baseline_metrics is not None:
+        parts["baseline_metrics"] = record.baseline_metrics, again[BASELINE]
+    return [
+        f"{part}.{name}"
+        for part, (stored, computed) in parts.items()
+        if stored is not None
+        for name, value in asdict(stored).items()
+        if not is_close(value, getattr(computed, name))
+    ]
 
 
 def check_identities(
@@ -184,3 +218,95 @@ def ms_per_token(samples: PassSamples, batch: int, is_net: bool) -> float:
         total = samples.begin_ms[batch] + max(samples.sequence_ms[batch])
         total += 0.0 if samples.calibration_ms is None else samples.calibration_ms[batch]
     return total / sum(samples.sequence_tokens[batch])
+
+
+def must_equal(name: str, value: float, other: str, expected: float) -> None:
+    """Both values are the same up to rounding."""
+    if not math.isclose(value, expected, rel_tol=1e-6, abs_tol=ROUNDING_MS):
+        raise AssertionError(f"{name} is {value!r}, but {other} is {expected!r}")
+
+
+def must_not_exceed(name: str, value: float, other: str, limit: float) -> None:
+    """The value is at most the limit, up to rounding."""
+    if value > limit + ROUNDING_MS + 1e-6 * abs(limit):
+        raise AssertionError(f"{name} is {value!r}, but {other} is {limit!r}")
+
+
+def check_run(passes: Mapping[str, PassSamples], prefill: PrefillSamples) -> None:
+    """The samples of all passes of a run, by the name of the pass. No record can be made of passes
+    with unequal threads (`RunRecord`). The prompts of a batch are prefilled one after the other,
+    and the last is the end of it."""
+    for batch, (ms, ttft_ms) in enumerate(zip(prefill.prefill_ms, prefill.ttft_ms, strict=True)):
+        last = max(ttft_ms, default=0.0)
+        must_not_exceed(f"batch {batch}: the last TTFT", last, "prefill_ms", ms)
+        if any(later <= earlier for earlier, later in pairwise(ttft_ms)):
+            raise AssertionError(f"batch {batch}: ttft_ms {ttft_ms} does not rise from row to row")
+    for name, samples in passes.items():
+        check_samples(name, samples)
+
+
+def check_samples(name: str, samples: PassSamples) -> None:
+    """The samples of the pass of that name."""
+    counts = {key: len(getattr(samples, key)) for key in BY_BATCH}
+    if len(set(counts.values())) != 1:
+        raise AssertionError(f"{name}: numbers of batches differ: {counts}")
+    for batch in range(len(samples.step_ms)):
+        check_steps(f"{name}, batch {batch}", samples, batch)
+    check_phases(name, samples)
+    for key in ("begin_ms", "calibration_ms"):
+        for ms in getattr(samples, key) or ():
+            must_not_exceed(f"{name}: 0", 0.0, key, ms)
+
+
+def check_steps(batch_name: str, samples: PassSamples, batch: int) -> None:
+    """A step emits a token of each running sequence and one for each of its accepted drafts, up to
+    the sequence's end. No sequence ends before the steps that it took part in."""
+    lengths, ends_ms = samples.sequence_tokens[batch], samples.sequence_ms[batch]
+    remaining, steps_ms = list(lengths), 0.0
+    steps = zip(
+        samples.step_ms[batch], samples.num_drafted[batch], samples.num_accepted[batch],
+        samples.num_emitted[batch], strict=True,
+    )  # fmt: skip
+    for step, (ms, drafted, accepted, emitted) in enumerate(steps):
+        name = f"{batch_name}, step {step}"
+        running = [i for i, count in enumerate(remaining) if count > 0]
+        must_equal(f"{name}: rows", len(emitted), "running sequences", len(running))
+        verified = accepted if drafted or accepted else [0] * len(emitted)
+        counts = zip(verified, emitted, strict=False)
+        if (
+            len(verified) != len(emitted)
+            or any(not (0 <= n <= drafted and 1 <= tokens <= n + 1) for n, tokens in counts)
+            or (accepted and not drafted)
+        ):
+            raise AssertionError(
+                f"{name}: num_drafted {drafted}, num_accepted {accepted}, num_emitted {emitted}"
+            )
+        steps_ms += ms
+        for i, count, tokens in zip(running, verified, emitted, strict=True):
+            sequence = f"{name}, sequence {i}"
+            remaining[i] -= tokens
+            if remaining[i] == 0:
+                label = f"{sequence}: the time of its steps"
+                must_not_exceed(label, steps_ms, "its sequence_ms", ends_ms[i])
+            else:
+                must_equal(f"{sequence}: num_emitted", tokens, "1 + num_accepted", 1 + count)
+    for i, count in enumerate(remaining):
+        label = f"{batch_name}, sequence {i}: emitted tokens"
+        must_equal(label, lengths[i] - count, "its tokens", lengths[i])
+
+
+def check_phases(name: str, samples: PassSamples) -> None:
+    """Where phases are timed, every step has those of its kind, and they lie within the step."""
+    phases = {key: getattr(samples, key) for key in ("draft_ms", "verify_ms", "decode_ms")}
+    if not any(phases.values()):
+        return
+    drafted = list(chain.from_iterable(samples.num_drafted))
+    num_drafting = sum(count > 0 for count in drafted)
+    for key, times in phases.items():
+        of_kind = len(drafted) - num_drafting if key == "decode_ms" else num_drafting
+        must_equal(f"{name}: times in {key}", len(times), "steps that have it", of_kind)
+    draft, verify, decode = map(iter, phases.values())
+    for step, (ms, count) in enumerate(zip(chain(*samples.step_ms), drafted, strict=True)):
+        phases_ms = next(draft) + next(verify) if count else next(decode)
+        label, limit = f"{name}, step {step}: the time of its phases", ms * (1 + PHASE_TOLERANCE)
+        must_not_exceed(label, phases_ms, "its step_ms, with a tolerance,", limit)

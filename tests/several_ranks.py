@@ -14,13 +14,12 @@ from random import Random
 from typing import Any
 
 from conftest import Launch, decode, make_runner, tiny_transformer
-from identities import check_record
+from identities import check_metrics, check_record
 
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.strategy import Setup
 from magicdec.engine import Engine
 from magicdec.model.transformer import Transformer
-from magicdec.records.metrics import check_metrics
 from magicdec.records.reading import parse_line
 from magicdec.records.record import RunRecord
 from magicdec.request import Request

@@ -79,6 +79,20 @@ def start(
         sys.exit(conclude(prepared))
 
 
+def run_ranks(run: Callable[[Sequence[str], Launch], int]) -> NoReturn:
+    """Run a command on this rank: `run` gets the words of the command line and returns the exit
+    code. If another rank ends while this one needs it, every rank that is left names it."""
+    launch = read_launch()
+    try:
+        with naming_lost(launch):
+            code = run(sys.argv[1:], launch)
+    except ValueError as error:
+        refuse(error, launch)
+    except KeyboardInterrupt:
+        code = INTERRUPTED
+    sys.exit(code)
+
+
 def run_on_ranks(
     nproc: int | None,
     words: Sequence[str],

@@ -19,9 +19,8 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import OutputSection
 from magicdec.config.setting import same, setting
 from magicdec.gate.cases import Subject, config_of, margin_of, name_of, quick, standard_cases
-from magicdec.gate.coverage import failures, not_run
 from magicdec.gate.measuring import Result, measure, with_threads
-from magicdec.records.comparison.compare import compare
+from magicdec.records.comparison.compare import case_failed, compare
 from magicdec.records.comparison.conditions import describe
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord, append_records
@@ -68,7 +67,11 @@ def run_gate(values: Values) -> int:
     records = [result for result in results if isinstance(result, RunRecord)]
     if args.out is not None:
         append_records("--out", args.out, records)
-    failed = not_run(baselines, cases, args.quick) + failures(cases, results)
+    failed = [
+        case_failed(case, result)
+        for case, result in zip(cases, results, strict=True)
+        if isinstance(result, str)
+    ]
     return conclude(rule, failed + compare(records, cases, rule))
 
 

@@ -15,9 +15,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
-from magicdec.cli.flags import announce_backend, config_of, refuse, run_on_ranks
+from magicdec.cli.flags import announce_backend, config_of, run_on_ranks, run_ranks
 from magicdec.cli.parsing.parser import ConfigFile, Parser
 from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.config.capabilities import MOST_WATCHED, check_budget, policy_called
@@ -27,10 +27,9 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection, OutputSection, WorkloadSection
 from magicdec.config.setting import same, setting
 from magicdec.console import labelled
-from magicdec.distributed.groups import Launch, read_launch
-from magicdec.distributed.ranks import INTERRUPTED, find_world_size
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.ranks import find_world_size
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.distributed.watching.watch import naming_lost
 from magicdec.latency.record import (
     KV_FIELDS,
     Grid,
@@ -82,36 +81,29 @@ class GridSection:
     csv: Path | None = setting(None, "Write the rows to this file, a line a forward.")
 
 
-def main() -> NoReturn:
+def run(words: Sequence[str], launch: Launch) -> int:
     """Measure on all ranks; the first prints the table and writes the files."""
-    launch = read_launch()
-    try:
-        asked, grid, args = parse(sys.argv[1:])
-        nproc = asked.parallel.nproc
-        asked.check(find_world_size(nproc, launch))
-        run_on_ranks(nproc, sys.argv[1:], launch, partial(check_heads, asked))
-        resolved, source, memory = prepare(asked, grid, launch)
-    except ValueError as error:
-        refuse(error, launch)
+    asked, grid, args = parse(words)
+    nproc = asked.parallel.nproc
+    asked.check(find_world_size(nproc, launch))
+    run_on_ranks(nproc, words, launch, partial(check_heads, asked))
+    resolved, source, memory = prepare(asked, grid, launch)
     announce_backend(resolved, launch)
     if launch.rank == 0:
         print(labelled("memory", memory), flush=True)
     from magicdec.latency.forwards import measure
 
-    try:
-        with naming_lost(launch):
-            config, environment, rows = measure(resolved, grid, source, launch)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    config, environment, rows = measure(resolved, grid, source, launch)
     if launch.rank == 0:
         record = make_record(config, grid, source, environment, rows)
         try:
             write(record, args)
-        except ValueError as error:
-            refuse(error, launch)
         finally:
             print_tables(tables([record]))
-    sys.exit(0)
+    return 0
+
+
+main = partial(run_ranks, run)
 
 
 def write(record: LatencyRecord, args: GridSection) -> None:

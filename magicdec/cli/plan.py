@@ -22,12 +22,9 @@ from magicdec.config.sections import (
     KVSection,
     ModelSection,
     OutputSection,
-    StagesSection,
     WorkloadSection,
 )
 from magicdec.config.setting import same, setting
-from magicdec.cost_model import plan as plans
-from magicdec.cost_model import stage_plan as stage_plans
 from magicdec.cost_model.costs import Deployment
 from magicdec.cost_model.curves import (
     AcceptanceSection,
@@ -36,23 +33,17 @@ from magicdec.cost_model.curves import (
     is_file,
     longest,
 )
-from magicdec.cost_model.plan import DTYPE_BYTES, Plan
+from magicdec.cost_model.plan import DTYPE_BYTES, Plan, make_record, tables
 from magicdec.cost_model.speculation import Choice
-from magicdec.cost_model.stage_plan import StagePlan
-from magicdec.distributed.layer_split import count_stages
 from magicdec.hardware.ceiling_file import Hardware, Link, load_machine
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.presets import find_config
 from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIES
-from magicdec.records.record import Record, append_records
+from magicdec.records.record import append_records
 from magicdec.tables import print_tables
 
 MAX_GAMMA = 8
 LONG_CONTEXT = 1 << 20  # tokens; a policy runs again no more than of this many
-SPECULATION = (  # settings that --stages does not read
-    *("plan.acceptance", "plan.conditional_acceptance", "plan.acceptance_gamma", "plan.draft"),
-    *("plan.budget", "plan.kv_policy", "plan.gen_len", "plan.max_gamma"),
-)
 
 
 @dataclass(frozen=True)
@@ -103,19 +94,13 @@ class PlanSection(AcceptanceSection):
         "--acceptance has.",
         least=1,
     )
-    tp: int = setting(
-        1,
-        "Ranks that share the model, or each stage of it, by tensor parallelism.",
-        least=1,
-    )
+    tp: int = setting(1, "Ranks that share the model by tensor parallelism.", least=1)
     nodes: int = same(ClusterSection, "nodes", 1)
-    stages: int | None = same(ClusterSection, "stages")
-    layer_split: str | None = same(StagesSection, "layer_split")
     out: Path | None = same(OutputSection, "results", None, is_default=True)
 
     @property
     def ranks_per_node(self) -> int:
-        return self.tp * (self.stages or 1) // self.nodes
+        return self.tp // self.nodes
 
     @property
     def machine_source(self) -> str:
@@ -127,26 +112,16 @@ def predict(values: Values) -> int:
     """Predict what the flags ask for, keep it and print it."""
     args = values[PlanSection]
     refuse_idle(args, values)
-    record: Record
-    if args.stages is None:
-        record = plans.make_record(make_plan(args))
-        tables = plans.tables([record])
-    else:
-        record = stage_plans.make_record(make_stage_plan(args))
-        tables = stage_plans.tables([record])
+    record = make_record(make_plan(args))
     record = replace(record, config=record.config | {"flags": given_flags(values)})
     if args.out is not None:
         append_records("--out", args.out, [record])
-    print_tables(tables)
+    print_tables(tables([record]))
     return 0
 
 
 def refuse_idle(args: PlanSection, values: Values) -> None:
     """Raises ValueError for a flag that was given and would do nothing."""
-    if args.stages is None:
-        values.refuse_given(["plan.layer_split"], "it is for --stages")
-    else:
-        values.refuse_given(SPECULATION, f"--stages {args.stages} predicts no speculation")
     if args.acceptance is None or any(map(is_file, args.acceptance)):
         values.refuse_given(["plan.acceptance_gamma"], "it is for an --acceptance that is a rate")
     if args.ranks_per_node == 1:
@@ -207,40 +182,10 @@ def find_model(args: PlanSection) -> ModelConfig:
     return config
 
 
-def make_stage_plan(args: PlanSection) -> StagePlan:
-    """Raises ValueError, one line naming the flag, for errors that a user can correct."""
-    config, tp, machine = find_model(args), args.tp, args.machine
-    stages = f"--stages {args.stages}"
-    assert args.stages is not None, "it chose this prediction"
-    if (num_stages := count_stages(args.layer_split, args.stages)) != args.stages:
-        raise ValueError(f"{stages}: --layer_split {args.layer_split} has {num_stages} stages")
-    per_node = args.ranks_per_node
-    if args.stages * tp % args.nodes or (per_node % tp and tp % per_node):
-        raise ValueError(
-            f"--nodes {args.nodes}: {stages} of --tp {tp} ranks cannot be divided evenly "
-            "among so many hosts"
-        )
-    plan = StagePlan(
-        stage=find_target(args, config, max(1, tp // per_node)),
-        num_stages=args.stages,
-        nodes=args.nodes,
-        layer_split=args.layer_split,
-        shares_host=machine is not None and load_machine(machine).description.get("gpu") is None,
-        dtype=args.dtype,
-        machine_source=args.machine_source,
-        lane_sizes=args.B,
-        prefix_lens=args.prefix_len,
-    )
-    plan.layers(plan.lane_sizes[0], plan.prefix_lens[0])
-    return plan
-
-
 def make_plan(args: PlanSection) -> Plan:
     """Raises ValueError, one line naming the flag, for errors that a user can correct."""
     if args.acceptance is None and args.conditional_acceptance is None:
-        raise ValueError(
-            "give --acceptance or --conditional_acceptance, which only --stages does without"
-        )
+        raise ValueError("give --acceptance or --conditional_acceptance")
     config = find_model(args)
     if args.tp % args.nodes:
         raise ValueError(f"--nodes {args.nodes} does not divide --tp {args.tp}")
@@ -303,7 +248,6 @@ def find_draft(args: PlanSection, target: Deployment) -> Deployment:
 main = LoneCommand(
     predict,
     "Predict when speculation is faster than autoregressive decoding, from the model's shape and "
-    "the machine's speed; or, with --stages, what a pipeline of stages gives next to tensor "
-    "parallelism and to one process.",
+    "the machine's speed.",
     {"file": ConfigFile(), "plan": PlanSection()},
 )

@@ -12,17 +12,16 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
-from magicdec.cli.flags import refuse, run_on_ranks
+from magicdec.cli.flags import run_on_ranks, run_ranks
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import ParallelSection, WrittenSection
-from magicdec.distributed.groups import read_launch
-from magicdec.distributed.ranks import INTERRUPTED, find_world_size
-from magicdec.distributed.watching.watch import naming_lost
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.ranks import find_world_size
 from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.records.metric_tables import fixed
 from magicdec.records.writing import check_writable
@@ -31,35 +30,27 @@ from magicdec.tables import Column, Table
 BUSY = 0.25  # load average for each core from which the host is called busy
 
 
-def main() -> NoReturn:
+def run(words: Sequence[str], launch: Launch) -> int:
     """Measure on all ranks. Rank 0 writes the file and prints the results."""
-    launch = read_launch()
-    try:
-        out, config = parse(sys.argv[1:])
-        nproc = config.parallel.nproc
-        config.check(find_world_size(nproc, launch))
-        run_on_ranks(nproc, sys.argv[1:], launch)
-        from magicdec.hardware.environment import probe_machine
-        from magicdec.probe import measure
+    out, config = parse(words)
+    nproc = config.parallel.nproc
+    config.check(find_world_size(nproc, launch))
+    run_on_ranks(nproc, words, launch)
+    from magicdec.hardware.environment import probe_machine
+    from magicdec.probe import measure
 
-        machine = probe_machine(launch)
-        resolved = resolve(config, machine)
-    except ValueError as error:
-        refuse(error, launch)
+    machine = probe_machine(launch)
+    resolved = resolve(config, machine)
     if launch.rank == 0:
         warn_of_load(os.getloadavg()[0], machine.num_cpus)
-    try:
-        with naming_lost(launch):
-            results = measure(resolved, machine, launch)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+    results = measure(resolved, machine, launch)
     if launch.rank == 0:
-        try:
-            results.save(out)
-        except ValueError as error:
-            refuse(error, launch)
+        results.save(out)
         print_machine(results, out)
-    sys.exit(0)
+    return 0
+
+
+main = partial(run_ranks, run)
 
 
 def warn_of_load(load: float, num_cpus: int) -> None:

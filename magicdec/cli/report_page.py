@@ -10,7 +10,7 @@ from pathlib import Path
 from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.parser import Values
 from magicdec.cli.parsing.record_files import RUN, FilesSection, read_every_kind
-from magicdec.config.sections import DecodingSection, WrittenSection
+from magicdec.config.sections import WrittenSection
 from magicdec.config.setting import same, setting
 
 KINDS = (RUN, "serving")  # of records
@@ -21,29 +21,25 @@ class ReportSection(FilesSection):
     """The page, and what is on it."""
 
     out: Path = same(WrittenSection, "out", ..., metavar="DIR")
-    machine: Path | None = same(DecodingSection, "machine")
     no_figure_files: bool = setting(
         False, "Write no PNG and SVG files; the figures are in the page alone."
     )
-    title: str = setting("MagicDec report", "The title of the page.", metavar="TEXT")
 
 
 def write_page(values: Values) -> int:
     args = values[ReportSection]
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is not a directory; name one to write to")
-    from magicdec.hardware.ceiling_file import load_machine
     from magicdec.report.frame import report_rows
     from magicdec.report.page import PAGE, make_report, write_report
 
-    machine = None if args.machine is None else load_machine(args.machine)
     rows = [
         row
         for number, (path, record) in enumerate(read_every_kind(args, KINDS), 1)
         for row in report_rows(number, str(path), record)
     ]
     command = ["magicdec", "report", *sys.argv[1:]]
-    report = make_report(args.title, command, not args.no_figure_files, rows, machine)
+    report = make_report(command, not args.no_figure_files, rows)
     write_report(args.out, report)
     for section in report.sections:
         for figure in section.left_out:

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from magicdec.cli.flags import announce_backend, config_of, refuse, run_on_ranks, sections_of
+from magicdec.cli.flags import announce_backend, config_of, run_on_ranks, run_ranks, sections_of
 from magicdec.cli.parsing.ignored import refuse_ignored
 from magicdec.cli.parsing.parser import ConfigFile, Parser, Values
 from magicdec.cli.parsing.rank_checks import check_nproc
@@ -33,9 +33,9 @@ from magicdec.config.sections import (
 )
 from magicdec.config.setting import setting
 from magicdec.console import labelled, spinner
-from magicdec.distributed.groups import Launch, read_launch
+from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import INTERRUPTED, find_world_size
-from magicdec.distributed.watching.watch import naming_lost, watch_ranks
+from magicdec.distributed.watching.watch import watch_ranks
 from magicdec.figures import check_picture
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.pipelined_speculation.options import Options
@@ -377,30 +377,8 @@ def conclude(record_file: RecordFile, records: Sequence[ServingRecord]) -> int:
 
 
 def run(name: str) -> NoReturn:
-    """The command of that name, on this rank. If another rank ends while this one needs it, every
-    rank that is left names it."""
-    launch, words = read_launch(), sys.argv[1:]
-    try:
-        with naming_lost(launch):
-            code = COMMANDS[name].parse(words, launch).run(words, launch)
-    except ValueError as error:
-        refuse(error, launch)
-    except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
-    sys.exit(code)
+    """The command of that name, on this rank."""
+    run_ranks(lambda words, launch: COMMANDS[name].parse(words, launch).run(words, launch))
 
 
-def main() -> NoReturn:
-    run("serve")
-
-
-def inflight() -> NoReturn:
-    run("inflight")
-
-
-def recurrent() -> NoReturn:
-    run("recurrent")
-
-
-def pipeline() -> NoReturn:
-    run("pipeline")
+main, inflight, recurrent, pipeline = (partial(run, name) for name in COMMANDS)

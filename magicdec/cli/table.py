@@ -1,6 +1,5 @@
-"""`magicdec table FILE...`: prints records as a table, or checks their metrics. Owns the command
-line; `report/listing.py` makes the table of runs, the other commands have tables of their own, and
-`records/metrics.py` checks."""
+"""`magicdec table FILE...`: prints records as tables. Owns the command line;
+`report/listing.py` makes the table of runs, and the other commands have tables of their own."""
 
 from __future__ import annotations
 
@@ -8,22 +7,16 @@ import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.parser import Values
 from magicdec.cli.parsing.record_files import TABLES, FilesSection, commands_of
 from magicdec.config.setting import setting
 from magicdec.names import RECORDS, load_named
-from magicdec.records.comparison.conditions import describe
-from magicdec.records.metrics import check_metrics
-from magicdec.records.reading import load_records, read_records
+from magicdec.records.reading import read_records
 from magicdec.records.record import Record, RunRecord
-from magicdec.report.listing import NARROW, SORT_KEYS, list_records
-from magicdec.report.settings import SETTINGS
+from magicdec.report.listing import NARROW, list_records
 from magicdec.tables import FORMATS, print_tables
-
-RUN_FLAGS = ("group_by", "sort", "reverse")
 
 
 @dataclass(frozen=True)
@@ -33,52 +26,21 @@ class TableSection(FilesSection):
     kind: str | None = setting(
         None, "Only records of this kind.", choices=tuple(RECORDS), other_defaults="run in config"
     )
-    group_by: tuple[str, ...] = setting(
-        (),
-        "One line for each combination of these settings, such as B or kv_policy, with the number "
-        "of runs and the median of each metric.",
-        metavar="KEY",
-        choices=tuple(SETTINGS),
-    )
-    sort: str | None = setting(
-        None,
-        "Sort by a metric, the largest first, or by a setting, the smallest first. Default: the "
-        "order of the files.",
-        metavar="KEY",
-        choices=tuple(SORT_KEYS),
-    )
-    reverse: bool = setting(False, "The opposite order of --sort.")
     format: str = setting(
         "text",
         "text fits the terminal; latex needs the package booktabs; csv has unrounded numbers, of "
         "runs every column, and where there are runs no other kind without --kind.",
         choices=("text", *FORMATS),
     )
-    check: bool = setting(
-        False,
-        "Compute every metric again from the samples in its record, in place of the table. The "
-        "exit code is 1 if one differs or a record has no samples.",
-    )
-
-    def __post_init__(self) -> None:
-        """Raises ValueError for a key that a grouped table does not have."""
-        if self.group_by and self.sort in SETTINGS and self.sort not in self.group_by:
-            raise ValueError(f"--sort {self.sort} is not in the table; add it to --group_by")
 
 
 def show(values: Values) -> int:
     """Print the runs as one table, and then the records of each other command as the command itself
-    did. Raises ValueError for a flag that has nothing to work on."""
+    did."""
     args = values[TableSection]
-    if args.check:
-        return check({path: load_records(path, is_strict=True) for path in args.files})
     others: list[Record] = []
     kinds = (args.kind,) if args.kind else tuple(RECORDS)
-    is_ascending = None if not args.reverse else args.sort not in SETTINGS
-    listing = list_records(runs_of(args, kinds, others), args.group_by, args.sort, is_ascending)
-    if others and not listing.rows:
-        reason = "it is for records of runs, and there are none"
-        values.refuse_given([f"table.{name}" for name in RUN_FLAGS], reason)
+    listing = list_records(runs_of(args, kinds, others))
     others.sort(key=lambda record: kinds.index(record.kind))
     commands = list(commands_of(others))
     tables = [load_named(TABLES, command[0].kind)(command) for command in commands]
@@ -105,22 +67,6 @@ def runs_of(args: FilesSection, kinds: Sequence[str], others: list[Record]) -> I
                 yield record
             elif record.kind in kinds:
                 others.append(record)
-
-
-def check(files: dict[Path, list[RunRecord]]) -> int:
-    """Check the metrics of all records. Returns the exit code."""
-    num_records = num_wrong = 0
-    for path, records in files.items():
-        for number, record in enumerate(records, 1):
-            try:
-                problems = [f"{name} differs from its samples" for name in check_metrics(record)]
-            except ValueError as error:
-                problems = [f"its metrics cannot be computed again, {error}"]
-            for problem in problems:
-                print(f"{path}: record {number} ({describe(record)}): {problem}")
-            num_records, num_wrong = num_records + 1, num_wrong + bool(problems)
-    print(f"{num_records - num_wrong} of {num_records} records have the metrics of their samples")
-    return int(num_wrong > 0)
 
 
 main = LoneCommand(

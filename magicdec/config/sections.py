@@ -435,9 +435,7 @@ class ClusterSection:
     )
     stages: tuple[int, ...] | None = setting(
         None,
-        "Number of stages of a pipeline. A plan predicts a ring of samples on them, as `magicdec "
-        "recurrent` runs it, in place of speculation. Default of simulate: 4; with --nodes, every "
-        "number that divides them.",
+        "Number of stages of a pipeline. Default: 4; with --nodes, every number that divides them.",
         least=1,
     )
 

@@ -57,8 +57,7 @@ class Estimates:
 
 def verifications(samples: PassSamples) -> Iterator[tuple[int, int, int, int]]:
     """(prompt, draft tokens, accepted ones, emitted tokens) of each verification. A step has counts
-    for the rows that still run, in order; a row runs until it has emitted all of its tokens.
-    Whether the samples contradict each other is checked elsewhere (`consistency.py`)."""
+    for the rows that still run, in order; a row runs until it has emitted all of its tokens."""
     first = 0
     for lengths, *of_batch in zip(
         samples.sequence_tokens, samples.num_drafted, samples.num_accepted, samples.num_emitted,

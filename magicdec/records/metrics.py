@@ -1,5 +1,5 @@
-"""Computes the metrics of a record from its samples and nothing else, so that they can be computed
-again from the record. A metric that does not apply is None, never 0.
+"""Computes the metrics of a record from its samples and nothing else. A metric that does not apply
+is None, never 0.
 
 Definitions: TTFT begins when the batch is submitted. TPOT of a sequence is its decode time / the
 number of tokens after its first. The acceptance metrics are defined in `acceptance.py`. The speedup
@@ -14,16 +14,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 from magicdec.names import BASELINE
 from magicdec.records.acceptance import acceptance_metrics
-from magicdec.records.consistency import check_run
 from magicdec.records.intervals import ratio_interval, speed_interval
 from magicdec.records.performance import Metrics, without_chance
-from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples, PrefillSamples, SamplesRecord
 
 
@@ -158,50 +155,6 @@ def _break_even(added: float, base_added: float, each: float, base_each: float) 
     if each >= base_each:
         return math.inf
     return max(0, math.floor((added - base_added) / (base_each - each))) + 2
-
-
-def check_metrics(record: RunRecord) -> list[str]:
-    """Compute the metrics of a record again from its samples. Returns the names of those that
-    differ. Raises ValueError if its samples are not complete or contradict each other."""
-    if record.metrics is None:
-        return []
-    prefill, bandwidth = record.prefill_samples, record.environment.read_bandwidth_bytes_per_s
-    if record.samples is None or prefill is None or bandwidth is None:
-        raise ValueError("it has no samples")
-    passes = {name: samples.restored() for name, samples in record.samples.items()}
-    is_random = record.workload is not None and record.workload.is_random
-    if not is_random:  # otherwise some counts were withheld
-        try:
-            check_run(passes, prefill)
-        except AssertionError as error:
-            raise ValueError(f"its samples contradict each other: {error}") from None
-    metrics = run_metrics(passes, prefill, bandwidth, is_random)
-    strategy = record.config["decoding"]["strategy"]
-    baseline = metrics.get(BASELINE) if strategy != BASELINE else None
-    names = [
-        f"samples.{name}.num_tokens"
-        for name, samples in record.samples.items()
-        if samples.num_tokens != passes[name].num_tokens
-    ]
-    names += differences("metrics", record.metrics, metrics.get(strategy))
-    return names + differences("baseline_metrics", record.baseline_metrics, baseline)
-
-
-def differences(name: str, one: Metrics | None, other: Metrics | None) -> list[str]:
-    """The names of the metrics in which `one` differs from `other` by more than rounding."""
-    if one is None or other is None:
-        return [] if one is other else [name]
-    values, others = asdict(one), asdict(other)
-    return [f"{name}.{key}" for key in values if not is_close(values[key], others[key])]
-
-
-def is_close(one: Any, other: Any) -> bool:
-    """Whether two numbers, lists of numbers or Nones are equal, except for the rounding of sums."""
-    if not isinstance(one, float | list) or other is None:
-        return bool(one == other)
-    if isinstance(one, list):
-        return len(one) == len(other) and all(map(is_close, one, other))
-    return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)
 
 
 def calibration_ms(samples: PassSamples) -> float | None:

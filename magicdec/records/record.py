@@ -13,12 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from magicdec.records.consistency import unequal_threads
 from magicdec.records.correctness import Correctness
 from magicdec.records.environment import Environment, MemoryRecord
 from magicdec.records.fields import Part, recorded
 from magicdec.records.performance import Metrics
-from magicdec.records.samples import PrefillSamples, SamplesRecord
+from magicdec.records.samples import PrefillSamples, SamplesRecord, unequal_threads
 from magicdec.records.workload import WorkloadRecord
 from magicdec.records.writing import append_line, to_json
 

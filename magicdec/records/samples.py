@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
+from itertools import chain
 from typing import Any
 
 from magicdec.records.fields import Part, recorded
@@ -190,3 +191,20 @@ class PrefillSamples(Part):
         firsts = [(r.arrived_s, r.first_token_s) for r in requests]
         self.ttft_ms.append([to_ms(at - arrived) for arrived, at in firsts if at is not None])
         self.num_tokens.append(sum(len(r.prompt_ids) for r in requests))
+
+
+def unequal_threads(passes: Mapping[str, SamplesRecord]) -> str | None:
+    """Where the passes of a run had other ranks or threads than its first pass had in its first
+    batch, or do not say so in each batch; None if they had equal ones."""
+    first = next(chain.from_iterable(samples.threads for samples in passes.values()), None)
+    for name, samples in passes.items():
+        num_known, count = len(samples.threads), len(samples.step_ms)
+        if num_known != count:
+            return f"{name} has the threads of {num_known} batches, but there are {count}"
+        for batch, threads in enumerate(samples.threads):
+            if threads != first:
+                return (
+                    f"{name}, batch {batch}: the ranks had {threads} threads, but {first} in the "
+                    "first batch of the run"
+                )
+    return None

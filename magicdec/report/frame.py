@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,6 @@ import pandas as pd
 from magicdec.names import BASELINE
 from magicdec.records.acceptance import verifications
 from magicdec.records.fields import Part
-from magicdec.records.metrics import tpots
 from magicdec.records.performance import SUFFIX, Metrics
 from magicdec.records.record import MeasuredRecord, Record, RunRecord
 from magicdec.records.table import method
@@ -78,14 +76,13 @@ def report_rows(number: int, source: str, record: Record) -> Iterator[Row]:
 
 
 def _about_run(record: RunRecord, name: str) -> Row:
-    """The settings of a run, its methods, and the times of each sequence of the pass of that name.
+    """The settings of a run, its methods, and what the pass of that name accepted of its drafts.
     The row of the requested strategy `is_run`."""
     values, baseline = settings(record), record.baseline_metrics
     drafts = (values["drafter"], values["kv_policy"])
     is_run = name == record.config["decoding"]["strategy"]
-    # The times of a run that diverged are no result.
+    # What a run that diverged accepted is no result.
     samples = record.samples.get(name) if record.samples and record.passed else None
-    prefill = record.prefill_samples if is_run and record.passed else None
     judged = verifications(samples.restored()) if samples else ()
     return values | {
         "autoregressive_step_ms": None if baseline is None else baseline.mean_step_ms,
@@ -95,8 +92,6 @@ def _about_run(record: RunRecord, name: str) -> Row:
         "series": BASELINE
         if not is_run or is_baseline(record)
         else ", ".join(str(part) for part in drafts if part is not None),
-        "ttft_ms": list(chain.from_iterable(prefill.ttft_ms)) if prefill else [],
-        "tpot_ms": tpots(samples) if samples else [],
         "accepted": Counter(num_accepted for _, _, num_accepted, _ in judged),
     }
 

@@ -1,4 +1,4 @@
-"""Many records as one table, with a line for each run or for each group of runs.
+"""Many records as one table, with a line for each run.
 
 Owns the choice of rows and columns and their order. Imports no torch.
 """
@@ -6,11 +6,11 @@ Owns the choice of rows and columns and their order. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from magicdec.records.performance import SUFFIX, Metrics
 from magicdec.records.record import RunRecord
-from magicdec.report.settings import SETTINGS, Setting, rank, settings
+from magicdec.report.settings import Setting, settings
 from magicdec.tables import Column, Shown, Table
 
 Row = dict[str, Setting]
@@ -20,7 +20,7 @@ TEXT_COLUMNS = ("model", "draft_model", "drafter", "kv_policy", "status")
 LABELS = {
     "model": "model", "draft_model": "draft", "drafter": "drafter", "kv_policy": "kv_policy",
     "budget": "budget", "gamma": "gamma", "ranks": "ranks", "B": "B", "prefix_len": "prefix",
-    "runs": "runs", "decode_tokens_per_s": "tokens/s", "speedup": "speedup", "net_speedup": "net",
+    "decode_tokens_per_s": "tokens/s", "speedup": "speedup", "net_speedup": "net",
     "acceptance_rate": "accept", "roofline_fraction": "roof", "status": "status",
 }  # fmt: skip
 GAMMA = "\N{GREEK SMALL LETTER GAMMA}"
@@ -32,10 +32,7 @@ DIGITS = {
     "acceptance_rate": 3,
     "roofline_fraction": 2,
 }
-# Metrics that are one number, all of which can be sorted by.
-METRICS = tuple(f.name for f in fields(Metrics) if "list" not in str(f.type))
 HALF = "half of the interval of "  # before the key of a metric: its key in a row
-SORT_KEYS = (*SETTINGS, *METRICS)
 
 
 @dataclass(frozen=True)
@@ -53,9 +50,7 @@ class Listing:
         above, below = list[str](), list[str]()
         if form != "csv":
             values = {key: {row[key] for row in rows} for key in columns}
-            same = [
-                key for key in columns if len(values[key]) == 1 and key not in (*DIGITS, "runs")
-            ]
+            same = [key for key in columns if len(values[key]) == 1 and key not in DIGITS]
             constants = {k: rows[0][k] for k in same if len(rows) > 1 and rows[0][k] is not None}
             columns = [key for key in columns if key not in constants and values[key] != {None}]
             texts = [f"{LABELS.get(key, key)} {_cell(key, v)}" for key, v in constants.items()]
@@ -73,46 +68,15 @@ class Listing:
         )  # fmt: skip
 
 
-def list_records(
-    records: Iterable[RunRecord],
-    group_by: Sequence[str] = (),
-    sort: str | None = None,
-    is_ascending: bool | None = None,
-) -> Listing:
-    """A row for each record, or for each combination of the settings `group_by`. A row of a group
-    has the number of its runs and the median of each metric over those that have it. The order is
-    that of the records, or by `sort`: metrics from the largest and settings from the smallest,
-    unless `is_ascending` is given. Rows without the value come last."""
+def list_records(records: Iterable[RunRecord]) -> Listing:
+    """A row for each record, in their order."""
     rows = [
-        settings(r)
-        | {name: getattr(r.metrics, name, None) for name in METRICS}
-        | _halves(r.metrics)
+        settings(r) | {name: getattr(r.metrics, name, None) for name in DIGITS} | _halves(r.metrics)
         for r in records
     ]
     for row in rows:
         row["drafter"] = row["drafter"] or "none"
-    columns = tuple(key for key in LABELS if key != "runs")
-    if group_by:
-        rows = _grouped(rows, list(group_by))
-        columns = (*group_by, "runs", *DIGITS)
-    if sort is not None:
-        rising = sort not in METRICS if is_ascending is None else is_ascending
-        with_value = [row for row in rows if row[sort] is not None]
-        with_value.sort(key=lambda row: rank(row[sort]), reverse=not rising)
-        rows = with_value + [row for row in rows if row[sort] is None]
-    return Listing(columns, rows)
-
-
-def _grouped(rows: list[Row], group_by: list[str]) -> list[Row]:
-    """The number of the runs of each group, and the median of each metric."""
-    import pandas as pd
-
-    frame = pd.DataFrame(rows, dtype=object)[[*dict.fromkeys([*group_by, *METRICS])]]
-    metrics = frame[list(METRICS)].astype(float)
-    keys = [frame[key] for key in group_by]
-    groups = metrics.groupby(keys, dropna=False, sort=False)
-    medians = groups.median().assign(runs=groups.size()).reset_index().astype(object)
-    return medians.where(medians.notna(), None).to_dict("records")
+    return Listing(tuple(LABELS), rows)
 
 
 def _halves(metrics: Metrics | None) -> Row:
@@ -140,9 +104,9 @@ def _compact(columns: Sequence[str], rows: list[Row]) -> tuple[Sequence[str], li
 def _cell(key: str, value: Setting, half: Setting = None) -> str:
     if value is None:
         return ""
-    if key not in METRICS or not isinstance(value, float):
+    if key not in DIGITS or not isinstance(value, float):
         return str(value)
-    digits = DIGITS.get(key, 2)
+    digits = DIGITS[key]
     if half is None:
         return f"{value:.{digits}f}"
     digits = min(2, digits)  # no more than the interval says

@@ -13,7 +13,6 @@ from tempfile import TemporaryDirectory
 import pandas as pd
 
 from magicdec.figures import styled
-from magicdec.hardware.ceiling_file import MachineFile
 from magicdec.names import BASELINE
 from magicdec.report.figures.panels import Drawn, LeftOut
 from magicdec.report.figures.passes import (
@@ -22,11 +21,9 @@ from magicdec.report.figures.passes import (
     draw_lengths,
     draw_pareto,
     draw_roofline,
-    draw_tpot,
-    draw_ttft,
 )
 from magicdec.report.figures.served import draw_served, tables_of
-from magicdec.report.figures.speedup import draw_predicted, draw_speedup
+from magicdec.report.figures.speedup import draw_speedup
 from magicdec.report.figures.steps import draw_phases
 from magicdec.report.frame import Row, frame_of
 from magicdec.report.tables import (
@@ -68,7 +65,6 @@ class Section:
 class Report:
     """What the page shows. `command` wrote it. `has_figure_files`: beside it, as PNG and SVG."""
 
-    title: str
     command: str
     has_figure_files: bool
     sections: list[Section]
@@ -78,11 +74,9 @@ class Report:
 
 
 def make_report(
-    title: str,
     command: Sequence[str],
     has_figure_files: bool,
     rows: Sequence[Row],
-    machine: MachineFile | None,
 ) -> Report:
     """Draw the figures and make the tables of records: rows of `report_rows`."""
     frame = frame_of(rows)
@@ -90,7 +84,7 @@ def make_report(
     served = frame[frame["kind"] == "serving"]
     sections = []
     if not runs.empty:
-        outcomes = draw_runs(frame[frame["has_result"].astype(bool)], machine)
+        outcomes = draw_runs(frame[frame["has_result"].astype(bool)])
         sections.append(Section("Runs", summary(runs), outcomes, [runs_table(runs)]))
     if not served.empty:
         lines = [f"{len(served):,} passes: {', '.join(served['pass'].unique())}."]
@@ -100,11 +94,11 @@ def make_report(
     tables = [environments_table(of_records), commands_table(of_records)]
     commands = list(of_records["command"].unique())
     revisions = sorted(of_records["environment.revision"].dropna().unique())
-    return Report(title, shlex.join(command), has_figure_files, sections, tables, commands,
+    return Report(shlex.join(command), has_figure_files, sections, tables, commands,
                   revisions)  # fmt: skip
 
 
-def draw_runs(frame: pd.DataFrame, machine: MachineFile | None) -> list[Drawn | LeftOut]:
+def draw_runs(frame: pd.DataFrame) -> list[Drawn | LeftOut]:
     """Draw every figure that the passes of runs can feed. `frame` has those with a result."""
     passes = frame[frame["kind"] == "run"]
     runs = passes[passes["is_run"].astype(bool)]
@@ -117,9 +111,6 @@ def draw_runs(frame: pd.DataFrame, machine: MachineFile | None) -> list[Drawn | 
             draw_lengths(runs),
             draw_phases(runs),
             draw_roofline(passes),
-            draw_ttft(passes),
-            draw_tpot(passes),
-            draw_predicted(runs, machine),
         ]
 
 

@@ -4,7 +4,7 @@ commands."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 
 import pandas as pd
@@ -12,7 +12,7 @@ import pandas as pd
 from magicdec.records.fields import Recorded, described_fields
 from magicdec.records.performance import SUFFIX, Metrics
 from magicdec.report.frame import ENVIRONMENT, Row, frame_of
-from magicdec.report.listing import LABELS, METRICS
+from magicdec.report.listing import LABELS
 from magicdec.report.settings import SETTINGS
 from magicdec.tables import Shown, Table
 
@@ -23,6 +23,8 @@ SHOWN_METRICS = (
     *("decode_tokens_per_s", "speedup", "net_speedup", "acceptance_rate", "acceptance_length"),
     *("p50_tpot_ms", "mean_ttft_ms", "roofline_fraction"),
 )
+# Metrics that are one number.
+METRICS = tuple(f.name for f in fields(Metrics) if "list" not in str(f.type))
 PER_RUN = ("time_utc", "argv", "host_load", "read_bandwidth_bytes_per_s", "gpu_sm_mhz",
            "gpu_most_sm_mhz", "gpu_slowed_by")  # fmt: skip
 MISSING = Shown("", -1e300)  # a metric without a value is sorted before all others

@@ -135,10 +135,8 @@ PROPERTIES = (
         (
             Fault("a change over the new rate", "records/comparison/change.py",
                   "np.log(after / before)", "np.log(before / after)"),
-            Fault("spreads of different prompts averaged", "records/comparison/change.py",
-                  "math.hypot(*errors)", "sum(errors) / len(errors)"),
-            Fault("pairs of the same prompts taken for independent", "records/comparison/change.py",
-                  "groups.setdefault(pair.prompts, [])", "groups.setdefault(id(pair), [])"),
+            Fault("one degree of freedom too many", "records/comparison/change.py",
+                  "quantile(num_prompts - 1, level)", "quantile(num_prompts, level)"),
         ),
     ),
     Property(

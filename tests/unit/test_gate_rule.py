@@ -5,12 +5,12 @@ from __future__ import annotations
 import math
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from conftest import ROOT, Command
+from identities import check_metrics
 from synthetic_records import drawn, parse_record, record_of, with_fields, with_losses
 from synthetic_samples import draw_chances, draw_pass
 from test_compare import diverged, failed, with_ties
@@ -21,12 +21,10 @@ from magicdec.records.comparison.change import Pair, change_of, pair_of
 from magicdec.records.comparison.compare import (
     Match,
     compare,
-    contradiction_of,
     exit_code,
     level_for,
 )
 from magicdec.records.comparison.conditions import weight_dtypes
-from magicdec.records.metrics import check_metrics
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 
@@ -102,7 +100,7 @@ def test_unchanged_acceptance_rarely_fails_many_rows_at_once() -> None:
 def test_the_rule_case_by_case(gate: Gate) -> None:
     """New records, baselines and flags, with the exit code and what is said."""
     good, sixteen, three = drawn(), drawn(num_prompts=16), drawn(num_prompts=3)
-    less, little = with_losses(sixteen, 0.01), with_losses(good, 0.004, seed=1)
+    little = with_losses(good, 0.004, seed=1)
     nothing = record_of(draw_pass(np.random.default_rng(0), np.full(3, 1e-9), 4, 63))
     unchecked = with_fields(
         good, correctness__reference=None, correctness__identical=None, baseline_metrics=None
@@ -111,11 +109,9 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
     ended = with_fields(good, status="interrupted", error="KeyboardInterrupt: after 1 of 2")
     ties = with_fields(good, status="ok_with_ties", correctness=with_ties()["correctness"])
     stale = [drawn(0.3), drawn(0.81)]
-    exact, every = ("--exact",), ("--require_all",)
+    every = ("--require_all",)
     for new, old, flags, code, said in (
-        ([less], [sixteen], exact, 1, "--exact lets no change pass"),
-        ([sixteen], [less], exact, 1, "--exact lets no change pass"),  # nor a gain
-        ([sixteen], [sixteen], exact, 0, "1 same"),
+        ([sixteen], [sixteen], (), 0, "1 same"),
         ([little], [good], (), 0, ""),
         # A baseline without a margin, as of a draft that is the target, tolerates no loss.
         ([little], [with_fields(good, margin=0.0)], (), 1, "regression, any loss is one"),
@@ -143,21 +139,9 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
         ([with_fields(good, metrics__acceptance_rate=None)], [good], (), 3,
          "not comparable: the new record has no acceptance_rate"),
         ([good], [with_fields(good, samples=None)], (), 3, "the baseline has no samples"),
-        ([with_fields(good, metrics__acceptance_length=1.0)], [good], (), 1,
-         "contradicts itself: its samples give another metrics.acceptance_length"),
     ):  # fmt: skip
         found, out = gate(new, old, *flags)
         assert found == code and said in out, (code, said, out)
-
-
-def test_small_losses_of_a_method_add_up(gate: Gate) -> None:
-    """Each budget loses too little to be told from noise, all of them together do not."""
-    old = [drawn(seed=i, budget=40 + i, num_prompts=4) for i in range(6)]
-    new = [with_losses(record, 0.06, seed=i) for i, record in enumerate(old)]
-    rows = compare(new, old)
-    assert rows[-1].name == "self streaming_llm, all rows"
-    assert rows[-1].verdict == "regression" and "of 6 rows" in rows[-1].text
-    assert any(row.verdict == "changed" for row in rows[:-1])
 
 
 def test_baselines_without_a_new_record_are_named_and_counted(gate: Gate) -> None:
@@ -199,17 +183,6 @@ def test_the_weights_of_target_and_draft_are_named() -> None:
     assert weight_dtypes(config | {"draft": draft}).endswith(", draft int8")
 
 
-@pytest.mark.parametrize("baseline", OTHERS, ids=lambda b: str(BASELINES.index(b)))
-def test_a_scaled_rate_contradicts_the_samples(baseline: RunRecord) -> None:
-    """A rate of the committed baselines times 0.95, with the samples of before."""
-    assert contradiction_of(baseline) is None and baseline.metrics is not None
-    for name in ("acceptance_rate", "acceptance_length"):
-        value = 0.95 * getattr(baseline.metrics, name)
-        scaled = replace(baseline, metrics=replace(baseline.metrics, **{name: value}))
-        (found,) = compare([scaled], [baseline])
-        assert found.verdict == "regression" and "contradicts itself" in found.text, name
-
-
 def hashed(record: RunRecord) -> RunRecord:
     """A record of known outputs."""
     assert record.workload is not None
@@ -219,20 +192,16 @@ def hashed(record: RunRecord) -> RunRecord:
 
 def test_a_loss_of_5_percent_in_every_row_is_found() -> None:
     """Recorded runs with 5 % of their acceptance lost, in samples and metrics alike, and the same
-    outputs: each row of 8 prompts is a regression; rows of 4 prompts are one together."""
+    outputs: each row of 8 prompts is a regression."""
     old = [hashed(b) for b in OTHERS]
     new = [with_losses(record, 0.05, seed=i) for i, record in enumerate(old)]
-    for record in new:
-        assert contradiction_of(record) is None
-    found = compare(new, old)
-    assert exit_code(found) == 1
-    rows, methods = found[: len(old)], found[len(old) :]
+    rows = compare(new, old)
+    assert exit_code(rows) == 1 and len(rows) == len(old)
     assert all(row.change is not None and row.change.relative < -0.03 for row in rows)
     for row in rows:
         assert row.change is not None
         wanted = {"regression"} if row.change.num_prompts == 8 else {"regression", "changed"}
         assert row.verdict in wanted, row
-    assert sum(method.verdict == "regression" for method in methods) >= 3
 
 
 def test_a_run_at_another_budget_is_not_taken_for_this_one(gate: Gate) -> None:
@@ -250,17 +219,16 @@ def test_the_reports_say_what_was_printed(gate: Gate, tmp_path: Path) -> None:
     code, _ = gate(new, old, "--junit", str(junit), "--summary", str(summary))
     assert code == 1
     suite = ElementTree.parse(junit).getroot()
-    assert dict(suite.attrib).items() >= {
-        "tests": "6", "failures": "2", "errors": "1", "skipped": "2"
-    }.items()  # fmt: skip
+    counts = {"tests": "5", "failures": "1", "errors": "1", "skipped": "2"}
+    assert dict(suite.attrib).items() >= counts.items()
     assert [case.find("failure") is not None for case in suite][:3] == [False, True, False]
     lines = summary.read_text().splitlines()
-    assert lines[0] == "## Acceptance gate: 2 regression, 1 not comparable, 1 same, 2 missing"
-    assert lines[4].startswith("| regression |") and "gen_len 9, was 64" in lines[6]
-    assert len(lines) == 10
+    assert lines[0] == "## Acceptance gate: 1 regression, 1 not comparable, 1 same, 2 missing"
+    assert lines[4].startswith("| regression |") and "gen_len 9, was 64" in lines[5]
+    assert len(lines) == 9
 
 
-def pair(accepted: Sequence[int], prompts: str, num_different: int = 0) -> Pair:
+def pair(accepted: Sequence[int], num_different: int = 0) -> Pair:
     """Of four prompts with 10 draft tokens each, of which 5 were accepted before."""
 
     def counts(of_each: Sequence[int]) -> PromptCounts:
@@ -268,12 +236,12 @@ def pair(accepted: Sequence[int], prompts: str, num_different: int = 0) -> Pair:
         column = np.array(of_each, float).reshape(4, 1)
         return PromptCounts(tens, tens, tens, tens.reshape(4, 1), column)
 
-    return Pair(counts([5] * 4), counts(accepted), prompts, num_different)
+    return Pair(counts([5] * 4), counts(accepted), num_different)
 
 
 def test_a_change_by_hand() -> None:
     """The acceptance rate falls from 20/40 to 18/40. The quantiles of Student's t for 95 % are
-    3.182446 with 3 degrees of freedom, and 2.446912 with 6."""
+    3.182446 with 3 degrees of freedom."""
     accepted = [4, 6, 5, 3]
     each = np.log([(18 - count) / 15 for count in accepted])
     error = math.sqrt(3 / 4 * ((each - each.mean()) ** 2).sum())
@@ -281,16 +249,10 @@ def test_a_change_by_hand() -> None:
     def ends(reach: float) -> tuple[float, float]:
         return 0.9 * math.exp(-reach) - 1, 0.9 * math.exp(reach) - 1
 
-    one, same, other = pair(accepted, "w"), pair(accepted, "w"), pair(accepted, "x")
-    assert one.rates() == (0.5, 0.45)
-    for pairs, reach in (
-        ([one], 3.182446 * error),
-        ([one, same], 3.182446 * error),  # they lose a prompt together
-        ([one, other], 2.446912 * error / math.sqrt(2)),
-    ):
-        change = change_of(pairs)
-        assert change.relative == pytest.approx(-0.1)
-        assert change.interval == pytest.approx(ends(reach), rel=1e-6)
+    assert pair(accepted).rates() == (0.5, 0.45)
+    change = change_of(pair(accepted))
+    assert change.relative == pytest.approx(-0.1)
+    assert change.interval == pytest.approx(ends(3.182446 * error), rel=1e-6)
 
 
 def test_rows_share_the_false_alarms() -> None:
@@ -298,7 +260,7 @@ def test_rows_share_the_false_alarms() -> None:
 
     def matched(accepted: int, num_different: int, dtype: str) -> Match:
         record = with_fields(drawn(), config__model__dtype=dtype)
-        return Match("", pair([accepted] * 4, "w", num_different), record, record)
+        return Match("", pair([accepted] * 4, num_different), record, record)
 
     certain = [matched(4, 0, "float32"), matched(5, 0, "bfloat16")]
     others = [matched(4, 1, "float32"), matched(4, 0, "bfloat16"), matched(4, 2, "bfloat16")]
@@ -310,7 +272,7 @@ def losing_pair(rng: np.random.Generator, num_prompts: int) -> Pair:
     """Two drafts of the same prompts, of which the second is right 5 % less often."""
     chances = draw_chances(rng, num_prompts, 0.7, 0.1)
     both = [count_by_prompt(draw_pass(rng, c, 4, 63)) for c in (chances, 0.95 * chances)]
-    return Pair(both[0], both[1], "w", 0)
+    return Pair(both[0], both[1], 0)
 
 
 @pytest.mark.parametrize(
@@ -318,11 +280,11 @@ def losing_pair(rng: np.random.Generator, num_prompts: int) -> Pair:
 )
 def test_the_interval_of_a_change_covers_the_truth(num_prompts: int) -> None:
     """In 93 to 97 % of 1000 pairs of records."""
-    truth = change_of([losing_pair(np.random.default_rng(0), 20_000)]).relative
+    truth = change_of(losing_pair(np.random.default_rng(0), 20_000)).relative
     rng = np.random.default_rng(num_prompts)
     covered = 0
     for _ in range(1000):
-        interval = change_of([losing_pair(rng, num_prompts)]).interval
+        interval = change_of(losing_pair(rng, num_prompts)).interval
         assert interval is not None
         covered += interval[0] <= truth <= interval[1]
     assert 930 <= covered <= 970

@@ -8,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from identities import acceptance
+from identities import acceptance, check_samples
 from synthetic_samples import (
     baseline_pass,
     draw_chances,
@@ -19,7 +19,6 @@ from synthetic_samples import (
 )
 
 from magicdec.records.acceptance import acceptance_metrics, count_by_prompt, estimates_of
-from magicdec.records.consistency import check_samples
 from magicdec.records.intervals import interval, ratio_interval
 from magicdec.records.metrics import run_metrics
 from magicdec.records.samples import PassSamples

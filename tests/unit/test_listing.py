@@ -1,6 +1,5 @@
 """`magicdec table` of many records, and `magicdec export`: rows, their order and groups, each
-format and intervals; and `magicdec table --check`: every metric of a record is what its samples
-give."""
+format and intervals; and every metric of a record is what its samples give."""
 
 from __future__ import annotations
 
@@ -13,12 +12,14 @@ from typing import Any
 import pandas
 import pytest
 from conftest import ROOT, Command
+from identities import check_metrics
 from synthetic_records import drawn
 from test_compare import failed, make, write
 from test_record import RECORDS
 
 from magicdec.cli import export, table
-from magicdec.records.record import append_record
+from magicdec.records.reading import load_records, parse_line
+from magicdec.records.record import RunRecord, append_record
 from magicdec.report.settings import SETTINGS, settings
 
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
@@ -44,39 +45,8 @@ def rows_of(text: str) -> list[dict[str, str]]:
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def test_a_group_has_the_median_of_those_that_have_the_metric(
-    tmp_path: Path, command: Command
-) -> None:
-    rows = rows_of(command(table, records(tmp_path), "--group_by", "B", "--format", "csv").out)
-    found = {row["B"]: (row["runs"], row["speedup"]) for row in rows}
-    assert found["8"] == ("3", "1.75") and found["1"][1] == "0.5"
-    assert sum(int(row["runs"]) for row in rows) == 6
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["--sort", "speedup"], ["2.5", "1.75", "1.5", "0.5", "", ""]),
-        (["--sort", "speedup", "--reverse"], ["0.5", "1.5", "1.75", "2.5", "", ""]),
-        ([], ["1.5", "", "2.5", "0.5", "1.75", ""]),
-    ],
-)
-def test_rows_without_the_value_come_last(
-    tmp_path: Path, command: Command, words: list[str], expected: list[str]
-) -> None:
-    rows = rows_of(command(table, records(tmp_path), "--format", "csv", *words).out)
-    assert [row["speedup"] for row in rows] == expected
-
-
 def test_each_setting_has_its_name() -> None:
     assert tuple(settings(BEST)) == SETTINGS
-
-
-def test_settings_are_sorted_as_numbers(tmp_path: Path, command: Command) -> None:
-    path = tmp_path / "runs.jsonl"
-    write(path, [record(B, 1.0) for B in (16, 2, 128)])
-    rows = rows_of(command(table, path, "--sort", "B", "--format", "csv").out)
-    assert [row["B"] for row in rows] == ["2", "16", "128"]
 
 
 def test_markdown_and_latex_say_once_what_is_the_same_in_every_row(
@@ -93,25 +63,10 @@ def test_markdown_and_latex_say_once_what_is_the_same_in_every_row(
     assert latex.startswith("% in every row: model a_b|100%")
     assert r"\begin{tabular}{" in latex and latex.rstrip().endswith(r"\end{tabular}")
     assert latex.count(r"\\") == 3
-    one = command(table, path, "--group_by", "model", "B", "--format", "latex").out
-    assert "a_b" not in one.splitlines()[3], "it is the same in both groups"
     write(path, [*odd, record(1, 2.0)])
     mixed = command(table, path, "--format", "latex").out
     assert r"a\_b|100\%" in mixed
     assert r"a_b\|100%" in command(table, path, "--format", "md").out
-
-
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--group_by", "batch"], "--group_by batch is not known; choose from model"),
-        (["--sort", "fast"], "--sort fast is not known; choose from model"),
-        (["--sort", "gamma", "--group_by", "B"], "--sort gamma is not in the table"),
-    ],
-)
-def test_unknown_keys_are_refused(words: list[str], message: str, command: Command) -> None:
-    code, _, err = command(table, BASELINES, *words)
-    assert code == 2 and message in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
@@ -184,26 +139,20 @@ def test_a_table_has_the_interval(tmp_path: Path, command: Command) -> None:
 
 
 @pytest.mark.parametrize("kind", RECORDS)
-def test_every_metric_is_computed_again_from_the_record_alone(
-    kind: str, tmp_path: Path, command: Command
-) -> None:
-    """And a metric that was changed in the file is named with its record."""
-    path = tmp_path / "runs.jsonl"
-    append_record(path, RECORDS[kind]())
-    assert command(table, "--check", path).code == 0
-    raw = json.loads(path.read_text())
+def test_every_metric_is_computed_again_from_the_record_alone(kind: str) -> None:
+    """And a metric that was changed in the file is named."""
+    raw = json.loads(RECORDS[kind]().to_json())
+    assert check_metrics(parse_line(json.dumps(raw), RunRecord)) == []
     for part in ("metrics", "baseline_metrics"):
         for name, value in (raw[part] or {}).items():
             wrong = raw | {part: raw[part] | {name: other_than(name, value)}}
-            path.write_text(f"{json.dumps(raw)}\n{json.dumps(wrong)}\n")
-            code, out, _ = command(table, "--check", path)
-            assert code == 1 and "1 of 2 records have" in out
-            assert "record 2 (strategy=" in out and f"{part}.{name} differs" in out
+            record = parse_line(json.dumps(wrong), RunRecord)
+            assert check_metrics(record) == [f"{part}.{name}"]
 
 
-def test_the_committed_baselines_have_the_metrics_of_their_samples(command: Command) -> None:
-    code, out, _ = command(table, "--check", BASELINES)
-    assert code == 0, out
+def test_the_committed_baselines_have_the_metrics_of_their_samples() -> None:
+    for record in load_records(BASELINES):
+        assert check_metrics(record) == []
 
 
 def other_than(name: str, value: Any) -> Any:
@@ -217,23 +166,3 @@ def other_than(name: str, value: Any) -> Any:
     if isinstance(value, list):
         return [*value[:-1], value[-1] + (1 if isinstance(value[-1], int) else 1e-6)]
     return value + (1 if isinstance(value, int) else 1e-6 * value)
-
-
-def test_samples_that_lack_something_cannot_be_checked(tmp_path: Path, command: Command) -> None:
-    raw = json.loads(RECORDS["speculative"]().to_json())
-    (tmp_path / "none").write_text(json.dumps(raw | {"samples": None}))
-    raw = json.loads(RECORDS["speculative"]().to_json())
-    raw["samples"]["speculative"]["num_tokens"][0] += 1
-    (tmp_path / "tokens").write_text(json.dumps(raw))
-    raw = json.loads(RECORDS["speculative"]().to_json())
-    raw["samples"]["speculative"]["num_emitted"][1][0][0] += 1
-    (tmp_path / "emitted").write_text(json.dumps(raw))
-    code, out, _ = command(table, "--check", *(tmp_path / n for n in ("none", "tokens", "emitted")))
-    assert code == 1 and "0 of 3 records have" in out
-    for name, message in (
-        ("none", "its metrics cannot be computed again, it has no samples"),
-        ("emitted", "its samples contradict each other: speculative, batch 1"),
-        ("tokens", "samples.speculative.num_tokens differs from its samples"),
-    ):
-        (line,) = (line for line in out.splitlines() if line.startswith(str(tmp_path / name)))
-        assert message in line and "record 1 (strategy=speculative" in line

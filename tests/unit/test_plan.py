@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -244,7 +246,7 @@ PLAIN = f"{BY_HAND} --acceptance 0.8"
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("", "give --acceptance or --conditional_acceptance, which only --stages does without"),
+        ("", "give --acceptance or --conditional_acceptance"),
         ("--acceptance 0.8 --conditional_acceptance 0.9", "in place of --acceptance; give one"),
         (
             f"{BY_HAND} --conditional_acceptance 0.8 --acceptance_gamma 2",
@@ -274,3 +276,12 @@ def test_what_cannot_be_is_refused_in_one_line(run: Run, flags: str, message: st
     code, out, err = run(flags)
     assert (code, out) == (2, "") and message in err
     assert err.startswith("magicdec plan: ") and err.count("\n") == 1
+
+
+def test_a_plan_imports_no_torch() -> None:
+    code = (
+        "import sys; from magicdec.cli import plan; "
+        "sys.argv = 'plan --acceptance 0.8 --bandwidth 1 --flops 1'.split()\n"
+        "try: plan.main()\nexcept SystemExit as stop: sys.exit(stop.code or 'torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

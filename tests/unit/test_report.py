@@ -9,7 +9,6 @@ import re
 import sys
 from collections.abc import Callable
 from contextlib import redirect_stderr
-from dataclasses import asdict
 from functools import partial
 from io import StringIO
 from pathlib import Path
@@ -23,17 +22,12 @@ from synthetic_records import parse_record
 from test_compare import failed, write
 
 from magicdec.cli import report_page
-from magicdec.cost_model.costs import Deployment
-from magicdec.cost_model.speculation import Speculation
 from magicdec.figures import styled
-from magicdec.hardware.ceiling_file import MachineFile
-from magicdec.model.presets.presets import find_config
 from magicdec.names import BASELINE
 from magicdec.report.figures.panels import choose, make_axes, put_title, summarize
 from magicdec.report.figures.passes import pareto
 from magicdec.report.figures.steps import drafting_share
 from magicdec.report.frame import Row, frame_of, report_rows
-from magicdec.report.prediction import NotPredicted, predict
 from magicdec.report.settings import command_of
 from magicdec.report.tables import ranges
 
@@ -41,7 +35,7 @@ BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
 RAW = [json.loads(line) for line in BASELINES.read_text(encoding="utf-8").splitlines()]
 FIGURES = (
     *("speedup_map", "pareto_front", "acceptance_by_budget", "acceptance_by_position"),
-    *("acceptance_lengths", "step_phases", "bandwidth", "ttft", "tpot", "predicted_measured"),
+    *("acceptance_lengths", "step_phases", "bandwidth"),
 )
 Record = dict[str, Any]
 
@@ -74,15 +68,6 @@ def row(**changed: Any) -> Row:
     return list(report_rows(1, "runs.jsonl", parse_record(variant(**changed))))[-1]
 
 
-def machine(**description: Any) -> MachineFile:
-    rates = {"float32": 1e11}
-    of = {"cpu": RAW[0]["environment"]["cpu"], "world_size": 1, "threads": 1, "gpu": None}
-    return MachineFile(
-        of | description, 1e10, rates, {"float32": 1e-5}, {"float32": 8e9}, None, None, rates,
-        {"float32": 0.0},
-    )  # fmt: skip
-
-
 Report = Callable[..., tuple[Path, str]]
 EVIL = ["selfspec_benchmark.py", "--model", "</td><script>alert(1)</script>"]
 
@@ -109,9 +94,8 @@ def report(tmp_path: Path) -> Report:
 def everything(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """A report that has every figure; its directory is read only."""
     directory = tmp_path_factory.mktemp("everything")
-    machine().save(directory / "machine.json")
     records = [*RAW, *study(), variant(argv=EVIL), failed()]
-    return write_report(directory, records, "--machine", directory / "machine.json")
+    return write_report(directory, records)
 
 
 @pytest.fixture(scope="module")
@@ -146,10 +130,9 @@ def test_every_figure_is_drawn_or_left_out_with_a_reason(
         assert (out / f"{name}.png").stat().st_size > 5000
         assert (out / f"{name}.svg").read_text(encoding="utf-8").startswith("<?xml")
     out, said = report([variant(), failed()])
-    for name in ("speedup_map", "acceptance_by_budget", "predicted_measured"):
+    for name in ("speedup_map", "acceptance_by_budget"):
         assert f'<figure id="{name}"' not in (out / "index.html").read_text(encoding="utf-8")
     assert "no method was measured at two batch sizes or two prefix lengths" in said
-    assert "--machine FILE names what magicdec probe wrote" in said
     page = (out / "index.html").read_text(encoding="utf-8")
     for line in said.splitlines():
         assert line.rpartition(": ")[2] in page
@@ -247,31 +230,6 @@ def test_a_command_can_be_copied(argv: list[str], ranks: int, command: str) -> N
     assert command_of(environment) == command
 
 
-def test_a_prediction_is_what_the_plan_says() -> None:
-    run = row()
-    config, hardware = find_config("--model", "demo"), machine().hardware("float32")
-    target = Deployment(config, hardware, 4, 1, 1, False)
-    curve = tuple(RAW[0]["metrics"]["acceptance_per_position"])
-    way = Speculation(target, target, RAW[0]["config"]["kv"]["budget"], curve)
-    expected = way.predict_step(8, 4096 + 32, len(curve))
-    assert asdict(predict(machine(), run)) == asdict(expected)
-
-
-@pytest.mark.parametrize(
-    ("changed", "description", "reason"),
-    [
-        ({"threads": 4}, {}, "the machine was probed with threads 1, not 4"),
-        ({}, {"cpu": "another"}, "the machine was probed with cpu another"),
-        ({"gamma": "auto"}, {}, "the plan needs a fixed gamma"),
-    ],
-)
-def test_a_run_that_the_plan_cannot_predict_is_left_out(
-    changed: dict[str, Any], description: dict[str, Any], reason: str
-) -> None:
-    with pytest.raises(NotPredicted, match=reason):
-        predict(machine(**description), row(**changed))
-
-
 def test_the_front_is_what_nothing_beats() -> None:
     places = [(1, 5), (2, 4), (2, 6), (3, 5), (3, 4), (0.5, 1)]
     front = pareto(frame_of({"x": x, "y": y} for x, y in places), "x", "y")
@@ -328,7 +286,6 @@ def test_numbers_of_runs_are_short() -> None:
     [
         (["--out", "file"], "is not a directory"),
         (["--out", "file/below"], "Not a directory"),
-        (["--out", "out", "--machine", "missing.json"], "--machine missing.json"),
         (["--out", "out", "empty.jsonl"], "there are no records"),
         (["--out", "out", "."], "Is a directory"),
         (["--out", "out", "torn.jsonl", "--strict"], "torn.jsonl:2: not a JSON record"),

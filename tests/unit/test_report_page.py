@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from test_compare import write
-from test_report import FIGURES, RAW, machine, study
+from test_report import FIGURES, RAW, study
 
 from magicdec.cli import report_page
 
@@ -59,8 +59,7 @@ def test_the_page_opens_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyP
     from PIL import Image
 
     write(tmp_path / "runs.jsonl", [*study(), *RAW])
-    machine().save(tmp_path / "machine.json")
-    words = ["report", "runs.jsonl", "--out", "out", "--machine", "machine.json"]
+    words = ["report", "runs.jsonl", "--out", "out"]
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit):

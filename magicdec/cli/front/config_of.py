@@ -35,7 +35,7 @@ from magicdec.serving.record import ServingRecord
 
 # The command that makes each kind of record.
 COMMANDS = {"run": "run", "serving": "serve", "latency": "latency", "plan": "plan",
-            "stage_plan": "plan", "simulation": "simulate"}  # fmt: skip
+            "simulation": "simulate"}  # fmt: skip
 # The keys of the recorded grid of `latency`, by their settings.
 GRID = {"B": "batch_sizes", "prefix_len": "contexts", "T": "new_tokens", "repeats": "repeats",
         "warmup": "warmup"}  # fmt: skip

@@ -29,7 +29,7 @@ class FilesSection:
     strict: bool = setting(
         False,
         "Refuse a file with a line that is not a record; otherwise the line is skipped with a "
-        "warning. `table --check` always does.",
+        "warning.",
     )
 
 
@@ -55,7 +55,6 @@ TABLES = {
     "serving": "magicdec.serving.showing:tables",
     "latency": "magicdec.latency.record:tables",
     "plan": "magicdec.cost_model.plan:tables",
-    "stage_plan": "magicdec.cost_model.stage_plan:tables",
     "simulation": "magicdec.simulator.showing:tables",
 }
 

@@ -2,14 +2,12 @@
 interval. Imports no torch.
 
 The prompts are paired: each is left out of both records at once (jackknife), so that what all
-prompts have in common cancels. Several pairs of records of the same prompts are taken together in
-the same way.
+prompts have in common cancels.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -26,7 +24,6 @@ class Pair:
 
     before: PromptCounts
     after: PromptCounts
-    prompts: Hashable  # equal for records of the same prompts
     num_different: int  # outputs that differ between the records
 
     @property
@@ -70,9 +67,8 @@ def pair_of(new: RunRecord, old: RunRecord) -> Pair:
     """Raises ValueError if a record has no samples, or none of what its drafts were."""
     before, after = samples_of(old, "baseline"), samples_of(new, "new record")
     pairs = zip(before.output_hashes, after.output_hashes, strict=True)
-    assert new.workload is not None, "it has samples"
     return Pair(
-        count_by_prompt(before), count_by_prompt(after), new.workload.sha256,
+        count_by_prompt(before), count_by_prompt(after),
         num_different=sum(one != other for one, other in pairs),
     )  # fmt: skip
 
@@ -86,20 +82,12 @@ def samples_of(record: RunRecord, name: str) -> PassSamples:
     return record.samples[record.config["decoding"]["strategy"]].restored()
 
 
-def change_of(pairs: Sequence[Pair], level: float = LEVEL) -> Change:
-    """The change over all pairs: the mean of their log ratios. Pairs of the same prompts lose a
-    prompt together; the spreads of different sets of prompts add up."""
-    ratios = [pair.log_ratios() for pair in pairs]
-    mean = float(np.mean([values[0] for values in ratios]))
-    groups: dict[Hashable, list[Array]] = {}
-    for pair, values in zip(pairs, ratios, strict=True):
-        groups.setdefault(pair.prompts, []).append(values)
-    sizes = [len(values[0]) - 1 for values in groups.values()]
+def change_of(pair: Pair, level: float = LEVEL) -> Change:
+    """The change of a pair, with its interval at that level."""
+    ratios = pair.log_ratios()  # the first is of all prompts
+    mean, num_prompts = float(ratios[0]), len(ratios) - 1
     interval = None
-    if min(sizes) >= FEWEST_PROMPTS and all(np.isfinite(v).all() for v in ratios):
-        errors = [
-            jackknife_error(np.sum(values, axis=0) / len(pairs)) for values in groups.values()
-        ]
-        reach = math.hypot(*errors) * quantile(sum(sizes) - len(sizes), level)
+    if num_prompts >= FEWEST_PROMPTS and np.isfinite(ratios).all():
+        reach = jackknife_error(ratios) * quantile(num_prompts - 1, level)
         interval = (math.expm1(mean - reach), math.expm1(mean + reach))
-    return Change(math.expm1(mean), interval, sum(sizes))
+    return Change(math.expm1(mean), interval, num_prompts)

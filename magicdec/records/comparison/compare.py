@@ -8,8 +8,8 @@ Times are not compared. Imports no torch.
 from __future__ import annotations
 
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from magicdec.config.setting import setting
 from magicdec.records.comparison.change import Change, Pair, change_of, pair_of
@@ -18,10 +18,8 @@ from magicdec.records.comparison.conditions import (
     describe,
     first_difference,
     measured_thing,
-    method_of,
 )
 from magicdec.records.intervals import FEWEST_PROMPTS, LEVEL
-from magicdec.records.metrics import check_metrics
 from magicdec.records.record import RunRecord
 from magicdec.tables import Column, Table
 
@@ -30,11 +28,6 @@ GAIN, SAME, MISSING = "gain", "same", "missing"
 VERDICTS = (REGRESSION, INCOMPARABLE, CHANGED, GAIN, SAME, MISSING)  # the worst first
 DEFAULT_MARGIN = 0.02
 READS_TOLERANCE = 0.02  # of the tokens that a draft forward reads
-# The metrics that follow from counts alone.
-COUNTED = (
-    *("acceptance_rate", "acceptance_length", "mean_emitted_tokens"),
-    *("acceptance_per_position", "judged_per_position"),
-)
 FALSE_ALARMS = 0.01
 EXIT_CODES = {REGRESSION: 1, INCOMPARABLE: 3}
 
@@ -51,7 +44,6 @@ class Rule:
         least=0,
         below=1,
     )
-    exact: bool = setting(False, "A change of the accepted counts is a regression, also a gain.")
 
     def margin_of(self, baseline: RunRecord) -> float:
         margin = baseline.margin if self.margin is None else self.margin
@@ -60,7 +52,7 @@ class Rule:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What was found out about one record, or about several together, in one line."""
+    """What was found out about one record, in one line."""
 
     name: str
     verdict: str
@@ -97,9 +89,9 @@ class Match:
 def compare(
     new: Sequence[RunRecord], baselines: Sequence[RunRecord], rule: Rule = Rule()
 ) -> list[Comparison]:
-    """What was found out about each new record, in order, then about the methods that have several
-    records. A record is compared with every baseline of the same thing under the same conditions,
-    and the worst counts: none of them may hide a regression from another."""
+    """What was found out about each new record, in order. A record is compared with every baseline
+    of the same thing under the same conditions, and the worst counts: none of them may hide a
+    regression from another."""
     of_records = [match(record, baselines) for record in new]
     matches = [m for each in of_records if not isinstance(each, Comparison) for m in each]
     level = level_for(matches)
@@ -108,10 +100,9 @@ def compare(
         if isinstance(each, Comparison):
             comparisons.append(each)
             continue
-        verdicts = [judge_match(m, rule, level) for m in each]
+        verdicts = [judge(m, rule, level) for m in each]
         comparisons.append(min(verdicts, key=lambda c: c.severity))
-    comparisons += compare_methods(matches, rule, level)
-    return [exactly(c) for c in comparisons] if rule.exact else comparisons
+    return comparisons
 
 
 def match(record: RunRecord, baselines: Sequence[RunRecord]) -> list[Match] | Comparison:
@@ -123,8 +114,6 @@ def match(record: RunRecord, baselines: Sequence[RunRecord]) -> list[Match] | Co
         text = f"the new run {record.status}: {record.error or 'outputs differ'}"
         verdict = INCOMPARABLE if record.status == "interrupted" else REGRESSION
         return Comparison(name, verdict, text)
-    if (problem := contradiction_of(record)) is not None:
-        return Comparison(name, REGRESSION, f"the new record {problem}")
     try:
         alike = alike_baselines(record, baselines)
         return [Match(name, pair_of(record, b), record, b) for b in alike]
@@ -145,26 +134,7 @@ def alike_baselines(record: RunRecord, baselines: Sequence[RunRecord]) -> list[R
     alike = [b for b in passed if first_difference(record, b) is None]
     if not alike:
         raise ValueError(first_difference(record, passed[0]))
-    for baseline in alike:
-        if (problem := contradiction_of(baseline)) is not None:
-            raise ValueError(f"the baseline {problem}")
     return alike
-
-
-def contradiction_of(record: RunRecord) -> str | None:
-    """The first contradiction within the samples of a record, or between them and what it has of
-    `COUNTED`; None if there is none, or if the record has no samples or no acceptance."""
-    metrics = record.metrics
-    if record.samples is None or metrics is None or metrics.acceptance_rate is None:
-        return None
-    try:
-        differing = check_metrics(record)
-    except ValueError as error:
-        return f"contradicts itself: {error}"
-    for name in COUNTED:
-        if getattr(metrics, name) is not None and f"metrics.{name}" in differing:
-            return f"contradicts itself: its samples give another metrics.{name}"
-    return None
 
 
 def level_for(matches: Sequence[Match]) -> float:
@@ -172,28 +142,6 @@ def level_for(matches: Sequence[Match]) -> float:
     together hold with 99 %, so that each has a share of the 1 % (Bonferroni)."""
     num_tests = sum(not m.is_certain for m in matches)
     return 1 - FALSE_ALARMS / max(1, num_tests)
-
-
-def judge_match(m: Match, rule: Rule, level: float) -> Comparison:
-    reads = other_reads(m.new, m.old)
-    if reads is not None:
-        return Comparison(m.name, REGRESSION, reads, m.pair.rates())
-    return judge(m.name, [m.pair], rule.margin_of(m.old), LEVEL if m.is_certain else level)
-
-
-def compare_methods(matches: Sequence[Match], rule: Rule, level: float) -> Iterator[Comparison]:
-    """The verdict on each method with several rows of which one has changed, rows without a margin
-    aside. Losses may be too small to see in each row."""
-    methods: dict[str, list[Match]] = {}
-    for m in matches:
-        if rule.margin_of(m.old) > 0 and all(m.pair.rates()):
-            methods.setdefault(method_of(m.new), []).append(m)
-    for method, of_method in methods.items():
-        pairs = [m.pair for m in of_method]
-        if len(pairs) > 1 and not all(pair.is_equal for pair in pairs):
-            margin = max(rule.margin_of(m.old) for m in of_method)
-            of_rows = LEVEL if all(m.is_certain for m in of_method) else level
-            yield judge(f"{method}, all rows", pairs, margin, of_rows)
 
 
 def other_reads(new: RunRecord, old: RunRecord) -> str | None:
@@ -206,27 +154,27 @@ def other_reads(new: RunRecord, old: RunRecord) -> str | None:
     return f"regression: a draft forward reads {after:.1f} tokens of a row's KV, was {before:.1f}"
 
 
-def judge(name: str, pairs: Sequence[Pair], margin: float, level: float = LEVEL) -> Comparison:
-    """The verdict on the acceptance rate of one pair of records, or of several together."""
-    if len(pairs) > 1:
-        rates, what, forks = None, f"of {len(pairs)} rows", ""
-    else:
-        rates, num_different = pairs[0].rates(), pairs[0].num_different
-        what = f"{rates[0]:.4f} -> {rates[1]:.4f},"
-        forks = f"; {num_different} outputs differ" if num_different else ""
-        if pairs[0].is_equal:
-            text = f"acceptance rate {rates[1]:.4f}, all counts as before{forks}"
-            unchanged = Change(0.0, None, pairs[0].after.num_prompts)
-            return Comparison(name, SAME, text, rates, unchanged)
-    change = change_of(pairs, level)
-    verdict, why = decide(rates, change, margin)
-    text = f"acceptance rate {what} {change}{forks}: {verdict}, {why}"
-    return Comparison(name, verdict, text, rates, change)
+def judge(m: Match, rule: Rule, level: float) -> Comparison:
+    """The verdict on a record and a baseline. `level` is that of the interval where rounding may
+    have changed the counts."""
+    rates, num_different = m.pair.rates(), m.pair.num_different
+    reads = other_reads(m.new, m.old)
+    if reads is not None:
+        return Comparison(m.name, REGRESSION, reads, rates)
+    forks = f"; {num_different} outputs differ" if num_different else ""
+    if m.pair.is_equal:
+        text = f"acceptance rate {rates[1]:.4f}, all counts as before{forks}"
+        unchanged = Change(0.0, None, m.pair.after.num_prompts)
+        return Comparison(m.name, SAME, text, rates, unchanged)
+    change = change_of(m.pair, LEVEL if m.is_certain else level)
+    verdict, why = decide(rates, change, rule.margin_of(m.old))
+    text = f"acceptance rate {rates[0]:.4f} -> {rates[1]:.4f}, {change}{forks}: {verdict}, {why}"
+    return Comparison(m.name, verdict, text, rates, change)
 
 
-def decide(rates: tuple[float, float] | None, change: Change, margin: float) -> tuple[str, str]:
-    """The verdict and its reason. `rates`: of one pair, to tell a rate that fell to 0."""
-    is_lost = rates is not None and rates[1] == 0
+def decide(rates: tuple[float, float], change: Change, margin: float) -> tuple[str, str]:
+    """The verdict and its reason."""
+    is_lost = rates[1] == 0
     if change.relative < -margin and (margin == 0 or is_lost):
         return REGRESSION, "any loss is one" if margin == 0 else "no draft is accepted any more"
     if abs(change.relative) > margin and change.interval is None:
@@ -237,15 +185,6 @@ def decide(rates: tuple[float, float] | None, change: Change, margin: float) -> 
         return CHANGED, f"within the margin of {100 * margin:g} %"
     verdict = REGRESSION if change.relative < 0 else GAIN
     return verdict, f"beyond the margin of {100 * margin:g} % and the noise"
-
-
-def exactly(comparison: Comparison) -> Comparison:
-    """With `--exact`, a change of the counts is a regression."""
-    if comparison.verdict not in (CHANGED, GAIN) or comparison.rates is None:
-        return comparison
-    return replace(
-        comparison, verdict=REGRESSION, text=f"{comparison.text}; --exact lets no change pass"
-    )
 
 
 def case_failed(baseline: RunRecord, error: str) -> Comparison:

@@ -7,11 +7,12 @@ torch.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from magicdec.records.comparison.compare import MISSING, REGRESSION, SAME, Comparison
-from magicdec.records.metrics import is_close
 from magicdec.records.record import MeasuredRecord, Record, RunRecord
 from magicdec.tables import Column, Shown, Table
 
@@ -21,7 +22,6 @@ PARTS = ("status", "metrics", "speculation", "rows", "cells", "break_even_prefix
 PLACES = {
     "latency": ("phase", "B", "context", "T", "budget", "kv_policy"),
     "plan": ("batch_size", "prefix_len"),
-    "stage_plan": ("lane_size", "prefix_len"),
 }
 
 
@@ -131,3 +131,12 @@ def change(old: object, new: object) -> Shown | None:
     if not isinstance(old, int | float) or not isinstance(new, int | float) or not old:
         return None
     return Shown(f"{100 * (new / old - 1):+.1f} %", new / old - 1)
+
+
+def is_close(one: Any, other: Any) -> bool:
+    """Whether two numbers, lists of numbers or Nones are equal, except for the rounding of sums."""
+    if not isinstance(one, float | list) or other is None:
+        return bool(one == other)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(is_close, one, other))
+    return math.isclose(one, other, rel_tol=1e-9, abs_tol=1e-9)

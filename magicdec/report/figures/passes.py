@@ -1,5 +1,5 @@
-"""Figures over the passes of many runs: tokens/s against the speed of one request, acceptance, the
-bandwidth that steps reach, and distributions of TTFT and TPOT."""
+"""Figures over the passes of many runs: tokens/s against the speed of one request, acceptance, and
+the bandwidth that steps reach."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ import pandas as pd
 
 from magicdec.figures import GREY
 from magicdec.names import BASELINE
-from magicdec.records.metrics import percentile
 from magicdec.report.figures.panels import (
     MOST_SERIES,
     Drawn,
@@ -35,7 +34,6 @@ TPOT, X, Y = "mean_tpot_ms", "request_tokens_per_s", "decode_tokens_per_s"
 READ = f"{ENVIRONMENT}read_bandwidth_bytes_per_s"
 GB = 1e9
 SHARE = "share of verifications"
-PERCENTS = (5, 25, 50, 75, 90, 95, 99)
 
 
 def draw_pareto(passes: pd.DataFrame) -> Drawn | LeftOut:
@@ -254,62 +252,3 @@ def curve_of(run: dict[str, Any]) -> pd.DataFrame:
             zip(shares, intervals, counts, strict=True), 1
         )
     )  # fmt: skip
-
-
-def draw_ttft(passes: pd.DataFrame) -> Drawn | LeftOut:
-    """The times to the first token, by batch size."""
-    caption = (
-        "Share of sequences whose first token came within this time after their batch was "
-        "submitted. The prompts of a batch are prefilled one after the other, so that later ones "
-        "wait: a batch of B makes B groups of times. Both passes of a run share one prefill"
-    )
-    passes = passes.sort_values("B", key=lambda B: B.astype(int), kind="stable")
-    series = [f"B {B}" for B in passes["B"]]
-    held = ["model", "dtype", "dataset", *MACHINE, "prefix_len"]
-    return draw_times("ttft", "Time to first token", passes.assign(series=series), held, caption)
-
-
-def draw_tpot(passes: pd.DataFrame) -> Drawn | LeftOut:
-    """The times per output token, by method."""
-    caption = (
-        "Share of sequences whose mean time per token after their first was at most this. The "
-        "autoregressive curve is of the baselines in the same runs"
-    )
-    passes = passes.assign(series=passes["method"])
-    held = ["model", "draft_model", "dtype", "dataset", *MACHINE, "B", "prefix_len"]
-    return draw_times("tpot", "Time per output token", passes, held, caption)
-
-
-def draw_times(
-    name: str, title: str, passes: pd.DataFrame, held: list[str], caption: str
-) -> Drawn | LeftOut:
-    """A curve for each series over the times in the column `name`_ms, as a share of sequences."""
-    column = f"{name}_ms"
-
-    def show(of: pd.DataFrame) -> pd.DataFrame:
-        times = of.groupby("series", sort=False)[column].agg(lambda lists: [*chain(*lists)])
-        return frame_of(
-            {"series": series, "sequences": len(each), "times": each}
-            | {f"p{percent}_ms": percentile(each, percent) for percent in PERCENTS}
-            for series, each in times.items()
-        )
-
-    def draw(ax: Axes, table: pd.DataFrame, series: Series) -> dict[str, Any]:
-        ax.set_ylim(0, 1.02)
-        ax.margins(x=0.03)
-        return {
-            name: ax.ecdf(of["times"].iloc[0], color=style.colour, linestyle=style.line)
-            for name, of, style in series
-        }
-
-    form = Form(
-        name=name, title=title, reason="no record has the times of its sequences",
-        held=held, places=["series"], show=show, draw=draw, most_series=7,
-        labels=(f"{name.upper()} (ms)", "share of sequences"),
-        caption=(caption, "The table beside it has the percentiles and the number of sequences"),
-        axes={"height": 2.7, "sharey": True},
-    )  # fmt: skip
-    drawn = form.of(passes[passes[column].map(len) > 0])
-    if isinstance(drawn, Drawn):
-        drawn.table = drawn.table.drop(columns="times")
-    return drawn
