@@ -68,10 +68,12 @@ def test_each_kind_of_record_has_a_section(out: Path) -> None:
     titles = ["Runs", "Requests that were served"]
     assert [t for t in re.findall("<h2>(.*)</h2>", page) if t in titles] == titles
     figures = re.findall('<figure id="([^"]*)"', page)
-    for name in ("serving_throughput", "serving_goodput", "serving_timeline", "ring_stages",
-                 "speculation_stages"):  # fmt: skip
+    for name in ("serving_throughput", "serving_goodput", "serving_timeline", "serving_modes",
+                 "ring_stages", "speculation_stages"):  # fmt: skip
         assert name in figures and rows(out / f"{name}.csv"), name
-    assert "predicted against measured" in page.lower(), "what is left out is named"
+    assert "against the draft's kv budget" in page.lower().replace("&#39;", "'"), (
+        "what is left out is named"
+    )
     ids = re.findall(r'\bid="([^"]*)"', page)
     assert len(ids) == len(set(ids))
     assert [name for name in links(page) if not (out / name).exists()] == []
