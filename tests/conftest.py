@@ -27,10 +27,9 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, by whomever
 
-from order import ordered
 from rank_server import NOTICE_S, Job, RankServer
 from safetensors.torch import save_file
-from tiers import choose
+from tiers import choose, ordered
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend

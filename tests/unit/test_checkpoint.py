@@ -1,12 +1,15 @@
-"""Finding and loading checkpoints: round trips, names, and how much of a file each rank reads."""
+"""Finding and loading checkpoints: round trips, names, and how much of a file each rank reads;
+random weights; and checkpoints in one file for each stage of a pipeline."""
 
 from __future__ import annotations
 
 import json
 import pickle
+import shutil
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,9 +28,22 @@ from checkpoint_files import (
 )
 from torch import Tensor
 
+from magicdec.cli.front.checkpoints import find_num_stages
+from magicdec.distributed.layer_split import split_layers
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint import weight_files
-from magicdec.model.checkpoint.source import WeightSource, find_model, load_transformer
+from magicdec.model.checkpoint.chunks import INDEX, chunk_name
+from magicdec.model.checkpoint.convert import find_damage
+from magicdec.model.checkpoint.random_weights import TILE_COLUMNS, RandomWeights
+from magicdec.model.checkpoint.source import (
+    WeightSource,
+    check_part,
+    expected_shapes,
+    find_model,
+    fingerprint,
+    load_transformer,
+)
+from magicdec.model.checkpoint.split import split_checkpoint
 from magicdec.model.checkpoint.weight_files import TILE_ROWS, Index, PthWeights
 from magicdec.model.families.hf_config import to_hf_config
 from magicdec.model.presets import presets
@@ -106,3 +122,145 @@ def test_slices_are_lazy(tmp_path: Path) -> None:
         assert torch.equal(part, make_tensors()[Q_PROJ][4:6, 3:9])
         # The view shares the mapping of the file or tensor, so slicing copied nothing.
         assert part.untyped_storage().nbytes() >= 32 * 32 * 4
+
+
+SHAPES = {
+    "a.weight": (3 * TILE_ROWS + 7, 2 * TILE_COLUMNS + 5),
+    "a.bias": (2 * TILE_COLUMNS + 3,),
+    "input_layernorm.weight": (9,),
+}
+
+
+def whole(name: str) -> Tensor:
+    return RandomWeights(SHAPES).read(name)
+
+
+@pytest.mark.parametrize(
+    ("name", "index"),
+    [
+        ("a.weight", (slice(0, 1), slice(0, 1))),
+        ("a.weight", (slice(200, 600), slice(1000, 2053))),
+        ("a.weight", (slice(256, 512),)),
+        ("a.weight", (slice(700, 775), slice(2048, 2050))),
+        ("a.bias", (slice(1000, 2051),)),
+        ("input_layernorm.weight", (slice(2, 5),)),
+    ],
+)
+def test_random_slices_agree(name: str, index: Index) -> None:
+    assert torch.equal(RandomWeights(SHAPES).read(name, index), whole(name)[index])
+
+
+def test_random_values() -> None:
+    matrix, bias = whole("a.weight"), whole("a.bias")
+    assert abs(matrix.std() - 0.02) < 1e-3 and abs(matrix.mean()) < 1e-3
+    assert 0.01 < bias.std() < 0.03
+    assert torch.equal(whole("input_layernorm.weight"), torch.ones(9))
+    tiles = [matrix[:TILE_ROWS, :5], matrix[TILE_ROWS : 2 * TILE_ROWS, :5]]
+    assert not torch.equal(*tiles), "each tile has a seed of its own"
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_ranks_hold_shards_of_one_random_model(size: int) -> None:
+    source = RandomWeights(expected_shapes(CONFIG))
+    tensors = {name: source.read(name) for name in source.tensors}
+    for rank in range(size):
+        shard = Shard(rank, size)
+        model = load_transformer(CONFIG, source, shard, None, torch.float32, CPU)
+        expected = expected_shard(tensors, shard)
+        torch.testing.assert_close(dict(model.state_dict()), expected, atol=0, rtol=0)
+
+
+def test_a_rank_makes_only_the_tiles_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[tuple[int, int]] = []
+    make_tile = RandomWeights._tile
+
+    def count(self: RandomWeights, name: str, shape: Any, top: int, left: int) -> Tensor:
+        made.append((top, left))
+        return make_tile(self, name, shape, top, left)
+
+    monkeypatch.setattr(RandomWeights, "_tile", count)
+    index = (slice(TILE_ROWS + 1), slice(TILE_COLUMNS, TILE_COLUMNS + 9))
+    RandomWeights(SHAPES).read("a.weight", index)
+    assert sorted(made) == [(0, TILE_COLUMNS), (TILE_ROWS, TILE_COLUMNS)]
+
+
+@pytest.fixture(scope="module")
+def chunks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = find_model("--model", "demo")
+    out = tmp_path_factory.mktemp("chunks")
+    split_checkpoint(source, out, split_layers("1,2,3", 3, source.config.num_layers))
+    return out
+
+
+@pytest.fixture
+def copied(chunks: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(chunks, tmp_path / "chunks"))
+
+
+def test_a_stage_loads_the_same_from_its_own_file_alone(copied: Path) -> None:
+    whole = find_model("--model", "demo")
+    for stage, layers in enumerate(split_layers("1,2,3", 3, whole.config.num_layers)):
+        own = copied.parent / f"host{stage}"
+        own.mkdir()
+        for name in (chunk_name(stage), INDEX, "config.json"):
+            shutil.copyfile(copied / name, own / name)
+        part = find_model("--model", str(own), is_part=True)
+        check_part(part, layers, stage == 0)
+        assert fingerprint(part) == fingerprint(whole)
+        models = [
+            load_transformer(
+                whole.config,
+                weights,
+                Shard(),
+                layers,
+                torch.float32,
+                torch.device("cpu"),
+                has_ends=stage == 0,
+            )
+            for weights in (whole.weights, part.weights)
+        ]
+        expected, found = (dict(model.named_parameters()) for model in models)
+        assert expected.keys() == found.keys()
+        assert all(torch.equal(expected[name], found[name]) for name in expected)
+
+
+def test_all_files_together_are_a_checkpoint(chunks: Path) -> None:
+    source = find_model("--model", str(chunks))
+    assert source.tensors.keys() == find_model("--model", "demo").tensors.keys()
+    assert all(find_damage(chunks / chunk_name(stage)) is None for stage in range(3))
+
+
+def test_an_absent_file_is_named(copied: Path) -> None:
+    (copied / chunk_name(2)).unlink()
+    refused = r"model_secondary1\.safetensors is not on this host; .*--layer_split 1,2,3"
+    with pytest.raises(ValueError, match=refused):
+        find_model("--model", str(copied))
+    part = find_model("--model", str(copied), is_part=True)
+    check_part(part, range(1, 3), has_ends=False)
+    with pytest.raises(ValueError, match=refused):  # of another split
+        check_part(part, range(2, 4), has_ends=False)
+
+
+def test_a_file_of_another_model_or_split_is_refused(copied: Path, tmp_path: Path) -> None:
+    source = find_model("--model", "demo")
+    other = tmp_path / "other"
+    split_checkpoint(source, other, split_layers("2,1,3", 3, source.config.num_layers))
+    shutil.copyfile(other / chunk_name(2), copied / chunk_name(2))  # the same layers
+    with pytest.raises(ValueError, match=r"secondary1\.safetensors: a chunk of another model"):
+        find_model("--model", str(copied))
+
+
+def test_a_broken_index_is_refused(copied: Path) -> None:
+    table = json.loads((copied / INDEX).read_text())
+    del table["metadata"]["chunks"]["tensors"]["model.norm.weight"]
+    (copied / INDEX).write_text(json.dumps(table))
+    with pytest.raises(ValueError, match=r"index\.json: not an index of chunks"):
+        find_model("--model", str(copied))
+
+
+def test_flags_that_disagree_are_refused() -> None:
+    assert find_num_stages(3, None) == find_num_stages(None, "1,2,3") == 3
+    with pytest.raises(ValueError, match="give --n_nodes"):
+        find_num_stages(None, None)
+    with pytest.raises(ValueError, match="--n_nodes 2: --layer_split 1,2,3 has 3 stages"):
+        find_num_stages(2, "1,2,3")
