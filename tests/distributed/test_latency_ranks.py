@@ -99,28 +99,12 @@ def test_rows_cover_the_grid_and_say_what_was_read(
     assert sorted(p.name for p in tmp_path.glob("**/l.*")) == ["l.csv", "l.json"]
 
 
-def test_what_the_model_cannot_do_is_refused_in_one_line(
-    launch: Launch, tiny_checkpoint: Path
-) -> None:
-    model = ("--model", tiny_checkpoint)
-    for flags, num_ranks, message in (
-        (
-            ("--prefix_len", 64, 1020, "--T", 1, 5),
-            2,
-            "--prefix_len 1020 + --T 5 = 1025 exceeds the 1024",
-        ),
-        (
-            ("--prefix_len", 64, "--rank_group", 0, 1),
-            1,
-            "--rank_group 0 1: name all of the launched",
-        ),
-    ):
-        done = launch("latency_benchmark.py", *model, *flags, num_ranks=num_ranks)
-        assert done.stdout == "" and done.returncode == 2
-        line = done.stderr.splitlines()[0]
-        assert line.startswith("latency_benchmark.py: ") and message in line
-        if num_ranks == 1:
-            assert done.stderr.count("\n") == 1
+def test_what_the_model_cannot_do_is_refused(launch: Launch, tiny_checkpoint: Path) -> None:
+    flags = "--model", tiny_checkpoint, "--prefix_len", 64, 1020, "--T", 1, 5
+    done = launch("latency_benchmark.py", *flags, num_ranks=2)
+    assert done.stdout == "" and done.returncode == 2
+    said = "latency_benchmark.py: --prefix_len 1020 + --T 5 = 1025 exceeds the 1024"
+    assert done.stderr.startswith(said)
 
 
 def test_two_ranks_measure_their_link(launch: Launch, tmp_path: Path) -> None:

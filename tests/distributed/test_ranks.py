@@ -140,23 +140,6 @@ def test_the_baseline_driver_and_its_text(
     assert record["config"]["workload"]["gen_len"] == 10
 
 
-def test_random_weights_make_no_acceptance_claim(
-    launch: Launch, text_file: Path, tmp_path: Path
-) -> None:
-    done = launch(
-        "selfspec_benchmark.py", "--model", "random:llama-68m", "--dataset", text_file, "--B", 1,
-        "--prefix_len", 40, "--gen_len", 8, "--num_batches", 1, "--no_baseline",
-        "--dtype", "float32", "--threads", 1,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    (record,) = read_records(tmp_path / "results" / "runs.jsonl")
-    assert record["workload"]["random_weights"] is True
-    metrics = record["metrics"]
-    assert metrics["acceptance_rate"] is None and metrics["acceptance_per_position"] is None
-    assert metrics["verify_ms"] > 0
-    assert record["correctness"]["reference"] is None
-
-
 FAMILY_FLAGS = (
     *("--B", 2, "--prefix_len", 80, "--gen_len", 24, "--num_batches", 1, "--warmup_batches", 0),
     *("--dtype", "float32", "--gamma", 3, "--streamingllm_budget", 24),

@@ -299,11 +299,6 @@ def test_whole_sharded_and_staged(name: str) -> None:
         torch.testing.assert_close(run_ranks(path, size), expected, atol=1e-4, rtol=0)
 
 
-def test_more_ranks_than_heads() -> None:
-    with pytest.raises(ValueError, match="9 ranks cannot share 8 attention heads"):
-        stored("llama-2").load(Shard(0, 9))
-
-
 @pytest.mark.parametrize("name", ["llama-3.1", "gpt2"])
 def test_checkpoint_of_several_files(tmp_path: Path, name: str) -> None:
     expected = make_checkpoint(tmp_path, name, max_shard_size="100KB").logits(tokens())

@@ -95,9 +95,7 @@ def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
     [
         (None, ": No such file or directory; give a file of records"),
         (b"", " holds no records"),
-        (b"\xff\xfe", ":1: not UTF-8 text"),
         (b"not JSON\n", ":1: not a JSON record"),
-        (b"{}", ":1: not a record; schema_version is None"),
         (b'{"kind": "run", "schema_version": 2}', ":1: not a record; it has no "),
     ],
 )

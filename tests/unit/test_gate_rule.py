@@ -60,13 +60,6 @@ def gate(tmp_path: Path, command: Command) -> Gate:
     return run
 
 
-def test_equal_counts_are_the_same(gate: Gate) -> None:
-    code, out = gate([drawn()], [drawn()])
-    assert code == 0 and "all counts as before" in out and "1 same" in out
-    assert "1 of 1 baselines covered, 0 not covered" in out
-    assert "strategy=speculative drafter=self policy=streaming_llm budget=257" in out
-
-
 @pytest.mark.parametrize("share", [0.05, 0.2])
 def test_a_loss_beyond_the_margin_and_the_noise_is_a_regression(gate: Gate, share: float) -> None:
     old = drawn(num_prompts=16)
@@ -92,22 +85,6 @@ def test_a_difference_inside_the_noise_is_said_and_passes(gate: Gate) -> None:
         assert code == 0 and "inside the noise" in out and "; 8 outputs differ" in out, seed
 
 
-def test_unchanged_acceptance_rarely_fails_many_rows_at_once() -> None:
-    """The rows share the false alarms if rounding may explain their changes."""
-    alarms = 0
-    for trial in range(20):
-        rows = [(drawn(seed=100 * trial + i, budget=40 + i), 40 + i) for i in range(8)]
-        new = [
-            with_fields(
-                drawn(seed=100 * trial + 50 + i, budget=budget),
-                samples__speculative__output_hashes=["0"] * 8,
-            )
-            for i, (_, budget) in enumerate(rows)
-        ]
-        alarms += exit_code(compare(new, [row for row, _ in rows])) != 0
-    assert alarms == 0
-
-
 def test_the_rule_case_by_case(gate: Gate) -> None:
     """New records, baselines and flags, with the exit code and what is said."""
     good, sixteen, three = drawn(), drawn(num_prompts=16), drawn(num_prompts=3)
@@ -125,6 +102,9 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
         ([less], [sixteen], exact, 1, "--exact lets no change pass"),
         ([sixteen], [less], exact, 1, "--exact lets no change pass"),  # nor a gain
         ([sixteen], [sixteen], exact, 0, "1 same"),
+        ([good], [good], (), 0, "all counts as before"),
+        ([good], [good], (), 0, "1 of 1 baselines covered, 0 not covered"),
+        ([good], [good], (), 0, "drafter=self policy=streaming_llm budget=257"),
         ([little], [good], (), 0, ""),
         # A baseline without a margin, as of a draft that is the target, tolerates no loss.
         ([little], [with_fields(good, margin=0.0)], (), 1, "regression, any loss is one"),

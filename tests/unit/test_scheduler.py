@@ -123,12 +123,6 @@ def test_tokens_after_the_end_are_dropped() -> None:
     assert scheduler.schedule() is None
 
 
-def test_a_request_may_end_with_its_first_token() -> None:
-    scheduler, _ = prefilled(1, 5)
-    assert next_batch(scheduler).rows == [1]
-    assert prefilled(5, first=EOS)[0].schedule() is None
-
-
 def test_without_end_tokens_only_the_length_ends_a_request() -> None:
     scheduler, request = Scheduler(1), Request(0, (1,), SamplingParams(3))
     scheduler.add([request], now=0.0)
