@@ -3,8 +3,6 @@
 Every fixture and every test starts from the same seeds and the same number of threads, whichever
 tests ran before it."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

@@ -1,8 +1,6 @@
 """What tests of several ranks share: a script of tests/ and what its ranks answer, the tokens that
 one process generates, and the checks after a rank was killed."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

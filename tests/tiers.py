@@ -5,8 +5,6 @@ Files that start several ranks are spread among the others, so that two of them 
 ranks that wait for each other waste time where more of them run than the machine has cores. The
 short files of `unit/` come last, so that both processes end at about the same time."""
 
-from __future__ import annotations
-
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 from itertools import combinations

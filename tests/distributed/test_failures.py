@@ -1,8 +1,6 @@
 """What goes wrong: one line for what a user can mend, an end in time for what breaks, records
 intact."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -2,8 +2,6 @@
 nothing started for what cannot be), the exchange that a probe measures, and the memory that ranks
 have and take."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -2,8 +2,6 @@
 the order of ranks. Also families whose heads do not divide, and int8 weights, quantised while
 loading or stored so."""
 
-from __future__ import annotations
-
 import shutil
 from dataclasses import replace
 from pathlib import Path

@@ -1,8 +1,6 @@
 """`magicdec recurrent` on several ranks: its records, stages of several ranks, and samples that
 circulate through 2, 3 and 4 ranks with the tokens of one process."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache

@@ -6,8 +6,6 @@ every seventh case runs, and one case of each test in `make test`. The GPU libra
 `test_cuda_libraries.py` tests what can be tested of them without one.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

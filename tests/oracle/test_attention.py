@@ -1,8 +1,6 @@
 """Every attention backend against attention in float64, alone and beside other rows; also ranges by
 layer and KV head, and attention weights by block."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 

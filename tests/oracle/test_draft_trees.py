@@ -1,8 +1,6 @@
 """Draft trees: the logits of each node are those of its path as a chain, by `transformers` and by
 our own forwards, with the same bits in native attention; and what is kept of an accepted path."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 

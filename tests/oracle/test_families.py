@@ -3,8 +3,6 @@ engine its greedy tokens, also with speculation; and the parameters and all-redu
 predicts. The error of ALiBi in bfloat16 is that of its extra dimensions of q and k.
 A new family is one row in MODELS (`tiny_families.py`)."""
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable

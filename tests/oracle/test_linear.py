@@ -2,8 +2,6 @@
 alone and in a model, and lossless decoding with them. In bfloat16, verification must compute the
 same bits as decoding."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 from dataclasses import replace

@@ -5,8 +5,6 @@ A new policy is one row in KV_SECTIONS. `tests/distributed/matrix.py` tests all 
 ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product

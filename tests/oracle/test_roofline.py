@@ -2,8 +2,6 @@
 bounds what a draft forward reads; and a step of decoding or verification takes no memory from the
 system."""
 
-from __future__ import annotations
-
 import resource
 from dataclasses import replace
 from typing import Any

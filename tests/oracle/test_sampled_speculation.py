@@ -1,8 +1,6 @@
 """Sampled speculation through the whole engine, on a toy vocabulary: the emitted tokens have the
 distribution of the target. Greedy requests with penalties emit exactly the same tokens."""
 
-from __future__ import annotations
-
 from collections import Counter
 from copy import copy
 from dataclasses import replace

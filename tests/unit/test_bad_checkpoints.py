@@ -1,8 +1,6 @@
 """Broken checkpoints: for each, the line that the user sees, with the file, the tensor and the
 choices."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

@@ -1,8 +1,6 @@
 """Finding and loading checkpoints: round trips, names, and how much of a file each rank reads;
 random weights; and checkpoints in one file for each stage of a pipeline."""
 
-from __future__ import annotations
-
 import json
 import pickle
 import shutil

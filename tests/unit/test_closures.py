@@ -1,8 +1,6 @@
 """A function within a function reads only names that are assigned before it is defined. A reader
 need not look further down for what it will see when it is called."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 

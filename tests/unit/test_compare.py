@@ -1,8 +1,6 @@
 """What is printed of records: the table of one run says what its sample can carry, the table of
 many has a line a run; and both tools read any file or refuse it in one line."""
 
-from __future__ import annotations
-
 import json
 import re
 import subprocess

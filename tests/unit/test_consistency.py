@@ -1,8 +1,6 @@
 """Samples that contradict each other are refused with the names and values; those of a run by hand
 are not."""
 
-from __future__ import annotations
-
 import pytest
 from synthetic_samples import pass_samples
 

@@ -1,8 +1,6 @@
 """The copy that a KV policy keeps for drafts is as large as the memory plan says, for requests of
 any lengths, and it is made once."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path

@@ -2,8 +2,6 @@
 decoding under `--gamma auto`, under a scripted clock; and what steps will yield: rates from counts,
 and the time until a batch is done, against simulation."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -2,8 +2,6 @@
 must: in its exit code, in its JUnit file and in its summary. No model runs here: the processes that
 run cases are replaced, except in the test of cases that cannot run."""
 
-from __future__ import annotations
-
 import json
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence

@@ -1,8 +1,6 @@
 """`magicdec compare` and the rule of the gate: when two records measure the same thing, what
 passes, what does not, and what is said."""
 
-from __future__ import annotations
-
 import json
 import math
 import xml.etree.ElementTree as ElementTree

@@ -1,7 +1,5 @@
 """Ctrl-C in a run of many batches: the batches that are done make a record."""
 
-from __future__ import annotations
-
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """The intervals of a record: they cover the truth as often as they say, and they are absent where
 there is too little to say anything."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
 

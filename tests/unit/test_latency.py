@@ -1,8 +1,6 @@
 """`magicdec latency`: its flags, the order of its forwards, how ranks' times become rows, and the
 memory plan of a grid, held to the caches that its forwards make."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path

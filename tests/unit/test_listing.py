@@ -2,8 +2,6 @@
 format and intervals; and `magicdec table --check`: every metric of a record is what its samples
 give."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

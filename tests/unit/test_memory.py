@@ -1,8 +1,6 @@
 """The memory plan: held to what a run allocates; what the system says is free; the refusals; and
 the estimates of what a run needs for a short time."""
 
-from __future__ import annotations
-
 import itertools
 import subprocess
 import sys

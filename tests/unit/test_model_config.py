@@ -1,8 +1,6 @@
 """Reading `config.json`: both generations of Hugging Face fields, and the ways it can be wrong; and
 the presets, with the published parameter counts and transformers' tensor shapes."""
 
-from __future__ import annotations
-
 import json
 import math
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """`magicdec table` of the records of commands that serve requests in several passes."""
 
-from __future__ import annotations
-
 import json
 import re
 from dataclasses import asdict

@@ -1,8 +1,6 @@
 """Pipelined speculation of `magicdec serve`: what is refused before any rank starts, in one line;
 which rank does what, also of a draft model on several ranks; and the metrics of spans."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """int8 weights: the arithmetic by hand, every family's shards compared with the whole model,
 checkpoints stored in int8, and errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path

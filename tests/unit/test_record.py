@@ -1,8 +1,6 @@
 """RunRecord: docs/record.md says what is in it; what may not be in it cannot be made, written or
 read."""
 
-from __future__ import annotations
-
 import datetime
 import gzip
 import json

@@ -1,8 +1,6 @@
 """What the documents, the table and the JSON Schema say of a record's fields comes from its
 dataclasses; real records are as the schema says; what is malformed is refused by its line."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -2,8 +2,6 @@
 rows of ended samples are used again, what messages say about drafts, and links that are emulated. A
 sample may end among its accepted drafts."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace

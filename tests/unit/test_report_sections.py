@@ -1,8 +1,6 @@
 """`magicdec report` and `magicdec export` of every kind of record: the sections of the page, the
 numbers of their figures, the rows of the export, and the page in a browser."""
 
-from __future__ import annotations
-
 import html
 import json
 import re

@@ -1,8 +1,6 @@
 """From logits to tokens: penalties and filters against transformers, ties, rows with one token
 left, the inverse CDF, and refused values; and the random numbers of requests."""
 
-from __future__ import annotations
-
 import math
 import re
 from typing import Any

@@ -1,8 +1,6 @@
 """Scheduler: which requests are in the batch, and where each request ends; and requests that join
 and leave a running batch: who is admitted, prefilled and preempted in each step, on every rank."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Serving metrics of hand-made requests, the bounds of goodput, and the search for the largest
 sustained rate."""
 
-from __future__ import annotations
-
 from dataclasses import fields, replace
 from types import SimpleNamespace
 from typing import Any, cast

@@ -1,7 +1,5 @@
 """`magicdec sweep`: a cell of a study is the lone run; what is shared, resumed and refused."""
 
-from __future__ import annotations
-
 import os
 import random
 import subprocess

@@ -2,8 +2,6 @@
 the device of a lost peer is waited for; which ranks share a GPU; and which collectives ranks
 choose."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

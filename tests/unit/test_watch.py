@@ -1,8 +1,6 @@
 """Watch: who is named, when, and that no rank ends before the others have stopped to watch it; and
 the sign of life between hosts, with a store in this process and a clock that the test moves."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import threading

@@ -3,8 +3,6 @@ and the passages that recall chooses.
 
 The tokenizer is a fake with one id per character, so that expected tokens can be written down."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
