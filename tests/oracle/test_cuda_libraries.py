@@ -2,6 +2,8 @@
 to them is what the contract asks for. That the libraries do what they document is a matter for a
 machine that has them: there the contract's own tests run."""
 
+from __future__ import annotations
+
 import sys
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
