@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from faults.fault import Fault, Property
 
-METRICS = "test_serving_metrics.py::"
+METRICS, VIEW = "test_serving_metrics.py::", "test_serving_view.py::"
 BATCHING = "test_batching.py::"
 
 PROPERTIES = (
@@ -74,7 +74,7 @@ PROPERTIES = (
     ),
     Property(
         "The saturation rate is the largest that is sustained.",
-        f"{METRICS}test_the_search_finds_the_largest_sustained_rate",
+        f"{VIEW}test_the_search_finds_the_largest_sustained_rate",
         (
             Fault("the last sustained rate in place of the largest", "serving/saturation.py",
                   "return max((rate for rate, is_good in measured if is_good), default=None)",

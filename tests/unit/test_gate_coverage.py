@@ -1,6 +1,8 @@
-"""The cases of the gate, and that it fails, and names the case, if it has not measured what it
-must: in its exit code, in its JUnit file and in its summary. No model runs here: the processes that
-run cases are replaced, except in the test of cases that cannot run."""
+"""The gate fails, and names the case, if it has not measured what it must: in its exit code, in its
+JUnit file and in its summary. No model runs here: the processes that run cases are replaced, except
+in the test of cases that cannot run."""
+
+from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ElementTree
@@ -10,17 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import ROOT, Command, served_pairs
+from conftest import Command
 from synthetic_records import drawn, with_fields
 
 from magicdec.cli import gate as gate_command
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import AttentionSection, ModelSection
-from magicdec.gate.cases import Subject, config_of, margin_of, quick, standard_cases
+from magicdec.gate.cases import config_of
 from magicdec.gate.coverage import not_run
 from magicdec.gate.measuring import NO_RESULT, Result, run_cases
-from magicdec.records.comparison.conditions import describe, measured_thing, method_of
-from magicdec.records.reading import load_records
+from magicdec.records.comparison.conditions import describe, method_of
 from magicdec.records.record import RunRecord
 
 BUDGETS = (33, 65, 129)
@@ -241,70 +241,3 @@ def test_a_case_of_no_config_is_refused_with_its_name(
     code, _, err = command("gate", "--baseline", path)
     assert code == 2 and err.count("\n") == 1
     assert section in err if section == "model" else NAMES[1] in err
-
-
-BASELINES = load_records(ROOT / "results" / "baselines" / "acceptance.jsonl")
-
-
-def test_the_committed_file_has_the_standard_cases() -> None:
-    configs = standard_cases(Subject())
-    again = [config_of(baseline) for baseline in BASELINES]
-    assert len(again) == len(configs)
-    for ours, config in zip(again, configs, strict=True):
-        assert ours.kv.policy == config.kv.policy
-        assert (ours.draft and ours.draft.model) == (config.draft and config.draft.model)
-        assert ours.kv.budget == config.kv.budget or ours.kv.policy == "full"
-        for name in ("drafter", "num_draft_tokens", "ignore_eos", "strategy"):
-            assert getattr(ours.decoding, name) == getattr(config.decoding, name)
-        for name in ("dataset", "prefix_len", "gen_len", "batch_size", "num_batches"):
-            assert getattr(ours.workload, name) == getattr(config.workload, name)
-    assert [b.margin for b in BASELINES] == [margin_of(config) for config in configs]
-
-
-def test_the_standard_cases_cover_every_drafter_and_policy() -> None:
-    things = [dict(measured_thing(baseline)) for baseline in BASELINES]
-    assert {(t["drafter"], t["policy"]) for t in things} == served_pairs()
-    assert len({tuple(t.items()) for t in things}) == len(BASELINES), "each thing once"
-
-
-def test_budgets_that_hold_the_prompt_and_an_absent_draft_make_no_case() -> None:
-    configs = standard_cases(Subject(prefix_len=200, draft="none"))
-    assert {c.kv.budget for c in configs if c.kv.policy != "full"} == {33, 65, 129}
-    assert all(c.draft is None and c.decoding.drafter != "model" for c in configs)
-
-
-def test_only_a_target_that_drafts_for_itself_in_float32_has_no_margin() -> None:
-    for dtype, expected in (("float32", {0.0, None}), ("bfloat16", {None})):
-        configs = standard_cases(Subject(dtype=dtype))
-        assert {margin_of(config) for config in configs} == expected
-
-
-def test_what_auto_chose_is_left_to_auto_again() -> None:
-    """So that a baseline can be run again where its kernels do not exist."""
-    record = BASELINES[0]
-    assert record.config["attention"]["backend_reason"].startswith("auto")
-    config = config_of(record)
-    assert config.attention.backend == AttentionSection().backend
-    assert config.model.elementwise == ModelSection().elementwise
-    assert config.model.dtype == "float32" and config.parallel.threads is None
-    asked = json.loads(record.to_json())["config"]["attention"] | {"backend_reason": "asked for"}
-    chosen = replace(record, config=record.config | {"attention": asked})
-    assert config_of(chosen).attention.backend == record.config["attention"]["backend"]
-
-
-def test_a_case_of_several_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="a baseline has 2 ranks; the gate runs cases of one rank"):
-        config_of(with_fields(drawn(), environment__world_size=2))
-
-
-def test_quick_has_one_case_for_each_method() -> None:
-    chosen = quick(BASELINES)
-    methods = [method_of(b) for b in chosen]
-    assert len(set(methods)) == len(methods) and set(methods) == set(map(method_of, BASELINES))
-
-
-def test_the_gate_is_refused_without_baselines(tmp_path: Path, command: Command) -> None:
-    (tmp_path / "empty").write_text("")
-    for name, said in (("empty", "holds no records"), ("absent", "No such file")):
-        code, _, err = command("gate", "--baseline", tmp_path / name)
-        assert code == 2 and said in err and err.count("\n") == 1

@@ -1,6 +1,8 @@
 """A ring of `magicdec serve`: what is refused before any rank starts, in one line; the predicted
 round; and what a stage needs of the memory."""
 
+from __future__ import annotations
+
 import datetime
 import json
 from dataclasses import replace

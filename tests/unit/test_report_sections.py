@@ -1,12 +1,9 @@
 """`magicdec report` and `magicdec export` of every kind of record: the sections of the page, the
-numbers of their figures, the rows of the export, and the page in a browser."""
+numbers of their figures, and the rows of the export."""
 
-import html
-import json
+from __future__ import annotations
+
 import re
-import shutil
-import subprocess
-import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -18,7 +15,7 @@ from synthetic_records import drawn
 from test_compare import write
 from test_pass_records import measured, record
 from test_pipeline_command import finished
-from test_report import FIGURES, RAW, links, machine, rows, study, variant
+from test_report import links, rows, variant
 
 from magicdec.cli import export, report_page
 from magicdec.pipeline.metrics import StageUse, ring_metrics
@@ -160,72 +157,3 @@ def test_an_export_has_a_row_for_each_pass_of_every_kind(
     assert of["serving", "async"]["speculation.most_in_flight"] == 2
     assert of["serving", "async"]["workload.draft"] == "ngram"
     assert frame["model.model"].notna().all() and frame["environment.torch"].notna().all()
-
-
-WIDTH, HEIGHT = 1200, 12000
-CHROMIUM = next(
-    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
-)
-# Says where each figure is, and sorts the runs by their speedup twice. It is put at the page's end.
-QUESTION = """<script>
-const boxes = {};
-for (const figure of document.querySelectorAll("figure")) {
-  const at = figure.querySelector("svg").getBoundingClientRect();
-  boxes[figure.id] = [at.left, at.top, at.right, at.bottom];
-}
-const table = document.querySelector("#runs table");
-const names = [...table.querySelectorAll("th")].map((heading) => heading.textContent);
-const column = names.findIndex((name) => name.startsWith("speedup"));
-const order = (row) => Number(row.cells[column].dataset.order);
-const shown = () => [...table.tBodies[0].rows].map(order);
-table.querySelectorAll("th button")[column].click();
-const rising = shown();
-table.querySelectorAll("th button")[column].click();
-const width = document.documentElement.scrollWidth;
-document.body.dataset.answer = JSON.stringify({ boxes, rising, falling: shown(), width });
-</script></body>"""
-
-
-def browse(page: Path, *flags: str) -> tuple[str, list[str]]:
-    """Opens a page. Returns what Chromium prints, and the lines of the page's console."""
-    assert CHROMIUM is not None
-    command = (
-        CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
-        f"--window-size={WIDTH},{HEIGHT}", "--enable-logging=stderr", *flags, page.as_uri(),
-    )  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
-
-
-@pytest.mark.wide
-@pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium on this machine")
-def test_the_page_opens_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from PIL import Image
-
-    write(tmp_path / "runs.jsonl", [*study(), *RAW])
-    machine().save(tmp_path / "machine.json")
-    words = ["report", "runs.jsonl", "--out", "out", "--machine", "machine.json"]
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "argv", words)
-    with pytest.raises(SystemExit):
-        report_page.main()
-    page, shot = tmp_path / "out" / "index.html", tmp_path / "page.png"
-    text = page.read_text(encoding="utf-8")
-    asked = tmp_path / "out" / "asked.html"
-    asked.write_text(text.replace("</body>", QUESTION), encoding="utf-8")
-    dom, said = browse(asked, "--dump-dom")
-    assert said == []
-    found = re.search(r'data-answer="([^"]*)"', dom)
-    assert found is not None
-    answer: dict[str, Any] = json.loads(html.unescape(found[1]))
-    assert answer["rising"] == sorted(answer["rising"]) == answer["falling"][::-1]
-    assert len(set(answer["rising"])) > 5
-    assert answer["width"] <= WIDTH
-    assert tuple(answer["boxes"]) == FIGURES
-    _, said = browse(page, f"--screenshot={shot}")
-    assert said == []
-    picture = Image.open(shot).convert("RGB")
-    for name, box in answer["boxes"].items():
-        assert box[3] < HEIGHT and box[2] - box[0] > 400 and box[3] - box[1] > 150, name
-        colours = picture.crop(tuple(map(int, box))).getcolors(1 << 24)
-        assert colours is not None and len(colours) > 20, f"{name} is blank"
