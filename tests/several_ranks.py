@@ -1,6 +1,8 @@
 """What tests of several ranks share: a script of tests/ and what its ranks answer, the tokens that
 one process generates, and the checks after a rank was killed."""
 
+from __future__ import annotations
+
 import json
 import re
 import subprocess
@@ -12,6 +14,7 @@ from random import Random
 from typing import Any
 
 from conftest import Launch, decode, make_runner, tiny_transformer
+from identities import check_record
 
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.strategy import Setup
@@ -48,6 +51,7 @@ def check_numbers(raw: dict[str, Any]) -> None:
     """The metrics of a record are those of its samples."""
     record = parse_line(json.dumps(raw), RunRecord)
     assert check_metrics(record) == []
+    check_record(record)
 
 
 def generate_alone(

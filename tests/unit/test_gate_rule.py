@@ -1,13 +1,12 @@
-"""`magicdec compare` and the rule of the gate: when two records measure the same thing, what
-passes, what does not, and what is said."""
+"""`magicdec compare` and the rule of the gate: what passes, what does not, and what is said."""
 
-import json
+from __future__ import annotations
+
 import math
 import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -17,9 +16,6 @@ from synthetic_samples import draw_chances, draw_pass
 from test_compare import diverged, failed, with_ties
 
 from magicdec.cli import compare as compare_command
-from magicdec.config.sections import KVSection
-from magicdec.drafting.policies.policy import make_policy
-from magicdec.names import KV_POLICIES
 from magicdec.records.acceptance import PromptCounts, count_by_prompt
 from magicdec.records.comparison.change import Pair, change_of, pair_of
 from magicdec.records.comparison.compare import (
@@ -29,13 +25,10 @@ from magicdec.records.comparison.compare import (
     exit_code,
     level_for,
 )
-from magicdec.records.comparison.conditions import measured_thing, weight_dtypes
+from magicdec.records.comparison.conditions import weight_dtypes
 from magicdec.records.metrics import check_metrics
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
-from magicdec.records.table import method
-from magicdec.report.settings import settings
-from magicdec.study.cells import config_key
 
 Gate = Callable[..., tuple[int, str]]
 BASELINES = load_records(ROOT / "results" / "baselines" / "acceptance.jsonl")
@@ -56,6 +49,13 @@ def gate(tmp_path: Path, command: Command) -> Gate:
         return code, out
 
     return run
+
+
+def test_equal_counts_are_the_same(gate: Gate) -> None:
+    code, out = gate([drawn()], [drawn()])
+    assert code == 0 and "all counts as before" in out and "1 same" in out
+    assert "1 of 1 baselines covered, 0 not covered" in out
+    assert "strategy=speculative drafter=self policy=streaming_llm budget=257" in out
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2])
@@ -83,6 +83,22 @@ def test_a_difference_inside_the_noise_is_said_and_passes(gate: Gate) -> None:
         assert code == 0 and "inside the noise" in out and "; 8 outputs differ" in out, seed
 
 
+def test_unchanged_acceptance_rarely_fails_many_rows_at_once() -> None:
+    """The rows share the false alarms if rounding may explain their changes."""
+    alarms = 0
+    for trial in range(20):
+        rows = [(drawn(seed=100 * trial + i, budget=40 + i), 40 + i) for i in range(8)]
+        new = [
+            with_fields(
+                drawn(seed=100 * trial + 50 + i, budget=budget),
+                samples__speculative__output_hashes=["0"] * 8,
+            )
+            for i, (_, budget) in enumerate(rows)
+        ]
+        alarms += exit_code(compare(new, [row for row, _ in rows])) != 0
+    assert alarms == 0
+
+
 def test_the_rule_case_by_case(gate: Gate) -> None:
     """New records, baselines and flags, with the exit code and what is said."""
     good, sixteen, three = drawn(), drawn(num_prompts=16), drawn(num_prompts=3)
@@ -100,9 +116,6 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
         ([less], [sixteen], exact, 1, "--exact lets no change pass"),
         ([sixteen], [less], exact, 1, "--exact lets no change pass"),  # nor a gain
         ([sixteen], [sixteen], exact, 0, "1 same"),
-        ([good], [good], (), 0, "all counts as before"),
-        ([good], [good], (), 0, "1 of 1 baselines covered, 0 not covered"),
-        ([good], [good], (), 0, "drafter=self policy=streaming_llm budget=257"),
         ([little], [good], (), 0, ""),
         # A baseline without a margin, as of a draft that is the target, tolerates no loss.
         ([little], [with_fields(good, margin=0.0)], (), 1, "regression, any loss is one"),
@@ -324,88 +337,3 @@ def test_drawn_records_are_what_their_samples_give() -> None:
     """What the tests of this file are made of."""
     for record in (drawn(), with_losses(drawn(), 0.1)):
         assert check_metrics(record) == []
-
-
-def of(policy: str, drafter: str = "self", **settings: Any) -> dict[str, Any]:
-    record = json.loads(drawn().to_json())
-    record["config"]["kv"] |= {"policy": policy, **settings}
-    record["config"]["decoding"]["drafter"] = drafter
-    return record
-
-
-SETTINGS: dict[str, Any] = {
-    "budget": 99, "num_sink_tokens": 5, "window_size": 9, "pooling": "max", "reselect_every": 7,
-    "recent_window": 3,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("policy", KV_POLICIES)
-def test_settings_tell_records_apart_where_the_policy_reads_them(policy: str) -> None:
-    """What a policy reads: the fields that change what `build` makes of the section."""
-    conditions = {"draft_kv_dtype"}  # a dtype: what is measured stays the same thing
-    assert set(SETTINGS) | {"policy"} | conditions == {f.name for f in fields(KVSection)}
-    section = replace(KVSection(policy), recent_window=20)
-    for name, value in SETTINGS.items():
-        changed = replace(section, **{name: value})
-        matters = make_policy(changed) != make_policy(section)
-        records = [of(**asdict(kv)) for kv in (section, changed)]
-        things = [measured_thing(parse_record(record)) for record in records]
-        assert (things[0] != things[1]) == matters, name
-
-
-def test_drafters_and_policies_are_told_apart() -> None:
-    things = [
-        measured_thing(parse_record(of(p, d))) for d in ("self", "model") for p in KV_POLICIES
-    ]
-    assert len(set(things)) == 2 * len(KV_POLICIES)
-    records = (of(p, "ngram", budget=b) for p in KV_POLICIES for b in (9, 8))
-    lookups = {measured_thing(parse_record(record)) for record in records}
-    assert len(lookups) == 1 and not lookups & set(things), "prompt lookup reads no cache"
-
-
-def test_trees_and_chains_are_told_apart() -> None:
-    """A record that is older than trees measures the same thing as one without a tree."""
-    older, chain, tree = (of("streaming_llm") for _ in range(3))
-    chain["config"]["decoding"] |= {"tree": None, "tree_nodes": None}
-    tree["config"]["decoding"] |= {"tree": "3,2", "tree_nodes": 9}
-    for record in (chain, tree):
-        record["config"]["decoding"]["num_draft_tokens"] = 4
-    older["config"]["decoding"]["num_draft_tokens"] = 4
-    records = [parse_record(record) for record in (older, chain, tree)]
-    first, second, third = map(measured_thing, records)
-    assert first == second != third
-    assert [settings(record)["gamma"] for record in records] == [4, 4, "3,2"]
-    assert method(records[2]).endswith("tree 3,2 (9 tokens)")
-    assert config_key(older["config"]) == config_key(chain["config"]) != config_key(tree["config"])
-
-
-def test_another_draft_model_is_another_thing() -> None:
-    """Other weights under the same name are not comparable."""
-    records = []
-    for name, weights in (("a", "1"), ("b", "1"), ("a", "2")):
-        record = of("full", "model")
-        draft = {"model": name, "random_weights": False, "model_sha256": weights}
-        record["workload"]["draft"] = draft
-        records.append(parse_record(record))
-    found = compare(records, records[:1])
-    assert found[0].verdict == "same" and "draft=b policy=full gamma=4" in found[1].name
-    assert found[1].text == "not comparable: the baseline has no such record"
-    assert found[2].text == "not comparable: draft a has other weights"
-
-
-@pytest.mark.parametrize(
-    ("name", "value", "comparable"),
-    [
-        ("temperature", 0.8, False),
-        ("repetition_penalty", 1.1, False),
-        ("presence_penalty", 0.1, False),
-        ("seed", 3, True),
-    ],
-)
-def test_sampling_is_a_condition(name: str, value: float, comparable: bool) -> None:
-    new, old = json.loads(drawn().to_json()), json.loads(drawn().to_json())
-    new["config"]["sampling"][name] = value
-    del old["config"]["sampling"]  # records from before there was any
-    (found,) = compare([parse_record(new)], [parse_record(old)])
-    assert (found.verdict == "same") == comparable
-    assert comparable or "not comparable: sampling {" in found.text

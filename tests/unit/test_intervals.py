@@ -1,11 +1,14 @@
 """The intervals of a record: they cover the truth as often as they say, and they are absent where
 there is too little to say anything."""
 
+from __future__ import annotations
+
 import math
 from collections import Counter
 
 import numpy as np
 import pytest
+from identities import acceptance
 from synthetic_samples import (
     baseline_pass,
     draw_chances,
@@ -103,25 +106,6 @@ def draft_of(samples: PassSamples, num_steps: list[int]) -> PassSamples:
     )
 
 
-def enumerated(samples: PassSamples) -> tuple[float, float, list[float]]:
-    """The acceptance rate, length and acceptance by position, from each row of each step that
-    drafts."""
-    rows = [
-        (drafted, count)
-        for batch, steps in zip(samples.num_drafted, samples.num_accepted, strict=True)
-        for drafted, step in zip(batch, steps, strict=True)
-        for count in step
-        if drafted
-    ]
-    survived: list[float] = []
-    for k in range(1, max(drafted for drafted, _ in rows) + 1):
-        judged = [count for drafted, count in rows if drafted >= k and count >= k - 1]
-        share = sum(count >= k for count in judged) / len(judged) if judged else 0.0
-        survived.append(share * (survived[-1] if survived else 1.0))
-    accepted = sum(count for _, count in rows)
-    return accepted / sum(drafted for drafted, _ in rows), 1 + accepted / len(rows), survived
-
-
 def test_the_counts_of_prompts_are_those_of_the_samples() -> None:
     """Rows that have ended are left out of the samples, so that rows must be told apart."""
     rng = np.random.default_rng(1)
@@ -129,7 +113,7 @@ def test_the_counts_of_prompts_are_those_of_the_samples() -> None:
     check_samples("drawn", samples)
     counts = count_by_prompt(samples)
     assert counts.emitted.tolist() == [30] * 6, "each prompt emits its own tokens"
-    rate, length, per_position = enumerated(samples)
+    rate, length, per_position = acceptance(samples)
     found = estimates_of(counts)
     assert math.isclose(found.rate[0], rate)
     assert math.isclose(found.length[0], length)

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from fake_clock import Clock
+from identities import check_record
 
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
@@ -33,7 +34,6 @@ from magicdec.distributed.groups import Group, Launch
 from magicdec.drafting.draft_length import DraftLength
 from magicdec.hardware import timing
 from magicdec.hardware.timing import PhaseTimer
-from magicdec.records.metrics import check_metrics
 from magicdec.records.record import RunRecord
 from magicdec.request import Batch, StepOutput
 from magicdec.run import run as run_module
@@ -193,7 +193,7 @@ def measured(
         patch.setattr(run_module, "read_bandwidth", lambda group, device: next(bandwidths))
         record = execute(prepared, is_leader=False).record
     assert record.status == "ok"
-    assert check_metrics(record) == []
+    check_record(record)
     yield Measured(script, record, weights[0])
 
 

@@ -1,5 +1,7 @@
 """`magicdec table` of the records of commands that serve requests in several passes."""
 
+from __future__ import annotations
+
 import json
 import re
 from dataclasses import asdict
@@ -155,6 +157,12 @@ def test_refuses_in_one_line(
     write(Path("passes.jsonl"), record("async"))
     code, _, err = command(table, "passes.jsonl", *words)
     assert code == 2 and said in err and err.count("\n") == 1
+
+
+def test_commands_that_read_runs_name_the_kind(tmp_path: Path) -> None:
+    path = write(tmp_path / "passes.jsonl", record("ring"))
+    with pytest.raises(ValueError, match="it has other records only, 1 of kind serving; see"):
+        load_records(path)
 
 
 def test_a_file_may_have_records_of_several_kinds(

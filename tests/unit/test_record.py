@@ -1,6 +1,8 @@
 """RunRecord: docs/record.md says what is in it; what may not be in it cannot be made, written or
 read."""
 
+from __future__ import annotations
+
 import datetime
 import gzip
 import json
@@ -15,6 +17,7 @@ from typing import Any, cast
 import pytest
 import torch
 from conftest import TINY
+from identities import check_record
 from synthetic_samples import pass_samples
 
 from magicdec.config.machine import Machine
@@ -27,7 +30,6 @@ from magicdec.memory.plan import MemoryPlan
 from magicdec.memory.sampler import MemoryTaken, describe_memory
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.records.correctness import Correctness, Divergence
-from magicdec.records.metrics import check_metrics
 from magicdec.records.performance import Metrics
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord, append_record
@@ -202,7 +204,7 @@ def test_only_correct_runs_have_performance() -> None:
             kind in ("speculative", "tie", "random", "answered")
         )
         if is_correct and kind != "random":
-            assert check_metrics(record) == []
+            check_record(record)
 
 
 def test_each_pass_has_the_score_of_its_own_answers() -> None:

@@ -1,0 +1,104 @@
+"""When two records measure the same thing, and under the same conditions."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, fields, replace
+from typing import Any
+
+import pytest
+from synthetic_records import drawn, parse_record
+
+from magicdec.config.sections import KVSection
+from magicdec.drafting.policies.policy import make_policy
+from magicdec.names import KV_POLICIES
+from magicdec.records.comparison.compare import compare
+from magicdec.records.comparison.conditions import measured_thing
+from magicdec.records.table import method
+from magicdec.report.settings import settings
+from magicdec.study.cells import config_key
+
+
+def of(policy: str, drafter: str = "self", **settings: Any) -> dict[str, Any]:
+    record = json.loads(drawn().to_json())
+    record["config"]["kv"] |= {"policy": policy, **settings}
+    record["config"]["decoding"]["drafter"] = drafter
+    return record
+
+
+SETTINGS: dict[str, Any] = {
+    "budget": 99, "num_sink_tokens": 5, "window_size": 9, "pooling": "max", "reselect_every": 7,
+    "recent_window": 3,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", KV_POLICIES)
+def test_settings_tell_records_apart_where_the_policy_reads_them(policy: str) -> None:
+    """What a policy reads: the fields that change what `build` makes of the section."""
+    conditions = {"draft_kv_dtype"}  # a dtype: what is measured stays the same thing
+    assert set(SETTINGS) | {"policy"} | conditions == {f.name for f in fields(KVSection)}
+    section = replace(KVSection(policy), recent_window=20)
+    for name, value in SETTINGS.items():
+        changed = replace(section, **{name: value})
+        matters = make_policy(changed) != make_policy(section)
+        records = [of(**asdict(kv)) for kv in (section, changed)]
+        things = [measured_thing(parse_record(record)) for record in records]
+        assert (things[0] != things[1]) == matters, name
+
+
+def test_drafters_and_policies_are_told_apart() -> None:
+    things = [
+        measured_thing(parse_record(of(p, d))) for d in ("self", "model") for p in KV_POLICIES
+    ]
+    assert len(set(things)) == 2 * len(KV_POLICIES)
+    records = (of(p, "ngram", budget=b) for p in KV_POLICIES for b in (9, 8))
+    lookups = {measured_thing(parse_record(record)) for record in records}
+    assert len(lookups) == 1 and not lookups & set(things), "prompt lookup reads no cache"
+
+
+def test_trees_and_chains_are_told_apart() -> None:
+    """A record that is older than trees measures the same thing as one without a tree."""
+    older, chain, tree = (of("streaming_llm") for _ in range(3))
+    chain["config"]["decoding"] |= {"tree": None, "tree_nodes": None}
+    tree["config"]["decoding"] |= {"tree": "3,2", "tree_nodes": 9}
+    for record in (chain, tree):
+        record["config"]["decoding"]["num_draft_tokens"] = 4
+    older["config"]["decoding"]["num_draft_tokens"] = 4
+    records = [parse_record(record) for record in (older, chain, tree)]
+    first, second, third = map(measured_thing, records)
+    assert first == second != third
+    assert [settings(record)["gamma"] for record in records] == [4, 4, "3,2"]
+    assert method(records[2]).endswith("tree 3,2 (9 tokens)")
+    assert config_key(older["config"]) == config_key(chain["config"]) != config_key(tree["config"])
+
+
+def test_another_draft_model_is_another_thing() -> None:
+    """Other weights under the same name are not comparable."""
+    records = []
+    for name, weights in (("a", "1"), ("b", "1"), ("a", "2")):
+        record = of("full", "model")
+        draft = {"model": name, "random_weights": False, "model_sha256": weights}
+        record["workload"]["draft"] = draft
+        records.append(parse_record(record))
+    found = compare(records, records[:1])
+    assert found[0].verdict == "same" and "draft=b policy=full gamma=4" in found[1].name
+    assert found[1].text == "not comparable: the baseline has no such record"
+    assert found[2].text == "not comparable: draft a has other weights"
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "comparable"),
+    [
+        ("temperature", 0.8, False),
+        ("repetition_penalty", 1.1, False),
+        ("presence_penalty", 0.1, False),
+        ("seed", 3, True),
+    ],
+)
+def test_sampling_is_a_condition(name: str, value: float, comparable: bool) -> None:
+    new, old = json.loads(drawn().to_json()), json.loads(drawn().to_json())
+    new["config"]["sampling"][name] = value
+    del old["config"]["sampling"]  # records from before there was any
+    (found,) = compare([parse_record(new)], [parse_record(old)])
+    assert (found.verdict == "same") == comparable
+    assert comparable or "not comparable: sampling {" in found.text
