@@ -1,7 +1,5 @@
 """The p-value of counts under a distribution, for tests of sampled tokens."""
 
-from __future__ import annotations
-
 import torch
 from scipy.stats import chisquare
 from torch import Tensor

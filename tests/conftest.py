@@ -3,8 +3,6 @@
 Every fixture and every test starts from the same seeds and the same number of threads, whichever
 tests ran before it."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
@@ -27,10 +25,9 @@ from hypothesis import settings
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # read when triton is first imported, by whomever
 
-from order import ordered
 from rank_server import NOTICE_S, Job, RankServer
 from safetensors.torch import save_file
-from tiers import choose
+from tiers import choose, ordered
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
@@ -47,6 +44,7 @@ from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.engine import Engine, Observer
 from magicdec.hardware import timing
+from magicdec.kv.cache import KVCache
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.checkpoint.weight_map import expected_shapes, weight_map
 from magicdec.model.config import ModelConfig
@@ -204,6 +202,20 @@ def make_draft(
     tail = chunk + max_drafts
     runner = RollingRunner(*place, *rows, policy, kv_dtype, max_tail=tail, block_size=block_size)
     return DraftModel(runner, source, chunk, is_rolling=True)
+
+
+@pytest.fixture
+def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of every KV cache, in the order in which they are made."""
+    sizes: list[int] = []
+    original = KVCache.__init__
+
+    def record(cache: KVCache, *args: Any) -> None:
+        original(cache, *args)
+        sizes.append(cache.num_bytes)
+
+    monkeypatch.setattr(KVCache, "__init__", record)
+    return sizes
 
 
 def random_prompts(lengths: Sequence[int], vocab_size: int, seed: int = 0) -> list[tuple[int, ...]]:

@@ -1,7 +1,5 @@
 """Speculation against the baseline over one prefill, as tests of lossless decoding run it."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 

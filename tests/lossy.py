@@ -1,8 +1,6 @@
 """A planted lossy rule, which accepts a draft if its logit is near the best one; and a short run of
 the demo model in which rounding differs between the shapes of a run."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import torch

@@ -7,8 +7,6 @@ tests; run as a script, this file is the server. Requests and answers are lines 
 torchrun itself do not use this.
 """
 
-from __future__ import annotations
-
 import gc
 import json
 import os

@@ -6,8 +6,6 @@ here: reading a value back, and copying from the host. As with a graph, the tens
 reads are not kept alive, and a result is overwritten by the next replay.
 """
 
-from __future__ import annotations
-
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass

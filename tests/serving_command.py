@@ -1,8 +1,6 @@
 """`magicdec serve` and its short names as one rank reads and prepares them, for tests of one
 process: what the ranks tell each other is the same on all of them."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Records of runs that never ran: their samples are drawn, and their metrics computed from them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from typing import Any

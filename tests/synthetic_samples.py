@@ -1,7 +1,5 @@
 """Samples of passes that never ran, drawn from known distributions."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any

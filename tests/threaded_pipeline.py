@@ -1,8 +1,6 @@
 """Pipelined speculation in the threads of one process: the parts of a target, a drafter and the
 head, joined by local channels."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field

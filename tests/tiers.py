@@ -1,13 +1,9 @@
-"""Which cases of a parametrised test `make test` runs, and which `make test-all`.
+"""Which tests `make test` runs, and the order of the test files, which two processes take one after
+the other (see the Makefile).
 
-`@pytest.mark.narrow("pairs")`: `make test` runs cases that together have every pair of parameter
-values; with "values", cases that together have every value. The others are marked `wide`, and
-`make test-all` runs them too. With a second word, as in `narrow("values", "pairs")`,
-`make test-all` runs only cases that together have every pair, and the rest is never run. Other
-tests and cases carry the mark `wide` themselves. Cases that need a GPU are chosen apart.
-"""
-
-from __future__ import annotations
+Files that start several ranks are spread among the others, so that two of them seldom run at once:
+ranks that wait for each other waste time where more of them run than the machine has cores. The
+short files of `unit/` come last, so that both processes end at about the same time."""
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
@@ -57,3 +53,18 @@ def covering(cases: Sequence[dict[str, Any]], size: int) -> set[int]:
 
 def combinations_of(case: dict[str, Any], size: int) -> set[Hashable]:
     return set(combinations(sorted((name, repr(value)) for name, value in case.items()), size))
+
+
+BETWEEN = 2  # files of one rank between two of several
+
+
+def ordered(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The items in the order of their files. Items of one file stay in their order."""
+    files = list(dict.fromkeys(item.path for item in items))
+    several = [file for file in files if file.parent.name == "distributed"]
+    others = [file for file in files if file.parent.name != "distributed"]
+    spread = [*others]
+    for index, file in enumerate(several):
+        spread.insert(index * (BETWEEN + 1), file)
+    places = {file: place for place, file in enumerate(spread)}
+    return sorted(items, key=lambda item: places[item.path])

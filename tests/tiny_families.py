@@ -4,8 +4,6 @@ A new family is one row in MODELS. Weights are random with non-trivial biases an
 every term matters.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

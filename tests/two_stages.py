@@ -1,7 +1,5 @@
 """A ring of two stages in one process, for tests of what its messages carry."""
 
-from __future__ import annotations
-
 from collections import deque
 from collections.abc import Sequence
 

@@ -168,7 +168,7 @@ PROPERTIES = (
     ),
     Property(
         "Every drafted row of a lane is counted.",
-        "test_recurrent_speculation.py::"
+        "test_recurrent_order.py::"
         "test_an_end_token_among_accepted_drafts_ends_the_sample",
         (
             Fault("drafts of a message counted as those of one row", "pipeline/recurrent.py",

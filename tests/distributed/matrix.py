@@ -4,8 +4,6 @@ JSON.
 
 A new drafter is in the table by itself; a new policy is a line in KV_SECTIONS."""
 
-from __future__ import annotations
-
 import json
 import sys
 from collections.abc import Sequence

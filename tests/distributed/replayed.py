@@ -2,8 +2,6 @@
 over ranks included; greedy, or sampled with penalties. Started by test_engine_ranks.py; rank 0
 prints what each emitted, eager and replayed, as JSON."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,4 +1,4 @@
-"""One rank of samples that circulate through a ring of stages. Started by test_ring_ranks.py with
+"""One rank of samples that circulate through a ring of stages. Started by test_recurrent.py with
 the directories of models; rank 0 prints the tokens of each case as JSON."""
 
 import json

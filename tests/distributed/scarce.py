@@ -1,5 +1,5 @@
-"""A driver in which rank SCARCE_RANK reads next to no free memory. Started by test_memory_ranks.py:
-scarce.py selfspec|latency FLAGS."""
+"""A driver in which rank SCARCE_RANK reads next to no free memory. Started by
+test_latency_ranks.py: scarce.py selfspec|latency FLAGS."""
 
 import os
 import sys

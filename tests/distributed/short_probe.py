@@ -1,5 +1,5 @@
 """`magicdec probe` with short contexts, small messages and few rounds. Started by
-test_probe_ranks.py."""
+test_latency_ranks.py."""
 
 from magicdec import probe
 from magicdec.cli.probe import main

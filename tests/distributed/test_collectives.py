@@ -1,8 +1,6 @@
 """Collectives and channels between ranks: shared memory against gloo, every message arrives as it
 was sent, a rank that dies is named, and nothing is left behind."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -2,8 +2,6 @@
 ragged batches, standalone drafts on subgroups, requests that join and leave, steps that are
 replayed; and all ranks come to the same verdict."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from itertools import product

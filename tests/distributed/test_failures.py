@@ -1,8 +1,6 @@
 """What goes wrong: one line for what a user can mend, an end in time for what breaks, records
 intact."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -31,11 +29,9 @@ DEFAULTS = {
 # What a flag alone is refused for is in tests/unit/test_config.py and test_settings.py.
 REFUSED: dict[str, list[tuple[list[object], str]]] = {
     "selfspec": [
-        (["--gama", 3], "--gamma"),
         (["--model", "nope"], "demo, demo-draft, random:<preset>"),
         (["--model", "random:gpt-9"], "random:llama-3.1-8b"),
         (["--dataset", "nope"], "demo, pg19"),
-        (["--rank_group", 1], "--rank_group 1"),
         (["--prefix_len", 1000], "1024 positions"),
         (["--B", 500], "--dataset book.txt holds"),
         (["--drafter", "model"], "no draft is named here"),
@@ -53,7 +49,6 @@ REFUSED: dict[str, list[tuple[list[object], str]]] = {
         ),
     ],
     "longspec": [
-        (["--draft_ranks", 1], "--draft_ranks 1: name some of the launched ranks"),
         (["--model", "nope"], "--model 'nope' is not known"),
         (["--target", "nope"], "--target 'nope' is not known"),
         (

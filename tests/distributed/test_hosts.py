@@ -1,7 +1,5 @@
 """Several hosts: network namespaces on this machine (`scripts/netns_ring.sh`), each with a rank."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

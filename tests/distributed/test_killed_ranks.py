@@ -1,8 +1,6 @@
 """A rank that is killed before it serves, while it does or when it has served: the others name it
 and end."""
 
-from __future__ import annotations
-
 import re
 import signal
 import time

@@ -1,7 +1,6 @@
-"""The latency benchmark over 1 and 2 ranks: rows complete, bytes as counted by hand, both files
-alike, nothing started for what cannot be."""
-
-from __future__ import annotations
+"""Measuring over 1 and 2 ranks: the latency benchmark (rows complete, bytes as counted by hand,
+nothing started for what cannot be), the exchange that a probe measures, and the memory that ranks
+have and take."""
 
 import csv
 import json
@@ -12,6 +11,8 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, TINY, Launch
+
+from magicdec.hardware.ceiling_file import load_machine
 
 CONTEXTS, ROWS, BUDGETS = (30, 100), (1, 3), (24, 40)
 GRID = (
@@ -96,25 +97,62 @@ def test_rows_cover_the_grid_and_say_what_was_read(
     assert sorted(p.name for p in tmp_path.glob("**/l.*")) == ["l.csv", "l.json"]
 
 
-def test_what_the_model_cannot_do_is_refused_in_one_line(
-    launch: Launch, tiny_checkpoint: Path
+def test_what_the_model_cannot_do_is_refused(launch: Launch, tiny_checkpoint: Path) -> None:
+    flags = "--model", tiny_checkpoint, "--prefix_len", 64, 1020, "--T", 1, 5
+    done = launch("latency_benchmark.py", *flags, num_ranks=2)
+    assert done.stdout == "" and done.returncode == 2
+    said = "latency_benchmark.py: --prefix_len 1020 + --T 5 = 1025 exceeds the 1024"
+    assert done.stderr.startswith(said)
+
+
+def test_two_ranks_measure_their_link(launch: Launch, tmp_path: Path) -> None:
+    flags = ("--out", "machine.json", "--threads", 1)
+    done = launch("distributed/short_probe.py", *flags, num_ranks=2)
+    assert done.returncode == 0, done.stderr
+    machine = load_machine(tmp_path / "machine.json")
+    assert machine.description["world_size"] == 2 and machine.node_link is None
+    assert machine.link is not None and machine.link.latency_s > 0
+    assert done.stdout.count("written to machine.json") == 1, "by one rank"
+    assert "all-reduce between ranks" in done.stdout
+
+
+MEMORY_FLAGS = (
+    *("--B", 2, "--prefix_len", 80, "--gen_len", 8, "--num_batches", 1, "--warmup_batches", 0),
+    *("--streamingllm_budget", 24, "--num_sink_tokens", 4),
+)
+PLACE = ("--dtype", "float32", "--threads", 1, "--linear", "torch")
+MEMORY_GRID = ("--B", 1, 2, "--prefix_len", 40, 80, "--budget", 24, "--num_sink_tokens", 4)
+
+
+@pytest.mark.narrow("values")
+@pytest.mark.parametrize("command", ["selfspec", "latency"])
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_one_rank_without_memory_ends_all_in_its_words(
+    rank: str, command: str, launch: Launch, text_file: Path, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("SCARCE_RANK", rank)
+    flags = (*MEMORY_FLAGS, "--dataset", text_file) if command == "selfspec" else MEMORY_GRID
+    script = "distributed/scarce.py"
+    done = launch(script, command, *flags, *PLACE, num_ranks=2, notice_s=0.6)
+    lines = [line for line in done.stderr.splitlines() if line.startswith("scarce.py: ")]
+    assert done.returncode == 2 and len(lines) == 1, done.stderr
+    assert "on this host's 2 ranks" in lines[0] and "0.00 GB are free" in lines[0]
+    assert not (tmp_path / "results").exists() and "memory  " not in done.stdout
+
+
+def test_a_record_has_the_plan_beside_what_was_taken(
+    launch: Launch, text_file: Path, tmp_path: Path
 ) -> None:
-    model = ("--model", tiny_checkpoint)
-    for flags, num_ranks, message in (
-        (
-            ("--prefix_len", 64, 1020, "--T", 1, 5),
-            2,
-            "--prefix_len 1020 + --T 5 = 1025 exceeds the 1024",
-        ),
-        (
-            ("--prefix_len", 64, "--rank_group", 0, 1),
-            1,
-            "--rank_group 0 1: name all of the launched",
-        ),
-    ):
-        done = launch("latency_benchmark.py", *model, *flags, num_ranks=num_ranks)
-        assert done.stdout == "" and done.returncode == 2
-        line = done.stderr.splitlines()[0]
-        assert line.startswith("latency_benchmark.py: ") and message in line
-        if num_ranks == 1:
-            assert done.stderr.count("\n") == 1
+    for num_ranks in (1, 2):
+        flags = (*MEMORY_FLAGS, "--dataset", text_file, *PLACE, "--out", "r.jsonl")
+        done = launch("selfspec_benchmark.py", *flags, num_ranks=num_ranks)
+        assert done.returncode == 0, done.stderr
+    one, two = (json.loads(s)["memory"] for s in (tmp_path / "r.jsonl").read_text().splitlines())
+    assert one["kv_bytes"] == two["kv_bytes"] > 0 and one["weights_bytes"] < two["weights_bytes"]
+    for found in (one, two):
+        parts = ("weights", "kv", "draft_weights", "draft_kv", "working")
+        assert found["total_bytes"] == sum(found[f"{part}_bytes"] for part in parts)
+        assert found["process_bytes"] < found["peak_bytes"]
+        assert found["free_bytes"] > found["total_bytes"]
+    assert two["process_bytes"] > 1.5 * one["process_bytes"]

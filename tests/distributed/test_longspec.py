@@ -1,8 +1,6 @@
 """Standalone drafts on subgroups of ranks, from the command line, and what the driver refuses of
 models."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 from typing import Any

@@ -1,14 +1,17 @@
-"""`magicdec recurrent` on several ranks: its records, and stages of several ranks."""
+"""`magicdec recurrent` on several ranks: its records, stages of several ranks, and samples that
+circulate through 2, 3 and 4 ranks with the tokens of one process."""
 
-from __future__ import annotations
-
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, Launch, save_checkpoint, tiny_transformer
-from several_ranks import read_records
+from conftest import TINY, Launch, load, save_checkpoint, tiny_transformer
+from distributed.ring import CASES, LENGTHS, MAX_TOKENS, Case, cases_of, requests_of
+from several_ranks import answer_of, generate_alone, read_records
+from tiny_families import MODELS, make_model
 
 FLAGS = (
     *("--prefix_len", "uniform:20:110", "--prefill_chunk", 32, "--gen_len", "uniform:4:20"),
@@ -134,3 +137,34 @@ def test_a_thousand_samples_leave_nothing_behind(
         assert held[-1]["anonymous_kb"] - held[0]["anonymous_kb"] < 4000
         assert all(each["ring_kb"] == each["shared_kb"] for each in held)
         assert held[-1]["ring_kb"] == held[-3]["ring_kb"] < 2 * 1024 + 64
+
+
+DEPTH = 5
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    llama, gpt2 = (tmp_path_factory.mktemp(name) for name in ("llama", "gpt2"))
+    save_checkpoint(tiny_transformer(replace(TINY, num_layers=DEPTH)), llama)
+    family, sizes = MODELS["gpt2"]
+    make_model(family, sizes | {"n_layer": DEPTH, "n_inner": 96}).save_pretrained(gpt2)
+    return [llama, gpt2]
+
+
+@cache
+def one_process(path: Path, case: Case) -> list[list[int]]:
+    return generate_alone(load(path), requests_of(case), MAX_TOKENS)
+
+
+@pytest.mark.parametrize(
+    "num_ranks", [*(pytest.param(n, marks=pytest.mark.wide) for n in (2, 3)), 4]
+)
+def test_the_tokens_are_those_of_one_process(
+    num_ranks: int, launch: Launch, models: Sequence[Path]
+) -> None:
+    outputs = answer_of(launch, "distributed/ring.py", *models, num_ranks=num_ranks)
+    assert num_ranks != 4 or set(cases_of(num_ranks, 0)) == set(CASES)
+    for model, (path, of_model) in enumerate(zip(models, outputs, strict=True)):
+        for case, tokens in zip(cases_of(num_ranks, model), of_model, strict=True):
+            assert tokens == one_process(path, case), (path.name, case)
+            assert len({len(each) for each in tokens}) > 4 and len(tokens) == len(LENGTHS)

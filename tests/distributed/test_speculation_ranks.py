@@ -2,8 +2,6 @@
 every drafter, wherever the draft and the ends of the model are; several ranks that share a draft
 give the candidates of one; and the command's records."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from functools import cache

@@ -2,8 +2,6 @@
 test_engine_ranks.py with a folder and `exact` or `lossy`; each rank writes its verdict to a file
 of the folder."""
 
-from __future__ import annotations
-
 import json
 import sys
 from dataclasses import asdict

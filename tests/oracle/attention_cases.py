@@ -6,8 +6,6 @@ every seventh case runs, and one case of each test in `make test`. The GPU libra
 `test_cuda_libraries.py` tests what can be tested of them without one.
 """
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -199,19 +197,22 @@ class Case:
         layer = self.view.cache.shape.num_layers - 1
         result = getattr(backend, method)(layer, self.q, *new.unbind(2), self.view)
         is_int8 = self.view.cache.k.dtype == torch.int8
-        for appended, stored in zip(new.unbind(2), self.read(), strict=True):
-            for i, span in enumerate(spans):
-                scale = appended[i].float().abs().amax(2, keepdim=True) / 127 * is_int8
-                assert ((stored[span] - appended[i].float()).abs() <= scale / 2 * 1.001).all()
+        places = torch.tensor(self.view.lengths)[:, None] + torch.arange(self.view.num_new)
+        stored = self.read(self.view.rows, places)
+        for appended, found in zip(new.float().unbind(2), stored, strict=True):
+            scale = appended.abs().amax(3, keepdim=True) / 127 * is_int8
+            assert ((found - appended).abs() <= scale / 2 * 1.001).all()
         return result
 
-    def read(self) -> tuple[Tensor, Tensor]:
-        """K and V as the cache stores them, [B, S, G, D]: in int8 they are rounded."""
-        cache, (num_rows, total) = self.view.cache, self.k.shape[:2]
-        slots = cache.slots(
-            torch.arange(num_rows, device=self.k.device),
-            torch.arange(total, device=self.k.device).expand(num_rows, -1),
-        )
+    def read(
+        self, rows: Sequence[int] | None = None, places: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """K and V as the cache stores them, [B, S, G, D]: in int8 they are rounded. Of `rows` the
+        tokens at `places` [B, S], by default everything."""
+        cache, device, (num_rows, total) = self.view.cache, self.k.device, self.k.shape[:2]
+        rows = range(num_rows) if rows is None else rows
+        places = torch.arange(total).expand(num_rows, -1) if places is None else places
+        slots = cache.slots(torch.tensor(rows, device=device), places.to(device))
         k, v = cache.read(cache.shape.num_layers - 1, slots)
         return k.transpose(1, 2), v.transpose(1, 2)
 

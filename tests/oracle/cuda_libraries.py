@@ -1,8 +1,6 @@
 """Stand-ins for the attention libraries that need a GPU: their documented signatures and demands,
 computed in float64. What they refuse, the libraries refuse."""
 
-from __future__ import annotations
-
 from types import ModuleType
 from typing import Any
 

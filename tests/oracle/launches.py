@@ -2,8 +2,6 @@
 torch counted when they are dispatched; or executed by the interpreter as operators of torch, which
 a recorder of steps sees."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,8 +1,6 @@
 """Every attention backend against attention in float64, alone and beside other rows; also ranges by
 layer and KV head, and attention weights by block."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import dataclass
 
@@ -38,7 +36,6 @@ from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.view import WEIGHTS_BLOCK, make_view
 
 POLICIES: list[KVPolicy] = [FullKV(), StreamingLLM(4, 11), StreamingLLM(0, 1), StreamingLLM(2, 500)]
-WITHOUT_WINDOWS = list_backends(lambda c: not c.keeps_window)
 WINDOWED: list[KVPolicy] = [FullKV(), StreamingLLM(4, 11), StreamingLLM(40, 60)]
 
 

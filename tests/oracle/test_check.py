@@ -2,8 +2,6 @@
 whole runs of the demo model whose bits depend on the shape of a forward: rounding is excused, a
 lossy rule is not."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

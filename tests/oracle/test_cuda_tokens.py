@@ -1,8 +1,6 @@
 """Float32 tokens of the demo model on a GPU are the CPU's, for every drafter and KV policy and
 every attention backend that computes in float32 there, steps replayed from CUDA graphs or not."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

@@ -2,8 +2,6 @@
 strides: results are rounded once, rows do not depend on each other, and nothing else is written.
 Triton kernels are interpreted if there is no GPU."""
 
-from __future__ import annotations
-
 from importlib.util import find_spec
 from typing import Any
 

@@ -1,8 +1,6 @@
 """The gate on the packaged demo models: today's acceptance against the committed baselines, for
 every drafter and policy."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 

@@ -5,8 +5,6 @@ pools of blocks that force preemption, under every drafter and policy, with draf
 change from step to step and are calibrated while others run.
 """
 
-from __future__ import annotations
-
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

@@ -1,7 +1,5 @@
 """Known answers from the command line to the record: both passes have the same score."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from statistics import fmean
 

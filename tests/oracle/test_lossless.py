@@ -5,8 +5,6 @@ A new policy is one row in KV_SECTIONS. `tests/distributed/matrix.py` tests all 
 ranks.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
@@ -30,13 +28,15 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.config.sections import KVSection, SamplingSection
+from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_kv import DraftKV
+from magicdec.drafting.drafter import DraftSetup, make_drafter
+from magicdec.drafting.model_drafter import fold
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.drafting.self_drafter import SelfDrafter
 from magicdec.engine import Engine
-from magicdec.kv.cache import KVCache
+from magicdec.kv.cache import BatchRows, KVCache, Lengths
 from magicdec.model.config import RopeConfig
 from magicdec.names import KV_POLICIES
 from magicdec.request import Batch
@@ -305,3 +305,40 @@ def test_a_smaller_or_larger_padding_of_the_vocabulary_is_no_obstacle() -> None:
             baseline, ours, _ = decode_both(runner, requests, kv, 3, 64, "model", draft)
             assert len(ours[0]) == 30
             assert ours == baseline or sampling.temperature > 0
+
+
+def test_after_steps_without_drafts_chunks_take_all_that_is_pending() -> None:
+    """A target of other weights holds the prompts; the drafter has taken them."""
+    kv, cpu, lengths = KVSection("streaming_llm", 30, 4), torch.device("cpu"), [50, 9]
+    draft = make_draft(tiny_transformer(), kv, 2, 200)
+    engine = Engine(make_runner(tiny_transformer(seed=3), 2, 200), 64)
+    engine.prefill(make_requests(random_prompts(lengths, TINY.vocab_size), 100))
+    setup = DraftSetup(engine.runner, DecodingSection("speculative", "model"), kv, draft)
+    drafter, running = make_drafter("model", setup), engine.scheduler.running
+    drafter.admit(running)
+    rows, cache = BatchRows.of([0, 1], cpu), engine.runner.cache
+    assert draft.runner is not None
+
+    def commit(uncached: int) -> None:
+        """The target holds all tokens but so many."""
+        held = [len(r.prompt_ids) + len(r.output_ids) - uncached for r in running]
+        cache.seq_lens.copy_(torch.tensor(held))
+        cache.set_host_lengths([0, 1], held)
+        drafter.commit(rows, Lengths.of(held, cpu))
+
+    for num_pending, num_forwards in ((5, 2), (17, 2), (18, 3)):  # chunks of 16, and one draft
+        for request in running:
+            request.output_ids += [7] * (num_pending - (num_pending == 5))
+        before = draft.runner.counts.num_forwards
+        commit(1)
+        pending = drafter.prepare(running, 1)
+        drafter.propose(DeviceBatch.of(Batch(tuple(running)), TINY.vocab_size, cpu), 1, pending)
+        assert draft.runner.counts.num_forwards - before == num_forwards
+        commit(0)
+
+
+def test_folded_probabilities_are_those_of_clamped_ids() -> None:
+    probs = torch.tensor([[[0.1, 0.2, 0.3, 0.4]]])
+    assert torch.allclose(fold(probs, 3), torch.tensor([[[0.1, 0.2, 0.7]]]))
+    assert torch.equal(fold(probs, 6), torch.tensor([[[0.1, 0.2, 0.3, 0.4, 0, 0]]]))
+    assert torch.equal(fold(probs, 4), probs)

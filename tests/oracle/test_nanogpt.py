@@ -1,8 +1,6 @@
 """nanoGPT checkpoints with and without biases: the logits of nanoGPT's own computation, which is
 repeated here, and its character tokenizer."""
 
-from __future__ import annotations
-
 import pickle
 import sys
 from pathlib import Path

@@ -1,8 +1,6 @@
 """Native steps: a forward in one native call returns the bits that the layers return one by one,
 and a chain of drafts is the chain of forwards."""
 
-from __future__ import annotations
-
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace

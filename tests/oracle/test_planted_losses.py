@@ -1,7 +1,5 @@
 """The gate on real runs: it finds planted losses of acceptance, and lets unchanged code pass."""
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -2,8 +2,6 @@
 them in every forward, by their positions in the cache. Also the size of the storage and its
 blocks."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 

@@ -1,22 +1,26 @@
-"""The bytes in a record are the bytes that the kernel read, as counted by the kernel; and a step of
-decoding or verification takes no memory from the system."""
-
-from __future__ import annotations
+"""The bytes in a record are the bytes that the kernel read, as counted by the kernel; the budget
+bounds what a draft forward reads; and a step of decoding or verification takes no memory from the
+system."""
 
 import resource
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from conftest import (
     TINY,
     decode,
+    decode_both,
+    make_draft,
     make_requests,
     make_runner,
     pack,
     random_prompts,
+    served_pairs,
     tiny_transformer,
 )
+from recorder import Recorder
 
 from magicdec.attention.native import NativeBackend, kernel
 from magicdec.config.sections import DecodingSection, KVSection
@@ -24,6 +28,8 @@ from magicdec.cost_model.roofline import bytes_read, kv_bytes_per_token, weight_
 from magicdec.decoding.strategy import Setup
 from magicdec.engine import Engine
 from magicdec.executor.executor import Executor
+from magicdec.kv.view import WEIGHTS_BLOCK
+from magicdec.runner import ModelRunner
 
 LENGTHS = [5, 70, 1, 33]
 
@@ -112,3 +118,45 @@ def test_steps_touch_no_new_memory(is_packed: bool, num_new: int) -> None:
 
     take_steps()
     assert take_steps() < STEPS, "pages, of all steps together"
+
+
+BUDGET, GAMMA, NUM_NEW = 48, 3, [60, 60, 40]
+PAIRS = sorted((d, p) for d, p in served_pairs() if p not in (None, "full"))
+
+
+@pytest.mark.parametrize("is_captured", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize(("drafter", "policy"), PAIRS)
+def test_a_draft_forward_reads_the_budget_and_its_step(
+    drafter: str, policy: str, is_captured: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that begin within the budget and past it. A standalone draft also takes the draft of the
+    last step that it has not read itself."""
+    reads: list[int] = []
+    count = ModelRunner._count
+
+    def spy(runner: ModelRunner, view: Any, rows: Any, is_draft: bool) -> None:
+        count(runner, view, rows, is_draft)
+        if is_draft and not rows.is_captured:
+            reads.extend(view.count_keys().tolist())
+
+    monkeypatch.setattr(ModelRunner, "_count", spy)
+    model, kv = tiny_transformer(), KVSection(policy, BUDGET, 4, 8)
+    runner = make_runner(model, 3, 100 + max(NUM_NEW) + GAMMA)
+    draft = None
+    if drafter == "model":
+        draft = make_draft(tiny_transformer(seed=1), kv, 3, runner.max_tokens)
+    requests = make_requests(random_prompts([100, 20, 60], model.config.vocab_size), NUM_NEW)
+    recorder = Recorder() if is_captured else None
+    drafting = runner if draft is None or draft.runner is None else draft.runner
+    before = drafting.counts.copy()
+    how = {"drafter": drafter, "draft": draft, "recorder": recorder, "names": ["speculative"]}
+    decode_both(runner, requests, kv, GAMMA, **how)
+    used = drafting.counts.minus(before)
+    most = BUDGET + GAMMA + (drafter == "model")
+    assert used.draft_rows > 0 and used.draft_kv_tokens_read <= most * used.draft_rows
+    if not is_captured:
+        assert (sum(reads), len(reads)) == (used.draft_kv_tokens_read, used.draft_rows)
+        # A choice of whole blocks leaves less than two blocks of the budget unread.
+        assert BUDGET - 2 * WEIGHTS_BLOCK < max(reads) <= most
+        mean_of_long = torch.tensor(reads[-30:]).float().mean()
+        assert mean_of_long > BUDGET - 2 * WEIGHTS_BLOCK, "the budget is used"

@@ -1,8 +1,6 @@
 """Sampled speculation through the whole engine, on a toy vocabulary: the emitted tokens have the
 distribution of the target. Greedy requests with penalties emit exactly the same tokens."""
 
-from __future__ import annotations
-
 from collections import Counter
 from copy import copy
 from dataclasses import replace
@@ -39,7 +37,6 @@ PROMPT = (3, 1, 4, 1, 5, 5, 3, 0, 2, 4, 4, 1)
 SECTION = SamplingSection(temperature=1.7, top_p=0.95, repetition_penalty=1.2, presence_penalty=0.3)
 NUM_TOKENS = 3
 ROWS, ROUNDS = 500, 2
-SNAPKV = KVSection("snapkv", 4, window_size=2)
 
 
 def exact_distribution(section: SamplingSection) -> dict[tuple[int, ...], float]:

@@ -1,8 +1,6 @@
 """SnapKV's choice against the definition, written out head by head, and what the reader keeps of
 it."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -2,8 +2,6 @@
 tokens in float32. `test_sampled_speculation.py` has the distribution of sampled tokens, and
 `tests/distributed/matrix.py` tests trees on several ranks."""
 
-from __future__ import annotations
-
 from functools import cache
 
 import pytest

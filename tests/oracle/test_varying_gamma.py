@@ -2,8 +2,6 @@
 are as good as before. `test_in_flight.py` and `test_replay.py` test any draft lengths in any
 order."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle

@@ -1,8 +1,6 @@
 """Verification-guided KV: the arithmetic of the choice, the reader that keeps it fresh, and the
 native choice of blocks, which is that of torch's operators."""
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from dataclasses import replace
 

@@ -2,8 +2,6 @@
 drafts that read only keys which the target would see. `test_attention.py` tests attention alone,
 and `test_families.py` the logits."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from typing import Any
 

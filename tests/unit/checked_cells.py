@@ -2,8 +2,6 @@
 the KV cells of every stage: a cell holds the text that its row stood on, or poison if its run was
 skipped."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence
 

@@ -1,7 +1,5 @@
 """Small checkpoints for the tests of finding, checking and loading. Contains no tests."""
 
-from __future__ import annotations
-
 import json
 from pathlib import Path
 from typing import Any

@@ -1,8 +1,6 @@
 """A stand-in for the Hugging Face hub on the loopback: the three endpoints that a download uses,
 and the ways in which the hub refuses. Holds no tests itself."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import threading

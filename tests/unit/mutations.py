@@ -6,8 +6,6 @@ ValueError of one line ends the process with a traceback, as does using more tha
     mutations.py safetensors|index|config|pth DIRECTORY COUNT
 """
 
-from __future__ import annotations
-
 import json
 import random
 import resource

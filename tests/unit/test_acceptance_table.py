@@ -1,7 +1,5 @@
 """scripts/acceptance_table.py: a printed difference is that of the printed rates."""
 
-from __future__ import annotations
-
 import random
 import statistics
 

@@ -1,7 +1,5 @@
 """`magicdec advise`, `doctor` and `config`: what they say."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re

@@ -1,8 +1,6 @@
 """The requests of a serving workload: arrival processes, output lengths and traces, and what is
 refused of them."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from itertools import pairwise

@@ -1,8 +1,6 @@
 """The modes in which the engine serves: when requests join its batch, every one of them on one tiny
 model, the memory of its KV cache, and a trace and rates through all of `magicdec inflight`."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from dataclasses import replace

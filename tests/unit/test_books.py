@@ -1,7 +1,5 @@
 """Books: every file type, every bad file, the packaged text and the hub."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,8 +1,6 @@
 """SamplingMetadata: after updates of its tensors, it equals metadata that is made anew from
 requests that emitted the same tokens."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import pytest

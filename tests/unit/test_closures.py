@@ -1,8 +1,6 @@
 """A function within a function reads only names that are assigned before it is defined. A reader
 need not look further down for what it will see when it is called."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -31,8 +29,9 @@ def late_names(source: str) -> list[str]:
     for outer in ast.walk(ast.parse(source)):
         if not isinstance(outer, Function):
             continue
-        lines = assigned_names(outer)
-        for inner in (n for n in ast.walk(outer) if isinstance(n, Function) and n is not outer):
+        nested = [n for n in ast.walk(outer) if isinstance(n, Function) and n is not outer]
+        lines = assigned_names(outer) if nested else {}
+        for inner in nested:
             own = {arg.arg for arg in ast.walk(inner.args) if isinstance(arg, ast.arg)}
             own |= assigned_names(inner).keys()
             late += [

@@ -1,8 +1,8 @@
-"""The gate and the tables: what passes, what does not, and that both read any record."""
-
-from __future__ import annotations
+"""What is printed of records: the table of one run says what its sample can carry, the table of
+many has a line a run; and both tools read any file or refuse it in one line."""
 
 import json
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HANG, Command
+from conftest import HANG, ROOT, Command
 from synthetic_records import ENVIRONMENT, IDENTICAL, WORKLOAD, parse_record
 from synthetic_samples import pass_samples
 
@@ -24,7 +24,9 @@ from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.records import table
 from magicdec.records.correctness import Correctness, Divergence
 from magicdec.records.metrics import decode_metrics
+from magicdec.records.reading import load_records
 from magicdec.records.record import STATUSES, RunRecord
+from magicdec.records.table import table_rows
 
 Record = dict[str, Any]
 RATE = 0.8
@@ -91,9 +93,7 @@ def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
     [
         (None, ": No such file or directory; give a file of records"),
         (b"", " holds no records"),
-        (b"\xff\xfe", ":1: not UTF-8 text"),
         (b"not JSON\n", ":1: not a JSON record"),
-        (b"{}", ":1: not a record; schema_version is None"),
         (b'{"kind": "run", "schema_version": 2}', ":1: not a record; it has no "),
     ],
 )
@@ -167,3 +167,40 @@ def test_runs_without_performance_are_printed_too(capsys: pytest.CaptureFixture[
     nothing["metrics"] = dict.fromkeys(nothing["metrics"]) | {"bytes_read": 0}
     nothing["baseline_metrics"] = dict(nothing["metrics"])
     assert "identical" in printed(nothing, capsys)
+
+
+@pytest.fixture(scope="module")
+def record() -> RunRecord:
+    """Of 8 sequences."""
+    path = Path(ROOT, "results", "baselines", "acceptance.jsonl")
+    return next(r for r in load_records(path) if r.baseline_metrics is not None)
+
+
+def test_the_first_speedup_is_the_ratio_of_the_rates_beside_it(record: RunRecord) -> None:
+    rows = dict(table_rows(record))
+    rates = [float(cell.split()[0].replace(",", "")) for cell in rows["decode, tokens/s"]]
+    shown = float(rows["speedup of decode steps"][1].removesuffix("x"))
+    assert shown == pytest.approx(rates[1] / rates[0], abs=0.01)
+    labels = list(rows)
+    assert labels.index("speedup of decode steps") == labels.index("decode, tokens/s") + 1
+
+
+def test_medians_say_over_how_many_batches(record: RunRecord) -> None:
+    metrics = record.metrics
+    assert metrics is not None and metrics.speedup_per_batch is not None
+    for count, words in ((1, "1 batch"), (2, "2 batches"), (5, "5 batches")):
+        each = dict.fromkeys(("speedup_per_batch", "net_speedup_per_batch"), [1.5] * count)
+        labels = dict(table_rows(replace(record, metrics=replace(metrics, **each))))
+        assert f"  median of {words}" in labels and f"net speedup, median of {words}" in labels
+
+
+@pytest.mark.parametrize(
+    ("num_prompts", "shown"), [(9, {"p50"}), (10, {"p50", "p90"}), (100, {"p50", "p90", "p99"})]
+)
+def test_a_percentile_needs_enough_sequences(
+    num_prompts: int, shown: set[str], record: RunRecord
+) -> None:
+    assert record.workload is not None
+    workload = replace(record.workload, num_prompts=num_prompts)
+    rows = dict(table_rows(replace(record, workload=workload)))
+    assert {m[1] for label in rows if (m := re.match(r"TPOT (p\d+)", label))} == shown

@@ -1,8 +1,6 @@
 """RunConfig and its flags: what is refused and how, what `auto` becomes, and how little is loaded
 to say so."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import re

@@ -1,8 +1,6 @@
 """The `config` of a record, key by key: tools read it, so that it stays as it is however the config
 is held inside."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from pathlib import Path

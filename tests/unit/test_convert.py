@@ -1,8 +1,6 @@
 """Converting checkpoints: the same values from every format, complete files or none, and checksums
 that show whether a file changed."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

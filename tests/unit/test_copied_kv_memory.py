@@ -1,13 +1,10 @@
 """The copy that a KV policy keeps for drafts is as large as the memory plan says, for requests of
 any lengths, and it is made once."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
 from pathlib import Path
 from random import Random
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,6 @@ from magicdec.distributed.groups import Group, Launch, ParallelGroups
 from magicdec.drafting.policies.policy import make_draft_kv, make_policy
 from magicdec.drafting.policies.snapkv import CopiedKV
 from magicdec.engine import Engine
-from magicdec.kv.cache import KVCache
 from magicdec.pipeline.drafter import ModelDrafter
 from magicdec.pipeline.head import DraftRequest
 from magicdec.pipeline.stage import RunStage
@@ -38,20 +34,6 @@ ALONE = Launch(0, 1, 0, 1)
 WINDOW = 6
 COPIED = "--kv_policy", "snapkv", "--budget", "20", "--window_size", str(WINDOW)
 FLAGS = "--dtype", "float32", "--threads", "1", "--attention", "grouped"
-
-
-@pytest.fixture
-def made(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The bytes of every KV cache, in the order in which they are made."""
-    sizes: list[int] = []
-    original = KVCache.__init__
-
-    def record(cache: KVCache, *args: Any) -> None:
-        original(cache, *args)
-        sizes.append(cache.num_bytes)
-
-    monkeypatch.setattr(KVCache, "__init__", record)
-    return sizes
 
 
 def query_bytes(prepared: Prepared) -> int:

@@ -1,8 +1,6 @@
 """The cost model: bytes and FLOPs compared with hand calculations and a loaded model, times with
 hand calculations, and the speedups of speculation."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

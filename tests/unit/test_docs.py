@@ -1,8 +1,6 @@
 """The documentation: links, anchors and paths lead somewhere, its commands have the flags that they
 are given, and the README stays short."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,8 +1,6 @@
 """`magicdec download` against a stand-in for the hub: what is fetched, what happens after an
 interruption, and the one line that each refusal is."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

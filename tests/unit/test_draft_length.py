@@ -1,16 +1,23 @@
-"""The draft length that pays: in simulated worlds, where the best is known. No clock is read."""
-
-from __future__ import annotations
+"""The draft length that pays, in simulated worlds where the best is known; what is timed before
+decoding under `--gamma auto`, under a scripted clock; and what steps will yield: rates from counts,
+and the time until a batch is done, against simulation."""
 
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from statistics import fmean
+from itertools import pairwise
+from statistics import fmean, pvariance
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from magicdec.config.sections import DecodingSection
+from magicdec.decoding import calibration
+from magicdec.decoding.calibration import measure_steps, repeated
 from magicdec.distributed.groups import Group
 from magicdec.drafting.draft_length import (
     MARGIN,
@@ -19,8 +26,15 @@ from magicdec.drafting.draft_length import (
     FixedLength,
     make_draft_length,
 )
-from magicdec.drafting.forecast import StepTimes
+from magicdec.drafting.forecast import (
+    Acceptance,
+    StepTimes,
+    order_statistics,
+    seconds_until_done,
+    tokens_of_steps,
+)
 from magicdec.request import Batch, Request, SamplingParams
+from magicdec.sampling.model_tokens import Proposal
 
 CPU, MOST = torch.device("cpu"), 8
 
@@ -161,6 +175,7 @@ def test_times_between_one_row_and_all() -> None:
 
 
 def test_one_measurement_serves_a_batch_size_and_context() -> None:
+    """Until the warm-up has ended, after which steps are measured again."""
     measured, length = [], make_length()
 
     def measure(batch: Batch) -> Sequence[float]:
@@ -172,20 +187,10 @@ def test_one_measurement_serves_a_batch_size_and_context() -> None:
         length.begin(make_batch(rows, prompt), measure)
     assert measured == [4, 1, 2, 1, 4, 1, 1]
     assert length.calibration_s > 0
-
-
-def test_steps_are_measured_again_after_the_warm_up() -> None:
-    measured, length = [], make_length()
-
-    def measure(batch: Batch) -> Sequence[float]:
-        measured.append(len(batch.requests))
-        return CHEAP.measure(batch)
-
-    for _ in range(2):
-        length.begin(make_batch(4), measure)
-        length.begin(make_batch(4), measure)
-        length.forget_times()
-    assert measured == [4, 1] * 2
+    length.forget_times()
+    length.begin(make_batch(4, 1000), measure)
+    length.begin(make_batch(4, 1000), measure)
+    assert measured[7:] == [4, 1]
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -269,3 +274,205 @@ def test_a_row_whose_drafts_do_not_pay_gets_none(per_row: bool) -> None:
     world.rates.clear()
     world.run(length, 8, 10**6, seed=1, most_steps=600)
     assert fmean(lengths[0] > 0 for lengths in world.lengths[-100:]) > 0.8
+
+
+BATCH = Batch((Request(0, (1, 2), SamplingParams(9)), Request(1, (3,), SamplingParams(9))))
+CACHED = [2, 1]
+
+
+@dataclass
+class ScriptedSteps:
+    """Steps whose work advances the clock. A draft costs 2 ms and 1 ms for each token, a decode
+    step 10 ms, a verification 11 ms and 0.5 ms for each draft token."""
+
+    disturbed: int = -1  # the call that takes 70 ms more
+    now: float = 0.0
+    calls: list[tuple[str, int]] = field(default_factory=list)
+    phase: Any = "timed"
+    drafter: Any = None
+
+    def decode(self, batch: Batch) -> None:
+        self._work("decode", 0, 0.010)
+
+    def draft(self, batch: Batch, count: int) -> Proposal:
+        self._work("draft", count, 0.002 + 0.001 * count)
+        return Proposal(torch.ones(2, count, dtype=torch.int64))
+
+    def verify(self, batch: Batch, proposal: Proposal) -> None:
+        assert proposal.ids.shape[0] == 2
+        count = proposal.ids.shape[1]
+        self._work("verify", count, 0.011 + 0.0005 * count)
+
+    def undo(self, batch: Batch, lengths: Sequence[int]) -> None:
+        assert batch is BATCH and lengths == CACHED
+        self.now += 5.0
+        self.calls.append(("undo", 0))
+
+    def _work(self, kind: str, count: int, seconds: float) -> None:
+        assert self.phase != "timed", "this is no phase of a step"
+        is_disturbed = sum(kind != "undo" for kind, _ in self.calls) == self.disturbed
+        self.now += seconds + 0.07 * is_disturbed
+        self.calls.append((kind, count))
+
+
+def measure(steps: ScriptedSteps, most: int, patch: pytest.MonkeyPatch) -> list[float]:
+    patch.setattr("time.perf_counter", lambda: steps.now)
+    return measure_steps(cast(Any, steps), BATCH, CACHED, most)
+
+
+def seconds_of(most: int) -> list[float]:
+    drafting = [0.002 + 0.001 * k + 0.011 + 0.0005 * k for k in range(1, most + 1)]
+    return [pytest.approx(s) for s in (0.010, *drafting)]
+
+
+@pytest.mark.parametrize("most", [1, 2, 3, 8])
+def test_seconds_lie_on_the_lines_through_what_was_timed(
+    most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps = ScriptedSteps()
+    assert measure(steps, most, monkeypatch) == seconds_of(most)
+    assert steps.phase == "timed", "the phases of steps are timed again"
+
+
+def test_what_the_drafter_observed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = torch.arange(3.0)
+    drafter = SimpleNamespace(draft_kv=SimpleNamespace(state=[weights]))
+
+    class Observing(ScriptedSteps):
+        def undo(self, batch: Batch, lengths: Sequence[int]) -> None:
+            super().undo(batch, lengths)
+            weights.add_(1.0)
+
+    measure(Observing(drafter=drafter), 8, monkeypatch)
+    assert weights.tolist() == [0.0, 1.0, 2.0]
+
+
+@pytest.mark.parametrize("disturbed", range(10))
+def test_one_disturbance_changes_nothing(disturbed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert measure(ScriptedSteps(disturbed), 8, monkeypatch) == seconds_of(8)
+
+
+def test_few_steps_are_timed_and_each_is_undone(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = ScriptedSteps()
+    measure(steps, 8, monkeypatch)
+    once = [("decode", 0), ("draft", 1), ("draft", 3), ("verify", 1), ("verify", 8)]
+    assert [call for call in steps.calls if call[0] != "undo"] == once * calibration.REPEATS
+    assert steps.calls[1::2] == [("undo", 0)] * len(once) * calibration.REPEATS
+
+
+def test_longer_drafts_are_never_faster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only noise makes them appear so."""
+
+    class Odd(ScriptedSteps):
+        def verify(self, batch: Batch, proposal: Proposal) -> None:
+            self._work("verify", proposal.ids.shape[1], 0.020 - 0.001 * proposal.ids.shape[1])
+
+    seconds = measure(Odd(), 8, monkeypatch)
+    assert seconds[8] - seconds[1] == pytest.approx(7 * 0.001)
+
+
+def test_a_proposal_is_repeated_with_its_probabilities() -> None:
+    ids, probs = torch.tensor([[4, 5], [6, 7]]), torch.rand(2, 2, 9)
+    found = repeated(Proposal(ids, probs), 5)
+    assert found.ids.tolist() == [[4, 5, 4, 5, 4], [6, 7, 6, 7, 6]]
+    assert found.probabilities is not None
+    assert torch.equal(found.probabilities, probs[:, [0, 1, 0, 1, 0]])
+    assert repeated(Proposal(ids), 1).ids.tolist() == [[4], [6]]
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 5), st.integers(0, 2)), max_size=200))
+def test_rates_are_rates(steps: list[tuple[int, int, int]]) -> None:
+    acceptance = Acceptance(5)
+    assert acceptance.rates() == pytest.approx([0.8] * 5)
+    assert acceptance.rates(7) == acceptance.rates()
+    for accepted, drafted, request in steps:
+        acceptance.observe([request], drafted, [min(accepted, drafted)])
+    for request in (None, 0, 1, 2, 3):
+        rates = acceptance.rates(request)
+        assert all(0 < rate < 1 for rate in rates)
+        means = [mean for mean, _ in tokens_of_steps(rates)]
+        assert means[0] == 1 and all(a < b for a, b in pairwise(means))
+    assert acceptance.rates(3) == acceptance.rates(), "nothing is known of it"
+
+
+def test_a_position_is_judged_only_if_it_was_reached() -> None:
+    acceptance = Acceptance(3)
+    for _ in range(400):
+        acceptance.observe([0, 1], 2, [0, 1])  # half the first; none of the second; no third
+    assert acceptance.rates() == pytest.approx([0.48, 0.05, 0.38], abs=0.05)
+
+
+def test_rows_differ_and_are_forgotten() -> None:
+    acceptance = Acceptance(3)
+    for _ in range(100):
+        acceptance.observe([4, 9], 3, [3, 0])
+    good, bad, mean = acceptance.rates(4)[0], acceptance.rates(9)[0], acceptance.rates()[0]
+    assert bad < 0.7 * mean and good > 1.15 * mean
+    acceptance.keep_rows(())
+    assert acceptance.rates(4) == acceptance.rates(9) == acceptance.rates()
+
+
+def test_what_is_old_counts_less() -> None:
+    acceptance = Acceptance(1)
+    for accepted in (0, 1):
+        for _ in range(200):
+            acceptance.observe([0], 1, [accepted])
+    assert acceptance.rates()[0] > 0.9
+
+
+def draw(rates: list[float], count: int, draws: random.Random) -> int:
+    """Tokens of one step."""
+    taken = 0
+    while taken < count and draws.random() < rates[taken]:
+        taken += 1
+    return 1 + taken
+
+
+def test_mean_and_variance_of_a_step() -> None:
+    rates, draws = [0.9, 0.7, 0.4], random.Random(0)
+    for count, (mean, variance) in enumerate(tokens_of_steps(rates)):
+        sample = [draw(rates, count, draws) for _ in range(40000)]
+        assert fmean(sample) == pytest.approx(mean, abs=0.02)
+        assert pvariance(sample) == pytest.approx(variance, abs=0.03)
+
+
+def test_order_statistics_are_those_of_normal_numbers() -> None:
+    draws = random.Random(0)
+    for count in (1, 2, 5, 8):
+        samples = [sorted(draws.gauss(0, 1) for _ in range(count)) for _ in range(20000)]
+        means = [fmean(column) for column in zip(*samples, strict=True)]
+        assert order_statistics(count) == pytest.approx(means, abs=0.04)
+
+
+def test_without_drafts_the_time_is_exact() -> None:
+    """Rows that want 2, 5 and 5 tokens: two steps of three rows, three of two."""
+    step = [(1.0, 0.0)] * 3
+    assert seconds_until_done([5, 2, 5], step, lambda rows: 10.0 * rows) == 2 * 30 + 3 * 20
+
+
+@pytest.mark.parametrize("rows", [1, 3, 8])
+@pytest.mark.parametrize("rates", [[0.9] * 4, [0.7, 0.5, 0.3, 0.1]], ids=str)
+@pytest.mark.parametrize(
+    ("wanted", "apart", "within"), [(30, 0, 0.04), (200, 0, 0.02), (80, 5, 0.05)]
+)
+def test_the_time_until_done_is_that_of_simulation(
+    rows: int, rates: list[float], wanted: int, apart: int, within: float
+) -> None:
+    """The mean of tokens alone falls short of it."""
+    draws, count, wants = random.Random(1), len(rates), [wanted - apart * r for r in range(rows)]
+
+    def seconds(active: int) -> float:
+        return 1.0 + 0.2 * active
+
+    def simulate() -> float:
+        left, total = list(wants), 0.0
+        while left:
+            total += seconds(len(left))
+            left = [n - draw(rates, count, draws) for n in left]
+            left = [n for n in left if n > 0]
+        return total
+
+    simulated = fmean(simulate() for _ in range(400))
+    tokens = tokens_of_steps(rates)[count]
+    predicted = seconds_until_done(wants, [tokens] * rows, seconds)
+    assert predicted == pytest.approx(simulated, rel=within)

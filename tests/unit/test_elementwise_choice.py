@@ -1,8 +1,6 @@
 """Who computes norms, rotation and gates: what `auto` becomes, what is refused, and that a user is
 told; and that a loaded model has what was chosen."""
 
-from __future__ import annotations
-
 import re
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """What a model family does not support is refused before a run, with the reason and the choices."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 """What `--attention auto` becomes on CUDA, tried on the CPU: what attention reads in a step of a
 run, that this is what is measured, who is a candidate, who wins, and what is said of the others."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 """The front door: `magicdec run` and what stands around it (config files, several ranks, help,
 models named as on the hub)."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

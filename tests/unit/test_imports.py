@@ -1,8 +1,6 @@
 """Imports go one way (docs/structure.md). Read from the source, so that imports inside functions
 count too."""
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

@@ -1,8 +1,6 @@
 """KVCache: addressing, blocks, layouts, copies and truncation. `test_kv_view.py` tests what is read
 of it."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings

@@ -3,8 +3,6 @@ draft trees in any cells, and ranges by head. And captured rows, whose lengths o
 knows: they read the same keys and get the same lengths as rows whose lengths the host knows, and
 the bounds on the host hold."""
 
-from __future__ import annotations
-
 import random
 from dataclasses import dataclass
 from itertools import product

@@ -1,8 +1,6 @@
 """`magicdec latency`: its flags, the order of its forwards, how ranks' times become rows, and the
 memory plan of a grid, held to the caches that its forwards make."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +21,6 @@ from magicdec.config.sections import AttentionSection, KVSection, ModelSection
 from magicdec.decoding.recorder import Eager
 from magicdec.distributed.groups import Group, Launch
 from magicdec.drafting.policies.verified import VerifiedKV
-from magicdec.kv.cache import KVCache
 from magicdec.latency import forwards
 from magicdec.latency.forwards import (
     check_grid_memory,
@@ -215,17 +212,7 @@ CONFIG = resolve(
 
 @pytest.mark.parametrize("context", GRID.contexts)
 @pytest.mark.parametrize("B", GRID.batch_sizes)
-def test_caches_are_those_of_the_forwards(
-    B: int, context: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    made: list[int] = []
-    original = KVCache.__init__
-
-    def record(cache: KVCache, *args: Any) -> None:
-        original(cache, *args)
-        made.append(cache.num_bytes)
-
-    monkeypatch.setattr(KVCache, "__init__", record)
+def test_caches_are_those_of_the_forwards(B: int, context: int, made: list[int]) -> None:
     runner = make_runner(tiny_transformer(), B, context + 5, max_following=5)
     list(make_forwards(runner, fill(runner, context), GRID, context))
     plan = plan_place(CONFIG, GRID, MODELS, ALONE, B, context)

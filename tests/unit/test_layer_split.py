@@ -1,8 +1,6 @@
 """--layer_split: every layer belongs to one stage, by a stated rule; and which rank is in which
 stage."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Sequence
 from itertools import combinations, pairwise

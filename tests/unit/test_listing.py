@@ -1,8 +1,6 @@
 """`magicdec table` of many records, and `magicdec export`: rows, their order and groups, each
 format and intervals; and every metric of a record is what its samples give."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json

@@ -1,7 +1,5 @@
 """The Python interface: requests are submitted, read, cancelled and refused."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

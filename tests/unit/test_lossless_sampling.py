@@ -3,8 +3,6 @@ pairs, on toy vocabularies with known probabilities. Wrong rules fail these test
 sampling: its noise, the same distribution whatever is drafted, and how often drafts are right.
 Seeds are fixed."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import product

@@ -1,6 +1,5 @@
-"""The memory plan: held to what a run allocates; what the system says is free; the refusals."""
-
-from __future__ import annotations
+"""The memory plan: held to what a run allocates; what the system says is free; the refusals; and
+the estimates of what a run needs for a short time."""
 
 import itertools
 import subprocess
@@ -12,8 +11,19 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import TINY, num_parameters
+from conftest import (
+    TINY,
+    make_requests,
+    make_runner,
+    num_parameters,
+    random_prompts,
+    tiny_transformer,
+)
+from torch.profiler import ProfilerActivity, profile
 
+from magicdec.attention.backend import AttentionBackend
+from magicdec.attention.grouped import GroupedBackend
+from magicdec.attention.sdpa import SDPABackend
 from magicdec.cli.drivers import TargetSection
 from magicdec.cli.serve import COMMANDS, RecordFile
 from magicdec.config.choices.choice import Choice
@@ -34,15 +44,23 @@ from magicdec.config.sections import (
 from magicdec.cost_model.costs import stored_bytes
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.drafting.policies.policy import make_policy
-from magicdec.kv.cache import KVCache
+from magicdec.drafting.policies.policy import keep_queries, make_draft_kv, make_policy
+from magicdec.engine import Engine
 from magicdec.memory.check import check_memory, free_host_memory, largest, needed
 from magicdec.memory.model_plan import ModelPlan, StagePart
-from magicdec.memory.plan import MemoryPlan, Models, plan_of, plan_rank
+from magicdec.memory.plan import (
+    Models,
+    first_choice_bytes,
+    forward_bytes,
+    plan_of,
+    plan_rank,
+    working_bytes,
+)
 from magicdec.model.checkpoint.weight_map import untie_head
 from magicdec.model.linear.packed import Int8Linear, PackedLinear
 from magicdec.model.presets.presets import PRESETS
 from magicdec.model.transformer import Transformer
+from magicdec.request import Batch
 from magicdec.run.run import execute
 from magicdec.serving.modes import Pass
 from magicdec.serving.prepare import prepare as prepare_serving
@@ -139,9 +157,7 @@ RUNS = {
 @pytest.mark.parametrize(
     "name", [n if n in NARROW else pytest.param(n, marks=pytest.mark.wide) for n in RUNS]
 )
-def test_caches_are_those_of_a_run(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_caches_are_those_of_a_run(name: str, tmp_path: Path, made: list[int]) -> None:
     config = RUNS[name]
     backend = "grouped" if config.attention.backend == "auto" else config.attention.backend
     config = replace(
@@ -152,14 +168,6 @@ def test_caches_are_those_of_a_run(
         parallel=ParallelSection(device="cpu", threads=1),
         output=OutputSection(results=str(tmp_path / "runs.jsonl")),
     )
-    made: list[int] = []
-    original = KVCache.__init__
-
-    def record(cache: KVCache, *args: object) -> None:
-        original(cache, *args)  # type: ignore[arg-type]
-        made.append(cache.num_bytes)
-
-    monkeypatch.setattr(KVCache, "__init__", record)
     prepared = prepare.prepare(config, ALONE)
     assert made == [] and prepared.memory.endswith("GB free")
     draft = prepared.draft_source
@@ -183,21 +191,15 @@ def test_caches_are_those_of_a_run(
     "mode", ["sequential", "inflight+draft", "ring", "ring+draft", "iterative", "async"]
 )
 def test_what_a_mode_loads_is_what_was_planned(
-    mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    mode: str, tmp_path: Path, made: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    weights, caches = list[int](), list[int]()
-    load, original = loading.load_kind, KVCache.__init__
+    weights, load = list[int](), loading.load_kind
 
     def record_model(*args: Any) -> Transformer:
         weights.append(parameter_bytes(model := load(*args)))
         return model
 
-    def record_cache(cache: KVCache, *args: Any) -> None:
-        original(cache, *args)
-        caches.append(cache.num_bytes)
-
     monkeypatch.setattr(loading, "load_kind", record_model)
-    monkeypatch.setattr(KVCache, "__init__", record_cache)
     draft = "--draft model:demo-draft" if Pass.named(mode).is_drafting else ""
     words = f"--modes {mode} --num_requests 4 --prefix_len 20 --gen_len 4 --dtype float32 {draft} "
     words += f"--attention grouped --linear torch --threads 1 --out {tmp_path / 'out.jsonl'}"
@@ -206,8 +208,8 @@ def test_what_a_mode_loads_is_what_was_planned(
     plan = prepared.systems[0].plan(Pass.named(mode), (0,))
     experiment.measure(prepared, RecordFile(tmp_path / "out.jsonl"))
     assert weights == [size for size in (plan.weights, plan.draft_weights) if size]
-    assert caches == [size for size in (plan.kv, plan.draft_kv) if size]
-    assert len(caches) == 1 + Pass.named(mode).is_drafting
+    assert made == [size for size in (plan.kv, plan.draft_kv) if size]
+    assert len(made) == 1 + Pass.named(mode).is_drafting
 
 
 def config_of(
@@ -391,17 +393,6 @@ def test_what_is_free(tmp_path: Path) -> None:
     assert free_host_memory(tmp_path) == 0
 
 
-def test_this_machine_says_something() -> None:
-    if Path("/proc/meminfo").exists():
-        free = free_host_memory()
-        assert free is not None and free > 0
-
-
-def test_describe() -> None:
-    plan = MemoryPlan(1_500_000_000, 2_000_000_000, working=10_000_000)
-    assert plan.describe() == "3.51 GB (weights 1.50, KV 2.00, working 0.01)"
-
-
 def test_a_model_is_made_without_torchs_compiler() -> None:
     """Which would be imported to draw an embedding that nobody reads: 130 MB of every process."""
     code = (
@@ -412,3 +403,74 @@ def test_a_model_is_made_without_torchs_compiler() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+BACKENDS: dict[str, Callable[[], AttentionBackend]] = {
+    "grouped": GroupedBackend,
+    "sdpa": SDPABackend,
+}
+ROWS, PREFIX, NEW = 3, 900, 8
+
+
+def peak_bytes(run: Callable[[], object]) -> int:
+    """The most that torch's allocator held at once beyond what it held before."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        run()
+    assert profiler.profiler is not None
+    events = [e for e in profiler.profiler.kineto_results.events() if e.name() == "[memory]"]
+    held, most = 0, 0
+    for event in sorted(events, key=lambda e: e.start_ns()):
+        held += event.nbytes()
+        most = max(most, held)
+    return most
+
+
+def make_model_plan(backend: str, kv: KVSection) -> ModelPlan:
+    config = RunConfig(
+        model=ModelSection(dtype="float32"),
+        kv=kv,
+        attention=AttentionSection(backend),
+        decoding=DecodingSection("speculative", "self", 3),
+        workload=WorkloadSection(batch_size=ROWS, prefix_len=PREFIX, gen_len=NEW),
+    )
+    return ModelPlan(resolve(config, Machine(2)), TINY, (0,), 0)
+
+
+@pytest.mark.parametrize(
+    "kv", [KVSection("snapkv", 60), KVSection("snapkv", 60, window_size=8), KVSection("verified"),
+     KVSection("retrieval")],
+    ids=["snapkv", "snapkv, window of 8", "verified", "retrieval"],
+)  # fmt: skip
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_what_the_first_choice_takes(backend: str, kv: KVSection) -> None:
+    """The caches that a reader keeps are counted apart."""
+    runner = make_runner(tiny_transformer(), ROWS, PREFIX + NEW + 3, BACKENDS[backend](), NEW + 3)
+    requests = make_requests(random_prompts([PREFIX] * ROWS, TINY.vocab_size), NEW)
+    keep_queries(runner, kv)
+    batch = Batch(tuple(Engine(runner, 128).prefill(requests)))
+    reader = make_draft_kv(runner, kv)
+    found = peak_bytes(lambda: reader.admit(batch.requests))
+    if kv.policy == "snapkv":
+        found -= reader.runner.cache.num_bytes
+    plan = make_model_plan(backend, kv)
+    estimate = first_choice_bytes(plan)
+    print(f"{backend} {kv.policy}: {found} allocated, {estimate} estimated")
+    assert found / 1.5 < estimate < 2 * found
+    assert working_bytes(plan) >= estimate
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_chunk_of_a_prompt(backend: str) -> None:
+    runner = make_runner(tiny_transformer(), 1, PREFIX, BACKENDS[backend]())
+    engine, chunk = Engine(runner, 128), 128
+    requests = make_requests(random_prompts([PREFIX - 1], TINY.vocab_size), NEW)
+    found = peak_bytes(lambda: engine.prefill(requests))
+    plan = make_model_plan(backend, KVSection("full"))
+    estimate = forward_bytes(plan, (1, chunk, PREFIX))
+    print(f"{backend} chunk: {found} allocated, {estimate} estimated")
+    assert found / 1.5 < estimate < 2 * found
+
+
+def test_no_first_choice_for_a_view_of_fixed_positions() -> None:
+    for kv in (KVSection("full"), KVSection("streaming_llm")):
+        assert first_choice_bytes(make_model_plan("grouped", kv)) == 0

@@ -1,7 +1,5 @@
 """Metrics: the definitions in docs/record.md, and None where there is nothing to measure."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import asdict

@@ -1,7 +1,5 @@
 """Randomly damaged headers never crash the process or use 1 GB, and are refused with one line."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

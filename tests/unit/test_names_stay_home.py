@@ -1,8 +1,6 @@
 """A name of a table is written in the name table and in the files of what it names, nowhere else:
 code asks what a choice declares of itself and never what it is called."""
 
-from __future__ import annotations
-
 import ast
 import re
 from functools import cache

@@ -1,8 +1,6 @@
 """Prompt lookup against its definition written out: what followed the longest earlier occurrence of
 the newest tokens, the newest such, in prompt or output."""
 
-from __future__ import annotations
-
 import torch
 from conftest import make_requests
 from hypothesis import given

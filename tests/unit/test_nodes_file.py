@@ -1,7 +1,5 @@
 """Files of nodes in the grammar of MDI-LLM."""
 
-from __future__ import annotations
-
 import copy
 import json
 from collections.abc import Callable

@@ -1,8 +1,6 @@
 """The threads that each pass computes with: measured where it computes, equal to those of its
 config, in its record, and equal in all passes of a run. A pass with others is refused by name."""
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Callable

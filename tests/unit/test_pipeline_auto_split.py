@@ -2,8 +2,6 @@
 Measured times have no bounds, so only what was computed is known; choices are made from given
 times."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict, replace
 from pathlib import Path

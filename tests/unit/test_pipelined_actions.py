@@ -1,7 +1,5 @@
 """What the pipelined scheduler answers to single events, one after the other, without times."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """Parts of pipelined speculation whose faults cost only work, so that no wrong token shows them."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace

@@ -1,8 +1,6 @@
 """Pipelined speculation in threads: lossless with every drafter, asynchronous, and cancellation
 saves exactly the layers that it should."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace

@@ -1,8 +1,6 @@
 """The pipelined scheduler on simulated stages: it emits what plain decoding emits, whatever the
 times are, and never reads a cell of a run that was skipped."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Sequence as Tokens
 

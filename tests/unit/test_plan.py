@@ -1,7 +1,5 @@
 """`magicdec plan`: its input, its errors and its output."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import subprocess

@@ -1,8 +1,6 @@
 """Faults planted in the measuring code, one at a time, by `scripts/plant_faults.py`: a test sees
 each of them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from types import ModuleType

@@ -1,7 +1,5 @@
 """`magicdec probe` and its machine file: measurements of one rank, the file, and its errors."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import asdict
 from pathlib import Path

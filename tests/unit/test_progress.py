@@ -1,7 +1,5 @@
 """Progress: on stderr alone, from the leader alone, and rarely."""
 
-from __future__ import annotations
-
 import sys
 from types import SimpleNamespace
 

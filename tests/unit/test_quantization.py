@@ -1,8 +1,6 @@
 """int8 weights: the arithmetic by hand, every family's shards compared with the whole model,
 checkpoints stored in int8, and errors."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -238,22 +236,23 @@ def change(directory: Path, **tensors: Tensor | None) -> Path:
     return directory
 
 
-def test_int8_without_its_scale_is_refused(tmp_path: Path) -> None:
-    refuse(
-        change(tmp_path, **{Q_PROJ + SCALE: None}),
-        "model.safetensors",
-        f"{Q_PROJ}{SCALE} is missing",
-    )
+WRONG = {
+    "no scale": (Q_PROJ + SCALE, None, f"{Q_PROJ}{SCALE} is missing"),
+    "a matrix in float": (
+        Q_PROJ, torch.zeros(32, 32),
+        f"{Q_PROJ} is stored as float32; in a checkpoint of int8 weights it must be int8",
+    ),
+    "a scale of int32": (
+        Q_PROJ + SCALE, torch.zeros(32, dtype=torch.int32), f"{Q_PROJ}{SCALE} is stored as int32"
+    ),
+}  # fmt: skip
 
 
-def test_a_matrix_left_in_float_is_refused(tmp_path: Path) -> None:
-    said = f"tensor {Q_PROJ} is stored as float32; in a checkpoint of int8 weights it must be int8"
-    refuse(change(tmp_path, **{Q_PROJ: torch.zeros(32, 32)}), said)
-
-
-def test_scales_of_another_type_are_refused(tmp_path: Path) -> None:
-    refuse(change(tmp_path, **{Q_PROJ + SCALE: torch.zeros(32, dtype=torch.int32)}),
-        f"tensor {Q_PROJ}{SCALE} is stored as int32", "it must be float32")  # fmt: skip
+@pytest.mark.parametrize("wrong", WRONG)
+def test_an_int8_checkpoint_of_other_tensors_is_refused(wrong: str, tmp_path: Path) -> None:
+    name, tensor, said = WRONG[wrong]
+    kind = ["it must be float32"] * (wrong == "a scale of int32")
+    refuse(change(tmp_path, **{name: tensor}), "model.safetensors", said, *kind)
 
 
 def test_the_value_that_has_no_negative_is_refused(tmp_path: Path) -> None:

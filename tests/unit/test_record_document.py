@@ -1,8 +1,6 @@
 """What the documents, the table and the JSON Schema say of a record's fields comes from its
 dataclasses; real records are as the schema says; what is malformed is refused by its line."""
 
-from __future__ import annotations
-
 import csv
 import io
 import json
@@ -10,6 +8,7 @@ import sys
 import typing
 from collections.abc import Iterator
 from dataclasses import fields, is_dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,10 +79,14 @@ def test_every_labelled_metric_has_a_row() -> None:
     assert sorted(SHOWN) == sorted(labelled)
 
 
+@cache
+def validator() -> Draft202012Validator:
+    return Draft202012Validator(json.loads(schema_text()))
+
+
 def problems(raw: Any) -> list[str]:
     """Where the JSON value of a record is not as the schema says, at most one place."""
-    errors = Draft202012Validator(json.loads(schema_text())).iter_errors(raw)
-    deepest = best_match(errors)
+    deepest = best_match(validator().iter_errors(raw))
     return [] if deepest is None else [f"{deepest.json_path}: {deepest.message}"]
 
 

@@ -1,8 +1,6 @@
 """`magicdec report`: which numbers its figures show, what it leaves out and why, that the page
 needs nothing else, and what it refuses."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -1,8 +1,6 @@
 """`magicdec reproduce`: each table has a script, it says what it needs, and the committed
 predictions are those of the plan."""
 
-from __future__ import annotations
-
 import csv
 import itertools
 import json

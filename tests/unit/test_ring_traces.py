@@ -1,7 +1,5 @@
 """What a ring shows of its time: the spans of its stages, the queues between them, and charts."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """RULER-style prompts: exact lengths, determined by the seed, with answers that are in the text."""
 
-from __future__ import annotations
-
 import random
 import re
 from collections import Counter

@@ -1,8 +1,6 @@
 """Scheduler: which requests are in the batch, and where each request ends; and requests that join
 and leave a running batch: who is admitted, prefilled and preempted in each step, on every rank."""
 
-from __future__ import annotations
-
 import copy
 import subprocess
 import sys
@@ -120,12 +118,6 @@ def test_tokens_after_the_end_are_dropped() -> None:
     assert outputs(new) == [[1, 5, EOS], [1, 5, 6, 7], [1, EOS]]
     assert [len(request.token_times_s) for request in new] == [3, 4, 2]
     assert scheduler.schedule() is None
-
-
-def test_a_request_may_end_with_its_first_token() -> None:
-    scheduler, _ = prefilled(1, 5)
-    assert next_batch(scheduler).rows == [1]
-    assert prefilled(5, first=EOS)[0].schedule() is None
 
 
 def test_without_end_tokens_only_the_length_ends_a_request() -> None:

@@ -1,7 +1,5 @@
 """RankSession: what it sets up, and when it leaves the groups."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

@@ -1,8 +1,6 @@
 """The settings of all commands, as their parsers have them: one vocabulary, and what every declared
 bound, choice and type refuses."""
 
-from __future__ import annotations
-
 import re
 import sys
 from dataclasses import MISSING, dataclass

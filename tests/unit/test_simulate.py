@@ -1,8 +1,6 @@
 """`magicdec simulate`: simulated times are those of the formulas where there are formulas, and the
 command prints, draws and records them."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable
 from dataclasses import replace

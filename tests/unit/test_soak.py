@@ -1,7 +1,5 @@
 """scripts/soak_pipeline.py: what counts as a leak, and that its cases are commands which can be."""
 
-from __future__ import annotations
-
 import random
 import sys
 

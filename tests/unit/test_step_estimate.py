@@ -1,8 +1,6 @@
 """The first step times of `--gamma auto` from a machine file: predicted as in `magicdec plan`, and
 refused where the file belongs to another machine."""
 
-from __future__ import annotations
-
 import datetime
 from dataclasses import asdict, replace
 from pathlib import Path

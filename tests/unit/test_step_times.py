@@ -2,8 +2,6 @@
 that computes while the host goes on, as CUDA does; both are imitated under a fake clock. Also
 phases, warm-ups of prefill, and traced passes."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager

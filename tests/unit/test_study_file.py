@@ -1,8 +1,6 @@
 """Studies as users write them: a file, or flags with several values; and what is refused in one
 line."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,11 +1,6 @@
 """`magicdec sweep`: a cell of a study is the lone run; what is shared, resumed and refused."""
 
-from __future__ import annotations
-
-import os
 import random
-import subprocess
-import sys
 from collections import Counter
 from dataclasses import asdict, replace
 from itertools import pairwise
@@ -13,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import HANG, ROOT, Launch
+from conftest import Launch
 
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
@@ -278,33 +273,33 @@ driver = "selfspec"
 kv_policy = ["streaming_llm", "snapkv"]
 draft_budget = [20, 30]
 gamma = [1, 2]
-B = [1, 2, 3]
+B = [1, 2]
 """
-NUM_CELLS = 24
-
-
-def sweep(directory: Path, **env: int) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(ROOT / "tests" / "small_sweep.py"), "study.toml"]
-    given = os.environ | {"OMP_NUM_THREADS": "1"} | {k: str(v) for k, v in env.items()}
-    return subprocess.run(
-        command, cwd=directory, env=given, capture_output=True, text=True, timeout=HANG
-    )
+NUM_CELLS = 16
 
 
 def test_a_study_that_is_killed_and_started_again_has_each_record_once(
-    tiny_checkpoint: Path, text_file: Path, tmp_path: Path
+    launch: Launch,
+    tiny_checkpoint: Path,
+    text_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Killed while it writes the record of a random cell, interrupted in another, then left to
     end."""
     (tmp_path / "study.toml").write_text(GRID.format(model=tiny_checkpoint, text=text_file))
     rng, path = random.Random(0), tmp_path / "runs.jsonl"
     kill_at = rng.randint(2, NUM_CELLS // 2)
-    assert sweep(tmp_path, KILL_AT=kill_at).returncode == -9
+    monkeypatch.setenv("KILL_AT", str(kill_at))
+    assert launch("small_sweep.py", "study.toml").returncode == -9
     assert not path.read_text().endswith("\n"), "the last record is torn"
-    interrupted = sweep(tmp_path, INTERRUPT_AT=5)
+    monkeypatch.delenv("KILL_AT")
+    monkeypatch.setenv("INTERRUPT_AT", "5")
+    interrupted = launch("small_sweep.py", "study.toml")
     assert interrupted.returncode == 130 and "Traceback" not in interrupted.stderr
     assert f"{kill_at - 1 + 4} of {NUM_CELLS} runs done" in interrupted.stderr
-    done = sweep(tmp_path)
+    monkeypatch.delenv("INTERRUPT_AT")
+    done = launch("small_sweep.py", "study.toml")
     assert done.returncode == 0, done.stderr
     assert f"{NUM_CELLS} of {NUM_CELLS} runs done" in done.stderr
     records = load_records(path)

@@ -1,7 +1,5 @@
 """Tables: one table as text, Markdown, LaTeX and CSV, and tables of recorded dataclasses."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 
 import pytest

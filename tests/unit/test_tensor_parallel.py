@@ -1,7 +1,5 @@
 """Shards: properties for any number of heads and ranks."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import pytest

@@ -1,8 +1,6 @@
 """Which cases `make test` runs: that they have every pair, and that nothing the project offers is
 left to `make test-all` alone."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from itertools import combinations, product

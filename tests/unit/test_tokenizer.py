@@ -4,8 +4,6 @@ encoded as special tokens, and errors.
 Every vocabulary is built here, in a temporary folder; nothing is downloaded.
 """
 
-from __future__ import annotations
-
 import base64
 import io
 import re

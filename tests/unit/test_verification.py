@@ -3,8 +3,6 @@ rejection, and the cases in which rounding matters. And trees of drafts: greedy 
 search by hand, and sampled trees against the target's distribution, by a sum over everything that
 can happen."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable
 from itertools import pairwise, permutations, product

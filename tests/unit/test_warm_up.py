@@ -1,8 +1,6 @@
 """The warm-up of a mode with stages is in no number of it: no count, span or time. `test_serve.py`
 shows that of any system."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """What a run leaves behind reaches the disk, or the user is told: before the run if possible."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
