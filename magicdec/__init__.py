@@ -8,10 +8,11 @@ from typing import Any
 
 __all__ = ["LLM"]
 
-# OpenMP reads this when torch is loaded: threads that wait for each other spin for some tens of
-# microseconds, then sleep. By default they spin for milliseconds. Beside other work on the same
-# cores, every barrier would then take a time slice of the scheduler.
-SPIN_COUNT = "1000"
+# OpenMP reads this when torch is loaded: threads that wait for each other spin for a fraction of a
+# millisecond, then sleep. By default they spin for many milliseconds. Beside other work on the same
+# cores, every barrier would then take a time slice of the scheduler. Shorter waits would let them
+# sleep between the forwards of a step, too.
+SPIN_COUNT = "5000"
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 
