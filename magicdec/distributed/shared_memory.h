@@ -5,8 +5,8 @@
 // same value, and reads all slots. A slot is reused two exchanges later. By then every rank has posted the exchange in
 // between, so no rank still reads the slot, and one wait per exchange is enough.
 //
-// A rank that waits spins for some tens of microseconds and then sleeps, so that it leaves its core to others: perhaps to the
-// rank that it waits for.
+// A rank that waits spins for a fraction of a millisecond and then sleeps, so that it leaves its core to others: perhaps to the
+// rank that it waits for. Waking takes longer than most waits.
 #pragma once
 #include <linux/futex.h>
 #include <sys/syscall.h>
@@ -20,7 +20,7 @@
 namespace shared_memory {
 
 constexpr int LINE = 64;
-constexpr int SPINS = 500;
+constexpr int SPINS = 5000;
 
 inline void relax() {
 #if defined(__x86_64__)

@@ -71,13 +71,13 @@ def _refusal(path: str, version_ns: int) -> str:
     the compiler was installed."""
     command = [path, *FLAGS, MARCH, "-fopenmp", "-fsyntax-only", "-x", "c++", "-"]
     key = "\n".join([*command, TRIAL, str(version_ns), cpu_field("flags")])
-    kept = library_folder() / f"compiler-{hashlib.sha256(key.encode()).hexdigest()[:20]}.txt"
-    if kept.exists():
-        return kept.read_text()
+    result = library_folder() / f"compiler-{hashlib.sha256(key.encode()).hexdigest()[:20]}.txt"
+    if result.exists():
+        return result.read_text()
     process = subprocess.run(command, input=TRIAL, capture_output=True, text=True)
     errors = [line for line in process.stderr.splitlines() if "error" in line]
     refusal = (errors or ["it failed"])[0].strip() if process.returncode else ""
-    _write_whole(kept, lambda partial: partial.write_text(refusal))
+    _write_whole(result, lambda partial: partial.write_text(refusal))
     return refusal
 
 

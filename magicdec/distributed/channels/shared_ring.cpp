@@ -8,6 +8,7 @@
 namespace {
 
 using shared_memory::LINE;
+constexpr int SPINS = 300;  // fewer than ranks that compute together: stages wait for each other for long
 
 // Bytes that one side has moved, and what the other side waits on while it needs more of them.
 struct alignas(LINE) Counter {
@@ -30,7 +31,7 @@ void add(Counter& counter, int64_t count) {
 // Wait until `ready` holds, which depends on the counter. False after about `timeout_ms`.
 template <typename Ready>
 bool wait(Counter& counter, int64_t timeout_ms, Ready ready) {
-    for (int spin = 0; spin < shared_memory::SPINS; ++spin) {
+    for (int spin = 0; spin < SPINS; ++spin) {
         if (ready()) return true;
         shared_memory::relax();
     }
