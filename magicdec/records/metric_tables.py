@@ -40,19 +40,17 @@ def metric_rows(
     ]
 
 
-def metric_columns(
-    kind: type, metrics: Sequence[Any], only: Sequence[str] | None = None
-) -> tuple[list[Column], list[list[Any]]]:
-    """The same the other way round: a column for each of these fields, and
-    a row for each of `metrics`, of which none is None."""
-    fields = _labelled(kind, metrics, only)
+def metric_columns(kind: type, metrics: Sequence[Any]) -> tuple[list[Column], list[list[Any]]]:
+    """The same the other way round: a column for each field that has a label and a value, and a row
+    for each of `metrics`, of which none is None."""
+    fields = _labelled(kind, metrics)
     columns = [Column(described.label, key=key) for key, described in fields]
     rows = [[cell(each, key, about) for key, about in fields] for each in metrics]
     return columns, rows
 
 
 def _labelled(
-    kind: type, metrics: Sequence[Any], only: Sequence[str] | None
+    kind: type, metrics: Sequence[Any], only: Sequence[str] | None = None
 ) -> list[tuple[str, Recorded]]:
     fields = {key: described for key, _, described in described_fields(kind)}
     return [

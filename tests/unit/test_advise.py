@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Command
 
+from magicdec.attention import native
 from magicdec.cli.drivers import RUN
 from magicdec.cli.front import advise as module
 from magicdec.cli.front import config_of, doctor
@@ -205,9 +206,12 @@ def test_the_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, comman
         assert ("MISSING" in lines[2]) == bool(more)
 
 
-def test_the_doctor_looks_at_this_machine() -> None:
+def test_the_doctor_looks_at_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {check.name: check for check in doctor.find_checks()}
     assert found["demo model"].works and found["auto"].works
     assert {"C++ compiler", "CPU kernels", "shared memory", "CUDA", "Triton"} <= set(found)
     without = doctor.check_kernels(Machine(2))
     assert not without.works and "compiler" in without.detail
+    monkeypatch.setattr(native, "has_dot_products", lambda: False)  # as an old compiler builds it
+    old = doctor.check_kernels(Machine(2, has_compiler=True, has_bfloat16_products=True))
+    assert not old.works and "does not know this CPU's bfloat16 instructions" in old.detail

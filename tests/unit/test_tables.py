@@ -121,9 +121,9 @@ def test_labelled_fields_are_rows_or_columns() -> None:
     table = Table(["", "one", "two", "none"], rows)
     assert table.body == [["steps", "1,234", "5", ""], ["time, ms", "500.0", "250.0", ""]]
     assert table.csv().splitlines()[1:] == ["steps,1234,5,", "seconds,0.5,0.25,"]
-    columns, cells = metric_columns(Measured, metrics, only=("seconds", "steps", "rate"))
+    columns, cells = metric_columns(Measured, metrics)
     assert [(column.label, column.key) for column in columns] == [
-        ("time, ms", "seconds"),
         ("steps", "steps"),
+        ("time, ms", "seconds"),
     ]
-    assert Table(columns, cells).body == [["500.0", "1,234"], ["250.0", "5"]]
+    assert Table(columns, cells).body == [["1,234", "500.0"], ["5", "250.0"]]

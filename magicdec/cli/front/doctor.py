@@ -88,12 +88,14 @@ def check_kernels(machine: Machine) -> Check:
     name = "CPU kernels"
     if not machine.has_compiler:
         return Check(name, False, "they need a C++ compiler")
-    from magicdec.attention.native import kernel
+    from magicdec.attention.native import has_dot_products, kernel
 
     try:
         library = kernel(HEAD_SIZE)
     except (RuntimeError, ValueError, OSError) as error:
         return Check(name, False, " ".join(str(error).split())[:200])
+    if machine.has_bfloat16_products and not has_dot_products():
+        return Check(name, False, "the compiler does not know this CPU's bfloat16 instructions")
     tiles = "; bfloat16 uses tile registers (AMX)" if library.magicdec_may_use_tiles() else ""
     return Check(name, True, f"built and loaded{tiles}")
 
