@@ -41,6 +41,17 @@ inline vec fused(vec a, vec b, vec c) {
 #endif
 }
 
+// The larger number in each lane. Compilers make a comparison and a slow selection of `a > b ? a : b`.
+inline vec larger(vec a, vec b) {
+#if defined(__AVX512F__)
+    return (vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX__)
+    return (vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+    return a > b ? a : b;
+#endif
+}
+
 // W bfloat16 numbers from float32, rounded to nearest even, of which the first `count` are stored.
 inline void store(uint16_t* p, vec x, int64_t count) {
     const bits wide = (bits)x;
@@ -86,8 +97,31 @@ struct InOrder {
     }
 };
 
-// Rows of a product at a time: the best number, and the most for which sums are not spilled to memory.
-constexpr int ROWS = W == 16 ? 6 : 5, MOST_ROWS = W == 16 ? 6 : 5;
+// 2^x for x <= 0: a polynomial (Taylor series of 2^f on [-1/2, 1/2], relative error 2e-7) times a power of two; below 2^-126
+// the result is 2^-126.
+inline vec exp2_wide(vec x) {
+    typedef int32_t signed_bits __attribute__((vector_size(W * 4)));
+    x = larger(x, broadcast(-126.0f));
+    const signed_bits nearest = __builtin_convertvector(x - 0.5f, signed_bits);  // rounds towards zero
+    const vec f = x - __builtin_convertvector(nearest, vec);
+    vec y = broadcast(1.5403530e-4f);
+    for (const float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
+        y = fused(y, f, broadcast(c));
+    return (vec)((bits)y + ((bits)nearest << 23));
+}
+
+// Most rows of a product at a time for which sums are not spilled to memory.
+constexpr int ROWS = W == 16 ? 6 : 5;
+
+// Calls body.operator()<n>() for n = 0 .. N - 1. Unlike those of a loop, the indices are constants early enough for compilers
+// to keep an array in registers from the beginning to the end.
+template <int N, typename Body>
+inline void unrolled(Body body) {
+    if constexpr (N > 0) {
+        unrolled<N - 1>(body);
+        body.template operator()<N - 1>();
+    }
+}
 
 // Calls body.operator()<N>() for N = count, 1 .. MOST.
 template <int MOST, typename Body>
@@ -97,13 +131,13 @@ inline void with_count(int64_t count, Body body) {
     body.template operator()<MOST>();
 }
 
-// Calls body.operator()<N>(m) for blocks of N rows that cover m = 0 .. M - 1.
-template <typename Body>
+// Calls body.operator()<N>(m) for blocks of N rows, at most MOST, that cover m = 0 .. M - 1.
+template <int MOST = ROWS, typename Body>
 inline void in_blocks(int64_t M, Body body) {
     for (int64_t m = 0, count; m < M; m += count) {
         const int64_t left = M - m;
-        count = left <= MOST_ROWS ? left : left < 2 * ROWS ? (left + 1) / 2 : ROWS;
-        with_count<MOST_ROWS>(count, [&]<int N>() { body.template operator()<N>(m); });
+        count = left <= MOST ? left : left < 2 * MOST ? (left + 1) / 2 : MOST;
+        with_count<MOST>(count, [&]<int N>() { body.template operator()<N>(m); });
     }
 }
 

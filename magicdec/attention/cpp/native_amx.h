@@ -70,7 +70,7 @@ public:
     // `maximum` and `total`, and scales the sums of before. `sums` receives the weights of each vector of keys, or is
     // null. All exponents are to base 2.
     float to_weights(int64_t m, int64_t groups, int64_t from, int64_t to, float* maximum, float* total, float* sums) const {
-        const __m512 factor = _mm512_set1_ps(1.44269504f / std::sqrt(float(HEAD_SIZE)));
+        const __m512 factor = _mm512_set1_ps(LOG2_E / std::sqrt(float(HEAD_SIZE)));
         const float* scores = this->scores + m * STRETCH;
         uint32_t* weights = this->weights + m * STRETCH / 2;
         const int64_t vectors = 2 * groups;
@@ -211,7 +211,7 @@ struct AmxBf16 : Bf16 {
             }
         }
         std::copy_n(x.acc, M * HEAD_SIZE, acc);
-        for (int64_t m = 0; m < M; ++m) maximum[m] *= 0.69314718f;  // to base e
+        for (int64_t m = 0; m < M; ++m) maximum[m] *= LN_2;  // to base e
         return read;
     }
 };

@@ -132,6 +132,7 @@ struct Float32 {
     using Pool = float;
     using Query = float;
     static constexpr int QUERY_SIZE = HEAD_SIZE;
+    static constexpr int64_t QUERY_BLOCK = MAX_QUERIES;
     struct PieceScratch {
         float scores[(MAX_QUERIES + 1) * TILE];
         PathRoom<float, TILE, HEAD_SIZE> path;
@@ -153,8 +154,10 @@ struct Float32 {
     }
     static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const float* k_pool,
                           const float* v_pool, const Query* q, Scratch& scratch, float* maximum, float* total, float* acc, const Mass& mass) {
-        if (p.is_prefill() && !mass.data)
-            return attend_chunk(p, task, segments, k_pool, v_pool, q, scratch.chunk, maximum, total, acc);
+        if (p.is_prefill() && !mass.data) {
+            FloatRows rows;
+            return attend_chunk(rows, p, task, segments, k_pool, v_pool, q, scratch.chunk, maximum, total, acc);
+        }
         return attend_piece<Float32, HEAD_SIZE>(p, task, segments, k_pool, v_pool, q, scratch.piece.scores,
                                                  scratch.piece.path, maximum, total, acc, mass);
     }

@@ -154,6 +154,7 @@ struct Int8Tiles : Int8Pools {
 struct Int8 : Int8Pools {
     using Query = uint32_t;
     static constexpr int QUERY_SIZE = PAIRS;
+    static constexpr int64_t QUERY_BLOCK = MAX_QUERIES / 2;
     using Scratch = Int8Scratch;
     static void stage(const bfloat16* from, Query* to) { Bf16::stage(from, to); }
     static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const Pool* k_pool,

@@ -90,9 +90,10 @@ void add_pieces(const Problem& p, const Table& table, const int64_t* ranges, int
     }
 }
 
-void make_plan(const Problem& p, const Table& table, const Ranges& ranges, Plan& plan) {
+// `query_block`: queries of a task, where there are more than MAX_QUERIES.
+void make_plan(const Problem& p, const Table& table, const Ranges& ranges, int64_t query_block, Plan& plan) {
     const int64_t M = p.num_queries(), threads = omp_get_max_threads();
-    plan.query_block = M <= MAX_QUERIES ? M : MAX_QUERIES / 2;
+    plan.query_block = M <= MAX_QUERIES ? M : query_block;
     const int64_t blocks = (M + plan.query_block - 1) / plan.query_block;
     // A row is always divided at positions that are multiples of SHARE. Therefore a query has the same result, to the
     // bit, in decoding and in verification, whatever other queries are computed with it. Long chunks make enough tasks

@@ -8,6 +8,7 @@
 #include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include <omp.h>
@@ -30,6 +31,7 @@ constexpr int LANES = 16;           // keys of a tile are counted in vectors of 
 constexpr int64_t LONG_CHUNK = 32;  // from this many new tokens on a chunk counts as prefill (PREFILL_FROM of kernels/build.py)
 constexpr int64_t SHARE = 512;      // keys per piece when a row is divided into pieces
 constexpr float HIDDEN = -1e30f;    // score of a masked key; -ffinite-math-only does not allow infinities
+constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;  // most exponents are to base 2
 
 enum { FLOAT32, BFLOAT16, INT8 };   // storage of the KV pools
 

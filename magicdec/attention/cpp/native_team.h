@@ -53,7 +53,7 @@ public:
     }
 
     void plan_view(const Problem& p, const Table& table, const Ranges& ranges, bool with_mass) {
-        make_plan(p, table, ranges, plan);
+        make_plan(p, table, ranges, Kernel::QUERY_BLOCK, plan);
         constexpr int64_t beyond = 15;  // queries that a tile of 16 may reach past the last one
         queries.resize((p.B * p.G * p.num_queries() + beyond) * Kernel::QUERY_SIZE);
         results.resize(plan.pieces.size() * width(p));

@@ -59,7 +59,7 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
                             const typename Tiles::Left* q, Scratch& x, float* maximum, float* total, float* acc, const Mass& mass) {
     const int64_t M = task.num_queries, head = task.head * p.block_size;
     int64_t read = 0, met = 0;  // keys read, and blocks of keys processed for `mass`
-    const float factor = 1.44269504f / std::sqrt(float(HEAD_SIZE));
+    const float factor = LOG2_E / std::sqrt(float(HEAD_SIZE));
     mass.clear(M);
     std::fill(maximum, maximum + M, HIDDEN);
     std::fill(total, total + M, 0.0f);
@@ -128,6 +128,6 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
             met += blocks_touched(position, count);
         }
     }
-    for (int64_t m = 0; m < M; ++m) maximum[m] *= 0.69314718f;  // to base e
+    for (int64_t m = 0; m < M; ++m) maximum[m] *= LN_2;  // to base e
     return read;
 }

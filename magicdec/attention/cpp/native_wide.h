@@ -1,25 +1,40 @@
 // Attention over tiles of bfloat16 pairs or int8 (native_tile.h) for every CPU: they are widened to float32 in registers
 // (kernels/wide.h). Queries, weights and sums are float32.
 
+// Tiles of bfloat16 pairs, widened for the chunk of a prefill; as FloatRows of native_chunk.h.
+struct WidenedTile {
+    static constexpr int KEY = 1, DIMENSION = TILE;
+    static inline const float SCALE = 1.0f / std::sqrt(float(HEAD_SIZE));
+    const float *keys, *values;
+    alignas(64) float widened[2 * TILE * HEAD_SIZE];
+    void find(const bfloat16* k_pool, const bfloat16* v_pool, int64_t slot) {
+        const int64_t tile = slot / TILE * TILE * HEAD_SIZE, lane = slot % TILE;
+        keys = widened + lane, values = widened + (TILE + lane) * HEAD_SIZE;
+        widen_pairs<TILE>(k_pool + tile, PAIRS, widened);
+        widen_pairs<HEAD_SIZE>(v_pool + tile, TILE / 2, widened + TILE * HEAD_SIZE);
+    }
+    // Rows [2 * pairs][WIDTH] from [pairs][WIDTH][2].
+    template <int WIDTH>
+    static void widen_pairs(const bfloat16* from, int64_t pairs, float* to) {
+        for (int64_t pair = 0; pair < pairs; ++pair, from += 2 * WIDTH, to += 2 * WIDTH)
+            for (int i = 0; i < WIDTH; i += W) {
+                bits both;
+                std::memcpy(&both, from + 2 * i, sizeof(both));
+                store(to + i, (vec)(both << 16));
+                store(to + WIDTH + i, (vec)(both & 0xffff0000));
+            }
+    }
+};
+
 template <typename Pool, int64_t SIZE>
 struct WideScratch {
     alignas(64) float scores[MAX_QUERIES * TILE];  // which become weights
     float scale[MAX_QUERIES];
     PathRoom<Pool, TILE, SIZE> path;
+    ChunkScratch chunk;
+    WidenedTile tile;
     float* weights_of(int64_t query) { return scores + query * TILE; }
 };
-
-// 2^x for x <= 0, as `exp2_negative` of native_softmax.h; below 2^-126 the result is 2^-126.
-inline vec exp2_wide(vec x) {
-    typedef int32_t signed_bits __attribute__((vector_size(W * 4)));
-    x = x > -126.0f ? x : broadcast(-126.0f);
-    const signed_bits nearest = __builtin_convertvector(x - 0.5f, signed_bits);  // rounds towards zero
-    const vec f = x - __builtin_convertvector(nearest, vec);
-    vec y = broadcast(1.5403530e-4f);
-    for (const float c : {1.3333558e-3f, 9.6181291e-3f, 5.5504109e-2f, 2.4022651e-1f, 6.9314718e-1f, 1.0f})
-        y = fused(y, f, broadcast(c));
-    return (vec)((bits)y + ((bits)nearest << 23));
-}
 
 // Softmax of one query's scores for a tile, in place: weights of the visible lanes [from, to), relative to the running
 // `maximum`, and zeros in the others. Updates `maximum` and `total`; `scale` is the factor for earlier sums, and `sums` get
@@ -39,7 +54,7 @@ __attribute__((noinline)) void soften_wide(float* scores, int64_t from, int64_t 
             seen[i] = (lane + W * i >= int(from)) & (lane + W * i < int(to));
             s[i] = seen[i] ? s[i] : broadcast(HIDDEN);
         }
-        top = s[i] > top ? s[i] : top;
+        top = larger(top, s[i]);
     }
     const float highest = std::max(*maximum, max_across(top));
     for (int i = 0; i < V; ++i) {
@@ -143,6 +158,7 @@ template <typename Tiles, int64_t TOKEN_SIZE>
 struct WideKernel : Tiles {
     using Query = float;
     static constexpr int QUERY_SIZE = HEAD_SIZE;
+    static constexpr int64_t QUERY_BLOCK = MAX_QUERIES;
     using Scratch = WideScratch<typename Tiles::Pool, TOKEN_SIZE>;
     static void stage(const bfloat16* from, Query* to) {
         for (int d = 0; d < HEAD_SIZE; ++d) to[d] = to_float(from[d]);
@@ -150,6 +166,9 @@ struct WideKernel : Tiles {
     static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const typename Tiles::Pool* k_pool,
                           const typename Tiles::Pool* v_pool, const Query* q, Scratch& scratch, float* maximum,
                           float* total, float* acc, const Mass& mass) {
+        if constexpr (std::is_same_v<typename Tiles::Pool, bfloat16>)
+            if (p.is_prefill() && !mass.data)
+                return attend_chunk(scratch.tile, p, task, segments, k_pool, v_pool, q, scratch.chunk, maximum, total, acc);
         return attend_tiles<WideKernel>(Tiles{}, p, task, segments, k_pool, v_pool, q, scratch, maximum, total, acc, mass);
     }
 };
