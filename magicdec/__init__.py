@@ -8,11 +8,11 @@ from typing import Any
 
 __all__ = ["LLM"]
 
-# OpenMP reads this when torch is loaded: threads that wait for each other spin for a fraction of a
-# millisecond, then sleep. By default they spin for many milliseconds. Beside other work on the same
-# cores, every barrier would then take a time slice of the scheduler. Shorter waits would let them
-# sleep between the forwards of a step, too.
-SPIN_COUNT = "5000"
+# OpenMP reads this when torch is loaded: threads without work spin for about a millisecond, then
+# sleep. That is longer than the host's work between two forwards, and by default they spin for many
+# milliseconds, which they take from whatever else runs on the same cores. Within a forward threads
+# wait at a barrier of our own (`kernels/barrier.h`).
+SPIN_COUNT = "30000"
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
 

@@ -13,6 +13,7 @@
 
 #include "../attention/cpp/native_team.h"
 #include "../distributed/shared_memory.h"
+#include "../kernels/barrier.h"
 #include "../model/elementwise/rows.h"
 #include "../model/linear/packed_float32.h"
 #if defined(__AVX512BF16__)
@@ -105,32 +106,44 @@ public:
         lengths.assign(call.seq_lens, call.seq_lens + call.B);
         resize();
 #pragma omp parallel
-        for (int64_t step = 0; step < call.steps; ++step) {
-#pragma omp single
-            begin(step);
-            embed();
-            for (int64_t layer = 0; layer < m->num_layers && !is_cancelled(layer); ++layer) run_layer(layer);
-            if (is_ended) break;
-            if (call.hidden_out)
-                hand_on();
-            else
-                run_head();
-            if (call.drafts) draft(step);
+        {
+            const Barrier::Member member(barrier);
+            for (int64_t step = 0; step < call.steps && !is_ended; ++step) run_step(step);
         }
         call.keys_read = attention.keys_read;
         return status;
     }
 
 private:
+    // All functions from here on are called by all threads of the parallel region, but for those that say otherwise.
+    void run_step(int64_t step) {
+        by_one([&] { begin(step); });
+        embed();
+        for (int64_t layer = 0; layer < m->num_layers && !is_cancelled(layer); ++layer) run_layer(layer);
+        if (is_ended) return;
+        if (c->hidden_out)
+            hand_on();
+        else
+            run_head();
+        if (c->drafts) draft(step);
+    }
+
+    // The others wait.
+    template <typename Body>
+    static void by_one(Body body) {
+#pragma omp single nowait
+        body();
+        wait_for_threads();
+    }
+
     // Whether the forward ends before this layer: the same on all threads.
     bool is_cancelled(int64_t layer) {
         if (!c->cancelled) return false;
-#pragma omp single
-        {
+        by_one([&] {
             const volatile int64_t* numbers = c->cancelled;
             is_ended = numbers[0] == c->cancelled_value && now_ns() >= numbers[1];
             if (!is_ended) c->layers_done = layer + 1;
-        }
+        });
         return is_ended;
     }
 
@@ -157,7 +170,7 @@ private:
         ranges.resize(c->range_layers * c->B * c->range_heads * (c->num_ranges + 1) * 2);
     }
 
-    // Lengths, visible ranges and the plan of the next forward.
+    // Lengths, visible ranges and the plan of the next forward; called by one thread.
     void begin(int64_t step) {
         if (step)
             for (int64_t& length : lengths) length += problem.T;
@@ -200,15 +213,15 @@ private:
 
     int64_t num_tokens() const { return problem.B * problem.T; }
 
-    // All functions from here on are called by all threads of the parallel region.
     void embed() {
         const Layer& first = m->layers[0];
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t r = 0; r < num_tokens(); ++r) {
             const S* rows = (const S*)(c->hidden_in ? c->hidden_in : m->embedding);
             std::memcpy(&x[r * m->hidden], rows + (c->hidden_in ? r : tokens[r]) * m->hidden, m->hidden * sizeof(S));
             norm(first.attention_norm, r);
         }
+        wait_for_threads();
     }
 
     void norm(const void* weight, int64_t r) {
@@ -224,11 +237,12 @@ private:
         add_part(w.output_bias, w.mlp_norm);
         linear(w.gate_up, normed.data(), R, room, gate_up.data());
         const int64_t width = w.gate_up.N / 2, stride = w.down.K;  // the kernel pads an odd width by one zero
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t r = 0; r < R; ++r) {
             silu_gate_row(&gate_up[r * 2 * width], width, &hidden[r * stride]);
             std::fill(&hidden[r * stride] + width, &hidden[r * stride] + stride, S{});
         }
+        wait_for_threads();
         linear(w.down, hidden.data(), R, room, part.data());
         const bool is_last = layer + 1 == m->num_layers;
         add_part(w.down_bias, !is_last ? m->layers[layer + 1].attention_norm : c->hidden_out ? nullptr : m->norm);
@@ -238,13 +252,11 @@ private:
         using Pool = typename Kernel::Pool;
         const Pools<Kernel> pools = {(Pool*)(kv->k + layer * kv->layer_bytes), (Pool*)(kv->v + layer * kv->layer_bytes)};
         float* mass = c->mass ? c->mass + layer * c->B * m->G * c->num_blocks : nullptr;
-        if (c->range_layers > 1) {
-#pragma omp single
-            attention.plan_view(problem, table, of_layer(layer), mass);
-        }
-#pragma omp for collapse(2) schedule(static)
+        if (c->range_layers > 1) by_one([&] { attention.plan_view(problem, table, of_layer(layer), mass); });
+#pragma omp for collapse(2) schedule(static) nowait
         for (int64_t b = 0; b < problem.B; ++b)
             for (int64_t t = 0; t < problem.T; ++t) place(layer, b, t, pools);
+        wait_for_threads();
         attention.attend(problem, pools, mass);
         attention.merge(problem, mixed.data(), lse.data(), mass, c->num_blocks);
     }
@@ -281,30 +293,32 @@ private:
         if (peers->size > 1) {
 #pragma omp master
             all_reduce(part.data(), num_tokens() * m->hidden);
-#pragma omp barrier
+            wait_for_threads();
         }
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t r = 0; r < num_tokens(); ++r) {
             if (bias) add_row((const S*)bias, m->hidden, &part[r * m->hidden]);
             add_row(&part[r * m->hidden], m->hidden, &x[r * m->hidden]);
             if (weight) norm(weight, r);
         }
+        wait_for_threads();
     }
 
     void hand_on() {
         const int64_t T = problem.T, each = c->last_only ? 1 : T, bytes = each * m->hidden * sizeof(S);
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t b = 0; b < problem.B; ++b)
             std::memcpy((char*)c->hidden_out + b * bytes, &x[(b * T + T - each) * m->hidden], bytes);
+        wait_for_threads();
     }
 
     void run_head() {
         const int64_t T = problem.T;
-        if (c->last_only && T > 1) {  // rows that the head sees, one after the other
-#pragma omp single
-            for (int64_t b = 0; b < problem.B; ++b)
-                std::memmove(&normed[b * m->hidden], &normed[(b * T + T - 1) * m->hidden], m->hidden * sizeof(S));
-        }
+        if (c->last_only && T > 1)  // rows that the head sees, one after the other
+            by_one([&] {
+                for (int64_t b = 0; b < problem.B; ++b)
+                    std::memmove(&normed[b * m->hidden], &normed[(b * T + T - 1) * m->hidden], m->hidden * sizeof(S));
+            });
         linear(m->head, normed.data(), c->last_only ? problem.B : num_tokens(), room, logits_data());
     }
 
@@ -313,7 +327,7 @@ private:
     // The id of the largest logit of each row, the smallest of equal ones, becomes its next token.
     void draft(int64_t step) {
         const int64_t V = m->head.N;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
         for (int64_t b = 0; b < problem.B; ++b) {
             const S* row = logits_data() + b * V;
             float most = to_float(row[0]);
@@ -322,11 +336,11 @@ private:
             while (id < V - 1 && to_float(row[id]) != most) ++id;
             best[2 * b] = most, best[2 * b + 1] = double(id + m->first_id);
         }
-#pragma omp single
-        {
+        wait_for_threads();
+        by_one([&] {
             choose();
             for (int64_t b = 0; b < problem.B; ++b) c->drafts[b * c->steps + step] = tokens[b];
-        }
+        });
     }
 
     void choose() {
@@ -381,6 +395,7 @@ private:
     Problem problem;
     Table table;
     Attention<Kernel, S> attention;
+    Barrier barrier;
     int64_t status;
     bool is_ended;
     std::vector<int64_t> tokens, lengths, ranges;

@@ -33,7 +33,11 @@ from magicdec.kernels.build import (
 from magicdec.records.environment import Environment
 
 GIT_TIMEOUT_S = 10.0
-NO_KERNELS = "no C++ compiler compiles the CPU kernels, without which runs are slower"
+# Measured with the demo model on a CPU with AVX-512 (docs/log/kernels.md, 2026-11-24).
+NO_KERNELS = (
+    "no C++ compiler compiles the CPU kernels, without which decoding took 7 to 8 times as long on "
+    "one CPU with AVX-512"
+)
 LEAST_CAPABILITY = (8, 0)  # of GPUs that multiply bfloat16, for which our kernels are compiled
 
 

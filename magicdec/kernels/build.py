@@ -23,7 +23,7 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-SHARED_HEADERS = Path(__file__).parent  # arithmetic.h, bf16.h, int8.h, wide.h
+SHARED_HEADERS = Path(__file__).parent  # amx.h, arithmetic.h, and so on
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared")
 # The CPU for which the libraries are compiled: one that this machine can run, such as x86-64-v3.
 CPU = os.environ.get("MAGICDEC_MARCH")

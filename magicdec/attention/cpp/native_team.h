@@ -1,5 +1,6 @@
 // One layer's attention, computed together by the threads of a parallel region.
 #pragma once
+#include "../../kernels/barrier.h"
 #include "native_plan.h"
 
 namespace {
@@ -75,7 +76,7 @@ public:
         const int64_t M = p.num_queries(), tasks = int64_t(plan.tasks.size());
         const int64_t taken = std::max<int64_t>(1, tasks / (16 * omp_get_num_threads()));
         typename Kernel::Scratch scratch;
-#pragma omp for schedule(dynamic, taken)
+#pragma omp for schedule(dynamic, taken) nowait
         for (int64_t i = 0; i < tasks; ++i) {
             const Task& task = plan.tasks[i];
             float* result = results.data() + task.piece * width(p);
@@ -87,21 +88,24 @@ public:
                 result + task.first_query, result + M + task.first_query,
                 result + 2 * M + task.first_query * HEAD_SIZE, Mass{mass, piece.num_blocks});
         }
+        wait_for_threads();
     }
 
     // Merge the pieces of each row into out [B, T, H, D] and the log-sum-exp of the scores, lse [B, T, H]. If `mass`
     // [B, G, num_blocks] is given, it receives the attention weights of each block.
     void merge(const Problem& p, S* out, float* lse, float* mass, int64_t num_blocks) {
-#pragma omp for collapse(2) schedule(static)
+#pragma omp for collapse(2) schedule(static) nowait
         for (int64_t b = 0; b < p.B; ++b)
             for (int64_t t = 0; t < p.T; ++t)
                 for (int64_t h = 0; h < p.H; ++h) merge_head(p, b, t, h, out, lse);
+        wait_for_threads();
         if (mass) {
-#pragma omp for collapse(2) schedule(static)
+#pragma omp for collapse(2) schedule(static) nowait
             for (int64_t b = 0; b < p.B; ++b)
                 for (int64_t g = 0; g < p.G; ++g)
                     merge_mass(p, plan, b, g, results.data(), width(p), sums.data(), lse,
                                mass + (b * p.G + g) * num_blocks, num_blocks);
+            wait_for_threads();
         }
     }
 

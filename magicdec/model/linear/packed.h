@@ -94,7 +94,7 @@ inline int64_t group_start(int64_t R, int64_t groups, int64_t g) { return R * g 
 // Transpose x [R, pairs] to [pairs, rows] for each group of rows. Otherwise rows whose distance is a multiple of the page
 // size would compete for the same cache sets.
 inline void interleave(const uint32_t* x, int64_t R, int64_t pairs, int64_t groups, uint32_t* out) {
-#pragma omp for collapse(2) schedule(static)
+#pragma omp for collapse(2) schedule(static) nowait
     for (int64_t g = 0; g < groups; ++g)
         for (int64_t pair = 0; pair < pairs; pair += 16) {
             const int64_t first = group_start(R, groups, g), rows = group_start(R, groups, g + 1) - first;
@@ -105,16 +105,18 @@ inline void interleave(const uint32_t* x, int64_t R, int64_t pairs, int64_t grou
             for (int64_t i = 0; i < std::min<int64_t>(16, pairs - pair); ++i)
                 _mm512_mask_storeu_epi32(out + first * pairs + (pair + i) * rows, first_lanes(rows), r[i]);
         }
+    wait_for_threads();
 }
 
 // Calls body(first row, rows, block) for chunks of at most `most` of R rows and blocks of N output channels, distributed over threads.
 template <typename Body>
 inline void for_blocks(int64_t R, int64_t N, int64_t most, Body body) {
     const int64_t blocks = (N + WIDTH - 1) / WIDTH, chunks = (R + most - 1) / most;
-#pragma omp for collapse(2) schedule(static)
+#pragma omp for collapse(2) schedule(static) nowait
     for (int64_t block = 0; block < blocks; ++block)
         for (int64_t chunk = 0; chunk < chunks; ++chunk)
             body(chunk * most, std::min(most, R - chunk * most), block);
+    wait_for_threads();
 }
 
 }  // namespace
@@ -154,7 +156,7 @@ inline void linear_int8(const uint16_t* x, int64_t R, const uint8_t* packed, con
         interleave(inputs, R, pairs, groups, interleaved);
         inputs = interleaved;
     }
-#pragma omp for collapse(2) schedule(static)
+#pragma omp for collapse(2) schedule(static) nowait
     for (int64_t block = 0; block < blocks; ++block)
         for (int64_t chunk = 0; chunk < chunks; ++chunk)
             for (int64_t g = groups * chunk / chunks; g < groups * (chunk + 1) / chunks; ++g) {
@@ -167,6 +169,7 @@ inline void linear_int8(const uint16_t* x, int64_t R, const uint8_t* packed, con
                                          out + r * N + column, N);
                 });
             }
+    wait_for_threads();
 }
 
 }  // namespace

@@ -7,6 +7,7 @@
 #pragma once
 #include <omp.h>
 
+#include "../../kernels/barrier.h"
 #include "../../kernels/wide.h"
 
 namespace float32 {
@@ -24,7 +25,7 @@ inline int64_t group_start(int64_t R, int64_t g) { return R * g / num_groups(R);
 template <typename S>
 inline void interleave(const S* x, int64_t R, int64_t K, float* out) {
     constexpr int64_t part = 256;
-#pragma omp for collapse(2) schedule(static)
+#pragma omp for collapse(2) schedule(static) nowait
     for (int64_t g = 0; g < num_groups(R); ++g)
         for (int64_t from = 0; from < K; from += part) {
             const int64_t first = group_start(R, g), rows = group_start(R, g + 1) - first;
@@ -32,6 +33,7 @@ inline void interleave(const S* x, int64_t R, int64_t K, float* out) {
                 for (int64_t k = from; k < std::min(K, from + part); ++k)
                     out[first * K + k * rows + r] = to_float(x[(first + r) * K + k]);
         }
+    wait_for_threads();
 }
 
 // The weights of a block of output channels, by their storage. `at` is where those of an input begin. `add<N, V>` adds to sums
@@ -108,7 +110,7 @@ void linear(const S* x, int64_t R, const void* packed, const float* scale, int64
             S* out) {
     interleave(x, R, K, room);
     const int64_t blocks = (N + WIDTH - 1) / WIDTH, groups = num_groups(R), chunks = (groups + CHUNK - 1) / CHUNK;
-#pragma omp for collapse(2) schedule(static)
+#pragma omp for collapse(2) schedule(static) nowait
     for (int64_t block = 0; block < blocks; ++block)
         for (int64_t chunk = 0; chunk < chunks; ++chunk) {
             alignas(64) float sums[CHUNK * ROWS * WIDTH];
@@ -140,6 +142,7 @@ void linear(const S* x, int64_t R, const void* packed, const float* scale, int64
                 store_all(out + row * N + channel, sum, width);
             }
         }
+    wait_for_threads();
 }
 
 }  // namespace float32
