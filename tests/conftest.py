@@ -259,7 +259,7 @@ def decode_both(
     recorder: Recorder | None = None,
     names: Sequence[str] = ("autoregressive", "speculative"),
     tree: str | None = None,
-    pa: float = 0.0,
+    pa: float | None = None,
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """(baseline tokens, speculation's tokens, accepted counts by step), from one shared prefill;
     steps are replayed if there is a recorder. The baseline's tokens are [] if it is not decoded,

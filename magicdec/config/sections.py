@@ -153,8 +153,8 @@ class DecodingSection:
         "Draft a tree in each step: the children of each token by level, such as 3,2,1,1. A step "
         "accepts at most as many tokens as there are levels. Default: a chain of --gamma tokens.",
     )
-    pa: float = setting(
-        0.0,
+    pa: float | None = setting(
+        None,
         "A chain or branch of drafts stops when its best candidate is less probable than this.",
         **PROBABILITY,
         other_defaults="0.5 in serve, inflight, recurrent, pipeline, simulate",

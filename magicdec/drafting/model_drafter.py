@@ -48,7 +48,7 @@ class ModelDrafter(Drafter):
     @classmethod
     def build(cls, setup: DraftSetup) -> ModelDrafter:
         assert setup.draft is not None, "a run with this drafter has a draft model"
-        return cls(setup.runner, setup.draft, setup.kv, setup.decoding.pa)
+        return cls(setup.runner, setup.draft, setup.kv, setup.decoding.pa or 0.0)
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Prefill the texts into the draft's own cache."""

@@ -30,7 +30,7 @@ class SelfDrafter(Drafter):
 
     @classmethod
     def build(cls, setup: DraftSetup) -> SelfDrafter:
-        return cls(make_draft_kv(setup.runner, setup.kv), setup.decoding.pa)
+        return cls(make_draft_kv(setup.runner, setup.kv), setup.decoding.pa or 0.0)
 
     def admit(self, requests: Sequence[Request]) -> None:
         self.draft_kv.admit(requests)
