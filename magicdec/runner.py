@@ -229,14 +229,17 @@ class ModelRunner:
         policy: Visible,
         committed: Lengths | Sequence[int],
         count: int,
+        pa: float = 0.0,
     ) -> Tensor:
-        """The ids [B, count] of draft tokens that are chosen greedily one after the other, as by
-        `count` calls of `forward`: the first with token_ids [B, T], the others with the newest
-        draft. All tokens but the last draft are appended to `rows`."""
+        """The ids [B, K] of at most `count` draft tokens that are chosen greedily one after the
+        other, as by calls of `forward`: the first with token_ids [B, T], the others with the newest
+        draft. All tokens but the last draft are appended to `rows`. The chains stop at `pa` as
+        those of `draft_chain` do."""
         assert self.executor is not None, "asked of a runner that can chain"
         num_new, rows = token_ids.shape[1], BatchRows.of(rows, self.device)
         view = make_view(self.cache, rows, policy, num_new, committed, self.window)
-        drafts, keys = self.executor.draft(token_ids, view, self.offsets, count)
+        drafts, keys = self.executor.draft(token_ids, view, self.offsets, count, pa)
+        count = drafts.shape[1]
         self.cache.advance(rows, num_new + count - 1)
         num_tokens, num_bytes = (num_new + count - 1) * len(rows), self.cache.bytes_per_token
         self.counts.count(count, num_tokens, keys, num_bytes, count * len(rows))

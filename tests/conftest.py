@@ -259,6 +259,7 @@ def decode_both(
     recorder: Recorder | None = None,
     names: Sequence[str] = ("autoregressive", "speculative"),
     tree: str | None = None,
+    pa: float | None = None,
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """(baseline tokens, speculation's tokens, accepted counts by step), from one shared prefill;
     steps are replayed if there is a recorder. The baseline's tokens are [] if it is not decoded,
@@ -266,7 +267,7 @@ def decode_both(
     engine = Engine(runner, chunk)
     keep_queries(runner if draft is None or draft.runner is None else draft.runner, kv)
     snapshots = engine.prefill(requests)
-    decoding = DecodingSection("speculative", drafter, num_draft_tokens, tree)
+    decoding = DecodingSection("speculative", drafter, num_draft_tokens, tree, pa)
     accepted: list[list[int]] = []
     outputs: list[list[list[int]]] = []
     for name in names:

@@ -56,6 +56,7 @@ def speculate(
     block_size: int = 8,
     sampling: SamplingSection = SamplingSection(),
     eos: tuple[int, ...] = (),
+    pa: float | None = None,
 ) -> Speculated:
     """Decode random prompts of `lengths` tokens by the baseline and by speculation, and assert that
     both emit the same tokens, as many as asked for. `draft` is the model of a standalone draft."""
@@ -69,7 +70,9 @@ def speculate(
         )  # fmt: skip
     prompts = random_prompts(lengths, model.config.vocab_size, seed)
     requests = make_requests(prompts, each, eos, sampling)
-    baseline, tokens, accepted = decode_both(runner, requests, kv, num_drafts, chunk, drafter, made)
+    baseline, tokens, accepted = decode_both(
+        runner, requests, kv, num_drafts, chunk, drafter, made, pa=pa
+    )
     assert tokens == baseline
     assert eos or [len(row) for row in tokens] == each
     return Speculated(tokens, accepted, num_drafts, runner, made)

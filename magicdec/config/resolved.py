@@ -111,6 +111,7 @@ class ResolvedConfig:
             [self.attention.backend, *drafts],
             self.decoding.tree is not None,
             is_staged,
+            self.decoding.pa,
         )
         decoding = dataclasses.replace(self.decoding, cuda_graphs=graphs)
         return dataclasses.replace(self, decoding=decoding)

@@ -88,7 +88,7 @@ class RunConfig:
         """What settings must not do together: whether they do, and what to say then."""
         d, drafter, has_draft = self.decoding, self.decoding.drafter, self.draft is not None
         has_tree, is_auto = d.tree is not None, d.num_draft_tokens == "auto"
-        tree = f"--tree {d.tree}"
+        tree, pa = f"--tree {d.tree}", f"--pa {d.pa}"
         return [
             (
                 d.strategy == BASELINE and drafter is not None,
@@ -112,6 +112,11 @@ class RunConfig:
                 has_tree and d.most_draft_tokens > MOST_TREE_NODES,
                 f"{tree} has {d.most_draft_tokens} draft tokens; it must have at most "
                 f"{MOST_TREE_NODES}",
+            ),
+            (has_tree and d.pa is not None, f"{tree} and {pa}: only chains stop; give one of them"),
+            (
+                drafter == "ngram" and d.pa is not None,
+                f"{pa} --drafter ngram: prompt lookup knows no probabilities; choose self or model",
             ),
             (
                 drafter == "model" and not has_draft,

@@ -34,6 +34,7 @@ MODEL_PREFIX = "model:"
 DEFAULT_GEN_LEN = 64
 MOST_DRAFT_TOKENS = 8  # the largest number that `--gamma auto` may choose
 MOST_TREE_NODES = 255  # draft tokens of a tree
+PROBABILITY = {"least": 0, "most": 1}
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,12 @@ class DecodingSection:
         None,
         "Draft a tree in each step: the children of each token by level, such as 3,2,1,1. A step "
         "accepts at most as many tokens as there are levels. Default: a chain of --gamma tokens.",
+    )
+    pa: float | None = setting(
+        None,
+        "A chain or branch of drafts stops when its best candidate is less probable than this.",
+        **PROBABILITY,
+        other_defaults="0.5 in serve, inflight, recurrent, pipeline, simulate",
     )
     machine: str | None = setting(
         None,

@@ -28,18 +28,24 @@ def measure_steps(
     """Seconds of a step of `batch` with 0, 1, ..., most draft tokens. `cached` are the cached
     lengths of its rows.
 
-    Times a decode step, two short drafts, and the shortest and the longest verification. Other
-    drafts and verifications are taken to lie on the line through those two. Leaves everything as it
-    was, also what the drafter observed of the attention.
+    Times a decode step, two short drafts, which do not stop at `pa`, and the shortest and the
+    longest verification. Other drafts and verifications are taken to lie on the line through those
+    two. Leaves everything as it was, also what the drafter observed of the attention.
     """
-    draft_kv = None if steps.drafter is None else steps.drafter.draft_kv
+    drafter = steps.drafter
+    draft_kv = None if drafter is None else drafter.draft_kv
     state = [] if draft_kv is None else draft_kv.state
     before = [tensor.clone() for tensor in state]
     phase, steps.phase = steps.phase, nullcontext
+    pa = 0.0 if drafter is None else drafter.pa
     try:
+        if drafter is not None:
+            drafter.pa = 0.0
         seconds = _measure(steps, batch, cached, most_draft_tokens)
     finally:
         steps.phase = phase
+        if drafter is not None:
+            drafter.pa = pa
     for tensor, value in zip(state, before, strict=True):
         tensor.copy_(value)
     draft_s, verify_s = (_line(seconds[kind]) for kind in ("draft", "verify"))

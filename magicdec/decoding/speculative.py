@@ -58,16 +58,17 @@ class Speculative:
         lengths = self.draft_length.lengths(batch)
         if len(set(lengths)) == 1:
             return self._step(batch, lengths[0])
-        tokens, accepted = dict[Request, list[int]](), dict[Request, int]()
+        tokens, accepted, most = dict[Request, list[int]](), dict[Request, int](), 0
         for count in sorted(set(lengths)):
             pairs = zip(batch.requests, lengths, strict=True)
             group = Batch(tuple(request for request, length in pairs if length == count))
             output = self._step(group, count)
+            most = max(most, output.num_drafted)
             tokens |= zip(group.requests, output.token_ids, strict=True)
             if output.num_accepted is not None:
                 accepted |= zip(group.requests, output.num_accepted, strict=True)
         return StepOutput(
-            [tokens[request] for request in batch.requests], max(lengths),
+            [tokens[request] for request in batch.requests], most,
             [accepted.get(request, 0) for request in batch.requests],
         )  # fmt: skip
 
@@ -75,15 +76,18 @@ class Speculative:
         started = time.perf_counter()
         output = self._speculate(batch, count) if count else StepOutput(self.steps.decode(batch))
         seconds = time.perf_counter() - started
-        self.draft_length.observe(batch, count, output.num_accepted or (), seconds)
+        accepted = output.num_accepted or ()
+        self.draft_length.observe(batch, output.num_drafted, accepted, seconds)
         return output
 
     def _speculate(self, batch: Batch, num_draft_tokens: int) -> StepOutput:
-        """One draft and one verification. The host reads the device once."""
+        """One draft, which may have fewer tokens, and one verification. Nothing drafted is a plain
+        decode."""
         proposal = self.steps.draft(batch, num_draft_tokens, self.tree)
         verdict = self.steps.verify(batch, proposal)
         emitted = [row[1 : 2 + row[0]] for row in verdict]
-        return StepOutput(emitted, num_draft_tokens, [row[0] for row in verdict])
+        count = proposal.ids.shape[1] if self.tree is None else num_draft_tokens
+        return StepOutput(emitted, count, [row[0] for row in verdict] if count else None)
 
     def measure(self, batch: Batch) -> list[float]:
         """The seconds of a step of `batch` with 0, 1, 2, ... draft tokens. Changes nothing."""

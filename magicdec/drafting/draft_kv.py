@@ -20,7 +20,7 @@ from magicdec.kv.view import Visible
 from magicdec.request import Request
 from magicdec.runner import ModelRunner, QueryWatch, Watch
 from magicdec.sampling.metadata import SamplingMetadata
-from magicdec.sampling.model_tokens import Proposal, draft_token
+from magicdec.sampling.model_tokens import Proposal, confidence, draft_token
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,12 @@ class DraftKV:
         visible = self.select(rows, committed)
         return self.runner.forward(token_ids, rows, visible, num_held, is_draft=True, tree=tree)
 
-    def chain(self, token_ids: Tensor, rows: Rows, committed: Lengths, count: int) -> Tensor:
-        """`count` drafts [B, count] that are chosen greedily one after the other, as by forwards;
-        for a runner that can chain."""
+    def chain(
+        self, token_ids: Tensor, rows: Rows, committed: Lengths, count: int, pa: float
+    ) -> Tensor:
+        """What `draft_chain` returns for greedy requests, from a runner that can chain."""
         return self.runner.draft(
-            token_ids, rows, self.select(rows, committed), self.held(rows, committed), count
+            token_ids, rows, self.select(rows, committed), self.held(rows, committed), count, pa
         )
 
     def held(self, rows: Rows, committed: Lengths) -> Lengths:
@@ -130,16 +131,26 @@ def draft_chain(
     newest: Tensor,
     sampling: SamplingMetadata,
     count: int,
+    pa: float = 0.0,
 ) -> Proposal:
     """Draft `count` tokens of each row, one after the other, after its newest tokens [B, T]. Before
     the call the cache holds the `committed` tokens. The call appends `newest` and all drafts but
-    the last, uncommitted."""
+    the last, uncommitted.
+
+    A row's chain stops behind a token if the likeliest token at its place was less probable than
+    `pa`; when those of all rows have stopped, no more is drafted. What was drafted is kept: it
+    would bias the draws of sampled rows to drop tokens for what they are."""
     if sampling.is_greedy and kv.runner.can_chain:
-        return Proposal(kv.chain(newest, rows, committed, count))
+        return Proposal(kv.chain(newest, rows, committed, count, pa))
     drafts, drawn_from = newest[:, :0], []
+    goes_on = newest.new_ones(len(newest), dtype=torch.bool)
     for _ in range(count):
         logits = kv.forward(newest, rows, committed)[:, -1:]
         newest, probs = draft_token(kv.runner, logits, sampling, drafts)
         drafts = torch.cat([drafts, newest], dim=1)
         drawn_from += [] if probs is None else [probs]
+        if pa > 0:
+            goes_on &= confidence(kv.runner, logits) >= pa
+            if not goes_on.any():
+                break
     return Proposal(drafts, torch.cat(drawn_from, dim=1) if drawn_from else None)

@@ -23,7 +23,7 @@ import torch
 from magicdec.config.sections import DecodingSection
 from magicdec.distributed.groups import Group
 from magicdec.drafting import forecast
-from magicdec.drafting.forecast import Acceptance, StepTimes, tokens_of_steps
+from magicdec.drafting.forecast import Acceptance, ChainLengths, StepTimes, tokens_of_steps
 from magicdec.kv.cache import upload
 from magicdec.request import Batch
 
@@ -66,8 +66,9 @@ class DraftLength(ABC):
     def observe(
         self, batch: Batch, num_drafted: int, accepted: Sequence[int], seconds: float
     ) -> None:
-        """A step, or a part of it, has drafted `num_drafted` tokens for each row of `batch`.
-        `accepted` is the number that each row accepted, empty if nothing was drafted."""
+        """A step, or a part of it, has drafted `num_drafted` tokens for each row of `batch`, which
+        may be fewer than `lengths` said. `accepted` is the number that each row accepted, empty if
+        nothing was drafted."""
         return None
 
 
@@ -99,7 +100,10 @@ class AutoLength(DraftLength):
         self.most, self.group, self.device = most, group, device
         self.estimate, self.per_row = estimate, per_row
         self.choices = range(most + 1)
-        self.acceptance = Acceptance(most)
+        # Acceptance of the tokens that were asked for, whether they were drafted or not: it does
+        # not depend on the draft length, while that of drafted tokens would be of confident ones.
+        self.acceptance, self.chains = Acceptance(most), ChainLengths(most)
+        self._asked: dict[int, int] = {}  # draft tokens of the last step, by request
         self.calibration_s: float = 0.0
         # By the rows in powers of 2, and the context in powers of sqrt(2).
         self._times: dict[tuple[int, int], StepTimes] = {}
@@ -144,7 +148,8 @@ class AutoLength(DraftLength):
         # A step with g drafts may emit g + 1 tokens: no more than the longest row still wants.
         most = max(r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests) - 1
         by_request = self._split if count == self._then else {}
-        return [min(by_request.get(request, count), most) for request in ids]
+        self._asked = {request: min(by_request.get(request, count), most) for request in ids}
+        return [*self._asked.values()]
 
     def decide(self, batch: Batch) -> list[int]:
         """The number of draft tokens of the next step, of the steps after it, and what
@@ -155,13 +160,13 @@ class AutoLength(DraftLength):
         drafting = min(range(1, self.most + 1), key=lambda k: until_done[k])
         best = drafting if until_done[drafting] * MARGIN < until_done[0] else 0
         rows, other = len(batch.requests), 0 if best else 1
-        seconds = [self.times(rows, k) for k in range(self.most + 1)]
+        seconds = [self.seconds(rows, k) for k in range(self.most + 1)]
         expected = [mean for mean, _ in tokens_of_steps(self.acceptance.rates())]
         # The time of a step of the other kind, without the time that its tokens save.
         lost_s = seconds[other] - expected[other] * seconds[best] / expected[best]
         steps = max(MIN_PROBE_STEPS, lost_s / (PROBE_COST * seconds[best]))
         # A step with drafts is useless if it would be slower with all its drafts accepted.
-        hope = max((k + 1) / s for k, s in enumerate(seconds))
+        hope = max((k + 1) / self.times(rows, k) for k in range(self.most + 1))
         useful = best > 0 or hope * seconds[0] > MARGIN
         first = other if useful and self._since[other > 0] >= steps else best
         return [first, best, *self._split_rows(batch, best, drafting)]
@@ -174,8 +179,8 @@ class AutoLength(DraftLength):
         rows = len(batch.requests)
         rates = [self.acceptance.rates(r.request_id) for r in batch.requests]
         tokens = [tokens_of_steps(of_row)[count][0] for of_row in rates]
-        uniform = (sum(tokens) if best else rows) / self.times(rows, best)
-        split = forecast.fastest_split(tokens, count, MARGIN * uniform, self.times)
+        uniform = (sum(tokens) if best else rows) / self.seconds(rows, best)
+        split = forecast.fastest_split(tokens, count, MARGIN * uniform, self.seconds)
         return [count * is_drafting for is_drafting in split]
 
     def predict(self, batch: Batch) -> list[float]:
@@ -183,20 +188,26 @@ class AutoLength(DraftLength):
         remaining = [r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests]
         steps = [tokens_of_steps(self.acceptance.rates(r.request_id)) for r in batch.requests]
         return [
-            forecast.seconds_until_done(remaining, tokens, partial(self.times, num_drafted=count))
+            forecast.seconds_until_done(remaining, tokens, partial(self.seconds, asked=count))
             for count, tokens in enumerate(zip(*steps, strict=True))
         ]
+
+    def seconds(self, rows: int, asked: int) -> float:
+        """The expected time of a step of which `asked` draft tokens are asked."""
+        return self.chains.mean(asked, partial(self.times, rows))
 
     def observe(
         self, batch: Batch, num_drafted: int, accepted: Sequence[int], seconds: float
     ) -> None:
-        is_drafting = num_drafted > 0
+        asked = self._asked[batch.requests[0].request_id]
+        is_drafting = asked > 0
         self._since[not is_drafting] += 1
         self._since[is_drafting] = 0
         self.times.correct(len(batch.requests), num_drafted, seconds)
         requests = [r.request_id for r in batch.requests]
         if is_drafting:
-            self.acceptance.observe(requests, num_drafted, accepted)
+            self.chains.observe(asked, num_drafted)
+            self.acceptance.observe(requests, asked, accepted or [0] * len(requests))
         elif self._split:
             self.acceptance.fade(requests)  # so that these rows are tried again
 

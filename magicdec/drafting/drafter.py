@@ -62,6 +62,8 @@ class Drafter(ABC):
     probabilities."""
     can_capture: bool = True
     """Whether `propose` can be captured and replayed. The same on every rank."""
+    pa: float = 0.0
+    """A chain of drafts stops when its best candidate is less probable than this."""
     pending: Sequence[int] = (1,)
     """The numbers that `prepare` may return. With captured steps, each of them is captured as a
     step of its own. The same on every rank."""
@@ -87,10 +89,10 @@ class Drafter(ABC):
         pending: int = 1,
         tree: TreeShape | None = None,
     ) -> Proposal:
-        """The device phase: draft tokens that follow each request's newest token, a chain of
-        `num_draft_tokens` or a `tree` of that depth. `pending` is what `prepare` returned. The
-        target's cache is the same afterwards. The host reads no result, and all shapes follow from
-        the batch and the arguments, so that the phase can be captured."""
+        """The device phase: draft tokens that follow each request's newest token, a chain of at
+        most `num_draft_tokens` or a `tree` of that depth. `pending` is what `prepare` returned. The
+        target's cache is the same afterwards. If drafts have no `pa`, the host reads no result, and
+        all shapes follow from the batch and the arguments, so that the phase can be captured."""
 
     def commit(  # noqa: B027
         self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None

@@ -63,6 +63,28 @@ class Acceptance:
         ]
 
 
+class ChainLengths:
+    """How often a chain of drafts goes on after 0, 1, 2, ... tokens, where more were asked for."""
+
+    def __init__(self, most: int) -> None:
+        self.wanted, self.longer = [0.0] * most, [0.0] * most
+
+    def observe(self, asked: int, num_drafted: int) -> None:
+        for k in range(min(asked, num_drafted + 1)):
+            self.wanted[k] = KEEP * self.wanted[k] + 1
+            self.longer[k] = KEEP * self.longer[k] + (k < num_drafted)
+
+    def mean(self, asked: int, seconds: Callable[[int], float]) -> float:
+        """The expected seconds of a step of which `asked` draft tokens are asked, if one with k
+        draft tokens takes `seconds(k)`."""
+        total, share = 0.0, 1.0
+        for k in range(asked):
+            rate = (self.longer[k] + PRIOR_WEIGHT) / (self.wanted[k] + PRIOR_WEIGHT)
+            if rate < 1:
+                total, share = total + share * (1 - rate) * seconds(k), share * rate
+        return total + share * seconds(asked)
+
+
 def tokens_of_steps(rates: Sequence[float]) -> list[tuple[float, float]]:
     """(mean, variance) of the number of tokens that a row gets from a step with 0, 1, 2, ... draft
     tokens."""

@@ -26,6 +26,8 @@ from magicdec.runner import ModelRunner
 from magicdec.sampling.model_tokens import Proposal
 from magicdec.scheduling.plan import Part
 
+STOPPED = -1  # no token: what stands behind a chain that has stopped
+
 
 class ModelDrafter(Drafter):
     """On ranks without the draft, `propose` receives the draft tokens, and the other methods do
@@ -35,8 +37,10 @@ class ModelDrafter(Drafter):
     # accepted, it lacks the last draft too, because no draft forward has taken it.
     pending = tuple(range(1, NEWEST + 1))
 
-    def __init__(self, target: ModelRunner, draft: DraftModel, kv: KVSection) -> None:
-        self.target, self.draft = target, draft
+    def __init__(
+        self, target: ModelRunner, draft: DraftModel, kv: KVSection, pa: float = 0.0
+    ) -> None:
+        self.target, self.draft, self.pa = target, draft, pa
         self.vocab_size = target.model.config.vocab_size
         self.draft_kv = None if draft.runner is None else make_draft_kv(draft.runner, kv)
         self.can_capture = not draft.is_rolling
@@ -44,7 +48,7 @@ class ModelDrafter(Drafter):
     @classmethod
     def build(cls, setup: DraftSetup) -> ModelDrafter:
         assert setup.draft is not None, "a run with this drafter has a draft model"
-        return cls(setup.runner, setup.draft, setup.kv)
+        return cls(setup.runner, setup.draft, setup.kv, setup.decoding.pa or 0.0)
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Prefill the texts into the draft's own cache."""
@@ -112,7 +116,14 @@ class ModelDrafter(Drafter):
                 shape = (rows, num_drawn, self.vocab_size)
                 probs = torch.zeros(shape, dtype=torch.float64, device=device)
             proposal = Proposal(ids, probs)
-        ids, probs = group.broadcast(proposal.ids, source), proposal.probabilities
+        ids, probs = proposal.ids, proposal.probabilities
+        if self.pa > 0:  # every rank learns from padding where the chain has stopped
+            padding = num_draft_tokens - ids.shape[1]
+            ids = torch.nn.functional.pad(ids, (0, padding), value=STOPPED)
+        ids = group.broadcast(ids, source)
+        if self.pa > 0:
+            ids = ids[:, : int((ids[0] != STOPPED).sum())]
+            probs = None if probs is None else probs[:, : ids.shape[1]]
         return Proposal(ids, None if probs is None else group.broadcast(probs, source), tree)
 
     def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
@@ -139,7 +150,8 @@ class ModelDrafter(Drafter):
         rows, committed, sampling = batch.rows, kv.lengths(batch.rows), batch.sampling
         if tree is not None:
             return draft_tree(kv, rows, committed, newest, sampling, tree, self.vocab_size)
-        proposal = draft_chain(kv, rows, committed, newest, sampling, num_draft_tokens)
+        count = num_draft_tokens
+        proposal = draft_chain(kv, rows, committed, newest, sampling, count, self.pa)
         probs = proposal.probabilities
         return Proposal(
             proposal.ids.clamp(max=self.vocab_size - 1),

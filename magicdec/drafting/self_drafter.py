@@ -24,13 +24,13 @@ from magicdec.sampling.model_tokens import Proposal
 class SelfDrafter(Drafter):
     draft_kv: DraftKV
 
-    def __init__(self, draft_kv: DraftKV) -> None:
-        self.draft_kv = draft_kv
+    def __init__(self, draft_kv: DraftKV, pa: float = 0.0) -> None:
+        self.draft_kv, self.pa = draft_kv, pa
         self.watch, self.watch_queries = draft_kv.watch, draft_kv.watch_queries
 
     @classmethod
     def build(cls, setup: DraftSetup) -> SelfDrafter:
-        return cls(make_draft_kv(setup.runner, setup.kv))
+        return cls(make_draft_kv(setup.runner, setup.kv), setup.decoding.pa or 0.0)
 
     def admit(self, requests: Sequence[Request]) -> None:
         self.draft_kv.admit(requests)
@@ -51,7 +51,8 @@ class SelfDrafter(Drafter):
         committed = kv.lengths(rows)
         newest, sampling = batch.newest[:, -1:], batch.sampling
         if tree is None:
-            proposal = draft_chain(kv, rows, committed, newest, sampling, num_draft_tokens)
+            count = num_draft_tokens
+            proposal = draft_chain(kv, rows, committed, newest, sampling, count, self.pa)
         else:
             vocab_size = kv.runner.model.config.vocab_size
             proposal = draft_tree(kv, rows, committed, newest, sampling, tree, vocab_size)

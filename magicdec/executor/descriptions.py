@@ -63,12 +63,15 @@ class ExchangeFields(ctypes.Structure):
 
 
 class CallFields(ctypes.Structure):
-    _fields_: ClassVar = _fields(
-        "B T steps tokens* rows* seq_lens* committed* offsets* hidden_in* ranges* range_layers "
-        "range_heads num_ranges window base* parents* cells* num_nodes last_only logits* "
-        "hidden_out* drafts* mass* num_blocks queries* cancelled* "
-        "cancelled_value layers_done keys_seen keys_read"
-    )
+    _fields_: ClassVar = [
+        *_fields(
+            "B T steps tokens* rows* seq_lens* committed* offsets* hidden_in* ranges* range_layers "
+            "range_heads num_ranges window base* parents* cells* num_nodes last_only logits* "
+            "hidden_out* drafts* mass* num_blocks queries* cancelled* "
+            "cancelled_value layers_done keys_seen keys_read num_drafted"
+        ),
+        ("pa", ctypes.c_double),
+    ]
     kept: list[Any]  # tensors that the fields point into
 
 

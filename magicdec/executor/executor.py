@@ -180,16 +180,17 @@ class Executor:
         return out, call.keys_seen
 
     def draft(
-        self, token_ids: Tensor, view: KVView, offsets: Tensor | None, count: int
+        self, token_ids: Tensor, view: KVView, offsets: Tensor | None, count: int, pa: float = 0.0
     ) -> tuple[Tensor, int]:
-        """`count` draft tokens of each row, int64 [B, count], chosen greedily one after the other
-        after token_ids [B, T]. All of these but the last are appended to the cache. Also the
+        """At most `count` draft tokens of each row, int64 [B, K], chosen greedily one after the
+        other after token_ids [B, T]. All of these but the last are appended to the cache. A row
+        stops after a draft less probable than `pa`, the call when all rows have stopped. Also the
         number of keys that one head saw, summed over rows and forwards."""
         drafts = torch.empty(len(token_ids), count, dtype=torch.int64)
         call = self._call(token_ids, view, offsets, count, True)
-        call.drafts = drafts.data_ptr()
+        call.drafts, call.pa = drafts.data_ptr(), pa
         self._run(view, call)
-        return drafts, call.keys_seen
+        return drafts[:, : call.num_drafted], call.keys_seen
 
     @staticmethod
     def received(

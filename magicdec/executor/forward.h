@@ -70,6 +70,8 @@ struct Call {
     int64_t layers_done;       // out: layers that were computed, if it may be cancelled
     int64_t keys_seen;  // out: visible keys of a head, summed over rows and forwards
     int64_t keys_read;  // out: keys that the kernels read, summed over forwards, layers, rows and KV heads
+    int64_t num_drafted;  // out: drafts of each row
+    double pa;  // a row stops after a draft that is less probable; the call ends when all rows have stopped
 };
 
 enum { DONE, INTERRUPTED, UNKNOWN_TOKEN };
@@ -93,6 +95,11 @@ inline void add_row(const S* y, int64_t width, S* x) {
     for (int64_t i = 0; i < width; ++i) store(x + i, to_float(x[i]) + to_float(y[i]));
 }
 
+// The largest logit of a row among those of a rank, its id, and the sum of exp(logit - largest) over the rank's.
+struct Best {
+    double logit, id, sum;
+};
+
 template <typename S, typename Kernel>
 class Forward {
 public:
@@ -104,6 +111,7 @@ public:
         call.keys_seen = 0;
         tokens.assign(call.tokens, call.tokens + (call.tokens ? call.B * call.T : 0));
         lengths.assign(call.seq_lens, call.seq_lens + call.B);
+        goes_on.assign(call.B, true);
         resize();
 #pragma omp parallel
         {
@@ -165,8 +173,8 @@ private:
         hidden.resize(R * inner);
         room.resize(R * std::max({m->hidden, m->H * HEAD_SIZE, inner}));
         if (!c->logits) logits.resize(c->B * (c->last_only ? 1 : c->T) * m->head.N);
-        best.resize(2 * c->B);
-        found.resize(2 * c->B * peers->size);
+        best.resize(c->B);
+        found.resize(c->B * peers->size);
         ranges.resize(c->range_layers * c->B * c->range_heads * (c->num_ranges + 1) * 2);
     }
 
@@ -334,27 +342,38 @@ private:
             for (int64_t i = 1; i < V; ++i) most = std::max(most, to_float(row[i]));
             int64_t id = 0;
             while (id < V - 1 && to_float(row[id]) != most) ++id;
-            best[2 * b] = most, best[2 * b + 1] = double(id + m->first_id);
+            double sum = 0;
+            if (c->pa > 0)
+                for (int64_t i = 0; i < V; ++i) sum += exp_negative(to_float(row[i]) - most);
+            best[b] = {most, double(id + m->first_id), sum};
         }
         wait_for_threads();
         by_one([&] {
             choose();
             for (int64_t b = 0; b < problem.B; ++b) c->drafts[b * c->steps + step] = tokens[b];
+            c->num_drafted = step + 1;
+            is_ended = std::find(goes_on.begin(), goes_on.end(), true) == goes_on.end();
         });
     }
 
     void choose() {
         tokens.resize(problem.B);
         std::copy(best.begin(), best.end(), found.begin());
-        if (peers->size > 1 && exchange_with(best.data(), best.size() * sizeof(double)))
-            segment().collect((char*)found.data(), best.size() * sizeof(double));
+        if (peers->size > 1 && exchange_with(best.data(), best.size() * sizeof(Best)))
+            segment().collect((char*)found.data(), best.size() * sizeof(Best));
         for (int64_t b = 0; b < problem.B; ++b) {
-            const double* top = &found[2 * b];
+            Best top = found[b];
+            double sum = 0;
             for (int64_t rank = 1; rank < peers->size; ++rank) {
-                const double* other = &found[2 * (rank * problem.B + b)];
-                if (other[0] > top[0] || (other[0] == top[0] && other[1] < top[1])) top = other;
+                const Best& other = found[rank * problem.B + b];
+                if (other.logit > top.logit || (other.logit == top.logit && other.id < top.id)) top = other;
             }
-            tokens[b] = int64_t(top[1]);
+            for (int64_t rank = 0; rank < peers->size; ++rank) {
+                const Best& part = found[rank * problem.B + b];
+                sum += part.sum * std::exp(part.logit - top.logit);
+            }
+            tokens[b] = int64_t(top.id);
+            if (sum * c->pa > 1) goes_on[b] = false;  // its probability is 1 / sum
         }
     }
 
@@ -401,7 +420,8 @@ private:
     std::vector<int64_t> tokens, lengths, ranges;
     std::vector<S> x, normed, part, qkv, mixed, gate_up, hidden, logits;
     std::vector<float> lse, room;  // room: scratch memory of linear layers
-    std::vector<double> best, found;
+    std::vector<Best> best, found;
+    std::vector<bool> goes_on;  // rows whose chain has not stopped
 };
 
 }  // namespace

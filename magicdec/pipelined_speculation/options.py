@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from magicdec.config.sections import DecodingSection
+from magicdec.config.sections import PROBABILITY, DecodingSection
 from magicdec.config.setting import check_values, same, setting
 
 MODES = ("iterative", "sync", "async")
-PROBABILITY = {"least": 0, "most": 1}
 NUM_CANDIDATES = 8  # of which a draft step can choose at one place
 
 
@@ -17,9 +16,7 @@ class Options:
     """How to speculate. The names are those of the original's flags, but `gamma` is its `draft`."""
 
     mode: str = "async"
-    pa: float = setting(
-        0.5, "A branch stops when its best candidate is less probable than this.", **PROBABILITY
-    )
+    pa: float = same(DecodingSection, "pa", 0.5)
     ps: float = setting(
         0.1,
         "A further candidate opens a branch when it is more probable than this.",

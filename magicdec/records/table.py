@@ -55,6 +55,8 @@ def method_of(config: dict[str, Any]) -> str:
     tree, gamma = decoding.get("tree"), f"gamma {decoding['num_draft_tokens']}"
     if tree is not None:
         gamma = f"tree {tree} ({decoding['tree_nodes']} tokens)"
+    elif decoding.get("pa") is not None:
+        gamma += f", pa {decoding['pa']:g}"
     return ", ".join([drafter, *([budget] if policy_of(config) else []), gamma])
 
 

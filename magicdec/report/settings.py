@@ -16,7 +16,7 @@ Setting = str | int | float | bool | None
 
 SETTINGS = (
     *("model", "dtype", "target_dtype", "draft_model", "draft_ranks", "draft_dtype", "drafter"),
-    *("kv_policy", "budget", "gamma", "B", "prefix_len", "gen_len", "dataset", "ranks"),
+    *("kv_policy", "budget", "gamma", "pa", "B", "prefix_len", "gen_len", "dataset", "ranks"),
     *("threads", "device", "attention", "temperature", "seed", "status"),
 )
 
@@ -39,6 +39,7 @@ def settings(record: RunRecord) -> dict[str, Setting]:
         "kv_policy": policy,
         "budget": None if policy in (None, FULL_KV_POLICY) else int(config["kv"]["budget"]),
         "gamma": (decoding.get("tree") or decoding["num_draft_tokens"]) if drafts else None,
+        "pa": decoding.get("pa") if drafts else None,
         "B": workload["batch_size"],
         "prefix_len": workload["prefix_len"],
         "gen_len": workload["gen_len"],

@@ -104,6 +104,14 @@ def draft_token(
     return sample(probs[:, 0], u[:, 0]).unsqueeze(1), probs
 
 
+def confidence(runner: ModelRunner, logits: Tensor) -> Tensor:
+    """The probability of the likeliest token of each row, float64 [B], from this rank's logits
+    [B, 1, V]: before penalties, temperature and filters. The same on every rank."""
+    most, total = logits.amax(dim=-1).double(), logits.double().logsumexp(dim=-1)
+    most, total = runner.group.all_gather(torch.stack([most, total], dim=-1)).unbind(-1)
+    return (most.amax(dim=0) - total.logsumexp(dim=0)).exp()[:, 0]
+
+
 def judge(
     runner: ModelRunner, sampling: SamplingMetadata, proposal: Proposal, logits: Tensor
 ) -> Judgement:

@@ -47,6 +47,7 @@ class Case:
     gamma: int
     draft_ranks: tuple[int, ...] | None = None
     tree: str | None = None  # of the depth of gamma
+    pa: float | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,7 @@ class Result:
     tokens: list[list[int]]
     num_drafted: int
     num_accepted: int
+    depths: list[int]  # numbers of draft tokens that steps had
 
     @property
     def acceptance(self) -> float:
@@ -75,7 +77,7 @@ def make_cases(num_ranks: int, other_groups: bool = False) -> list[Case]:
             cases += [Case(drafter, kv, gamma, ranks) for ranks in groups if ranks != turn]
         elif not other_groups:
             cases.append(Case(drafter, kv, gamma, turn if drafter == "model" else None))
-    return cases if other_groups else [*cases, *make_tree_cases(groups)]
+    return cases if other_groups else [*cases, *make_tree_cases(groups), *make_stops(groups)]
 
 
 def make_tree_cases(groups: Sequence[tuple[int, ...]]) -> list[Case]:
@@ -87,6 +89,14 @@ def make_tree_cases(groups: Sequence[tuple[int, ...]]) -> list[Case]:
         Case(drafter, kv, 3, groups[-1] if drafter == "model" else None, TREE)
         for drafter, kv in pairs
     ]
+
+
+def make_stops(groups: Sequence[tuple[int, ...]]) -> list[Case]:
+    """Chains that stop, of a draft on each kind of group: ranks without it learn how long they
+    are."""
+    _, streaming_llm, *_ = KV_SECTIONS
+    of_drafts = [Case("model", streaming_llm, 5, ranks, pa=0.3) for ranks in groups]
+    return [Case("self", streaming_llm, 5, pa=0.3), *of_drafts]
 
 
 def target_ranks(num_ranks: int) -> tuple[int, ...]:
@@ -119,7 +129,8 @@ class Rank:
             executor=Executor(model, groups.target),
         )  # fmt: skip
         name = "speculative" if case else "autoregressive"
-        decoding = DecodingSection(name, case and case.drafter, case.gamma if case else 1, tree)
+        drafter, gamma, pa = (case.drafter, case.gamma, case.pa) if case else (None, 1, None)
+        decoding = DecodingSection(name, drafter, gamma, tree, pa)
         draft = case and self.make_draft(case, groups)
         setup = Setup(runner, decoding, case.kv if case else KV_SECTIONS[0], draft=draft)
         engine = Engine(runner, 64)
@@ -131,6 +142,7 @@ class Rank:
             [list(r.output_ids) for r in requests],
             sum(s.num_drafted * len(s.token_ids) for s in steps),
             sum(sum(s.num_accepted or []) for s in steps),
+            sorted({s.num_drafted for s in steps}),
         )
 
     def make_draft(self, case: Case, groups) -> DraftModel | None:

@@ -95,7 +95,7 @@ def test_two_ranks_agree_on_the_verdict(
 
 def key(case: dict[str, Any]) -> tuple[Any, ...]:
     """What a case is, whatever the ranks."""
-    return case["drafter"], case["gamma"], case["tree"], tuple(case["kv"].values())
+    return case["drafter"], case["gamma"], case["tree"], case["pa"], tuple(case["kv"].values())
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +134,7 @@ def test_every_drafter_and_policy_emits_the_baselines_tokens(
         assert r.num_accepted > 0, ("of no use", r.case)
         reads_all = r.case["drafter"] == "self" and r.case["kv"]["policy"] == "full"
         assert (r.num_accepted == r.num_drafted) == reads_all, r.case
+        assert (len(r.depths) > 1) == (r.case["pa"] is not None), (r.case, r.depths)
     first, *others = of_one_rank.setdefault("results", [baseline, *results])
     assert baseline.tokens == first.tokens, "another rank count, another text"
     # Rounding may turn a draft's near-tie; ranks that draft otherwise show.

@@ -173,10 +173,11 @@ def test_trees_of_drafts(drafter: str, waits: Counter[str]) -> None:
     assert waits[STEP] > 0
 
 
-def test_graphs_of_trees_and_stages_are_refused() -> None:
+def test_graphs_of_trees_stages_and_chains_that_stop_are_refused() -> None:
     sdpa = [Choice("sdpa")]
     for arguments, reason in (
         ({"drafts_trees": True}, "steps with a --tree are not captured"),
+        ({"pa": 0.3}, "the host decides in each draft whether --pa 0.3 stops it"),
         ({"is_staged": True}, "the steps of a pipeline are not captured"),
     ):
         with pytest.raises(ValueError, match=reason):

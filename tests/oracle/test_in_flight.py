@@ -2,7 +2,7 @@
 
 Random schedules run on a virtual clock: arrivals, lengths, prefill budgets and
 pools of blocks that force preemption, under every drafter and policy, with draft lengths that
-change from step to step and are calibrated while others run.
+change from step to step and are calibrated while others run, and chains that stop by themselves.
 """
 
 from collections import Counter
@@ -149,8 +149,11 @@ def serve(
             max_following=runner.max_following,
         )  # fmt: skip
     keep_queries(draft.runner if draft is not None and draft.runner else runner, kv)
+    can_stop = drafter in ("self", "model") and not records
+    pa = 0.2 if can_stop and random.random() < 0.5 else None
+    decoding = DecodingSection("speculative", drafter or "self", MOST_DRAFTS, pa=pa)
     setup = Setup(
-        runner, DecodingSection("speculative", drafter or "self", MOST_DRAFTS), kv, draft=draft,
+        runner, decoding, kv, draft=draft,
         draft_length=RandomLength(random, not records), recorder=Recorder() if records else Eager(),
         is_in_flight=True,
     )  # fmt: skip

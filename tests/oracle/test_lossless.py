@@ -8,6 +8,7 @@ ranks.
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -23,12 +24,14 @@ from conftest import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from lossless import RAGGED, speculate
+from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
+from magicdec.decoding import steps
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.drafter import DraftSetup, make_drafter
@@ -40,6 +43,9 @@ from magicdec.kv.cache import BatchRows, KVCache, Lengths
 from magicdec.model.config import RopeConfig
 from magicdec.names import KV_POLICIES
 from magicdec.request import Batch
+from magicdec.runner import ModelRunner
+from magicdec.sampling.metadata import SamplingMetadata
+from magicdec.sampling.model_tokens import Proposal, judge
 
 BACKENDS = [GroupedBackend, SDPABackend, NativeBackend]
 SMALL = replace(
@@ -217,6 +223,45 @@ def test_each_row_ends_at_its_own_length_or_end_token() -> None:
     ).tokens
     assert ours[0] == free[0][: free[0].index(end) + 1], "stops at the end token, inclusive"
     assert len(ours[2]) > len(ours[0]), "the others go on"
+
+
+@pytest.mark.narrow("values")
+@pytest.mark.parametrize("lengths", [RAGGED, (33,)])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("end", [None, 30])
+@pytest.mark.parametrize(
+    ("drafter", "kv"),
+    [
+        ("self", KVSection("streaming_llm", 17, 16)),
+        ("self", KVSection("snapkv", 20, window_size=3, reselect_every=7)),
+        ("self", KVSection("verified", 60, 4)),
+        ("self", KVSection("retrieval", 60, 4)),
+        ("model", KVSection("full")),
+        ("model", KVSection("streaming_llm", 33, 16)),
+    ],
+)
+def test_chains_that_stop_emit_the_baseline_tokens(
+    drafter: str,
+    kv: KVSection,
+    end: int | None,
+    backend: Callable[[], AttentionBackend],
+    lengths: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The standalone draft has the target's weights. Most confidences of this model are between .1
+    and .4. Some rows meet an end token."""
+    model, drafted = tiny_transformer(), set[int]()
+
+    def note(runner: ModelRunner, sampling: SamplingMetadata, proposal: Proposal, x: Tensor) -> Any:
+        drafted.add(proposal.ids.shape[1])
+        return judge(runner, sampling, proposal, x)
+
+    monkeypatch.setattr(steps, "judge", note)
+    speculate(
+        model, kv, 6, draft=model if drafter == "model" else None, lengths=lengths,
+        backend=backend, eos=() if end is None else (end,), pa=0.2,
+    )  # fmt: skip
+    assert len(drafted - {0}) > 1
 
 
 def test_a_request_for_one_token_needs_no_step() -> None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from magicdec.attention.native import NativeBackend
 from magicdec.distributed.groups import Group
+from magicdec.drafting import draft_kv
 from magicdec.drafting.draft_kv import DraftKV, draft_chain
 from magicdec.executor.descriptions import layer_obstacle
 from magicdec.executor.executor import Cancelled, Executor
@@ -27,6 +28,7 @@ from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.pipeline.stage import CancelBoard, RunCancellation
 from magicdec.runner import ModelRunner
 from magicdec.sampling.metadata import SamplingMetadata
+from magicdec.sampling.model_tokens import confidence
 
 MOST = 600  # tokens of a row
 YARN = RopeConfig(
@@ -71,10 +73,12 @@ def ids_for(num_rows: int, count: int) -> Tensor:
     return torch.randint(TINY.vocab_size, (num_rows, count), generator=generator)
 
 
-def chain(runner: ModelRunner, ids: Tensor, visible: Visible, count: int) -> Tensor:
+def chain(
+    runner: ModelRunner, ids: Tensor, visible: Visible, count: int, pa: float = 0.0
+) -> Tensor:
     kv, rows = DraftKV(runner, visible), BatchRows.of(range(len(ids)), runner.device)
     committed = runner.cache.lengths_of(rows)
-    drafts = draft_chain(kv, rows, committed, ids, SamplingMetadata(), count).ids
+    drafts = draft_chain(kv, rows, committed, ids, SamplingMetadata(), count, pa).ids
     kv.rewind(rows, committed)
     return drafts
 
@@ -106,6 +110,28 @@ def test_a_native_forward_has_the_bits_of_its_layers(name: str, dtype: torch.dty
         check_same(pair, ModelRunner.forward, ids, [0, 1, 2], last_only=last_only)
     for visible in (FULL, SinksAndWindow(4, 20)):
         assert len(check_same(pair, chain, ids_for(3, 2), visible, 4).unique()) > 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_native_chain_stops_where_the_forwards_do(dtype: torch.dtype) -> None:
+    """Where every row has had an unlikely token: `pa` just above and below the confidences of a
+    chain that goes on."""
+    lengths, count = [70, 3, 131], 5
+    pair, ids = make_pair(TINY, dtype, lengths), ids_for(len(lengths), 2)
+    seen: list[Tensor] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draft_kv, "confidence", lambda *of: seen.append(confidence(*of)) or seen[-1])
+        check_same(pair, chain, ids, FULL, count, 1e-9)
+    values = torch.stack(seen, dim=1)  # [B, K]
+    assert values.shape == (3, count) and 0 < values.min() < values.max() < 1
+    drafted = set()
+    for pa in [*values.unique().tolist(), 1.0]:
+        for near in (pa * (1 - 1e-5), pa * (1 + 1e-5)):
+            stops = [(row < near).tolist() for row in values]
+            expected = max(row.index(True) + 1 if any(row) else count for row in stops)
+            assert check_same(pair, chain, ids, FULL, count, near).shape == (3, expected)
+            drafted.add(expected)
+    assert {1, count} < drafted
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -5,6 +5,7 @@ from collections import Counter
 from copy import copy
 from dataclasses import replace
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from conftest import (
     tiny_transformer,
 )
 from lossless import speculate
+from torch import Tensor
 from two_stages import serve_with_drafts
 
 from magicdec.attention.grouped import GroupedBackend
@@ -27,9 +29,12 @@ from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.decoding.recorder import Eager, Recorder
 from magicdec.decoding.strategy import Setup
+from magicdec.drafting import draft_kv
+from magicdec.drafting.draft_kv import DraftKV, draft_chain
 from magicdec.engine import Engine
 from magicdec.request import Request
 from magicdec.sampling.metadata import Filters, Penalties
+from magicdec.sampling.model_tokens import Proposal, confidence
 from magicdec.sampling.sampling import make_params, probabilities, process
 
 TOY = replace(TINY, vocab_size=6, bos_token_id=None, eos_token_ids=())
@@ -114,6 +119,53 @@ def test_speculation_samples_from_the_targets_distribution(
 ) -> None:
     counts = emitted("speculative", drafter, kv, num_drafts, tree=tree)
     assert p_of(counts, exact_distribution(SECTION)) > ACCEPTED
+
+
+def stopping_counts(drafter: str, num_rounds: int, pa: float) -> Counter[tuple[int, ...]]:
+    """What single rows emit, each of which stops for itself."""
+    kv, model = KVSection("streaming_llm", 3, 1), tiny_transformer(TOY)
+    runner, draft = make_runner(model, 1, 32), None
+    if drafter == "model":
+        draft = make_draft(tiny_transformer(TOY, seed=4), KVSection("full"), 1, 32)
+    setup = Setup(runner, DecodingSection("speculative", drafter, 2, pa=pa), kv, draft=draft)
+    engine, counts = Engine(runner, 16), Counter[tuple[int, ...]]()
+    for seed in range(num_rounds):
+        section = replace(SECTION, seed=seed)
+        engine.prefill(make_requests([PROMPT], NUM_TOKENS, sampling=section))
+        counts.update(tuple(r.output_ids) for r in decode(engine, "speculative", setup))
+    return counts
+
+
+def dropping(kv: DraftKV, *arguments: Any) -> Proposal:
+    """A wrong rule: a token that was drawn is dropped if it is unlikely itself."""
+    *rest, pa = arguments
+    proposal = draft_chain(kv, *rest)
+    assert proposal.probabilities is not None
+    shares = proposal.probabilities.gather(2, proposal.ids.unsqueeze(2))[0, :, 0].tolist()
+    count = next((k for k, share in enumerate(shares) if share < pa), len(shares))
+    return proposal.first(count)
+
+
+@pytest.mark.parametrize(
+    ("drafter", "pa"), [("self", 0.3), pytest.param("model", 0.45, marks=pytest.mark.wide)]
+)
+def test_chains_that_stop_sample_from_the_targets_distribution(
+    drafter: str, pa: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And the test sees a rule that depends on the token which it drops."""
+    expected, seen = exact_distribution(SECTION), Counter[bool]()
+
+    def noted(*arguments: Any) -> Tensor:
+        share = confidence(*arguments)
+        seen[bool(share < pa)] += 1
+        return share
+
+    monkeypatch.setattr(draft_kv, "confidence", noted)
+    assert p_of(stopping_counts(drafter, 1000, pa), expected) > ACCEPTED
+    assert min(seen.values()) > 200 and len(seen) == 2, seen
+    module = "self_drafter" if drafter == "self" else "model_drafter"
+    monkeypatch.setattr(f"magicdec.drafting.{module}.draft_chain", dropping)
+    assert p_of(stopping_counts(drafter, 1000, pa), expected) < 1e-6
 
 
 @pytest.mark.parametrize("drafter", ["ngram", pytest.param("model", marks=pytest.mark.wide)])

@@ -5,6 +5,7 @@ order."""
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle
+from typing import Any
 
 import pytest
 from conftest import (
@@ -22,8 +23,10 @@ from magicdec.attention.native import NativeBackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.decoding.strategy import Setup
 from magicdec.drafting.draft_length import AutoLength, Measure
+from magicdec.drafting.ngram import NgramDrafter
 from magicdec.engine import Engine
 from magicdec.request import Batch
+from magicdec.sampling.model_tokens import Proposal
 
 MOST, NEW = 5, [120, 9, 90, 61]
 
@@ -76,6 +79,21 @@ def run(
         )
         outputs.append([list(r.output_ids) for r in finished])
     return outputs[0], outputs[1], [(n, a) for n, a in steps if a is not None]
+
+
+def test_a_drafter_may_propose_fewer_tokens_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step without any is one of plain decoding, and says so."""
+    counts = cycle([0, 3, 1, 0, 0, 2])
+    propose = NgramDrafter.propose
+
+    def fewer(*arguments: Any) -> Proposal:
+        return propose(*arguments).first(next(counts))
+
+    monkeypatch.setattr(NgramDrafter, "propose", fewer)
+    monkeypatch.setattr(Scripted, "begin", lambda *_: None)
+    expected, tokens, steps = run("ngram", KVSection("full"), GroupedBackend, [4])
+    assert tokens == expected
+    assert [count for count, _ in steps[:6]] == [3, 1, 2, 3, 1, 2]
 
 
 # Pauses of drafting: longer than a prefill chunk of the draft, one step, and two in a row.

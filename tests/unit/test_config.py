@@ -81,6 +81,8 @@ def mapped(*argv: object, driver: RunConfig) -> RunConfig:
         ("--tree 3,2 --drafter ngram", "--tree 3,2 --drafter ngram: prompt lookup drafts chains"),
         ("--tree 3,2 --gamma 4", "--gamma does nothing here: --tree says what a step drafts"),
         ("--tree 3,2 --gamma auto", "--gamma does nothing here: --tree says what a step drafts"),
+        ("--tree 3,2 --pa 0.3", "--tree 3,2 and --pa 0.3: only chains stop; give one of them"),
+        ("--drafter ngram --pa 0.3", "--pa 0.3 --drafter ngram: prompt lookup knows no prob"),
         ("--rank_group 0 1", "0 1: name all of the launched ranks, each once: 0 1 2"),
         ("--rank_group 0 1 -1", "--rank_group 0 1 -1: name all"),
         ("--rank_group 0 1 1", "--rank_group 0 1 1: name all"),
@@ -344,6 +346,7 @@ def test_resolve_leaves_no_auto_and_no_gap(config: RunConfig) -> None:
     resolved = resolve(config, Machine(num_cpus=8, world_size=2, local_world_size=2))
     open_ends = {
         ("decoding", "machine"),
+        ("decoding", "pa"),
         ("decoding", "tree"),
         ("decoding", "tree_nodes"),
         ("output", "save_tokens"),

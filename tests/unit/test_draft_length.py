@@ -5,7 +5,7 @@ and the time until a batch is done, against simulation."""
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from itertools import pairwise
+from itertools import cycle, pairwise
 from statistics import fmean, pvariance
 from types import SimpleNamespace
 from typing import Any, cast
@@ -58,6 +58,7 @@ class World:
     rate: float  # of each draft token, given those before it
     fixed: float = 0.5  # the share of a step of 8 rows that one of few rows costs too
     rates: dict[int, float] = field(default_factory=dict)  # of single requests
+    unsure: float = 0.0  # the share of draft tokens behind which the chain of their row stops
 
     def seconds(self, rows: int, count: int) -> float:
         share = self.fixed + (1 - self.fixed) * rows / 8
@@ -81,21 +82,31 @@ class World:
             for count in sorted(set(self.lengths[-1])):
                 pairs = zip(batch.requests, self.lengths[-1], strict=True)
                 group = Batch(tuple(r for r, n in pairs if n == count))
-                accepted = []
+                accepted, drafted = [], self.draw_length(draws, len(group.requests), count)
                 for request in group.requests:
                     taken, rate = 0, self.rates.get(request.request_id, self.rate)
-                    while taken < count and draws.random() < rate:
+                    while taken < drafted and draws.random() < rate:
                         taken += 1
                     accepted.append(taken)
                     new = min(1 + taken, wanted - len(request.output_ids))
                     request.output_ids.extend([1] * new)
-                seconds = self.seconds(len(group.requests), count)
-                length.observe(group, count, accepted if count else (), seconds)
+                seconds = self.seconds(len(group.requests), drafted)
+                length.observe(group, drafted, accepted if count else (), seconds)
                 total, self.emitted = total + seconds, self.emitted + sum(accepted) + len(accepted)
                 self.counts.append(count)
             going = [r for r in batch.requests if len(r.output_ids) < wanted]
             batch = Batch(tuple(going))
         return total
+
+    def draw_length(self, draws: random.Random, rows: int, count: int) -> int:
+        """Of a chain that stops when all rows have; at once if none is sure of its first token."""
+        if not self.unsure:
+            return count
+        going, drafted = rows, 0
+        while going and drafted < count:
+            going = sum(draws.random() >= self.unsure for _ in range(going))
+            drafted += going > 0
+        return drafted
 
     def best(self, rows: int, wanted: int, seed: int) -> float:
         """Seconds under the best fixed draft length, 0 included."""
@@ -107,7 +118,15 @@ EVEN = World(decode=1.0, draft=0.5, verify=0.1, rate=0.6)
 CLOSE = World(decode=1.0, draft=0.75, verify=0.1, rate=0.92)
 WORTHLESS = World(decode=1.0, draft=0.2, verify=0.1, rate=0.02)
 DEAR = World(decode=1.0, draft=1.0, verify=0.1, rate=0.95)
-WORLDS = {"cheap": CHEAP, "even": EVEN, "close": CLOSE, "worthless": WORTHLESS, "dear": DEAR}
+STOPPING = World(decode=1.0, draft=0.2, verify=0.05, rate=0.95, unsure=0.4)
+WORLDS = {
+    "cheap": CHEAP,
+    "even": EVEN,
+    "close": CLOSE,
+    "worthless": WORTHLESS,
+    "dear": DEAR,
+    "stopping": STOPPING,
+}
 
 
 @pytest.mark.parametrize("name", WORLDS)
@@ -124,6 +143,26 @@ def test_never_slower_than_decoding_and_near_the_best(name: str, rows: int) -> N
     assert fmean(against_decode) >= 0.985, against_decode
     assert min(against_decode) >= 0.93, against_decode
     assert fmean(against_best) >= 0.93, against_best
+
+
+@pytest.mark.parametrize("rows", [1, 4])
+def test_chains_that_stop_are_forecast_without_bias(rows: int) -> None:
+    """Tokens and seconds of a step by the tokens that are asked for, after steps that asked for any
+    number in turn, are those of steps that always ask for so many."""
+
+    class InTurn(AutoLength):
+        def decide(self, batch: Batch) -> list[int]:
+            return [next(turns)] * 2
+
+    turns, length = cycle(range(1, MOST + 1)), InTurn(MOST, Group((0,), 0), CPU)
+    STOPPING.run(length, rows, 10**6, most_steps=3000)
+    length.times.settle()
+    tokens = tokens_of_steps(length.acceptance.rates())
+    for count in range(1, MOST + 1):
+        world = replace(STOPPING)
+        seconds = world.run(FixedLength(count), rows, 10**6, seed=1, most_steps=3000) / 3000
+        assert length.seconds(rows, count) == pytest.approx(seconds, rel=0.06), count
+        assert tokens[count][0] == pytest.approx(world.emitted / 3000 / rows, rel=0.06), count
 
 
 def test_rows_that_end_late_are_counted() -> None:
@@ -336,15 +375,16 @@ def test_seconds_lie_on_the_lines_through_what_was_timed(
 
 def test_what_the_drafter_observed_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     weights = torch.arange(3.0)
-    drafter = SimpleNamespace(draft_kv=SimpleNamespace(state=[weights]))
+    drafter = SimpleNamespace(draft_kv=SimpleNamespace(state=[weights]), pa=0.3)
 
     class Observing(ScriptedSteps):
         def undo(self, batch: Batch, lengths: Sequence[int]) -> None:
             super().undo(batch, lengths)
             weights.add_(1.0)
+            assert drafter.pa == 0, "chains do not stop while they are timed"
 
     measure(Observing(drafter=drafter), 8, monkeypatch)
-    assert weights.tolist() == [0.0, 1.0, 2.0]
+    assert weights.tolist() == [0.0, 1.0, 2.0] and drafter.pa == 0.3
 
 
 @pytest.mark.parametrize("disturbed", range(10))

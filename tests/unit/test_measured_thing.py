@@ -72,6 +72,17 @@ def test_trees_and_chains_are_told_apart() -> None:
     assert config_key(older["config"]) == config_key(chain["config"]) != config_key(tree["config"])
 
 
+def test_chains_that_stop_are_another_thing() -> None:
+    records = []
+    for pa in (None, 0.3, 0.4):
+        record = of("streaming_llm")
+        record["config"]["decoding"] |= {"pa": pa, "num_draft_tokens": 4}
+        records.append(parse_record(record))
+    assert len(set(map(measured_thing, records))) == 3
+    assert [settings(record)["pa"] for record in records] == [None, 0.3, 0.4]
+    assert method(records[1]).endswith("gamma 4, pa 0.3")
+
+
 def test_another_draft_model_is_another_thing() -> None:
     """Other weights under the same name are not comparable."""
     records = []

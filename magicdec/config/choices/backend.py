@@ -99,16 +99,18 @@ def choose_graphs(
     backends: Sequence[Choice],
     drafts_trees: bool = False,
     is_staged: bool = False,
+    pa: float | None = None,
 ) -> Choice:
     """Whether CUDA graphs are on or off. `backends` are the target's and a draft's; those that a
-    measurement will choose do not count. `is_staged`: the ranks are stages of a pipeline. Raises
-    ValueError if the user asked for graphs that cannot be captured."""
+    measurement will choose do not count. `is_staged`: the ranks are stages of a pipeline. `pa` is
+    `--pa`. Raises ValueError if the user asked for graphs that cannot be captured."""
     names = [choice.settled for choice in backends if choice.settled is not None]
     unfit = next((name for name in names if not capabilities_of(name).can_be_recorded), None)
     obstacles = {
         f"--device {device} has none": device != "cuda",
         f"--attention {unfit} needs lengths on the host": unfit is not None,
         "steps with a --tree are not captured": drafts_trees,
+        f"the host decides in each draft whether --pa {pa} stops it": bool(pa),
         "the steps of a pipeline are not captured": is_staged,
     }
     obstacle = first_obstacle(obstacles)

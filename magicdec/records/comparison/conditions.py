@@ -52,6 +52,7 @@ def measured_thing(record: RunRecord) -> Key:
         ("policy", policy),
         *((SHORT_NAMES[s], kv.get(s) if s in settings else None) for s in SHORT_NAMES),
         ("gamma", decoding.get("tree") or decoding["num_draft_tokens"]),
+        ("pa", decoding.get("pa")),
     )
 
 
