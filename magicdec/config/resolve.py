@@ -67,7 +67,7 @@ def resolve(
     elementwise = choose_elementwise(config.model.elementwise, device, dtype, linear, machine)
     layer_by_layer = Choice("off")  # until all parts of a forward are known
     model = ResolvedModel(config.model.model, dtype, linear, elementwise, layer_by_layer, weights)
-    if config.decoding.drafter == "self":
+    if config.decoding.model_drafter == "self":
         check_returns_weights(backend, kv.policy)
     draft, drafting, size = None, backend, head_dim
     if config.draft is not None:
@@ -89,7 +89,7 @@ def resolve(
         parallel=parallel,
         kv=dataclasses.replace(kv, draft_kv_dtype=draft_kv),
         attention=ResolvedAttention(backend, config.attention.prefill_chunk),
-        decoding=ResolvedDecoding(**vars(config.decoding)),
+        decoding=ResolvedDecoding(**vars(config.decoding) | config.decoding.settled),
         sampling=config.sampling,
         workload=ResolvedWorkload(**vars(config.workload) | lengths),
         output=config.output,

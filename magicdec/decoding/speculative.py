@@ -18,7 +18,7 @@ from magicdec.decoding.captured_steps import CapturedSteps
 from magicdec.decoding.steps import Steps
 from magicdec.decoding.strategy import Setup
 from magicdec.drafting.draft_length import DraftLength, FixedLength, make_draft_length
-from magicdec.drafting.drafter import Drafter, make_drafter
+from magicdec.drafting.drafter import Drafter, DraftPlan, make_drafter
 from magicdec.request import Batch, Request, StepOutput
 from magicdec.runner import ModelRunner
 
@@ -59,6 +59,7 @@ class Speculative:
         if len(set(lengths)) == 1:
             return self._step(batch, lengths[0])
         tokens, accepted = dict[Request, list[int]](), dict[Request, int]()
+        proposed, most = dict[Request, int](), 0
         for count in sorted(set(lengths)):
             pairs = zip(batch.requests, lengths, strict=True)
             group = Batch(tuple(request for request, length in pairs if length == count))
@@ -66,24 +67,36 @@ class Speculative:
             tokens |= zip(group.requests, output.token_ids, strict=True)
             if output.num_accepted is not None:
                 accepted |= zip(group.requests, output.num_accepted, strict=True)
+            if output.num_proposed is not None:
+                proposed |= zip(group.requests, output.num_proposed, strict=True)
+            most = max(most, output.num_drafted)
         return StepOutput(
-            [tokens[request] for request in batch.requests], max(lengths),
+            [tokens[request] for request in batch.requests], most,
             [accepted.get(request, 0) for request in batch.requests],
+            [proposed.get(request, 0) for request in batch.requests],
         )  # fmt: skip
 
     def _step(self, batch: Batch, count: int) -> StepOutput:
         started = time.perf_counter()
-        output = self._speculate(batch, count) if count else StepOutput(self.steps.decode(batch))
+        plan = DraftPlan((), ())
+        if self.drafter is not None:
+            plan = self.drafter.plan(batch.requests, count, self.draft_length.token_cost)
+        if plan.longest == 0:
+            output = StepOutput(self.steps.decode(batch))
+        else:
+            output = self._speculate(batch, self.steps.padded(plan.longest), plan.counts)
         seconds = time.perf_counter() - started
-        self.draft_length.observe(batch, count, output.num_accepted or (), seconds)
+        accepted = output.num_accepted or ()
+        self.draft_length.observe(batch, output.num_drafted, accepted, seconds, plan.judged)
         return output
 
-    def _speculate(self, batch: Batch, num_draft_tokens: int) -> StepOutput:
-        """One draft and one verification. The host reads the device once."""
-        proposal = self.steps.draft(batch, num_draft_tokens, self.tree)
+    def _speculate(self, batch: Batch, count: int, proposed: Sequence[int]) -> StepOutput:
+        """One draft and one verification of `count` tokens, of which each row has `proposed` some.
+        The host reads the device once."""
+        proposal = self.steps.draft(batch, count, self.tree)
         verdict = self.steps.verify(batch, proposal)
         emitted = [row[1 : 2 + row[0]] for row in verdict]
-        return StepOutput(emitted, num_draft_tokens, [row[0] for row in verdict])
+        return StepOutput(emitted, count, [row[0] for row in verdict], list(proposed))
 
     def measure(self, batch: Batch) -> list[float]:
         """The seconds of a step of `batch` with 0, 1, 2, ... draft tokens. Changes nothing."""

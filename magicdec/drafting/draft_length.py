@@ -37,6 +37,7 @@ WINDOW = 32  # most steps between two decisions: a decision takes about 5 % of a
 MARGIN = 1.03  # predicted speedup needed to draft: the best of many predictions is too optimistic
 PROBE_COST = 0.005  # share of the time that may go into steps of the kind that was not chosen
 MIN_PROBE_STEPS = 32
+COST_UNIT = 10**4  # a cost of 1 as it is broadcast
 ALREADY = 10**9  # steps: more than are ever waited for
 
 
@@ -49,6 +50,10 @@ class DraftLength(ABC):
     """The numbers of tokens that a step may draft."""
     calibration_s: float | None = None
     """Seconds that `begin` has spent on measuring so far; None if it never measures."""
+
+    token_cost: float | None = None
+    """The time that each token of a draft takes, its verification included, in steps of decoding;
+    None if it is not known. The same on every rank."""
 
     def begin(self, batch: Batch, measure: Measure) -> None:
         """Prepare for decoding `batch`, in which some requests may have been running for a while.
@@ -64,10 +69,16 @@ class DraftLength(ABC):
         """The number of draft tokens of each row in the next step. The same on every rank."""
 
     def observe(
-        self, batch: Batch, num_drafted: int, accepted: Sequence[int], seconds: float
+        self,
+        batch: Batch,
+        num_drafted: int,
+        accepted: Sequence[int],
+        seconds: float,
+        judged: Sequence[int] | None = None,
     ) -> None:
         """A step, or a part of it, has drafted `num_drafted` tokens for each row of `batch`.
-        `accepted` is the number that each row accepted, empty if nothing was drafted."""
+        `accepted` is the number that each row accepted, empty if nothing was drafted. Only the
+        first `judged` of each row say what is accepted (default: all)."""
         return None
 
 
@@ -135,7 +146,8 @@ class AutoLength(DraftLength):
         if self._left == 0 or len(ids) != self._rows:
             self._rows, before = len(ids), (self._then, self._split)
             decision = upload(self.decide(batch), self.device)
-            count, self._then, *split = self.group.broadcast(decision, 0).tolist()
+            cost, count, self._then, *split = self.group.broadcast(decision, 0).tolist()
+            self.token_cost = cost / COST_UNIT
             self._split = dict(zip(ids, split, strict=True)) if any(split) else {}
             # After a change the next decision comes soon, because the change may be wrong.
             is_kept = before == (self._then, self._split)
@@ -147,9 +159,9 @@ class AutoLength(DraftLength):
         return [min(by_request.get(request, count), most) for request in ids]
 
     def decide(self, batch: Batch) -> list[int]:
-        """The number of draft tokens of the next step, of the steps after it, and what
-        `_split_rows` returns. Sometimes the next step is of the other kind (with or without
-        drafts), to measure it."""
+        """`token_cost` in whole numbers, the number of draft tokens of the next step, of the steps
+        after it, and what `_split_rows` returns. Sometimes the next step is of the other kind (with
+        or without drafts), to measure it."""
         self.times.settle()
         until_done = self.predict(batch)
         drafting = min(range(1, self.most + 1), key=lambda k: until_done[k])
@@ -164,7 +176,8 @@ class AutoLength(DraftLength):
         hope = max((k + 1) / s for k, s in enumerate(seconds))
         useful = best > 0 or hope * seconds[0] > MARGIN
         first = other if useful and self._since[other > 0] >= steps else best
-        return [first, best, *self._split_rows(batch, best, drafting)]
+        cost = (seconds[self.most] / seconds[0] - 1) / self.most
+        return [round(cost * COST_UNIT), first, best, *self._split_rows(batch, best, drafting)]
 
     def _split_rows(self, batch: Batch, best: int, count: int) -> list[int]:
         """The number of draft tokens of each row, `count` or 0; all 0, or none, if each row is to
@@ -188,15 +201,22 @@ class AutoLength(DraftLength):
         ]
 
     def observe(
-        self, batch: Batch, num_drafted: int, accepted: Sequence[int], seconds: float
+        self,
+        batch: Batch,
+        num_drafted: int,
+        accepted: Sequence[int],
+        seconds: float,
+        judged: Sequence[int] | None = None,
     ) -> None:
-        is_drafting = num_drafted > 0
+        is_drafting, judged = num_drafted > 0, judged or [num_drafted] * len(accepted)
+        if is_drafting and not any(judged):
+            return  # the time, too, is not that of such drafts
         self._since[not is_drafting] += 1
         self._since[is_drafting] = 0
         self.times.correct(len(batch.requests), num_drafted, seconds)
         requests = [r.request_id for r in batch.requests]
         if is_drafting:
-            self.acceptance.observe(requests, num_drafted, accepted)
+            self.acceptance.observe(requests, judged, accepted)
         elif self._split:
             self.acceptance.fade(requests)  # so that these rows are tried again
 

@@ -386,7 +386,7 @@ def test_rates_are_rates(steps: list[tuple[int, int, int]]) -> None:
     assert acceptance.rates() == pytest.approx([0.8] * 5)
     assert acceptance.rates(7) == acceptance.rates()
     for accepted, drafted, request in steps:
-        acceptance.observe([request], drafted, [min(accepted, drafted)])
+        acceptance.observe([request], [drafted], [min(accepted, drafted)])
     for request in (None, 0, 1, 2, 3):
         rates = acceptance.rates(request)
         assert all(0 < rate < 1 for rate in rates)
@@ -398,14 +398,14 @@ def test_rates_are_rates(steps: list[tuple[int, int, int]]) -> None:
 def test_a_position_is_judged_only_if_it_was_reached() -> None:
     acceptance = Acceptance(3)
     for _ in range(400):
-        acceptance.observe([0, 1], 2, [0, 1])  # half the first; none of the second; no third
+        acceptance.observe([0, 1], [2, 2], [0, 1])  # half the first; none of the second; no third
     assert acceptance.rates() == pytest.approx([0.48, 0.05, 0.38], abs=0.05)
 
 
 def test_rows_differ_and_are_forgotten() -> None:
     acceptance = Acceptance(3)
     for _ in range(100):
-        acceptance.observe([4, 9], 3, [3, 0])
+        acceptance.observe([4, 9], [3, 3], [3, 0])
     good, bad, mean = acceptance.rates(4)[0], acceptance.rates(9)[0], acceptance.rates()[0]
     assert bad < 0.7 * mean and good > 1.15 * mean
     acceptance.keep_rows(())
@@ -416,7 +416,7 @@ def test_what_is_old_counts_less() -> None:
     acceptance = Acceptance(1)
     for accepted in (0, 1):
         for _ in range(200):
-            acceptance.observe([0], 1, [accepted])
+            acceptance.observe([0], [1], [accepted])
     assert acceptance.rates()[0] > 0.9
 
 
