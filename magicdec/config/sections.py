@@ -148,7 +148,8 @@ class DecodingSection:
         None,
         "Draft tokens in each step, or in the depth of a microbatch of pipelined speculation; of "
         "prompt lookup the most. auto measures how many pay, and drafts none where none do. "
-        f"Default: {FIXED_DRAFT_TOKENS} of a model, and up to {MOST_LOOKUP_TOKENS} of a lookup.",
+        f"Default: {FIXED_DRAFT_TOKENS} of a model, up to {MOST_LOOKUP_TOKENS} of a lookup, and "
+        "auto with both.",
         "--gamma",
         words=("auto",),
         least=1,
@@ -215,18 +216,18 @@ class DecodingSection:
         return self._longest_chain(self.looks_up)
 
     @property
-    def settled(self) -> dict[str, int]:
-        """`num_draft_tokens`, where it is by default one number."""
-        has_two = self.looks_up and self.model_drafter is not None
-        is_settled = has_two or self.num_draft_tokens is not None
-        return {} if is_settled else {"num_draft_tokens": self._longest_chain(self.looks_up)}
+    def settled(self) -> int | str:
+        """`num_draft_tokens`, also if the user did not give it."""
+        if self.num_draft_tokens is not None:
+            return self.num_draft_tokens
+        if not self.looks_up:
+            return FIXED_DRAFT_TOKENS
+        return MOST_LOOKUP_TOKENS if self.model_drafter is None else "auto"
 
     def _longest_chain(self, is_looked_up: bool) -> int:
-        if isinstance(self.num_draft_tokens, int):
-            return self.num_draft_tokens
-        if is_looked_up:
-            return MOST_LOOKUP_TOKENS
-        return FIXED_DRAFT_TOKENS if self.num_draft_tokens is None else MOST_DRAFT_TOKENS
+        if isinstance(self.settled, int):
+            return self.settled
+        return MOST_LOOKUP_TOKENS if is_looked_up else MOST_DRAFT_TOKENS
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from magicdec.config.sections import DecodingSection
+from magicdec.config.sections import MOST_DRAFT_TOKENS, DecodingSection
 from magicdec.distributed.groups import Group
 from magicdec.drafting import forecast
 from magicdec.drafting.forecast import Acceptance, StepTimes, tokens_of_steps
@@ -176,7 +176,8 @@ class AutoLength(DraftLength):
         hope = max((k + 1) / s for k, s in enumerate(seconds))
         useful = best > 0 or hope * seconds[0] > MARGIN
         first = other if useful and self._since[other > 0] >= steps else best
-        cost = (seconds[self.most] / seconds[0] - 1) / self.most
+        few = min(self.most, MOST_DRAFT_TOKENS)
+        cost = (seconds[few] / seconds[0] - 1) / few
         return [round(cost * COST_UNIT), first, best, *self._split_rows(batch, best, drafting)]
 
     def _split_rows(self, batch: Batch, best: int, count: int) -> list[int]:
@@ -229,6 +230,6 @@ def make_draft_length(
     per_row: bool = False,
 ) -> DraftLength:
     """The draft length that `--gamma` asks for."""
-    if decoding.num_draft_tokens == "auto":
+    if decoding.settled == "auto":
         return AutoLength(decoding.most_draft_tokens, group, device, estimate, per_row)
     return FixedLength(decoding.num_draft_steps)

@@ -39,7 +39,8 @@ class MixedDrafter(Drafter):
         self.target, self.lookup, self.model = target, lookup, model
         self.draft_kv, self.can_capture = model.draft_kv, model.can_capture
         self.watch, self.watch_queries = model.watch, model.watch_queries
-        self.acceptance, self._most = Acceptance(most), most
+        self.acceptance = Acceptance(most)
+        self._choices: Sequence[int] = ()  # numbers of tokens that the model may be asked for
         self._requests: dict[int, tuple[Request, int, int]] = {}  # drafted by the model, by row
         self._uses_model, self._is_looked_up = True, dict[int, bool]()
         # For each row of the cache: whether its drafts are those of a lookup.
@@ -65,10 +66,11 @@ class MixedDrafter(Drafter):
             self._requests.pop(row, None)
 
     def lengths(self, choices: Sequence[int]) -> Sequence[int]:
+        self._choices = choices
         return sorted({*self.lookup.lengths(choices), *choices})
 
     def pendings(self, num_draft_tokens: int) -> Sequence[int]:
-        of_model = self.model.pending if num_draft_tokens <= self._most else ()
+        of_model = self.model.pending if num_draft_tokens in self._choices else ()
         return (LOOKUP_ALONE, *of_model)
 
     def plan(

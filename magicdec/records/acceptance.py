@@ -60,10 +60,10 @@ def verifications(samples: PassSamples) -> Iterator[tuple[int, int, int, int]]:
     """(prompt, draft tokens, accepted ones, emitted tokens) of each verification. A step has counts
     for the rows that still run, in order; a row runs until it has emitted all of its tokens."""
     first = 0
+    unpadded: list[list[list[int]]] = [[[]] * len(steps) for steps in samples.num_drafted]
     for lengths, *of_batch in zip(
-        samples.sequence_tokens, samples.num_drafted, samples.num_proposed, samples.num_accepted,
-        samples.num_emitted,
-        strict=False,
+        samples.sequence_tokens, samples.num_drafted, samples.num_proposed or unpadded,
+        samples.num_accepted, samples.num_emitted, strict=False,
     ):  # fmt: skip
         left = list(lengths)
         for longest, proposed, accepted, emitted in zip(*of_batch, strict=True):

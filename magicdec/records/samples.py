@@ -151,7 +151,7 @@ class PassSamples(SamplesRecord):
     @property
     def has_padding(self) -> bool:
         """Whether the drafter has proposed fewer tokens for a row than its step verified."""
-        steps = zip(chain(*self.num_drafted), chain(*self.num_proposed), strict=True)
+        steps = zip(chain(*self.num_drafted), chain(*self.num_proposed), strict=False)
         return any(number != most for most, numbers in steps for number in numbers)
 
     def begin_batch(self) -> None:

@@ -53,7 +53,7 @@ def method_of(config: dict[str, Any]) -> str:
     looked_up, plus, last = decoding["drafter"].rpartition("+")
     drafter = looked_up + plus + names.get(last, f"{last} draft")
     budget = "full KV" if kv["policy"] == FULL_KV_POLICY else f"{kv['policy']} {kv['budget']}"
-    tree, gamma = decoding.get("tree"), f"gamma {decoding['num_draft_tokens'] or 'by source'}"
+    tree, gamma = decoding.get("tree"), f"gamma {decoding['num_draft_tokens']}"
     if tree is not None:
         gamma = f"tree {tree} ({decoding['tree_nodes']} tokens)"
     return ", ".join([drafter, *([budget] if policy_of(config) else []), gamma])

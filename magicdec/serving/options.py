@@ -356,13 +356,12 @@ def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> N
             f"--gamma auto: --modes {fixed[0]} drafts a fixed number of tokens; name one"
         )
     rings = options.of_system(RING)
-    mixed = [each.name for each in options.of_system(SPECULATIVE) if each.is_drafting]
-    if mixed and options.draft.startswith(NGRAM_AND):
+    if fixed and options.draft.startswith(NGRAM_AND):
         raise ValueError(
-            f"--draft {options.draft}: --modes {mixed[0]} drafts from one source; choose self, "
-            f"{NGRAM} or model:NAME"
+            f"--draft {options.draft}: --modes {fixed[0]} drafts from one source; choose ngram or "
+            "model:NAME"
         )
-    if any(each.is_drafting for each in rings) and options.draft.endswith(SELF):
+    if any(each.is_drafting for each in rings) and options.draft == SELF:
         raise ValueError(
             f"--draft {SELF}: --modes ring{WITH_DRAFT} lacks layers to draft with on its first "
             "stage; choose ngram or model:NAME"

@@ -203,6 +203,7 @@ def check_seeds(
     return seen
 
 
+@pytest.mark.usefixtures("trusted_lookups")
 @pytest.mark.parametrize(
     "seeds", [range(3), pytest.param(range(3, 46), marks=pytest.mark.wide)], ids=["some", "many"]
 )
@@ -221,3 +222,8 @@ def test_each_request_emits_the_tokens_of_its_lone_run(
 def test_captured_steps_are_those_of_the_rows_that_run(policy: str) -> None:
     # In these schedules, rows get the blocks of a request that has left.
     check_seeds([9, 11], "self", KVSection(policy, 12, 4, window_size=5), records=True)
+
+
+@pytest.mark.usefixtures("trusted_lookups")
+def test_captured_steps_of_lookups_and_a_model() -> None:
+    check_seeds([9, 11], "ngram+self", KVSection("streaming_llm", 12, 4), records=True)

@@ -344,6 +344,7 @@ def test_resolve_leaves_no_auto_and_no_gap(config: RunConfig) -> None:
     resolved = resolve(config, Machine(num_cpus=8, world_size=2, local_world_size=2))
     open_ends = {
         ("decoding", "machine"),
+        ("decoding", "lookup_corpus"),
         ("decoding", "tree"),
         ("decoding", "tree_nodes"),
         ("output", "save_tokens"),
