@@ -75,7 +75,7 @@ def target_step(config: ResolvedConfig, model: ModelConfig) -> Step:
     if d.strategy == "autoregressive":
         decode = Read(1, 1, context, FULL, window)
         return _make_step("a decode forward", (decode,), config, model, num_ranks)
-    num_new, is_self = d.most_draft_tokens + 1, d.drafter == "self"
+    num_new, is_self = d.most_draft_tokens + 1, d.model_drafter == "self"
     watches = is_self and load_policy(config.kv.policy).needs_weights
     reads: tuple[Read, ...] = (Read(1, num_new, context, FULL, window, watches),)
     name = f"a verification of {num_new} tokens"
@@ -301,7 +301,7 @@ def _obstacle(
 ) -> str | None:
     """Why a backend cannot serve this run; None where it can."""
     dtype, longest = config.model.dtype, max_tokens(config)
-    is_self = config.decoding.drafter == "self"
+    is_self = config.decoding.model_drafter == "self"
     needs_weights = is_self and policy_called(config.kv.policy).needs_weights
     obstacles = {
         "it rounds scores to bfloat16, too coarse for ALiBi": (

@@ -37,7 +37,7 @@ from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.model_checks import check_fits
 from magicdec.setup.prepare import SetupCache, find, find_tokenizer
 
-DRAFTERS = (None, "self", "ngram")  # those that need no second model
+DRAFTERS = (None, "self", "ngram", "ngram+self")  # those that need no second model
 MOST_CHUNK = 2048  # prompt tokens of a forward at most, which bounds its memory
 
 
@@ -45,11 +45,11 @@ class LLM:
     """Loads `model` and decodes up to `max_concurrency` requests together, of at most `max_tokens`
     tokens each, prompt included.
 
-    `drafter` (self or ngram; None: no speculation) drafts `num_draft_tokens` tokens a step, or as
-    many as pay with "auto"; with self it reads what `kv` shows. A request asks for at most
-    `max_new_tokens` (default: as many as fit in a row), which bounds what a policy copies. The KV
-    cache holds `cache_tokens` tokens of all requests together (default: enough for all of them at
-    full length), in blocks of `block_tokens`. A step prefills at most `prefill_tokens` tokens of
+    `drafter` (self, ngram or ngram+self; None: no speculation) drafts `num_draft_tokens` tokens a
+    step, or as many as pay with "auto"; with self it reads what `kv` shows. A request asks for at
+    most `max_new_tokens` (default: as many as fit in a row), which bounds what a policy copies. The
+    KV cache holds `cache_tokens` tokens of all requests together (default: enough for all of them
+    at full length), in blocks of `block_tokens`. A step prefills at most `prefill_tokens` tokens of
     prompts. Requests are admitted in the order in which they were submitted.
 
     Raises ValueError, in one line, for values that cannot be served.
@@ -59,7 +59,7 @@ class LLM:
         self,
         model: str = "demo",
         drafter: str | None = None,
-        num_draft_tokens: int | str = 4,
+        num_draft_tokens: int | str | None = None,
         kv: KVSection = KVSection(),
         dtype: str = "auto",
         max_tokens: int = 2048,
@@ -108,7 +108,7 @@ class LLM:
             cache_tokens=cache_tokens,
         )  # fmt: skip
         runner = make_runner(plan, run.source, group, models)
-        if drafter == "self":
+        if run_config.decoding.model_drafter == "self":
             keep_queries(runner, config.kv)
         recorder: Recorder = CudaGraphs(device) if config.decoding.cuda_graphs == "on" else Eager()
         setup = Setup(runner, config.decoding, config.kv, recorder=recorder, is_in_flight=True)

@@ -43,7 +43,10 @@ DRAFTERS = {
     "self": "magicdec.drafting.self_drafter:SelfDrafter",
     "model": "magicdec.drafting.model_drafter:ModelDrafter",
     "ngram": "magicdec.drafting.ngram:NgramDrafter",
+    "ngram+self": "magicdec.drafting.mixed:MixedDrafter",
+    "ngram+model": "magicdec.drafting.mixed:MixedDrafter",
 }
+NGRAM_AND = "ngram+"  # a drafter that looks up first, and after which the other one is named
 # When the requests of a serving workload arrive.
 ARRIVALS = {
     "burst": "magicdec.workload.request_shapes:burst",

@@ -139,11 +139,13 @@ class Batch:
 class StepOutput:
     """The tokens that a step emitted for each request of its batch, in order. `num_drafted` is the
     number of draft tokens for each request, or the largest if they differ, or the depth
-    of the tree. `num_accepted` is None if nothing was drafted."""
+    of the tree, padding included. `num_proposed` are those of each request without padding, and
+    `num_accepted` those that it accepted; both are None if nothing was drafted."""
 
     token_ids: list[list[int]]
     num_drafted: int = 0
     num_accepted: list[int] | None = None
+    num_proposed: list[int] | None = None
     emitted_s: list[float] | None = None  # prefill only: time of each request's first token
 
     @property

@@ -93,9 +93,10 @@ class Noting:
 
     def step(self, batch: Batch) -> StepOutput:
         output = self.strategy.step(batch)
-        for request, count in zip(batch.requests, output.num_accepted or (), strict=False):
-            self.way.drafted[request.request_id] += output.num_drafted
-            self.way.accepted[request.request_id] += count
+        judged = zip(output.num_proposed or (), output.num_accepted or (), strict=True)
+        for request, (drafted, count) in zip(batch.requests, judged, strict=False):
+            self.way.drafted[request.request_id] += drafted
+            self.way.accepted[request.request_id] += min(count, drafted)
         return output
 
 

@@ -13,6 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -38,6 +39,7 @@ from magicdec.decoding.recorder import Eager, Recorder
 from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.drafting import mixed, ngram, suffix_index
 from magicdec.drafting.drafter import DraftModel
 from magicdec.drafting.policies.policy import keep_queries, make_policy, standalone_kv_dtype
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
@@ -51,7 +53,7 @@ from magicdec.model.config import ModelConfig
 from magicdec.model.elementwise.native import NativeElementwise
 from magicdec.model.families.hf_config import to_hf_config
 from magicdec.model.transformer import Transformer
-from magicdec.names import DRAFTERS, KV_POLICIES
+from magicdec.names import DRAFTERS, KV_POLICIES, NGRAM_AND
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
@@ -283,10 +285,31 @@ def decode_both(
     return baseline, outputs[-1], [a for a in accepted if a]
 
 
+def trust_lookups() -> None:
+    """From now on all lookups are believed and cost nothing, so that they draft often and are
+    often wrong."""
+    suffix_index.PRIORS = (0.95,) * len(suffix_index.PRIORS)
+    suffix_index.PRIOR_WEIGHT = suffix_index.TEXT_WEIGHT = 1e9
+    for module in (ngram, mixed):
+        module.TOKEN_COST, module.STEP_COST = 0.001, 0.0
+
+
+@pytest.fixture
+def trusted_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `trust_lookups`, in one test."""
+    for module, name in product(
+        (suffix_index, ngram, mixed),
+        ("PRIORS", "PRIOR_WEIGHT", "TEXT_WEIGHT", "TOKEN_COST", "STEP_COST"),
+    ):
+        if hasattr(module, name):
+            monkeypatch.setattr(module, name, getattr(module, name))
+    trust_lookups()
+
+
 def refusal(drafter: str, kv: KVSection) -> str | None:
     """What `config` tells a run of the two; None where it is served."""
-    draft = DraftSection() if drafter == "model" else None
-    config = RunConfig(draft=draft, kv=kv, decoding=DecodingSection("speculative", drafter))
+    draft = DraftSection() if drafter.endswith("model") else None
+    config = RunConfig(draft=draft, kv=kv, decoding=DecodingSection("speculative", drafter, 4))
     try:
         config.check(world_size=1)
     except ValueError as error:
@@ -295,9 +318,10 @@ def refusal(drafter: str, kv: KVSection) -> str | None:
 
 
 def served_pairs() -> set[tuple[str, str | None]]:
-    """Every drafter under every KV policy that a run may name; prompt lookup, which reads no cache,
-    once, under None."""
-    pairs = {(d, p) for d in DRAFTERS for p in KV_POLICIES if refusal(d, KVSection(p)) is None}
+    """Every drafter of one source under every KV policy that a run may name; prompt lookup, which
+    reads no cache, once, under None."""
+    single = [drafter for drafter in DRAFTERS if not drafter.startswith(NGRAM_AND)]
+    pairs = {(d, p) for d in single for p in KV_POLICIES if refusal(d, KVSection(p)) is None}
     return {(d, None if d == "ngram" else p) for d, p in pairs}
 
 

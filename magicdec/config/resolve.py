@@ -67,7 +67,7 @@ def resolve(
     elementwise = choose_elementwise(config.model.elementwise, device, dtype, linear, machine)
     layer_by_layer = Choice("off")  # until all parts of a forward are known
     model = ResolvedModel(config.model.model, dtype, linear, elementwise, layer_by_layer, weights)
-    if config.decoding.drafter == "self":
+    if config.decoding.model_drafter == "self":
         check_returns_weights(backend, kv.policy)
     draft, drafting, size = None, backend, head_dim
     if config.draft is not None:
@@ -80,6 +80,7 @@ def resolve(
             layer_by_layer,
             choose_weights("--draft_dtype", config.draft.draft_dtype, dtype),
         )
+    gamma = config.decoding.settled
     lengths = {"gen_len": config.workload.num_new_tokens, "max_len": None}
     draft_kv = choose_draft_kv(kv.draft_kv_dtype, dtype, drafting, machine, size)
     resolved = ResolvedConfig(
@@ -89,7 +90,7 @@ def resolve(
         parallel=parallel,
         kv=dataclasses.replace(kv, draft_kv_dtype=draft_kv),
         attention=ResolvedAttention(backend, config.attention.prefill_chunk),
-        decoding=ResolvedDecoding(**vars(config.decoding)),
+        decoding=ResolvedDecoding(**vars(config.decoding) | {"num_draft_tokens": gamma}),
         sampling=config.sampling,
         workload=ResolvedWorkload(**vars(config.workload) | lengths),
         output=config.output,

@@ -31,9 +31,10 @@ from magicdec.config.sections import (
 )
 from magicdec.config.setting import check_values
 from magicdec.config.threads import check_threads
-from magicdec.names import BASELINE
+from magicdec.names import BASELINE, NGRAM_AND
 
-DRAFTS = (SELF, f"{MODEL_PREFIX}NAME", NGRAM, NONE)
+MODEL = f"{MODEL_PREFIX}NAME"
+DRAFTS = (SELF, MODEL, NGRAM, NGRAM_AND + SELF, NGRAM_AND + MODEL, NONE)
 
 
 @dataclass(frozen=True)
@@ -51,11 +52,14 @@ class RunConfig:
     def with_draft(self, draft: str, choices: Sequence[str] = DRAFTS) -> RunConfig:
         """This config with what `--draft` names. A draft model has the settings of `self.draft`.
         Raises ValueError for another text than the `choices`."""
-        name = draft.removeprefix(MODEL_PREFIX)
-        is_named = bool(name) and name != draft
-        if (f"{MODEL_PREFIX}NAME" if is_named else draft) not in choices:
+        before, prefix, name = draft.partition(MODEL_PREFIX)
+        is_named = bool(prefix and name)
+        if (f"{before}{MODEL}" if is_named else draft) not in choices:
+            first, _, second = draft.partition("+")
+            if first and first == second:
+                raise ValueError(f"--draft {draft} names one source twice; give {first}")
             raise ValueError(f"--draft {draft} is not known; choose from {', '.join(choices)}")
-        drafter = "model" if is_named else draft
+        drafter = f"{before}model" if is_named else draft
         decoding = replace(
             self.decoding,
             strategy=BASELINE if draft == NONE else "speculative",
@@ -82,12 +86,12 @@ class RunConfig:
         if self.draft is not None:
             check_rank_group("--draft_ranks", self.draft.rank_group, world_size, is_target=False)
             check_standalone(policy)
-        check_draft_kv(kv.draft_kv_dtype, d.drafter, policy)
+        check_draft_kv(kv.draft_kv_dtype, d.model_drafter, policy)
 
     def _refusals(self) -> list[tuple[bool, str]]:
         """What settings must not do together: whether they do, and what to say then."""
         d, drafter, has_draft = self.decoding, self.decoding.drafter, self.draft is not None
-        has_tree, is_auto = d.tree is not None, d.num_draft_tokens == "auto"
+        has_tree, is_auto = d.tree is not None, d.settled == "auto"
         tree, pa = f"--tree {d.tree}", f"--pa {d.pa}"
         return [
             (
@@ -98,15 +102,15 @@ class RunConfig:
             (
                 d.machine is not None and not is_auto,
                 f"--machine {d.machine} is for --gamma auto, which predicts step times from it; "
-                f"--gamma is {d.num_draft_tokens}",
+                f"--gamma is {d.settled}",
             ),
             (
                 has_tree and is_auto,
                 f"{tree} and --gamma auto: auto chooses among chains; give one of them",
             ),
             (
-                has_tree and drafter == "ngram",
-                f"{tree} --drafter ngram: prompt lookup drafts chains; choose self or model",
+                has_tree and d.looks_up,
+                f"{tree} --drafter {drafter}: prompt lookup drafts chains; choose self or model",
             ),
             (
                 has_tree and d.most_draft_tokens > MOST_TREE_NODES,
@@ -115,15 +119,16 @@ class RunConfig:
             ),
             (has_tree and d.pa is not None, f"{tree} and {pa}: only chains stop; give one of them"),
             (
-                drafter == "ngram" and d.pa is not None,
-                f"{pa} --drafter ngram: prompt lookup knows no probabilities; choose self or model",
+                d.looks_up and d.pa is not None,
+                f"{pa} --drafter {drafter}: prompt lookup ends where its own evidence does; choose "
+                "self or model",
             ),
             (
-                drafter == "model" and not has_draft,
-                "--drafter model: no draft is named here; that is longspec",
+                d.model_drafter == "model" and not has_draft,
+                f"--drafter {drafter}: no draft is named here; that is longspec",
             ),
             (
-                drafter != "model" and has_draft,
+                d.model_drafter != "model" and has_draft,
                 f"--drafter {drafter}: the draft --model would do nothing; choose model, or run "
                 "selfspec",
             ),

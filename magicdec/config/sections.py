@@ -25,6 +25,7 @@ from magicdec.names import (
     ELEMENTWISE_ON_CUDA,
     KV_POLICIES,
     LINEARS,
+    NGRAM_AND,
     PORTABLE_ELEMENTWISE,
     WEIGHT_DTYPES,
 )
@@ -32,7 +33,11 @@ from magicdec.names import (
 SELF, NGRAM, NONE = "self", "ngram", "none"
 MODEL_PREFIX = "model:"
 DEFAULT_GEN_LEN = 64
+FIXED_DRAFT_TOKENS = 4  # what a model drafts without `--gamma`
 MOST_DRAFT_TOKENS = 8  # the largest number that `--gamma auto` may choose
+# What a lookup proposes at most without a number in `--gamma`: with the newest token that is a
+# verification of 32, from which number on tile registers serve attention.
+MOST_LOOKUP_TOKENS = 31
 MOST_TREE_NODES = 255  # draft tokens of a tree
 PROBABILITY = {"least": 0, "most": 1}
 
@@ -140,13 +145,16 @@ class AttentionSection:
 class DecodingSection:
     strategy: str = "autoregressive"
     drafter: str | None = setting(None, "What proposes draft tokens.", choices=tuple(DRAFTERS))
-    num_draft_tokens: int | str = setting(
-        4,
-        "Draft tokens in each step, or in the depth of a microbatch of pipelined speculation. auto "
-        "measures how many pay, and drafts none where none do.",
+    num_draft_tokens: int | str | None = setting(
+        None,
+        "Draft tokens in each step, or in the depth of a microbatch of pipelined speculation; of "
+        "prompt lookup the most. auto measures how many pay, and drafts none where none do. "
+        f"Default: {FIXED_DRAFT_TOKENS} of a model, up to {MOST_LOOKUP_TOKENS} of a lookup, and "
+        "auto with both.",
         "--gamma",
         words=("auto",),
         least=1,
+        other_defaults=f"{FIXED_DRAFT_TOKENS} in advise and in pipelined speculation",
     )
     tree: str | None = setting(
         None,
@@ -176,6 +184,22 @@ class DecodingSection:
     baseline: bool = setting(
         True, "Skip the autoregressive baseline and the check against it.", "--no_baseline"
     )
+    lookup_corpus: str | None = setting(
+        None,
+        "Prompt lookup also searches this file: text as --dataset takes it, or the .jsonl that "
+        "--save_tokens wrote in runs of a model with the same tokenizer.",
+        metavar="FILE",
+    )
+
+    @property
+    def looks_up(self) -> bool:
+        return (self.drafter or "").startswith(NGRAM)
+
+    @property
+    def model_drafter(self) -> str | None:
+        """Which model drafts, also beside prompt lookup: self or model; None: none does."""
+        name = (self.drafter or "").removeprefix(NGRAM_AND)
+        return None if name in ("", NGRAM) else name
 
     @property
     def tree_shape(self) -> TreeShape | None:
@@ -187,16 +211,30 @@ class DecodingSection:
         """The largest number of draft forwards in a step, and of draft tokens that a row accepts
         in it."""
         shape = self.tree_shape
-        return self.most_draft_tokens if shape is None else shape.depth
+        if shape is not None:
+            return shape.depth
+        return self._longest_chain(self.looks_up and self.model_drafter is None)
 
     @property
     def most_draft_tokens(self) -> int:
         """The largest number of tokens that a step may draft for a row, and append to it."""
         if self.tree_shape is not None:
             return self.tree_shape.num_nodes
-        if isinstance(self.num_draft_tokens, int):
+        return self._longest_chain(self.looks_up)
+
+    @property
+    def settled(self) -> int | str:
+        """`num_draft_tokens`, also if the user did not give it."""
+        if self.num_draft_tokens is not None:
             return self.num_draft_tokens
-        return MOST_DRAFT_TOKENS
+        if not self.looks_up:
+            return FIXED_DRAFT_TOKENS
+        return MOST_LOOKUP_TOKENS if self.model_drafter is None else "auto"
+
+    def _longest_chain(self, is_looked_up: bool) -> int:
+        if isinstance(self.settled, int):
+            return self.settled
+        return MOST_LOOKUP_TOKENS if is_looked_up else MOST_DRAFT_TOKENS
 
 
 @dataclass(frozen=True)
@@ -391,10 +429,11 @@ class DraftChoice:
         "self",
         "What proposes draft tokens: self (the model itself, with a small part of its KV cache), "
         "model:NAME (a smaller model, named as --model is), ngram (text of the prompt and the "
-        "output), or none. Commands that serve requests serve them without drafts too.",
+        "output), ngram+self or ngram+model:NAME (a lookup where it promises more, else the "
+        "model), or none. Commands that serve requests serve them without drafts too.",
         metavar="DRAFT",
         other_defaults="none in serve, inflight, recurrent and gate save, model:demo-draft in "
-        "pipeline, self ngram in advise",
+        "pipeline, self ngram ngram+self in advise",
     )
 
 

@@ -57,11 +57,14 @@ class CapturedSteps(Steps):
         if list(map(id, before)) != list(map(id, self._runners)):
             self._captured.clear()
         self._take_captured(batch)
-        for count in draft_lengths:
+        for count in self._lengths:
             self._work("verify", count, 0)
             if count and self.drafter is not None and self._captures_drafts:
-                for pending in self.drafter.pending:
+                for pending in self.drafter.pendings(count):
                     self._work("draft", count, pending)
+
+    def padded(self, num_draft_tokens: int) -> int:
+        return min(count for count in self._lengths if count >= num_draft_tokens)
 
     def release(self, rows: Sequence[int]) -> None:
         """Unless others may join the batch, its rows keep their memory, because they are computed

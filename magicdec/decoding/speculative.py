@@ -18,7 +18,7 @@ from magicdec.decoding.captured_steps import CapturedSteps
 from magicdec.decoding.steps import Steps
 from magicdec.decoding.strategy import Setup
 from magicdec.drafting.draft_length import DraftLength, FixedLength, make_draft_length
-from magicdec.drafting.drafter import Drafter, make_drafter
+from magicdec.drafting.drafter import Drafter, DraftPlan, make_drafter
 from magicdec.request import Batch, Request, StepOutput
 from magicdec.runner import ModelRunner
 
@@ -58,7 +58,8 @@ class Speculative:
         lengths = self.draft_length.lengths(batch)
         if len(set(lengths)) == 1:
             return self._step(batch, lengths[0])
-        tokens, accepted, most = dict[Request, list[int]](), dict[Request, int](), 0
+        tokens, accepted = dict[Request, list[int]](), dict[Request, int]()
+        proposed, most = dict[Request, int](), 0
         for count in sorted(set(lengths)):
             pairs = zip(batch.requests, lengths, strict=True)
             group = Batch(tuple(request for request, length in pairs if length == count))
@@ -67,27 +68,41 @@ class Speculative:
             tokens |= zip(group.requests, output.token_ids, strict=True)
             if output.num_accepted is not None:
                 accepted |= zip(group.requests, output.num_accepted, strict=True)
+            if output.num_proposed is not None:
+                proposed |= zip(group.requests, output.num_proposed, strict=True)
+            most = max(most, output.num_drafted)
         return StepOutput(
             [tokens[request] for request in batch.requests], most,
             [accepted.get(request, 0) for request in batch.requests],
+            [proposed.get(request, 0) for request in batch.requests],
         )  # fmt: skip
 
     def _step(self, batch: Batch, count: int) -> StepOutput:
         started = time.perf_counter()
-        output = self._speculate(batch, count) if count else StepOutput(self.steps.decode(batch))
+        plan = DraftPlan((), ())
+        if self.drafter is not None:
+            plan = self.drafter.plan(batch.requests, count, self.draft_length.token_cost)
+        if plan.longest == 0:
+            output = StepOutput(self.steps.decode(batch))
+        else:
+            output = self._speculate(batch, self.steps.padded(plan.longest), plan.counts)
         seconds = time.perf_counter() - started
         accepted = output.num_accepted or ()
-        self.draft_length.observe(batch, output.num_drafted, accepted, seconds)
+        self.draft_length.observe(batch, output.num_drafted, accepted, seconds, plan.judged)
         return output
 
-    def _speculate(self, batch: Batch, num_draft_tokens: int) -> StepOutput:
-        """One draft, which may have fewer tokens, and one verification. Nothing drafted is a plain
-        decode."""
-        proposal = self.steps.draft(batch, num_draft_tokens, self.tree)
+    def _speculate(self, batch: Batch, count: int, proposed: Sequence[int]) -> StepOutput:
+        """One draft and one verification of `count` tokens, or of fewer if the draft ends before.
+        Each row has `proposed` some of them. Nothing drafted is a plain decode."""
+        proposal = self.steps.draft(batch, count, self.tree)
         verdict = self.steps.verify(batch, proposal)
         emitted = [row[1 : 2 + row[0]] for row in verdict]
-        count = proposal.ids.shape[1] if self.tree is None else num_draft_tokens
-        return StepOutput(emitted, count, [row[0] for row in verdict] if count else None)
+        if self.tree is None:
+            count = proposal.ids.shape[1]
+        if count == 0:
+            return StepOutput(emitted)
+        accepted = [row[0] for row in verdict]
+        return StepOutput(emitted, count, accepted, [min(count, each) for each in proposed])
 
     def measure(self, batch: Batch) -> list[float]:
         """The seconds of a step of `batch` with 0, 1, 2, ... draft tokens. Changes nothing."""

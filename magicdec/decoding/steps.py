@@ -48,6 +48,10 @@ class Steps:
         else:
             self._load(batch)
 
+    def padded(self, num_draft_tokens: int) -> int:
+        """The number of draft tokens of a step that has so many at least."""
+        return num_draft_tokens
+
     def release(self, rows: Sequence[int]) -> None:
         """The requests in `rows` have left the batch."""
         if self.drafter is not None:
@@ -92,7 +96,10 @@ class Steps:
         """The models that choose tokens. A drafter may have made a new runner since the last
         call."""
         draft_kv = None if self.drafter is None else self.drafter.draft_kv
-        self._runners, self._most = [self.runner], max(draft_lengths)
+        self._lengths = draft_lengths
+        if self.drafter is not None:
+            self._lengths = self.drafter.lengths(draft_lengths)
+        self._runners, self._most = [self.runner], max(self._lengths)
         if draft_kv is not None and draft_kv.runner is not self.runner:
             self._runners.append(draft_kv.runner)
         self._vocab_size = max(r.model.config.vocab_size for r in self._runners)

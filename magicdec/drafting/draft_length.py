@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from magicdec.config.sections import DecodingSection
+from magicdec.config.sections import MOST_DRAFT_TOKENS, DecodingSection
 from magicdec.distributed.groups import Group
 from magicdec.drafting import forecast
 from magicdec.drafting.forecast import Acceptance, ChainLengths, StepTimes, tokens_of_steps
@@ -37,6 +37,7 @@ WINDOW = 32  # most steps between two decisions: a decision takes about 5 % of a
 MARGIN = 1.03  # predicted speedup needed to draft: the best of many predictions is too optimistic
 PROBE_COST = 0.005  # share of the time that may go into steps of the kind that was not chosen
 MIN_PROBE_STEPS = 32
+COST_UNIT = 10**4  # a cost of 1 as it is broadcast
 ALREADY = 10**9  # steps: more than are ever waited for
 
 
@@ -49,6 +50,10 @@ class DraftLength(ABC):
     """The numbers of tokens that a step may draft."""
     calibration_s: float | None = None
     """Seconds that `begin` has spent on measuring so far; None if it never measures."""
+
+    token_cost: float | None = None
+    """The time that each token of a draft takes, its verification included, in steps of decoding;
+    None if it is not known. The same on every rank."""
 
     def begin(self, batch: Batch, measure: Measure) -> None:
         """Prepare for decoding `batch`, in which some requests may have been running for a while.
@@ -64,11 +69,17 @@ class DraftLength(ABC):
         """The number of draft tokens of each row in the next step. The same on every rank."""
 
     def observe(
-        self, batch: Batch, num_drafted: int, accepted: Sequence[int], seconds: float
+        self,
+        batch: Batch,
+        num_drafted: int,
+        accepted: Sequence[int],
+        seconds: float,
+        judged: Sequence[int],
     ) -> None:
         """A step, or a part of it, has drafted `num_drafted` tokens for each row of `batch`, which
         may be fewer than `lengths` said. `accepted` is the number that each row accepted, empty if
-        nothing was drafted."""
+        nothing was drafted. `judged` are the tokens of each row that say what is accepted: those
+        that were asked of a model, also if it drafted fewer."""
         return None
 
 
@@ -103,7 +114,6 @@ class AutoLength(DraftLength):
         # Acceptance of the tokens that were asked for, whether they were drafted or not: it does
         # not depend on the draft length, while that of drafted tokens would be of confident ones.
         self.acceptance, self.chains = Acceptance(most), ChainLengths(most)
-        self._asked: dict[int, int] = {}  # draft tokens of the last step, by request
         self.calibration_s: float = 0.0
         # By the rows in powers of 2, and the context in powers of sqrt(2).
         self._times: dict[tuple[int, int], StepTimes] = {}
@@ -139,7 +149,8 @@ class AutoLength(DraftLength):
         if self._left == 0 or len(ids) != self._rows:
             self._rows, before = len(ids), (self._then, self._split)
             decision = upload(self.decide(batch), self.device)
-            count, self._then, *split = self.group.broadcast(decision, 0).tolist()
+            cost, count, self._then, *split = self.group.broadcast(decision, 0).tolist()
+            self.token_cost = cost / COST_UNIT
             self._split = dict(zip(ids, split, strict=True)) if any(split) else {}
             # After a change the next decision comes soon, because the change may be wrong.
             is_kept = before == (self._then, self._split)
@@ -148,13 +159,12 @@ class AutoLength(DraftLength):
         # A step with g drafts may emit g + 1 tokens: no more than the longest row still wants.
         most = max(r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests) - 1
         by_request = self._split if count == self._then else {}
-        self._asked = {request: min(by_request.get(request, count), most) for request in ids}
-        return [*self._asked.values()]
+        return [min(by_request.get(request, count), most) for request in ids]
 
     def decide(self, batch: Batch) -> list[int]:
-        """The number of draft tokens of the next step, of the steps after it, and what
-        `_split_rows` returns. Sometimes the next step is of the other kind (with or without
-        drafts), to measure it."""
+        """`token_cost` in whole numbers, the number of draft tokens of the next step, of the steps
+        after it, and what `_split_rows` returns. Sometimes the next step is of the other kind (with
+        or without drafts), to measure it."""
         self.times.settle()
         until_done = self.predict(batch)
         drafting = min(range(1, self.most + 1), key=lambda k: until_done[k])
@@ -169,7 +179,9 @@ class AutoLength(DraftLength):
         hope = max((k + 1) / self.times(rows, k) for k in range(self.most + 1))
         useful = best > 0 or hope * seconds[0] > MARGIN
         first = other if useful and self._since[other > 0] >= steps else best
-        return [first, best, *self._split_rows(batch, best, drafting)]
+        few = min(self.most, MOST_DRAFT_TOKENS)
+        cost = (seconds[few] / seconds[0] - 1) / few
+        return [round(cost * COST_UNIT), first, best, *self._split_rows(batch, best, drafting)]
 
     def _split_rows(self, batch: Batch, best: int, count: int) -> list[int]:
         """The number of draft tokens of each row, `count` or 0; all 0, or none, if each row is to
@@ -197,17 +209,23 @@ class AutoLength(DraftLength):
         return self.chains.mean(asked, partial(self.times, rows))
 
     def observe(
-        self, batch: Batch, num_drafted: int, accepted: Sequence[int], seconds: float
+        self,
+        batch: Batch,
+        num_drafted: int,
+        accepted: Sequence[int],
+        seconds: float,
+        judged: Sequence[int],
     ) -> None:
-        asked = self._asked[batch.requests[0].request_id]
-        is_drafting = asked > 0
+        is_drafting = any(judged)
+        if num_drafted > 0 and not is_drafting:
+            return  # the time, too, is not that of such drafts
         self._since[not is_drafting] += 1
         self._since[is_drafting] = 0
         self.times.correct(len(batch.requests), num_drafted, seconds)
         requests = [r.request_id for r in batch.requests]
         if is_drafting:
-            self.chains.observe(asked, num_drafted)
-            self.acceptance.observe(requests, asked, accepted or [0] * len(requests))
+            self.chains.observe(max(judged), num_drafted)
+            self.acceptance.observe(requests, judged, accepted or [0] * len(requests))
         elif self._split:
             self.acceptance.fade(requests)  # so that these rows are tried again
 
@@ -220,6 +238,6 @@ def make_draft_length(
     per_row: bool = False,
 ) -> DraftLength:
     """The draft length that `--gamma` asks for."""
-    if decoding.num_draft_tokens == "auto":
+    if decoding.settled == "auto":
         return AutoLength(decoding.most_draft_tokens, group, device, estimate, per_row)
     return FixedLength(decoding.num_draft_steps)

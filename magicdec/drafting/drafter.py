@@ -37,17 +37,35 @@ class DraftModel:
 
 
 @dataclass(frozen=True)
+class DraftPlan:
+    """What the next draft of some rows will be. `counts` are the tokens of each row that the
+    drafter proposes. A row with fewer than the longest is padded, and if there are none the step is
+    one of plain decoding. `judged` are those among them that tell how good the model is which
+    drafts on `--gamma`'s account."""
+
+    counts: Sequence[int]
+    judged: Sequence[int]
+
+    @property
+    def longest(self) -> int:
+        return max(self.counts, default=0)
+
+
+@dataclass(frozen=True)
 class DraftSetup:
-    """What a drafter is built from: the runner that holds the target, and its sections."""
+    """What a drafter is built from: the runner that holds the target, and its sections. `corpus`
+    are tokens in which prompt lookup searches beside the text."""
 
     runner: ModelRunner
     decoding: DecodingSection
     kv: KVSection
     draft: DraftModel | None = None
+    corpus: Sequence[int] = ()
 
 
 class Drafter(ABC):
-    """A request is admitted (`admit`), takes part in steps (`prepare`, `propose`, `commit`) and is
+    """A request is admitted (`admit`), takes part in steps (`plan`, `prepare`, `propose`, `commit`;
+    the first two with the same requests) and is
     released when it has ended (`release`). Requests of one batch may start and end at different
     times. A drafter without work at one of these calls leaves it as it is here."""
 
@@ -65,8 +83,7 @@ class Drafter(ABC):
     pa: float = 0.0
     """A chain of drafts stops when its best candidate is less probable than this."""
     pending: Sequence[int] = (1,)
-    """The numbers that `prepare` may return. With captured steps, each of them is captured as a
-    step of its own. The same on every rank."""
+    """The numbers that `prepare` may return. The same on every rank."""
 
     @classmethod
     @abstractmethod
@@ -75,6 +92,24 @@ class Drafter(ABC):
     def admit(self, requests: Sequence[Request]) -> None:  # noqa: B027
         """Prepare for `requests`, whose prompts are in the target's cache. This is recorded as
         `begin_ms`, not as decode time."""
+
+    def lengths(self, choices: Sequence[int]) -> Sequence[int]:
+        """The numbers of draft tokens of captured steps, if `choices` may be asked for. Steps with
+        another number are padded."""
+        return choices
+
+    def pendings(self, num_draft_tokens: int) -> Sequence[int]:
+        """Those of `pending` with which so many tokens may be drafted. With captured steps, each of
+        them is captured as a step of its own."""
+        return self.pending
+
+    def plan(
+        self, requests: Sequence[Request], num_draft_tokens: int, token_cost: float | None = None
+    ) -> DraftPlan:
+        """Decide on the next draft, where `num_draft_tokens` are asked for. `token_cost` is the
+        time of each, in decode steps; None if it is not known. The same on every rank."""
+        counts = [num_draft_tokens] * len(requests)
+        return DraftPlan(counts, counts)
 
     def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
         """The host phase before a draft: the work that needs lengths or tokens on the host. Returns

@@ -33,12 +33,17 @@ class Acceptance:
         """Forget all requests but these. The rates of the positions stay."""
         self._rows = {r: counts for r, counts in self._rows.items() if r in requests}
 
-    def observe(self, requests: Sequence[int], num_drafted: int, accepted: Sequence[int]) -> None:
+    def observe(
+        self, requests: Sequence[int], drafted: Sequence[int], accepted: Sequence[int]
+    ) -> None:
+        """For each of `requests` so many tokens were drafted, and it accepted so many. What it has
+        accepted of their padding is not counted."""
         rates = self.rates()
         self.judged = [KEEP * n for n in self.judged]
         self.accepted = [KEEP * n for n in self.accepted]
-        for request, count in zip(requests, accepted, strict=True):
-            reached = min(count + 1, num_drafted)
+        for request, most, number in zip(requests, drafted, accepted, strict=True):
+            count = min(number, most)
+            reached = min(count + 1, most)
             for k in range(reached):
                 self.judged[k] += 1
                 self.accepted[k] += k < count

@@ -1,7 +1,5 @@
-"""Prompt lookup: finds the longest earlier occurrence of the newest tokens, in the prompt or the
-output, and drafts the tokens that followed it. It needs no model and no cache.
-
-Source: Saxena 2023 (prompt lookup decoding); LLMA (Yang et al. 2023).
+"""Prompt lookup: drafts what followed the newest tokens where they occurred before, in the prompt,
+the output or a corpus. It needs no model and no cache, and drafts nothing without evidence.
 """
 
 from __future__ import annotations
@@ -12,97 +10,82 @@ import torch
 
 from magicdec.config.tree_shape import TreeShape
 from magicdec.device_batch import DeviceBatch
-from magicdec.drafting.draft_kv import AcceptedPath
-from magicdec.drafting.drafter import Drafter, DraftSetup
-from magicdec.kv.cache import BatchRows, Lengths, upload
+from magicdec.drafting.drafter import Drafter, DraftPlan, DraftSetup
+from magicdec.drafting.suffix_index import Lookup, Rates, SuffixIndex
+from magicdec.kv.cache import upload
 from magicdec.request import Request
 from magicdec.sampling.model_tokens import Proposal
 
-MAX_NGRAM = 8
-
-
-class Lookup:
-    """The place where each n-gram of a growing sequence last ended, for n = 1 to `max_ngram`."""
-
-    def __init__(self, max_ngram: int) -> None:
-        self.max_ngram = max_ngram
-        self.tokens: list[int] = []
-        # For each n-gram, the index of the token after its newest occurrence, apart from an
-        # occurrence at the end, which no token follows.
-        self._next: list[dict[tuple[int, ...], int]] = [{} for _ in range(max_ngram)]
-
-    def extend(self, tokens: Sequence[int]) -> None:
-        """Append `tokens`. The n-grams that end before each of them can be found from now on."""
-        for token in tokens:
-            end = len(self.tokens)
-            for n in range(1, min(self.max_ngram, end) + 1):
-                self._next[n - 1][tuple(self.tokens[end - n :])] = end
-            self.tokens.append(token)
-
-    def propose(self, count: int) -> list[int]:
-        """The `count` tokens that followed the longest suffix which occurred before. If the
-        sequence ends before that, they continue with the proposal's own first tokens. If no suffix
-        occurred before, the newest token is repeated."""
-        tokens = list(self.tokens)
-        start = self._find(self.tokens[-self.max_ngram :])
-        for i in range(count):
-            tokens.append(tokens[-1] if start is None else tokens[start + i])
-        return tokens[len(self.tokens) :]
-
-    def following(self, path: Sequence[int]) -> int | None:
-        """The token that followed the longest suffix of the sequence and `path` which occurred in
-        the sequence; None if none did."""
-        start = self._find([*self.tokens[-self.max_ngram :], *path])
-        return None if start is None else self.tokens[start]
-
-    def _find(self, end: Sequence[int]) -> int | None:
-        """The place after the newest occurrence of the longest suffix of `end`."""
-        for n in range(min(self.max_ngram, len(end)), 0, -1):
-            start = self._next[n - 1].get(tuple(end[-n:]))
-            if start is not None:
-                return start
-        return None
+TOKEN_COST = 0.15  # time of one more token of a verification, in decode steps, if it is not known
+STEP_COST = 0.05  # what a verification takes more than its tokens
+MARGIN = 1.03  # expected speedup of a step that drafts
 
 
 class NgramDrafter(Drafter):
-    """The lookup is the host phase. It writes its result to a device tensor with one line for each
-    row of the cache, from which `propose` reads."""
+    """The lookup is in the host phase. It writes its result to a device tensor with one line for
+    each row of the cache, from which `propose` reads."""
 
     has_probabilities = False
 
     def __init__(
-        self, num_rows: int, most: int, device: torch.device, max_ngram: int = MAX_NGRAM
+        self, num_rows: int, most: int, device: torch.device, corpus: Sequence[int] = ()
     ) -> None:
-        self.max_ngram = max_ngram
+        self.most, self.rates = most, Rates()
+        self.corpus = SuffixIndex(corpus, len(corpus)) if corpus else None
         self.lookups: dict[int, Lookup] = {}  # by row
-        self._found = torch.zeros(num_rows, most, dtype=torch.int64, device=device)
+        self.proposals: dict[int, list[tuple[int, float]]] = {}  # of the last plan, by row
+        self._tokens = torch.zeros(num_rows, most, dtype=torch.int64, device=device)
 
     @classmethod
     def build(cls, setup: DraftSetup) -> NgramDrafter:
         runner = setup.runner
-        return cls(runner.num_rows, setup.decoding.most_draft_tokens, runner.device)
+        most = setup.decoding.most_draft_tokens
+        return cls(runner.num_rows, most, runner.device, setup.corpus)
 
     def admit(self, requests: Sequence[Request]) -> None:
         for request in requests:
             assert request.row is not None, "an admitted request has a row"
-            self.lookups[request.row] = Lookup(self.max_ngram)
+            self.lookups[request.row] = Lookup(self.corpus, self.rates)
             self.lookups[request.row].extend(request.prompt_ids)
 
     def release(self, rows: Sequence[int]) -> None:
         for row in rows:
             self.lookups.pop(row, None)
 
-    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
-        rows, proposals = [], []
+    def lengths(self, choices: Sequence[int]) -> Sequence[int]:
+        """None, powers of 2, and the most."""
+        return sorted({0, self.most, *(1 << n for n in range(self.most.bit_length()))})
+
+    def plan(
+        self, requests: Sequence[Request], num_draft_tokens: int, token_cost: float | None = None
+    ) -> DraftPlan:
+        survivals = self.look_up(requests, min(num_draft_tokens, self.most))
+        count, _ = best_length(survivals, TOKEN_COST if token_cost is None else token_cost)
+        counts = [min(count, len(each)) for each in survivals]
+        return DraftPlan(counts, counts)
+
+    def look_up(self, requests: Sequence[Request], most: int) -> list[list[float]]:
+        """Look up at most so many tokens of each request. Returns the probabilities that each of
+        them and all before it are right."""
+        self.proposals = {}
         for request in requests:
             assert request.row is not None, "an admitted request has a row"
             lookup = self.lookups[request.row]
-            lookup.extend(request.output_ids[len(lookup.tokens) - len(request.prompt_ids) :])
-            rows.append(request.row)
-            proposals.append(lookup.propose(num_draft_tokens))
-        device = self._found.device
-        self._found[:, :num_draft_tokens].index_copy_(
-            0, upload(rows, device), upload(proposals, device)
+            lookup.extend(request.output_ids[lookup.length - len(request.prompt_ids) :])
+            self.proposals[request.row] = lookup.propose(most)
+        return [[p for _, p in proposal] for proposal in self.proposals.values()]
+
+    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
+        """Upload what was planned. Rows with fewer tokens are padded with their newest one."""
+        rows = [request.row for request in requests if request.row is not None]
+        known = [[token for token, _ in self.proposals.get(row, ())] for row in rows]
+        tokens = [
+            [*each, *[request.last_token] * num_draft_tokens][:num_draft_tokens]
+            for request, each in zip(requests, known, strict=True)
+        ]
+        device = self._tokens.device
+        self._tokens[:, :num_draft_tokens].index_copy_(
+            0, upload(rows, device), upload(tokens, device)
         )
         return 1
 
@@ -114,7 +97,21 @@ class NgramDrafter(Drafter):
         tree: TreeShape | None = None,
     ) -> Proposal:
         assert tree is None, "refused before"
-        return Proposal(self._found[batch.rows.index, :num_draft_tokens])
+        return Proposal(self._tokens[batch.rows.index, :num_draft_tokens])
 
-    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
-        """Nothing to do: `prepare` reads the emitted tokens from the requests."""
+
+def best_length(
+    survivals: Sequence[Sequence[float]], token_cost: float, step_cost: float = STEP_COST
+) -> tuple[int, float]:
+    """How many tokens to verify so that a step emits most tokens in its time, and how many times as
+    fast as decoding that is; (0, 1.0) if it is not faster by a margin.
+
+    `survivals` are, for each row, the probabilities that it accepts its first 1, 2, ... tokens. A
+    step takes as long as that many decode steps: 1 + step_cost + token_cost * tokens."""
+    best, count, expected = MARGIN, 0, 1.0
+    for number in range(1, 1 + max(map(len, survivals), default=0)):
+        expected += sum(p[number - 1] for p in survivals if number <= len(p)) / len(survivals)
+        speed = expected / (1 + step_cost + token_cost * number)
+        if speed > best:
+            best, count = speed, number
+    return (count, best) if count else (0, 1.0)

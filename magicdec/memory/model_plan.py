@@ -179,7 +179,7 @@ class ModelPlan:
         """Bytes of what the KV policy keeps beside the cache for drafts of this model: a copy of
         what it chose, or what it chooses by."""
         config, policy = self.config, make_policy(self.config.kv)
-        is_self = config.decoding.drafter == SELF
+        is_self = config.decoding.model_drafter == SELF
         if not (self.is_draft or is_self):
             return 0
         if policy.is_copied:  # with room for the tokens that follow
@@ -200,7 +200,7 @@ class ModelPlan:
     def query_bytes(self) -> int:
         """Bytes of the queries of each prompt's newest tokens, which prefill keeps for the KV
         policy."""
-        if not (self.is_draft or self.config.decoding.drafter == SELF):
+        if not (self.is_draft or self.config.decoding.model_drafter == SELF):
             return 0
         w, heads = self.config.workload, (self.model.num_heads, self.model.num_kv_heads)
         first, last = self.shard.heads(*heads)[0]

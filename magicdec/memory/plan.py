@@ -32,7 +32,7 @@ def working_bytes(plan: ModelPlan) -> int:
     config, w, longest = plan.config, plan.config.workload, max_tokens(plan.config)
     chunk = min(config.attention.prefill_chunk, w.prefix_len)
     T = 1 + longest - w.prefix_len - w.num_new_tokens
-    observes = config.decoding.drafter == SELF and load_policy(config.kv.policy).needs_weights
+    observes = config.decoding.model_drafter == SELF and load_policy(config.kv.policy).needs_weights
     buffer = BANDWIDTH_BYTES // plan.shard.size
     needs = (
         forward_bytes(plan, (1, chunk, longest)),
@@ -49,7 +49,7 @@ def first_choice_bytes(plan: ModelPlan) -> int:
     """What a policy needs for its choice after prefill: to run the newest prompt tokens a second
     time, or to score the keys of one layer by the queries that prefill kept."""
     config, policy, w = plan.config, make_policy(plan.config.kv), plan.config.workload
-    if config.decoding.drafter != SELF:
+    if config.decoding.model_drafter != SELF:
         return 0
     B, S, T = w.batch_size, w.prefix_len, policy.rerun_tokens(w.prefix_len)
     forward = forward_bytes(plan, (B, T, S), policy.needs_weights)

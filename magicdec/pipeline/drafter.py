@@ -32,8 +32,8 @@ from magicdec.distributed.channels.message import (
 )
 from magicdec.drafting.draft_kv import AcceptedPath
 from magicdec.drafting.drafter import DraftModel
-from magicdec.drafting.ngram import MAX_NGRAM, Lookup
 from magicdec.drafting.policies.policy import make_draft_kv
+from magicdec.drafting.suffix_index import Lookup, SuffixIndex
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.pipeline.spans import Spans, What
 from magicdec.pipelined_speculation.messages import Candidates
@@ -127,15 +127,15 @@ class LookupDrafter:
     """Prompt lookup: the token that followed the longest suffix of the path which occurred in the
     committed text, with probability 1."""
 
-    def __init__(self, max_ngram: int = MAX_NGRAM) -> None:
-        self.max_ngram = max_ngram
+    def __init__(self, corpus: Sequence[int] = ()) -> None:
+        self.corpus = SuffixIndex(corpus, len(corpus)) if corpus else None
         self.lookups: dict[int, Lookup] = {}  # by lane
 
     def propose(self, step: DraftRequest, text: list[int]) -> list[Candidates]:
         if step.kept == 0 or step.lane not in self.lookups:
-            self.lookups[step.lane] = Lookup(self.max_ngram)
+            self.lookups[step.lane] = Lookup(self.corpus)
         lookup = self.lookups[step.lane]
-        lookup.extend(text[len(lookup.tokens) :])
+        lookup.extend(text[lookup.length :])
         tokens = [lookup.following(path) for path in step.paths]
         return [() if token is None else ((token, 1.0),) for token in tokens]
 

@@ -131,7 +131,7 @@ class RingMetrics(Part):
         "draft tokens that were accepted, also past the end of a sample", null=NO_DRAFTS
     )
     acceptance_rate: float | None = recorded(
-        "accepted tokens divided by draft tokens", null=NO_DRAFTS
+        "accepted tokens divided by draft tokens", null=NO_DRAFTS + "; if nothing was drafted"
     )
     tokens_per_round: float | None = recorded(
         "output tokens that a sample gains in a round: those of all samples after their first, "
@@ -182,7 +182,8 @@ def describe_drafts(drafts: DraftCounts | None, num_later: int) -> dict[str, Any
     names = ("num_drafted", "num_accepted", "acceptance_rate", "tokens_per_round", "draft_ms")
     if drafts is None or drafts.num_verified == 0:
         return dict.fromkeys(names)
-    rate, tokens = drafts.num_accepted / drafts.num_drafted, num_later / drafts.num_verified
+    rate = drafts.num_accepted / drafts.num_drafted if drafts.num_drafted else None
+    tokens = num_later / drafts.num_verified
     each_ms = 1e3 * drafts.draft_s / drafts.num_messages
     values = drafts.num_drafted, drafts.num_accepted, rate, tokens, each_ms
     return dict(zip(names, values, strict=True))

@@ -63,6 +63,7 @@ class Draft:
     tokens: Tensor
     proposal: Proposal
     sampling: SamplingMetadata
+    num_proposed: Sequence[int]  # of each row, without padding
 
 
 class Speculation:
@@ -88,23 +89,25 @@ class Speculation:
         batch, count = Batch(tuple(self._known[row] for row in rows)), self.num_draft_tokens
         with self._timed():
             on_device = DeviceBatch.of(batch, self._vocab_size, self.runner.device)
+            plan = self.drafter.plan(batch.requests, count)
+            count = plan.longest
             pending = self.drafter.prepare(batch.requests, count)
             proposal = self.drafter.propose(on_device, count, pending)
         self.counts.num_messages += 1
         tokens = torch.cat([on_device.newest[:, -1:], proposal.ids], dim=1)
-        return Draft(tokens, proposal, on_device.sampling)
+        return Draft(tokens, proposal, on_device.sampling, plan.counts)
 
     @torch.inference_mode()
     def judge(self, draft: Draft, logits: Tensor) -> StepOutput:
         """The tokens that each row emits, from this rank's logits [B, 1 + K, V]."""
         judgement = judge(self.runner, draft.sampling, draft.proposal, logits)
         counts, emitted = judgement.accepted.tolist(), judgement.ids.tolist()
-        num_drafted = draft.proposal.ids.shape[1]
+        proposed = draft.num_proposed
         self.counts.num_verified += len(counts)
-        self.counts.num_drafted += num_drafted * len(counts)
-        self.counts.num_accepted += sum(counts)
+        self.counts.num_drafted += sum(proposed)
+        self.counts.num_accepted += sum(map(min, counts, proposed))
         tokens = [of_row[: n + 1] for of_row, n in zip(emitted, counts, strict=True)]
-        return StepOutput(tokens, num_drafted, counts)
+        return StepOutput(tokens, draft.proposal.ids.shape[1], counts, list(proposed))
 
     def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """The first `lengths` tokens of `rows` are committed. All after them is forgotten."""
@@ -363,5 +366,6 @@ def make_speculation(
     assert config.decoding.drafter is not None, "the run drafts"
     groups = replace(groups, draft=Group((0,), 0) if groups.rank == 0 else None)
     draft = make_draft(run, groups, models, runner.max_tokens)
-    setup = DraftSetup(runner, config.decoding, config.kv, draft)
-    return Speculation(runner, make_drafter(config.decoding.drafter, setup), num_drafts_of(config))
+    setup = DraftSetup(runner, config.decoding, config.kv, draft, run.corpus)
+    drafter = make_drafter(config.decoding.drafter, setup)
+    return Speculation(runner, drafter, config.decoding.num_draft_steps)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from magicdec.config.sections import PROBABILITY, DecodingSection
+from magicdec.config.sections import FIXED_DRAFT_TOKENS, PROBABILITY, DecodingSection
 from magicdec.config.setting import check_values, same, setting
 
 MODES = ("iterative", "sync", "async")
@@ -33,7 +33,7 @@ class Options:
         **PROBABILITY,
     )
     # The most draft tokens in the depth of a microbatch, and about its most rows.
-    gamma: int = same(DecodingSection, "num_draft_tokens", words=())
+    gamma: int = same(DecodingSection, "num_draft_tokens", FIXED_DRAFT_TOKENS, words=())
     np: int = setting(1, "Most branches of a microbatch.", least=1, most=NUM_CANDIDATES)
     max_in_flight: int | None = setting(
         None, "Most runs of a request at the same time. Default: no limit.", least=1

@@ -3,7 +3,8 @@ intervals over the prompts. Prompts are what the statistics resample, because th
 one prompt resemble each other. Imports no torch.
 
 The acceptance rate is accepted tokens / draft tokens. The acceptance length is 1 + accepted tokens
-/ verifications, as in vLLM; drafts that were accepted past a row's end count. The acceptance of
+/ verifications, as in vLLM; drafts that were accepted past a row's end count, and padding of rows
+with fewer drafts than others does not. The acceptance of
 position k is the share of verifications that accepted at least k drafts, as in vLLM. If steps draft
 different numbers of tokens, it is a product over the positions up to k: the share of the steps that
 accepted this position among those that drafted it and accepted all before it.
@@ -59,17 +60,19 @@ def verifications(samples: PassSamples) -> Iterator[tuple[int, int, int, int]]:
     """(prompt, draft tokens, accepted ones, emitted tokens) of each verification. A step has counts
     for the rows that still run, in order; a row runs until it has emitted all of its tokens."""
     first = 0
+    unpadded: list[list[list[int]]] = [[[]] * len(steps) for steps in samples.num_drafted]
     for lengths, *of_batch in zip(
-        samples.sequence_tokens, samples.num_drafted, samples.num_accepted, samples.num_emitted,
-        strict=False,
+        samples.sequence_tokens, samples.num_drafted, samples.num_proposed or unpadded,
+        samples.num_accepted, samples.num_emitted, strict=False,
     ):  # fmt: skip
         left = list(lengths)
-        for drafted, accepted, emitted in zip(*of_batch, strict=True):
+        for longest, proposed, accepted, emitted in zip(*of_batch, strict=True):
             running = [i for i, tokens in enumerate(left) if tokens > 0]
             for row, (i, tokens) in enumerate(zip(running, emitted, strict=False)):
                 left[i] -= tokens
+                drafted = proposed[row] if row < len(proposed) else longest
                 if drafted and row < len(accepted):
-                    yield first + i, drafted, accepted[row], tokens
+                    yield first + i, drafted, min(accepted[row], drafted), tokens
         first += len(lengths)
 
 

@@ -54,6 +54,11 @@ class SamplesRecord(Part):
         "draft tokens for each row, of a tree its levels, by batch and step; 0 in a step without "
         "drafts", "tokens", null=UNDRAFTED
     )
+    num_proposed: list[list[list[int]]] | None = recorded(
+        "those of them that the drafter proposed, without padding, by batch, step and row, as in "
+        "`num_accepted`",
+        "tokens", null=UNDRAFTED + "; where no row was padded",
+    )
     num_accepted: list[list[list[int]]] | None = recorded(
         "accepted draft tokens by batch, step and row, including those past the row's end; rows "
         "that have ended are left out, and a step without drafts has no rows",
@@ -109,7 +114,7 @@ class SamplesRecord(Part):
         """The samples as they were collected. In place of counts that were withheld, no step
         drafts."""
         values = vars(self) | {"num_tokens": [sum(tokens) for tokens in self.sequence_tokens]}
-        absent = {"num_drafted": 0, "num_accepted": [], "num_emitted": []}
+        absent = {"num_drafted": 0, "num_accepted": [], "num_emitted": [], "num_proposed": []}
         for name, value in absent.items():
             if values[name] is None:
                 values[name] = [[value] * len(steps) for steps in self.step_ms]
@@ -121,6 +126,7 @@ class PassSamples(SamplesRecord):
     """The samples as a pass collects them: no counts are withheld."""
 
     num_drafted: list[list[int]] = field(default_factory=list)
+    num_proposed: list[list[list[int]]] = field(default_factory=list)
     num_accepted: list[list[list[int]]] = field(default_factory=list)
     num_emitted: list[list[list[int]]] = field(default_factory=list)
 
@@ -136,12 +142,21 @@ class PassSamples(SamplesRecord):
         values = vars(self)
         if not is_drafting or is_random:
             values = values | {"num_drafted": None, "num_accepted": None}
+        if not is_drafting or is_random or not self.has_padding:
+            values = values | {"num_proposed": None}
         if is_drafting and is_random:
             values = values | {"num_emitted": None}
         return SamplesRecord(**values)
 
+    @property
+    def has_padding(self) -> bool:
+        """Whether the drafter has proposed fewer tokens for a row than its step verified."""
+        steps = zip(chain(*self.num_drafted), chain(*self.num_proposed), strict=False)
+        return any(number != most for most, numbers in steps for number in numbers)
+
     def begin_batch(self) -> None:
-        for steps in (self.step_ms, self.num_drafted, self.num_accepted, self.num_emitted):
+        for steps in (self.step_ms, self.num_drafted, self.num_proposed, self.num_accepted,
+                      self.num_emitted):  # fmt: skip
             steps.append([])
 
     def observe_begin(
@@ -165,6 +180,7 @@ class PassSamples(SamplesRecord):
         """A step took that long; `output` has the tokens that were appended to the requests."""
         self.step_ms[-1].append(to_ms(seconds))
         self.num_drafted[-1].append(output.num_drafted)
+        self.num_proposed[-1].append(output.num_proposed or [])
         self.num_accepted[-1].append(output.num_accepted or [])
         self.num_emitted[-1].append([len(tokens) for tokens in output.token_ids])
 

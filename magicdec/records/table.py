@@ -50,7 +50,8 @@ def method_of(config: dict[str, Any]) -> str:
     if decoding["strategy"] == BASELINE:
         return BASELINE
     names = {"model": "standalone draft", "self": "self-speculation"}
-    drafter = names.get(decoding["drafter"], f"{decoding['drafter']} draft")
+    looked_up, plus, last = decoding["drafter"].rpartition("+")
+    drafter = looked_up + plus + names.get(last, f"{last} draft")
     budget = "full KV" if kv["policy"] == FULL_KV_POLICY else f"{kv['policy']} {kv['budget']}"
     tree, gamma = decoding.get("tree"), f"gamma {decoding['num_draft_tokens']}"
     if tree is not None:

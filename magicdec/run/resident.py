@@ -110,7 +110,7 @@ class Room:
     @classmethod
     def of(cls, configs: Sequence[ResolvedConfig], is_kept: bool = False) -> Room:
         longest = max(max_tokens(config) for config in configs)
-        observing = [config.kv for config in configs if config.decoding.drafter == "self"]
+        observing = [config.kv for config in configs if config.decoding.model_drafter == "self"]
         most = max(observing, key=lambda kv: make_policy(kv).observed_tokens, default=None)
         return cls(longest, most, is_kept)
 

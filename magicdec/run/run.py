@@ -114,8 +114,8 @@ class Run:
         captures = self.config.decoding.cuda_graphs == "on"
         recorder: Recorder = CudaGraphs(self.device) if captures else Eager()
         setup = Setup(
-            self.runner, self.config.decoding, self.config.kv, self.draft, timer,
-            self.draft_length, recorder,
+            self.runner, self.config.decoding, self.config.kv, self.draft, self.prepared.corpus,
+            timer, self.draft_length, recorder,
         )  # fmt: skip
         return make_strategy(name, setup)
 

@@ -236,13 +236,13 @@ class Batching(System):
         runner, config = self.runner, self.run.config
         assert runner is not None, "it was opened"
         runner.prompt_queries = None
-        if each.is_drafting and config.decoding.drafter == "self":
+        if each.is_drafting and config.decoding.model_drafter == "self":
             keep_queries(runner, config.kv)
         captures = config.decoding.cuda_graphs == "on"
         recorder: Recorder = CudaGraphs(runner.device) if captures else Eager()
         setup = Setup(
-            runner, config.decoding, config.kv, draft=self.draft, recorder=recorder,
-            is_in_flight=True,
+            runner, config.decoding, config.kv, draft=self.draft, corpus=self.run.corpus,
+            recorder=recorder, is_in_flight=True,
         )  # fmt: skip
         return make_strategy(config.decoding.strategy if each.is_drafting else BASELINE, setup)
 

@@ -23,6 +23,7 @@ from magicdec.config.sections import (
 from magicdec.config.setting import same, setting
 from magicdec.distributed.layer_split import FLAG, is_auto
 from magicdec.distributed.layout import StageGrid, make_grid, read_split
+from magicdec.names import NGRAM_AND
 from magicdec.pipelined_speculation.options import Options
 from magicdec.serving.metrics import GOODPUT_OF
 from magicdec.serving.modes import (
@@ -355,6 +356,11 @@ def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> N
             f"--gamma auto: --modes {fixed[0]} drafts a fixed number of tokens; name one"
         )
     rings = options.of_system(RING)
+    if fixed and options.draft.startswith(NGRAM_AND):
+        raise ValueError(
+            f"--draft {options.draft}: --modes {fixed[0]} drafts from one source; choose ngram or "
+            "model:NAME"
+        )
     if any(each.is_drafting for each in rings) and options.draft == SELF:
         raise ValueError(
             f"--draft {SELF}: --modes ring{WITH_DRAFT} lacks layers to draft with on its first "

@@ -196,7 +196,7 @@ class SpeculativePipeline(StagedSystem):
         if self.options.emulate_acceptance is not None:
             return self._scripted(self.options.emulate_acceptance)
         if self.drafting is None:
-            return LookupDrafter()
+            return LookupDrafter(self.run.corpus)
         config = self.drafting.config
         assert group is not None, "this rank drafts"
         groups = ParallelGroups(self.rank, self.layout.world_size, group, draft=group)

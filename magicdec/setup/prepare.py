@@ -37,7 +37,7 @@ from magicdec.setup.model_checks import (
     check_fits,
     check_interpreter,
 )
-from magicdec.workload.workload import Workload, build_workload
+from magicdec.workload.workload import Workload, build_workload, encode_corpus
 
 
 def estimate_steps(
@@ -57,7 +57,7 @@ def estimate_steps(
         return Deployment(model, hardware, DTYPE_BYTES[dtype], ranks, nodes, weights == "int8")
 
     of_target = deployment(target, launch.world_size, config.model.target_dtype)
-    drafting = of_target if config.decoding.drafter == "self" else None
+    drafting = of_target if config.decoding.model_drafter == "self" else None
     if draft is not None and config.draft is not None:
         section = config.draft
         drafting = deployment(draft, len(section.rank_group), section.draft_dtype)
@@ -120,6 +120,7 @@ class Prepared(ResolvedRun):
     plan: MemoryPlan = MemoryPlan(0, 0)  # the plan of all ranks together
     free: int | None = None  # bytes of free memory that this rank read
     step_estimate: StepEstimate | None = None  # the first step times of `--gamma auto`
+    corpus: tuple[int, ...] = ()  # in which prompt lookup searches beside the text
 
     @property
     def is_random(self) -> bool:
@@ -247,6 +248,12 @@ def complete(
             gen_len=gen_len, counted_by=counted_by,
         ),
     )  # fmt: skip
+    corpus, path = tuple[int, ...](), config.decoding.lookup_corpus
+    if path is not None and config.decoding.looks_up:
+        vocab_size = source.config.vocab_size
+        corpus = cache.get(
+            ("corpus", name, path, vocab_size), lambda: encode_corpus(path, tokenizer, vocab_size)
+        )
     device, models = config.parallel.device, run.models
     free = cache.get(("free", device), lambda: free_device_memory(device, launch.local_rank))
     memory = agree(launch, lambda: check(config, models, launch, free))
@@ -259,6 +266,7 @@ def complete(
         plan=planned(config, models),
         free=free,
         step_estimate=estimate_steps(config, models.target, models.draft, launch),
+        corpus=corpus,
     )
 
 

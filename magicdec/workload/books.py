@@ -8,16 +8,40 @@ import lzma
 from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 DEMO_FILE = Path(__file__).parents[1] / "demo" / "text.jsonl.xz"
 PG19_REPOSITORY = "emozilla/pg19"
 
 Records = Iterator[tuple[str, Any]]
+T = TypeVar("T")
 
 
 def read_books(dataset: str, max_books: int) -> list[str]:
     """Text of the first `max_books` books of a named dataset or of a file, chosen by its suffix.
+    Raises ValueError as `read_values` does."""
+    return read_values("--dataset", dataset, max_books, _text_of)
+
+
+def read_corpus(path: str, max_books: int, encode: Callable[[str], list[int]]) -> list[list[int]]:
+    """The token ids of each of the first books or records of a corpus for prompt lookup. Raises
+    ValueError as `read_values` does."""
+
+    def ids_of(record: Any, place: str) -> list[int]:
+        if not isinstance(record, dict) or "prompt_ids" not in record:
+            return encode(_text_of(record, place))
+        ids = [*record["prompt_ids"], *record.get("output_ids", ())]
+        if not all(isinstance(token, int) for token in ids):
+            raise ValueError(f"{place}: its ids are no numbers")
+        return ids
+
+    return read_values("--lookup_corpus", path, max_books, ids_of)
+
+
+def read_values(
+    flag: str, dataset: str, max_books: int, value_of: Callable[[Any, str], T]
+) -> list[T]:
+    """What `value_of` makes of the first records of a dataset and their places.
 
     Raises ValueError for an unknown name, a file that is missing, empty or malformed, a record
     without text, and a hub that cannot be reached.
@@ -25,20 +49,20 @@ def read_books(dataset: str, max_books: int) -> list[str]:
     suffix = Path(dataset).suffix.lower()
     if dataset not in NAMED_READERS and suffix not in FILE_READERS:
         raise ValueError(
-            f"--dataset {dataset!r} is not known; choose from {', '.join(NAMED_READERS)}, "
+            f"{flag} {dataset!r} is not known; choose from {', '.join(NAMED_READERS)}, "
             f"recall, ruler:<task>, or a path ending in {', '.join(FILE_READERS)}"
         )
     try:
         named = NAMED_READERS.get(dataset)
         records = FILE_READERS[suffix](Path(dataset)) if named is None else named()
-        books = [_text_of(record, place) for place, record in islice(records, max_books)]
+        books = [value_of(record, place) for place, record in islice(records, max_books)]
     except (OSError, ValueError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if isinstance(error, OSError) and error.strerror:
             reason = f"cannot be read ({error.strerror})"
-        raise ValueError(f"--dataset {dataset}: {reason}") from error
+        raise ValueError(f"{flag} {dataset}: {reason}") from error
     if not books:
-        raise ValueError(f"--dataset {dataset}: is empty; it holds no books")
+        raise ValueError(f"{flag} {dataset}: is empty; it holds no books")
     return books
 
 

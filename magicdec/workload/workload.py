@@ -7,12 +7,13 @@ import random
 import struct
 from array import array
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from magicdec.model.tokenizer import Tokenizer
 from magicdec.workload import ruler
 from magicdec.workload.answers import Answer, recall_prompts
-from magicdec.workload.books import read_books
+from magicdec.workload.books import read_books, read_corpus
 
 MOST_BOOKS = 50  # that are read
 SKIP_TOKENS = 8000  # tokens skipped in each book: title page, contents, preface
@@ -84,6 +85,18 @@ def build_workload(
         prompts, answers = recall_prompts(prompts, gen_len, seed)
     digest = _hash_prompts(prompts)
     return Workload(name, prompts, sources, len(places), skip, seed, digest, answers)
+
+
+def encode_corpus(path: str, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
+    """The token ids of a file in which prompt lookup searches. Raises ValueError for a file that
+    cannot be read, and for ids of another vocabulary."""
+    ids = tuple(chain.from_iterable(read_corpus(path, MOST_BOOKS, tokenizer.encode)))
+    if not 0 <= min(ids, default=0) <= max(ids, default=0) < vocab_size:
+        raise ValueError(
+            f"--lookup_corpus {path}: token ids from {min(ids)} to {max(ids)} are of another "
+            f"tokenizer; the model's are below {vocab_size}"
+        )
+    return ids
 
 
 def _prefix(book: array[int], chunk: int, prefix_len: int, bos: int | None) -> tuple[int, ...]:

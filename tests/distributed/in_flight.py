@@ -7,7 +7,7 @@ import json
 import sys
 
 import torch
-from conftest import load, make_draft, make_requests, random_prompts
+from conftest import load, make_draft, make_requests, random_prompts, trust_lookups
 from fake_clock import VirtualClock
 
 from magicdec.attention.native import NativeBackend
@@ -31,9 +31,12 @@ CASES = [
     ("speculative", "self", KVSection("verified", 40, 4), False),
     ("speculative", "self", KVSection("streaming_llm", 12, 4), True),
     ("speculative", "model", KVSection("streaming_llm", 12, 4), True),
+    ("speculative", "ngram+self", KVSection("streaming_llm", 12, 4), True),
+    ("speculative", "ngram+model", KVSection("streaming_llm", 12, 4), False),
 ]
 
 torch.set_num_threads(1)
+trust_lookups()
 launch, device = read_launch(), torch.device("cpu")
 collectives = "shared_memory" if launch.world_size > 1 else None
 group = make_groups(launch, tuple(range(launch.world_size)), device, collectives).target
@@ -44,7 +47,7 @@ def tokens_of(name: str, drafter: str, kv: KVSection, is_auto: bool) -> list[lis
     backend = NativeBackend() if is_auto else SDPABackend(8)
     runner = ModelRunner(model, backend, group, 3, MAX_TOKENS, num_blocks=None if is_auto else 10)
     draft = None
-    if drafter == "model":
+    if drafter.endswith("model"):
         draft = make_draft(model, kv, 3, MAX_TOKENS, NativeBackend(), group=group)
     keep_queries(runner, kv)
     length = AutoLength(GAMMA, group, device) if is_auto else None

@@ -11,7 +11,16 @@ from dataclasses import asdict, dataclass
 from itertools import product
 
 import torch
-from conftest import decode, load, make_draft, make_requests, pack, random_prompts, refusal
+from conftest import (
+    decode,
+    load,
+    make_draft,
+    make_requests,
+    pack,
+    random_prompts,
+    refusal,
+    trust_lookups,
+)
 
 from magicdec.attention.native import NativeBackend
 from magicdec.config.sections import DecodingSection, KVSection
@@ -23,7 +32,7 @@ from magicdec.drafting.drafter import DraftModel
 from magicdec.engine import Engine
 from magicdec.executor.executor import Executor
 from magicdec.model.transformer import Transformer
-from magicdec.names import DRAFTERS
+from magicdec.names import DRAFTERS, NGRAM_AND
 from magicdec.runner import ModelRunner
 
 PROMPTS, NUM_NEW = [5, 70, 1, 33], [110, 110, 9, 91]
@@ -68,8 +77,10 @@ def make_cases(num_ranks: int, other_groups: bool = False) -> list[Case]:
     With `other_groups`, only the standalone drafts, on the groups that were not their turn."""
     order, gammas = target_ranks(num_ranks), (1, 4) if num_ranks == 1 else (4,)
     groups = sorted({(0,), (num_ranks - 1,), order})
-    cases = []
-    for drafter, (index, kv), gamma in product(DRAFTERS, enumerate(KV_SECTIONS), gammas):
+    cases = [Case(drafter, kv, 4, ranks) for drafter, kv, ranks in make_mixed(order)]
+    cases = [] if other_groups else cases
+    single = [drafter for drafter in DRAFTERS if not drafter.startswith(NGRAM_AND)]
+    for drafter, (index, kv), gamma in product(single, enumerate(KV_SECTIONS), gammas):
         if refusal(drafter, kv) or (drafter == "ngram" and index > 0):
             continue  # prompt lookup reads no cache: one row for all policies
         turn = groups[index % len(groups)]
@@ -78,6 +89,14 @@ def make_cases(num_ranks: int, other_groups: bool = False) -> list[Case]:
         elif not other_groups:
             cases.append(Case(drafter, kv, gamma, turn if drafter == "model" else None))
     return cases if other_groups else [*cases, *make_tree_cases(groups), *make_stops(groups)]
+
+
+def make_mixed(order: tuple[int, ...]) -> list[tuple[str, KVSection, tuple[int, ...] | None]]:
+    """Prompt lookup and a model, a standalone one on the first of the ranks in `order`."""
+    full, streaming_llm, *others = KV_SECTIONS
+    verified = next(kv for kv in others if kv.policy == "verified")
+    of_self = [("ngram+self", kv, None) for kv in (streaming_llm, verified)]
+    return [*of_self, ("ngram+model", full, order[:1]), ("ngram+model", streaming_llm, order)]
 
 
 def make_tree_cases(groups: Sequence[tuple[int, ...]]) -> list[Case]:
@@ -162,6 +181,7 @@ class Rank:
 
 def main() -> None:
     torch.set_num_threads(1)
+    trust_lookups()
     launch = read_launch()
     target, draft, which = sys.argv[1:]
     rank, cases = Rank(launch, [target, draft]), make_cases(launch.world_size, which == "other")

@@ -56,6 +56,11 @@ CASES = [
     ("model", KVSection("full")),
     ("model", KVSection("streaming_llm", 12, 4)),
     ("model", KVSection("snapkv", 12, window_size=5)),
+    ("ngram+self", KVSection("streaming_llm", 12, 4)),
+    ("ngram+self", KVSection("snapkv", 12, window_size=5)),
+    ("ngram+self", KVSection("verified", 20, 2, recent_window=2)),
+    ("ngram+model", KVSection("full")),
+    ("ngram+model", KVSection("streaming_llm", 12, 4)),
 ]
 MODEL = tiny_transformer(seed=1)
 lone_outputs: dict[tuple[object, ...], list[int]] = {}
@@ -66,6 +71,7 @@ class RandomLength:
     then, steps are measured when requests join, which changes nothing."""
 
     most, choices, calibration_s = MOST_DRAFTS, range(MOST_DRAFTS + 1), None
+    token_cost = None
 
     def __init__(self, random: Random, per_row: bool = True) -> None:
         self.random, self.per_row = random, per_row
@@ -82,7 +88,7 @@ class RandomLength:
         is_ragged = self.per_row and self.random.random() < 0.4
         return lengths if is_ragged else lengths[:1] * len(lengths)
 
-    def observe(self, batch: Batch, num: int, accepted: Sequence[int], seconds: float) -> None:
+    def observe(self, batch: Batch, *measured: object) -> None:
         """Nothing to learn."""
 
 
@@ -143,7 +149,7 @@ def serve(
     """Serve the requests, and check each step's books. Returns how often things happened."""
     runner, seen = schedule.runner, Counter[str]()
     draft = None
-    if drafter == "model":
+    if drafter is not None and drafter.endswith("model"):
         draft = make_draft(
             MODEL, kv, runner.num_rows, MAX_TOKENS, chunk=8, max_drafts=MOST_DRAFTS,
             max_following=runner.max_following,
@@ -200,6 +206,7 @@ def check_seeds(
     return seen
 
 
+@pytest.mark.usefixtures("trusted_lookups")
 @pytest.mark.parametrize(
     "seeds", [range(3), pytest.param(range(3, 46), marks=pytest.mark.wide)], ids=["some", "many"]
 )
@@ -218,3 +225,8 @@ def test_each_request_emits_the_tokens_of_its_lone_run(
 def test_captured_steps_are_those_of_the_rows_that_run(policy: str) -> None:
     # In these schedules, rows get the blocks of a request that has left.
     check_seeds([9, 11], "self", KVSection(policy, 12, 4, window_size=5), records=True)
+
+
+@pytest.mark.usefixtures("trusted_lookups")
+def test_captured_steps_of_lookups_and_a_model() -> None:
+    check_seeds([9, 11], "ngram+self", KVSection("streaming_llm", 12, 4), records=True)

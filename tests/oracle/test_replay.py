@@ -59,6 +59,7 @@ from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
 
 PAIRS = sorted(served_pairs(), key=str)
+MIXED = [("ngram+self", "streaming_llm"), ("ngram+self", "snapkv"), ("ngram+model", "full")]
 PROMPTS = [60, 1, 30, 80, 20]
 NUM_NEW = [24, 13, 36, 5, 20]  # rows end at different steps; the third row is the last
 MOST = 8
@@ -129,7 +130,7 @@ def run(
     runner = engine.runner
     engine.rewind(snapshots)
     name = "autoregressive" if drafter is None else "speculative"
-    draft = draft_for(kv, runner) if drafter == "model" else None
+    draft = draft_for(kv, runner) if drafter and drafter.endswith("model") else None
     section = DecodingSection(name, drafter, gamma)
     setup = Setup(
         runner, section, kv, draft=draft, draft_length=length, recorder=recorder or Eager()
@@ -151,11 +152,12 @@ def check_same(pair: tuple[str | None, str | None], kind: str, eager: Result, ou
         assert found == expected or (is_resampled and sampling.temperature > 0)
 
 
+@pytest.mark.usefixtures("trusted_lookups")
 @pytest.mark.parametrize(
     ("drafter", "policy", "kind"),
     [
         case
-        for i, pair in enumerate([(None, None), *PAIRS])
+        for i, pair in enumerate([(None, None), *PAIRS, *MIXED])
         for case in (
             (*pair, "greedy"),
             (*pair, "mixed"),
@@ -195,11 +197,12 @@ def test_graphs_on_a_gpu_sample_the_same_tokens(
     check_same((drafter, policy), kind, eager, run(engine, snapshots, drafter, kv, 4, graphs))
 
 
+@pytest.mark.usefixtures("trusted_lookups")
 @pytest.mark.narrow("values")
 @pytest.mark.parametrize(
     ("drafter", "policy", "kind"),
     [
-        *((*pair, kind) for pair in PAIRS for kind in ("greedy", "mixed")),
+        *((*pair, kind) for pair in [*PAIRS, *MIXED] for kind in ("greedy", "mixed")),
         *(
             pytest.param(*pair, "greedy with penalties", marks=pytest.mark.wide)
             for pair in dict(PAIRS).items()  # a pair of each drafter
@@ -221,10 +224,13 @@ def test_replayed_steps_of_any_draft_lengths_emit_the_same_tokens(
     check_same((drafter, policy), kind, eager, ours)
     if kind == "greedy":
         assert ours[0] == run(engine, snapshots, None, kv, 4, None)[0]
-    drafts = {"model": 2}.get(drafter, 1)  # a draft model begins with one token or with two
+    # Lookups of 1, 2, 4, 8, 16 and 31 tokens, or none; a model drafts up to 5. A draft model begins
+    # with one token or with two.
+    counts = {"ngram": 7 + 6, "ngram+self": 9 + 8 + 5, "ngram+model": 9 + 8 + 2 * 5}
+    drafts = {"model": 2}.get(drafter, 1)
     if (drafter, policy) == ("model", "streaming_llm"):  # not captured
         drafts = 0
-    assert recorder.recorded == 1 + (1 + drafts) * 5
+    assert recorder.recorded == counts.get(drafter, 1 + (1 + drafts) * 5)
 
 
 @pytest.mark.parametrize("policy", ["full", pytest.param("streaming_llm", marks=pytest.mark.wide)])

@@ -76,7 +76,7 @@ def emitted(
     is_plain, draft = recorder is None and tree is None, None
     backend = GroupedBackend() if is_plain else SDPABackend(16)
     runner = make_runner(tiny_transformer(TOY), ROWS, 32, backend)
-    if drafter == "model":
+    if drafter.endswith("model"):
         size = ROWS, 32
         draft = make_draft(tiny_transformer(TOY, seed=4), kv, *size, copy(backend), max_drafts=16)
     decoding = DecodingSection(strategy, drafter, num_draft_tokens, tree)
@@ -95,6 +95,7 @@ def p_of(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float
     return p_value(torch.tensor([counts[k] for k in expected]), torch.tensor([*expected.values()]))
 
 
+@pytest.mark.usefixtures("trusted_lookups")
 @pytest.mark.parametrize(
     ("drafter", "kv", "num_drafts", "tree"),
     [
@@ -107,6 +108,8 @@ def p_of(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float
         pytest.param("ngram", KVSection("full"), 4, None, marks=pytest.mark.wide),
         pytest.param("model", KVSection("full"), 3, None, marks=pytest.mark.wide),
         pytest.param("model", KVSection("streaming_llm", 5, 2), 2, None, marks=pytest.mark.wide),
+        ("ngram+self", KVSection("streaming_llm", 3, 1), 2, None),
+        pytest.param("ngram+model", KVSection("full"), 3, None, marks=pytest.mark.wide),
         # Children of a node are drawn from up to all tokens that the filters leave.
         ("self", KVSection("streaming_llm", 3, 1), 1, "3,2"),
         pytest.param("model", KVSection("full"), 1, "2,2,1", marks=pytest.mark.wide),
@@ -168,6 +171,7 @@ def test_chains_that_stop_sample_from_the_targets_distribution(
     assert p_of(stopping_counts(drafter, 1000, pa), expected) < 1e-6
 
 
+@pytest.mark.usefixtures("trusted_lookups")
 @pytest.mark.parametrize("drafter", ["ngram", pytest.param("model", marks=pytest.mark.wide)])
 def test_drafts_in_a_ring_sample_from_the_targets_distribution(drafter: str) -> None:
     """Two stages, two lanes of many samples."""

@@ -34,7 +34,7 @@ MOST, NEW = 5, [120, 9, 90, 61]
 class Scripted:
     """A draft length that follows a list and learns nothing."""
 
-    most, choices, calibration_s = MOST, range(MOST + 1), None
+    most, choices, calibration_s, token_cost = MOST, range(MOST + 1), None, None
 
     def __init__(self, counts: Sequence[int]) -> None:
         self.counts = cycle(counts)
@@ -46,9 +46,7 @@ class Scripted:
     def lengths(self, batch: Batch) -> list[int]:
         return [next(self.counts)] * len(batch.requests)
 
-    def observe(
-        self, batch: Batch, num_drafted: int, accepted: Sequence[int], seconds: float
-    ) -> None:
+    def observe(self, batch: Batch, *measured: object) -> None:
         pass
 
 

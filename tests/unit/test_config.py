@@ -347,6 +347,7 @@ def test_resolve_leaves_no_auto_and_no_gap(config: RunConfig) -> None:
     open_ends = {
         ("decoding", "machine"),
         ("decoding", "pa"),
+        ("decoding", "lookup_corpus"),
         ("decoding", "tree"),
         ("decoding", "tree_nodes"),
         ("output", "save_tokens"),

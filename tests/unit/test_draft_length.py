@@ -91,7 +91,8 @@ class World:
                     new = min(1 + taken, wanted - len(request.output_ids))
                     request.output_ids.extend([1] * new)
                 seconds = self.seconds(len(group.requests), drafted)
-                length.observe(group, drafted, accepted if count else (), seconds)
+                judged = [count] * len(group.requests)
+                length.observe(group, drafted, accepted if count else (), seconds, judged)
                 total, self.emitted = total + seconds, self.emitted + sum(accepted) + len(accepted)
                 self.counts.append(count)
             going = [r for r in batch.requests if len(r.output_ids) < wanted]
@@ -152,7 +153,7 @@ def test_chains_that_stop_are_forecast_without_bias(rows: int) -> None:
 
     class InTurn(AutoLength):
         def decide(self, batch: Batch) -> list[int]:
-            return [next(turns)] * 2
+            return [2500, *[next(turns)] * 2]
 
     turns, length = cycle(range(1, MOST + 1)), InTurn(MOST, Group((0,), 0), CPU)
     STOPPING.run(length, rows, 10**6, most_steps=3000)
@@ -272,14 +273,14 @@ def test_all_ranks_do_as_the_first_says() -> None:
     class Told(Group):
         def broadcast(self, x: torch.Tensor, index: int) -> torch.Tensor:
             assert index == 0
-            return torch.tensor([3, 5])
+            return torch.tensor([2500, 3, 5])
 
     length, batch = AutoLength(MOST, Told((0, 1), 1), CPU), make_batch(2)
     length.begin(batch, DEAR.measure)
     counts = []
     for _ in range(14):
         counts.append(length.lengths(batch)[0])
-        length.observe(batch, counts[-1], [0, 0], 1.0)
+        length.observe(batch, counts[-1], [0, 0], 1.0, [counts[-1]] * 2)
     assert counts == [3, 5, 3, 5, 5, 5, 3, *[5] * 7]  # windows of 2, 4 and 8 steps
     assert length.lengths(batch) == [3, 3], "the next window"
     assert length.lengths(make_batch(1)) == [3], "a row has ended: decided anew, within the window"
@@ -329,6 +330,9 @@ class ScriptedSteps:
     calls: list[tuple[str, int]] = field(default_factory=list)
     phase: Any = "timed"
     drafter: Any = None
+
+    def padded(self, count: int) -> int:
+        return count
 
     def decode(self, batch: Batch) -> None:
         self._work("decode", 0, 0.010)
@@ -426,7 +430,7 @@ def test_rates_are_rates(steps: list[tuple[int, int, int]]) -> None:
     assert acceptance.rates() == pytest.approx([0.8] * 5)
     assert acceptance.rates(7) == acceptance.rates()
     for accepted, drafted, request in steps:
-        acceptance.observe([request], drafted, [min(accepted, drafted)])
+        acceptance.observe([request], [drafted], [min(accepted, drafted)])
     for request in (None, 0, 1, 2, 3):
         rates = acceptance.rates(request)
         assert all(0 < rate < 1 for rate in rates)
@@ -438,14 +442,14 @@ def test_rates_are_rates(steps: list[tuple[int, int, int]]) -> None:
 def test_a_position_is_judged_only_if_it_was_reached() -> None:
     acceptance = Acceptance(3)
     for _ in range(400):
-        acceptance.observe([0, 1], 2, [0, 1])  # half the first; none of the second; no third
+        acceptance.observe([0, 1], [2, 2], [0, 1])  # half the first; none of the second; no third
     assert acceptance.rates() == pytest.approx([0.48, 0.05, 0.38], abs=0.05)
 
 
 def test_rows_differ_and_are_forgotten() -> None:
     acceptance = Acceptance(3)
     for _ in range(100):
-        acceptance.observe([4, 9], 3, [3, 0])
+        acceptance.observe([4, 9], [3, 3], [3, 0])
     good, bad, mean = acceptance.rates(4)[0], acceptance.rates(9)[0], acceptance.rates()[0]
     assert bad < 0.7 * mean and good > 1.15 * mean
     acceptance.keep_rows(())
@@ -456,7 +460,7 @@ def test_what_is_old_counts_less() -> None:
     acceptance = Acceptance(1)
     for accepted in (0, 1):
         for _ in range(200):
-            acceptance.observe([0], 1, [accepted])
+            acceptance.observe([0], [1], [accepted])
     assert acceptance.rates()[0] > 0.9
 
 

@@ -59,7 +59,16 @@ def test_a_draft_is_a_name() -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--draft eagle", "--draft eagle is not known; choose from self, model:NAME, ngram, none"),
+        (
+            "--draft eagle",
+            "--draft eagle is not known; choose from self, model:NAME, ngram, ngram+self,",
+        ),
+        ("--draft ngram+ngram", "--draft ngram+ngram names one source twice; give ngram"),
+        (
+            "--draft self+ngram",
+            "--draft self+ngram is not known; choose from self, model:NAME, ngram, ",
+        ),
+        ("--draft ngram+model:", "--draft ngram+model: is not known; choose from self"),
         ("--draft_ranks 0", "--draft_ranks does nothing here: no other model drafts"),
         ("--draft none --gamma 3", "--gamma does nothing here: autoregressive"),
         ("--config nowhere.toml", "--config nowhere.toml: No such file"),

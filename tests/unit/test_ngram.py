@@ -1,60 +1,190 @@
-"""Prompt lookup against its definition written out: what followed the longest earlier occurrence of
-the newest tokens, the newest such, in prompt or output."""
+"""Prompt lookup against its definition written out by search, and what its evidence is worth."""
 
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
 import torch
 from conftest import make_requests
 from hypothesis import given
 from hypothesis import strategies as st
 
+from magicdec.config.sections import DecodingSection
 from magicdec.device_batch import DeviceBatch
-from magicdec.drafting.ngram import Lookup, NgramDrafter
+from magicdec.drafting import suffix_index
+from magicdec.drafting.ngram import NgramDrafter, best_length
+from magicdec.drafting.suffix_index import (
+    LONG,
+    MOST_MATCH,
+    MOST_PLACES,
+    SHORT,
+    Lookup,
+    Rates,
+    SuffixIndex,
+)
 from magicdec.request import Batch
 
-TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=40)
+TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=60)
+CPU = torch.device("cpu")
 
 
-def expected(tokens: list[int], count: int, max_ngram: int) -> list[int]:
-    """By search from the end, longest suffix first."""
-    starts = [
-        end
-        for n in range(min(max_ngram, len(tokens) - 1), 0, -1)
-        for end in range(len(tokens) - 1, n - 1, -1)
-        if tokens[end - n : end] == tokens[-n:]
-    ]
-    text = list(tokens)
-    for i in range(count):
-        text.append(text[starts[0] + i] if starts else text[-1])
-    return text[len(tokens) :]
+def matching(tokens: Sequence[int], place: int, end: Sequence[int]) -> int:
+    """How many of the last tokens of `end` stand before `place`."""
+    most = min(place, len(end))
+    return next((n for n in range(most) if tokens[place - 1 - n] != end[-1 - n]), most)
 
 
-@given(text=TEXT, more=TEXT, count=st.integers(1, 6), max_ngram=st.integers(1, 5))
-def test_a_proposal_is_what_followed_before(
-    text: list[int], more: list[int], count: int, max_ngram: int
-) -> None:
-    lookup = Lookup(max_ngram)
-    for part in (text, more):
-        lookup.extend(part)
-        assert lookup.propose(count) == expected(lookup.tokens, count, max_ngram)
-    assert lookup.tokens == text + more, "a proposal is not yet text"
+def expected_places(tokens: Sequence[int], end: Sequence[int]) -> list[tuple[int, int]]:
+    lengths = [(matching(tokens, place, end), place) for place in reversed(range(len(tokens)))]
+    for n in (LONG, SHORT):
+        if found := [each for each in lengths if each[0] >= n][:MOST_PLACES]:
+            return found
+    return []
+
+
+@given(parts=st.lists(TEXT, min_size=1, max_size=4), path=st.lists(st.integers(0, 3), max_size=5))
+def test_places_are_those_of_a_search(parts: list[list[int]], path: list[int]) -> None:
+    index, tokens = SuffixIndex(), list[int]()
+    for part in parts:
+        index.extend(part)
+        tokens += part
+        end = [*tokens, *path][-MOST_MATCH:]
+        assert index.tokens == tokens
+        assert index.places(end) == expected_places(tokens, end)
+
+
+@given(tokens=TEXT, most=st.integers(1, 8))
+def test_a_bounded_index_knows_the_newest_tokens(tokens: list[int], most: int) -> None:
+    """As one that was made of them alone, and memory for no more than twice as many."""
+    index = SuffixIndex(most_tokens=most)
+    for token in tokens:
+        index.extend([token])
+        assert len(index.tokens) < 2 * most
+        assert all(len(newest) < 2 * most for newest in index._newest.values())
+        assert all(len(before) == len(index.tokens) for before in index._before.values())
+    assert index.tokens == tokens[len(tokens) - len(index.tokens) :]
+    assert len(index.tokens) >= min(most, len(tokens))
+    end = tokens[-MOST_MATCH:]
+    assert index.places(end) == SuffixIndex(index.tokens).places(end)
+
+
+@pytest.mark.parametrize("tokens", [[5] * 1000, list(range(7)) * 150, [*range(500)] * 2])
+def test_a_search_compares_few_tokens(tokens: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Texts in which everything matches. A count of comparisons, not a time."""
+    index, calls = SuffixIndex(tokens), []
+    matching = SuffixIndex._matching
+    monkeypatch.setattr(
+        SuffixIndex, "_matching", lambda *args: calls.append(args) or matching(*args)
+    )
+    index.places(tokens[-MOST_MATCH:])
+    assert 0 < len(calls) <= MOST_PLACES
+
+
+@pytest.fixture
+def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All evidence is believed."""
+    monkeypatch.setattr(suffix_index, "PRIORS", (0.95,) * len(suffix_index.PRIORS))
+
+
+@pytest.mark.usefixtures("trusting")
+def test_a_proposal_continues_with_itself_past_the_end_of_the_text() -> None:
+    lookup = Lookup()
+    lookup.extend([1, 2, 3, 1, 2, 3, 1, 2])
+    assert [token for token, _ in lookup.propose(7)] == [3, 1, 2, 3, 1, 2, 3]
+
+
+@pytest.mark.usefixtures("trusting")
+def test_most_of_the_places_decide_and_no_evidence_is_no_proposal() -> None:
+    lookup = Lookup()
+    lookup.extend([1, 2, 7, 1, 2, 8, 1, 2, 7, 9, 4, 5])
+    assert lookup.propose(4) == [] and lookup.following([]) is None
+    lookup.extend([1, 2])
+    ((token, probability), *_) = lookup.propose(4)
+    assert token == 7 and 0 < probability < 1
+    assert lookup.following([4, 5]) == 1, "after the text and a path"
+
+
+def test_a_corpus_is_searched_too() -> None:
+    lookup = Lookup(SuffixIndex([1, 2, 3, 4, 5]))
+    lookup.extend([9, 1, 2])
+    proposal = lookup.propose(9)
+    assert [token for token, _ in proposal] == [3, 4, 5][: len(proposal)] and proposal
+
+
+def test_probabilities_rise_with_the_match_and_are_learned() -> None:
+    """A proposal that is always wrong ends; one that is always right grows longer."""
+    probabilities = []
+    for length in (2, 3, 5, 9, 20):
+        lookup = Lookup()
+        lookup.extend([*range(100, 130), 77, *range(130 - length, 130)])
+        probabilities.append(lookup.propose(1)[0][1])
+    assert probabilities == sorted(set(probabilities))
+    for is_right in (True, False):
+        general = Rates()
+        first = last = None
+        for round_number in range(60):
+            lookup = Lookup(None, general)
+            text = [1000 * round_number + n for n in range(8)]
+            lookup.extend([*text, *text[:4]])
+            proposal = lookup.propose(3)
+            first, last = first or proposal, proposal
+            lookup.extend(text[4:] if is_right else [5])
+        assert (last[0][1] > first[0][1] and len(last) == 3) if is_right else not last
+
+
+def test_what_a_step_verifies_is_worth_its_time() -> None:
+    """The best number, by trying all."""
+    certain, doubtful = [0.9**n for n in range(1, 20)], [0.3, 0.1]
+    assert best_length([doubtful], 0.3) == (0, 1.0) and best_length([[]], 0.1) == (0, 1.0)
+    for survivals, cost in (([certain], 0.1), ([certain, [], doubtful], 0.1), ([certain] * 4, 0.4)):
+        speeds = [
+            (1 + sum(sum(p[:n]) for p in survivals) / len(survivals)) / (1.05 + cost * n)
+            for n in range(1, 20)
+        ]
+        count, speed = best_length(survivals, cost)
+        assert speed == pytest.approx(max(speeds)) and speeds[count - 1] == pytest.approx(speed)
+    assert best_length([certain, [], []], 0.1)[0] < best_length([certain], 0.1)[0], "others pay"
 
 
 @given(prompts=st.lists(TEXT, min_size=2, max_size=2), outputs=st.lists(TEXT, min_size=4))
 def test_a_drafter_follows_the_output_of_each_request(
     prompts: list[list[int]], outputs: list[list[int]]
 ) -> None:
-    """Steps that emit some tokens for one request or for both."""
+    """Steps that emit some tokens for one request or for both. Rows with fewer are padded."""
     requests = make_requests([tuple(p) for p in prompts], 1000)
     for row, request in enumerate(requests):
         request.row = row
-    batch, cpu = Batch(tuple(requests)), torch.device("cpu")
-    drafter = NgramDrafter(2, 4, cpu)
+        request.output_ids.append(0)
+    batch = Batch(tuple(requests))
+    drafter = NgramDrafter(2, 4, CPU)
     drafter.admit(requests)
-    on_device = DeviceBatch.of(batch, 100, cpu)
+    general = Rates()
+    lookups = [Lookup(None, general) for _ in requests]
+    for lookup, request in zip(lookups, requests, strict=True):
+        lookup.extend(request.prompt_ids)
+    on_device = DeviceBatch.of(batch, 100, CPU)
     for i, emitted in enumerate(outputs):
         requests[i % 2].output_ids += emitted
-        assert drafter.prepare(requests, 4) == 1
-        proposal = drafter.propose(on_device, 4)
-        assert proposal.probabilities is None
-        assert proposal.ids.tolist() == [
-            expected([*r.prompt_ids, *r.output_ids], 4, drafter.max_ngram) for r in requests
-        ]
+        proposals = []
+        for lookup, request in zip(lookups, requests, strict=True):
+            lookup.extend(request.output_ids[lookup.length - len(request.prompt_ids) :])
+            proposals.append(lookup.propose(4))
+        plan = drafter.plan(requests, 4, token_cost=0.05)
+        assert plan.longest == best_length([[p for _, p in each] for each in proposals], 0.05)[0]
+        assert drafter.prepare(requests, plan.longest) == 1
+        ids = drafter.propose(on_device, plan.longest).ids
+        assert ids.shape == (2, plan.longest)
+        for row, (proposal, count) in enumerate(zip(proposals, plan.counts, strict=True)):
+            tokens = [token for token, _ in proposal][: plan.longest]
+            assert count == len(tokens)
+            padding = [requests[row].last_token] * (plan.longest - count)
+            assert ids[row].tolist() == [*tokens, *padding]
+
+
+def test_lengths_by_default_and_by_gamma() -> None:
+    looked_up = DecodingSection("speculative", "ngram")
+    assert (looked_up.most_draft_tokens, looked_up.num_draft_steps) == (31, 31)
+    mixed = replace(looked_up, drafter="ngram+self")
+    assert (mixed.most_draft_tokens, mixed.num_draft_steps, mixed.settled) == (31, 8, "auto")
+    six = replace(mixed, num_draft_tokens=6)
+    assert (six.most_draft_tokens, six.num_draft_steps) == (6, 6)

@@ -239,7 +239,11 @@ def test_all_ranks_of_a_draft_do_the_same_steps_and_the_first_answers() -> None:
         for message in kept.messages:
             inbound.send(message)
         DraftLoop(drafter, inbound, Nowhere(), found).serve()
-        assert drafter.lookups[1].tokens == drafters[0].lookups[1].tokens == [1, 2, 3, 1, 2, 3]
+        assert (
+            drafter.lookups[1].index.tokens
+            == drafters[0].lookups[1].index.tokens
+            == [1, 2, 3, 1, 2, 3]
+        )
         assert [span.run for span in found] == [span.run for span in spans[0]] == [4]
 
 

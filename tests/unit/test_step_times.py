@@ -69,7 +69,9 @@ class Learned(FixedLength):
         super().__init__(most)
         self.seconds: list[float] = []
 
-    def observe(self, batch: Batch, num_drafted: int, accepted: object, seconds: float) -> None:
+    def observe(
+        self, batch: Batch, num_drafted: int, accepted: object, seconds: float, *judged: object
+    ) -> None:
         self.seconds.append(seconds)
 
 

@@ -178,7 +178,9 @@ def draft_of(config: dict[str, Any]) -> str:
     drafter: str | None = config["decoding"]["drafter"]
     if drafter is None:
         return NONE
-    return f"{MODEL_PREFIX}{config['draft']['model']}" if drafter == "model" else drafter
+    if not drafter.endswith("model"):
+        return drafter
+    return drafter.removesuffix("model") + f"{MODEL_PREFIX}{config['draft']['model']}"
 
 
 def with_recorded(run_config: RunConfig, config: dict[str, Any]) -> RunConfig:

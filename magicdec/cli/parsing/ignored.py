@@ -15,7 +15,8 @@ from magicdec.names import BASELINE, FULL_KV_POLICY
 
 # Fields, beside those of the KV section and the draft's, that only drafting uses.
 OF_DRAFTING = tuple(
-    f"decoding.{name}" for name in ("num_draft_tokens", "tree", "pa", "machine", "baseline")
+    f"decoding.{name}"
+    for name in ("num_draft_tokens", "tree", "pa", "machine", "baseline", "lookup_corpus")
 )
 # Fields of the KV section that are not a policy's settings.
 OF_EVERY_POLICY = ("policy", "budget", "draft_kv_dtype")
@@ -45,7 +46,9 @@ def why_ignored(config: RunConfig, setting: str) -> str | None:
         return "autoregressive decoding drafts nothing"
     if setting == "decoding.num_draft_tokens" and decoding.tree is not None:
         return "--tree says what a step drafts"
-    if section == "draft" and decoding.drafter != "model":
+    if setting == "decoding.lookup_corpus" and not decoding.looks_up:
+        return "nothing is looked up"
+    if section == "draft" and decoding.model_drafter != "model":
         return "no other model drafts"
     if section == "kv" and name != "draft_kv_dtype" and decoding.drafter == "ngram":
         return "prompt lookup reads no KV cache"

@@ -1,0 +1,154 @@
+"""Two sources of drafts: prompt lookup where it is the more promising one, and a model elsewhere.
+
+In each step either prompt lookup alone drafts, for all rows, or the model drafts for all rows, and
+those rows in which a lookup promises more take its tokens instead. Which of the two it is follows
+from the acceptance of each source, so that all ranks decide alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from operator import mul
+
+import torch
+import torch.nn.functional as F
+
+from magicdec.config.tree_shape import TreeShape
+from magicdec.device_batch import DeviceBatch
+from magicdec.drafting.draft_kv import AcceptedPath
+from magicdec.drafting.drafter import Drafter, DraftPlan, DraftSetup, make_drafter
+from magicdec.drafting.forecast import Acceptance
+from magicdec.drafting.ngram import STEP_COST, TOKEN_COST, NgramDrafter, best_length
+from magicdec.kv.cache import BatchRows, Lengths, upload
+from magicdec.names import NGRAM_AND
+from magicdec.request import Request
+from magicdec.runner import ModelRunner
+from magicdec.sampling.model_tokens import Proposal
+
+DRAFT_COST = 0.3  # time of a draft forward, in decode steps, if it is not known
+LOOKUP_ALONE = 0  # as `pending`: the model does not draft
+
+
+class MixedDrafter(Drafter):
+    """`model` is asked for at most `most` tokens, and lookups are as long as its table allows."""
+
+    def __init__(
+        self, target: ModelRunner, lookup: NgramDrafter, model: Drafter, most: int
+    ) -> None:
+        self.target, self.lookup, self.model = target, lookup, model
+        self.draft_kv, self.can_capture = model.draft_kv, model.can_capture
+        self.watch, self.watch_queries = model.watch, model.watch_queries
+        self.acceptance = Acceptance(most)
+        self._choices: Sequence[int] = ()  # numbers of tokens that the model may be asked for
+        self._requests: dict[int, tuple[Request, int, int]] = {}  # drafted by the model, by row
+        self._uses_model, self._is_looked_up = True, dict[int, bool]()
+        # For each row of the cache: whether its drafts are those of a lookup.
+        self._looked_up = torch.zeros(target.num_rows, dtype=torch.bool, device=target.device)
+
+    @classmethod
+    def build(cls, setup: DraftSetup) -> MixedDrafter:
+        decoding = setup.decoding
+        assert decoding.drafter is not None, "the run drafts"
+        model = make_drafter(decoding.drafter.removeprefix(NGRAM_AND), setup)
+        lookup = NgramDrafter.build(setup)
+        return cls(setup.runner, lookup, model, decoding.num_draft_steps)
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        self.lookup.admit(requests)
+        self.model.admit(requests)
+        self.draft_kv = self.model.draft_kv
+
+    def release(self, rows: Sequence[int]) -> None:
+        self.lookup.release(rows)
+        self.model.release(rows)
+        for row in rows:
+            self._requests.pop(row, None)
+
+    def lengths(self, choices: Sequence[int]) -> Sequence[int]:
+        self._choices = choices
+        return sorted({*self.lookup.lengths(choices), *choices})
+
+    def pendings(self, num_draft_tokens: int) -> Sequence[int]:
+        of_model = self.model.pending if num_draft_tokens in self._choices else ()
+        return (LOOKUP_ALONE, *of_model)
+
+    def plan(
+        self, requests: Sequence[Request], num_draft_tokens: int, token_cost: float | None = None
+    ) -> DraftPlan:
+        """Compares a step of lookups alone with one in which the model drafts `num_draft_tokens`,
+        by the tokens that they are expected to emit in their time. `token_cost` is that of a token
+        which the model drafts and the target verifies."""
+        self._learn(requests)
+        of_lookup = self.lookup.look_up(requests, self.lookup.most)
+        cost = TOKEN_COST + DRAFT_COST if token_cost is None else token_cost
+        alone, worth = best_length(of_lookup, min(TOKEN_COST, cost / 2))
+        of_model = [self._survivals(request)[:num_draft_tokens] for request in requests]
+        cut = [each[:num_draft_tokens] for each in of_lookup]
+        takes = [sum(a) > sum(b) for a, b in zip(cut, of_model, strict=True)]
+        chosen = (a if take else b for take, a, b in zip(takes, cut, of_model, strict=True))
+        expected = 1 + sum(map(sum, chosen)) / len(requests)
+        step_s = 1 + STEP_COST + cost * num_draft_tokens
+        self._uses_model = num_draft_tokens > 0 and (alone == 0 or expected / step_s >= worth)
+        if not self._uses_model:
+            return DraftPlan([min(alone, len(each)) for each in of_lookup], [0] * len(requests))
+        rows = [request.row for request in requests if request.row is not None]
+        self._is_looked_up = dict(zip(rows, takes, strict=True))
+        of_rows = zip(requests, rows, takes, strict=True)
+        self._requests = {
+            row: (request, len(request.output_ids), num_draft_tokens)
+            for request, row, take in of_rows
+            if not take
+        }
+        judged = [0 if take else num_draft_tokens for take in takes]
+        pairs = zip(cut, judged, strict=True)
+        return DraftPlan([count or len(each) for each, count in pairs], judged)
+
+    def _survivals(self, request: Request) -> list[float]:
+        return list(accumulate(self.acceptance.rates(request.request_id), mul))
+
+    def _learn(self, requests: Sequence[Request]) -> None:
+        """Count what rows have accepted of the model's last drafts: they have emitted one token
+        more."""
+        for request in requests:
+            drafted = self._requests.pop(request.row, None) if request.row is not None else None
+            if drafted is not None and drafted[0] is request:
+                accepted = len(request.output_ids) - drafted[1] - 1
+                self.acceptance.observe([request.request_id], [drafted[2]], [accepted])
+
+    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
+        self.lookup.prepare(requests, num_draft_tokens)
+        rows = [request.row for request in requests if request.row is not None]
+        looked_up = [self._is_looked_up.get(row, False) for row in rows]
+        device = self.target.device
+        self._looked_up.index_copy_(0, upload(rows, device), upload(looked_up, device, torch.bool))
+        if not self._uses_model:
+            return LOOKUP_ALONE
+        return self.model.prepare(requests, num_draft_tokens)
+
+    def propose(
+        self,
+        batch: DeviceBatch,
+        num_draft_tokens: int,
+        pending: int = 1,
+        tree: TreeShape | None = None,
+    ) -> Proposal:
+        """The tokens of lookups have a probability of 1."""
+        ids, one_hot = self.lookup.propose(batch, num_draft_tokens).ids, None
+        if batch.sampling.draws is not None:
+            one_hot = F.one_hot(ids, self.target.model.config.vocab_size).double()
+        if pending == LOOKUP_ALONE:
+            return Proposal(ids, one_hot)
+        drafts = self.model.propose(batch, num_draft_tokens, pending)
+        is_ours, probs = self._looked_up[batch.rows.index].unsqueeze(1), drafts.probabilities
+        if self.draft_kv is not None:  # which holds other tokens than will be verified
+            held = self.target.cache.lengths_of(batch.rows).plus(1)
+            most = held.plus(num_draft_tokens)
+            kept = torch.where(is_ours[:, 0], held.tensor, most.tensor)
+            self.draft_kv.rewind(batch.rows, Lengths(kept, most.bounds))
+        if probs is not None and one_hot is not None:
+            probs = torch.where(is_ours.unsqueeze(2), one_hot, probs)
+        return Proposal(torch.where(is_ours, ids, drafts.ids), probs)
+
+    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
+        self.model.commit(rows, lengths, path)

@@ -1,0 +1,178 @@
+"""Lookup: what followed the newest tokens where they occurred before, in the text itself or in a
+corpus, and how likely that is to follow again.
+
+Owns the index of n-grams, the proposal, and the record of how often proposals with as much evidence
+were right. Imports no torch. Sources: Saxena 2023 (prompt lookup decoding); that a proposal is as
+long as its counts support: SuffixDecoding (Oliaro et al. 2024).
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import Counter
+from collections.abc import Sequence
+
+SHORT, LONG = 2, 8  # tokens of the n-grams that are indexed; a match has at least the first
+MOST_MATCH = 32  # tokens of a match that are compared
+MOST_PLACES = 8  # places that vote, the newest ones
+MOST_TOKENS = 1 << 17  # tokens that an index remembers at least; it forgets from twice as many on
+LEAST_SURVIVAL = 0.1  # a proposal ends where it is accepted so far with less than this probability
+# A rate begins as the one below, with the weight of so many tokens; rates of a text begin as those
+# of all texts. Of more tokens than the last number, older ones count half.
+PRIOR_WEIGHT, TEXT_WEIGHT, MOST_COUNTED = 8.0, 4.0, 32.0
+PRIORS = (0.15, 0.25, 0.35, 0.5, 0.7, 0.8, 0.85)  # by the class of the length of a match
+DISSENT = 0.6  # factor where places disagree
+
+Evidence = tuple[int, int]
+"""The class of the length of a match, and: 0 for one place, 1 for several that agree, 2 for several
+that do not."""
+
+
+class SuffixIndex:
+    """Where the n-grams of a growing sequence of tokens occurred, for two lengths. An addition
+    takes constant time, and a search looks at few places. Memory is bounded."""
+
+    def __init__(self, tokens: Sequence[int] = (), most_tokens: int = MOST_TOKENS) -> None:
+        self.most_tokens = most_tokens
+        self._clear()
+        self.extend(tokens)
+
+    def _clear(self) -> None:
+        self.tokens: list[int] = []
+        # Of each n-gram, by its hash, the place after its newest occurrence, and for each place the
+        # one before it. No token follows the newest n-gram, so it is not there yet.
+        self._newest: dict[int, dict[int, int]] = {LONG: {}, SHORT: {}}
+        self._before = {LONG: array("i"), SHORT: array("i")}
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        text, begin = self.tokens, len(self.tokens)
+        text += tokens
+        for n, newest in self._newest.items():
+            before = self._before[n]
+            for place in range(begin, len(text)):
+                key = hash(tuple(text[max(0, place - n) : place]))
+                before.append(newest.get(key, -1))
+                newest[key] = place
+        if len(text) >= 2 * self.most_tokens:
+            self._clear()
+            self.extend(text[-self.most_tokens :])
+
+    def places(self, end: Sequence[int]) -> list[tuple[int, int]]:
+        """(length, place) of earlier occurrences of the last tokens of `end`: how many of these
+        match, and the place of the token that followed. The newest occurrences of the last LONG
+        tokens; if there is none, those of the last SHORT ones."""
+        for n, newest in self._newest.items():
+            found: list[tuple[int, int]] = []
+            place = newest.get(hash(tuple(end[-n:])), -1)
+            while place >= 0 and len(found) < MOST_PLACES:
+                length = self._matching(end, place)
+                if length >= n:
+                    found.append((length, place))
+                place = self._before[n][place]
+            if found:
+                return found
+        return []
+
+    def _matching(self, end: Sequence[int], place: int) -> int:
+        """How many of the last tokens of `end` are those before a place."""
+        text, most = self.tokens, min(len(end), place)
+        for length in range(most):
+            if text[place - 1 - length] != end[-1 - length]:
+                return length
+        return most
+
+
+class Rates:
+    """How often proposed tokens were right, by their evidence. Those of a text begin as `general`
+    ones, which all texts share."""
+
+    def __init__(self, general: Rates | None = None) -> None:
+        self.general = general
+        self._counts: dict[Evidence, tuple[float, float]] = {}  # right, all
+
+    def __call__(self, evidence: Evidence) -> float:
+        right, count = self._counts.get(evidence, (0.0, 0.0))
+        if self.general is None:
+            prior = PRIORS[evidence[0]] * (DISSENT if evidence[1] == 2 else 1.0)
+            return (right + PRIOR_WEIGHT * prior) / (count + PRIOR_WEIGHT)
+        return (right + TEXT_WEIGHT * self.general(evidence)) / (count + TEXT_WEIGHT)
+
+    def observe(self, evidence: Evidence, is_right: bool) -> None:
+        right, count = self._counts.get(evidence, (0.0, 0.0))
+        shrink = 0.5 if count >= MOST_COUNTED else 1.0
+        self._counts[evidence] = right * shrink + is_right, count * shrink + 1
+        if self.general is not None:
+            self.general.observe(evidence, is_right)
+
+
+def length_class(length: int) -> int:
+    """2, 3, 4 to 7, 8 to 15, 16 to 31, and more tokens."""
+    return length - 2 if length < 4 else min(length.bit_length() - 1, len(PRIORS) - 1)
+
+
+class Lookup:
+    """A growing text. `corpus` is searched too; `general` are the rates of all texts."""
+
+    def __init__(self, corpus: SuffixIndex | None = None, general: Rates | None = None) -> None:
+        self.index, self.rates = SuffixIndex(), Rates(general or Rates())
+        self.length = 0  # tokens of the text, forgotten ones included
+        self._searched = [self.index] if corpus is None else [self.index, corpus]
+        self._guess: list[tuple[int, Evidence]] = []  # what may follow, until that is known
+
+    def extend(self, tokens: Sequence[int]) -> None:
+        """Append `tokens`, by which the last proposal is judged."""
+        for (token, evidence), actual in zip(self._guess, tokens, strict=False):
+            self.rates.observe(evidence, token == actual)
+            if token != actual:
+                break
+        self._guess = []
+        self.index.extend(tokens)
+        self.length += len(tokens)
+
+    def propose(self, count: int) -> list[tuple[int, float]]:
+        """At most `count` tokens that may follow, each with the probability that it and all before
+        it are right. They are those that followed most of the places with the longest matches; if
+        the text ends before that, it continues with the proposal itself. A proposal ends where the
+        evidence does; without any it is empty."""
+        text, proposal, survival = self.index.tokens, list[tuple[int, float]](), 1.0
+        self._guess = []
+        places = self._places(text[-MOST_MATCH:])
+        while places and len(self._guess) < count:
+            followers = [
+                known[place] if place < len(known) else self._guess[place - len(known)][0]
+                for _, known, place in places
+            ]
+            ((token, votes),) = Counter(followers).most_common(1)
+            agreement = 2 if votes < len(places) else int(votes > 1)
+            voters = [p for p, follower in zip(places, followers, strict=True) if follower == token]
+            evidence = length_class(max(length for length, _, _ in voters)), agreement
+            survival *= self.rates(evidence)
+            if survival < LEAST_SURVIVAL and self._guess:
+                break
+            # The first token is guessed in any case, to learn how often that would be right.
+            self._guess.append((token, evidence))
+            if survival < LEAST_SURVIVAL:
+                break
+            proposal.append((token, survival))
+            places = [
+                (length + 1, known, place + 1)
+                for length, known, place in voters
+                if known is text or place + 1 < len(known)
+            ]
+        return proposal
+
+    def following(self, path: Sequence[int]) -> int | None:
+        """The token that most likely follows the text and `path`; None without evidence."""
+        places = self._places([*self.index.tokens[-MOST_MATCH:], *path])
+        return None if not places else places[0][1][places[0][2]]
+
+    def _places(self, end: Sequence[int]) -> list[tuple[int, list[int], int]]:
+        """(length, tokens, place) where the longest matches are, and those at least half as long:
+        the longest first."""
+        places = [
+            (length, index.tokens, place)
+            for index in self._searched
+            for length, place in index.places(end)
+        ]
+        places.sort(key=lambda each: -each[0])
+        return [each for each in places if 2 * each[0] >= places[0][0]]
