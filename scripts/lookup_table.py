@@ -99,7 +99,8 @@ class Texts:
             ).stdout
             for commit in (OLDER, NEWER)
         )  # fmt: skip
-        before = self._ids("magicdec/[a-m]*/*.py") + self.tokenizer.encode(older)
+        before = self._ids("magicdec/[a-m]*/*.py")
+        before += self.tokenizer.encode(older)[: self.prompt - PIECE]  # from its beginning on
         return tuple(before[-self.prompt :]), tuple(self.tokenizer.encode(newer)[: self.new])
 
 

@@ -10,7 +10,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from itertools import pairwise
 
 import torch
 
@@ -30,10 +29,9 @@ def measure_steps(
     """Seconds of a step of `batch` with 0, 1, ..., most draft tokens. `cached` are the cached
     lengths of its rows.
 
-    Times a decode step, two short drafts, which do not stop at `pa`, and the shortest and the
-    longest verification; also one between them, if that is long. Other drafts and verifications are
-    taken to lie on lines through those. Leaves everything as it was, also what the drafter observed
-    of the attention.
+    Times a decode step, two short drafts, which do not stop at `pa`, and the shortest and a long
+    verification. Other drafts and verifications are taken to lie on the line through those two.
+    Leaves everything as it was, also what the drafter observed of the attention.
     """
     drafter = steps.drafter
     draft_kv = None if drafter is None else drafter.draft_kv
@@ -73,12 +71,12 @@ def _measure(
     for _ in range(REPEATS):
         with timed("decode", 0):
             steps.decode(batch)
-        for count in sorted({1, steps.padded(min(LONGER_DRAFT, most_draft_tokens))}):
+        few = min(MOST_DRAFT_TOKENS, most_draft_tokens)
+        for count in sorted({1, steps.padded(min(LONGER_DRAFT, few))}):
             with timed("draft", count):
                 proposal = steps.draft(batch, count)
                 proposal.ids.tolist()  # waits for the device
-        few = min(MOST_DRAFT_TOKENS, most_draft_tokens)
-        for count in sorted({1, steps.padded(few), steps.padded(most_draft_tokens)}):
+        for count in sorted({1, steps.padded(few)}):
             verified = repeated(proposal, count)
             with timed("verify", count):
                 steps.verify(batch, verified)
@@ -94,12 +92,7 @@ def repeated(proposal: Proposal, count: int) -> Proposal:
 
 
 def _line(seconds: dict[int, float]) -> Callable[[int], float]:
-    """The line through some points, which never falls, and which goes on straight."""
-    points = sorted(seconds.items())
-    parts = [*pairwise(points)] or [(points[0], points[0])]
-
-    def line(count: int) -> float:
-        (first, low), (last, high) = next((p for p in parts if count <= p[1][0]), parts[-1])
-        return low + max(0.0, high - low) / max(1, last - first) * (count - first)
-
-    return line
+    """The line through one or two points, which never falls."""
+    (first, low), (last, high) = min(seconds.items()), max(seconds.items())
+    slope = max(0.0, high - low) / max(1, last - first)
+    return lambda count: low + slope * (count - first)

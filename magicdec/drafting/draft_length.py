@@ -239,5 +239,5 @@ def make_draft_length(
 ) -> DraftLength:
     """The draft length that `--gamma` asks for."""
     if decoding.settled == "auto":
-        return AutoLength(decoding.most_draft_tokens, group, device, estimate, per_row)
+        return AutoLength(decoding.num_draft_steps, group, device, estimate, per_row)
     return FixedLength(decoding.num_draft_steps)

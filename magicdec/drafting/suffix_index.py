@@ -12,15 +12,14 @@ from array import array
 from collections import Counter
 from collections.abc import Sequence
 
-SHORT, LONG = 2, 8  # tokens of the n-grams that are indexed; a match has at least the first
-MOST_MATCH = 32  # tokens of a match that are compared
-MOST_PLACES = 8  # places that vote, the newest ones
+LEAST_MATCH, MOST_MATCH = 3, 32  # tokens of a match; more are not compared
+MOST_PLACES = 16  # places that are compared, the newest ones
 MOST_TOKENS = 1 << 17  # tokens that an index remembers at least; it forgets from twice as many on
 LEAST_SURVIVAL = 0.1  # a proposal ends where it is accepted so far with less than this probability
 # A rate begins as the one below, with the weight of so many tokens; rates of a text begin as those
 # of all texts. Of more tokens than the last number, older ones count half.
 PRIOR_WEIGHT, TEXT_WEIGHT, MOST_COUNTED = 8.0, 4.0, 32.0
-PRIORS = (0.15, 0.25, 0.35, 0.5, 0.7, 0.8, 0.85)  # by the class of the length of a match
+PRIORS = (0.3, 0.45, 0.65, 0.8, 0.85)  # by the class of the length of a match
 DISSENT = 0.6  # factor where places disagree
 
 Evidence = tuple[int, int]
@@ -29,8 +28,8 @@ that do not."""
 
 
 class SuffixIndex:
-    """Where the n-grams of a growing sequence of tokens occurred, for two lengths. An addition
-    takes constant time, and a search looks at few places. Memory is bounded."""
+    """Where the n-grams of a growing sequence of tokens occurred. An addition takes constant time,
+    and a search looks at few places. Memory is bounded."""
 
     def __init__(self, tokens: Sequence[int] = (), most_tokens: int = MOST_TOKENS) -> None:
         self.most_tokens = most_tokens
@@ -39,39 +38,31 @@ class SuffixIndex:
 
     def _clear(self) -> None:
         self.tokens: list[int] = []
-        # Of each n-gram, by its hash, the place after its newest occurrence, and for each place the
-        # one before it. No token follows the newest n-gram, so it is not there yet.
-        self._newest: dict[int, dict[int, int]] = {LONG: {}, SHORT: {}}
-        self._before = {LONG: array("i"), SHORT: array("i")}
+        # Of each n-gram, the place after its newest occurrence, and for each place the one before
+        # it. No token follows the newest n-gram, so it is not there yet.
+        self._newest: dict[tuple[int, ...], int] = {}
+        self._before = array("i")
 
     def extend(self, tokens: Sequence[int]) -> None:
         text, begin = self.tokens, len(self.tokens)
         text += tokens
-        for n, newest in self._newest.items():
-            before = self._before[n]
-            for place in range(begin, len(text)):
-                key = hash(tuple(text[max(0, place - n) : place]))
-                before.append(newest.get(key, -1))
-                newest[key] = place
+        for place in range(begin, len(text)):
+            ngram = tuple(text[max(0, place - LEAST_MATCH) : place])
+            self._before.append(self._newest.get(ngram, -1))
+            self._newest[ngram] = place
         if len(text) >= 2 * self.most_tokens:
             self._clear()
             self.extend(text[-self.most_tokens :])
 
     def places(self, end: Sequence[int]) -> list[tuple[int, int]]:
-        """(length, place) of earlier occurrences of the last tokens of `end`: how many of these
-        match, and the place of the token that followed. The newest occurrences of the last LONG
-        tokens; if there is none, those of the last SHORT ones."""
-        for n, newest in self._newest.items():
-            found: list[tuple[int, int]] = []
-            place = newest.get(hash(tuple(end[-n:])), -1)
-            while place >= 0 and len(found) < MOST_PLACES:
-                length = self._matching(end, place)
-                if length >= n:
-                    found.append((length, place))
-                place = self._before[n][place]
-            if found:
-                return found
-        return []
+        """(length, place) of the newest earlier occurrences of the last tokens of `end`: how many
+        of these match, and the place of the token that followed."""
+        found: list[tuple[int, int]] = []
+        place = self._newest.get(tuple(end[-LEAST_MATCH:]), -1) if len(end) >= LEAST_MATCH else -1
+        while place >= 0 and len(found) < MOST_PLACES:
+            found.append((self._matching(end, place), place))
+            place = self._before[place]
+        return found
 
     def _matching(self, end: Sequence[int], place: int) -> int:
         """How many of the last tokens of `end` are those before a place."""
@@ -106,8 +97,8 @@ class Rates:
 
 
 def length_class(length: int) -> int:
-    """2, 3, 4 to 7, 8 to 15, 16 to 31, and more tokens."""
-    return length - 2 if length < 4 else min(length.bit_length() - 1, len(PRIORS) - 1)
+    """3, 4 to 7, 8 to 15, 16 to 31, and more tokens."""
+    return min(length.bit_length() - 2, len(PRIORS) - 1)
 
 
 class Lookup:

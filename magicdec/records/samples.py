@@ -57,7 +57,7 @@ class SamplesRecord(Part):
     num_proposed: list[list[list[int]]] | None = recorded(
         "those of them that the drafter proposed, without padding, by batch, step and row, as in "
         "`num_accepted`",
-        "tokens", null=UNDRAFTED + "; where no row was padded",
+        "tokens", null=UNDRAFTED,
     )
     num_accepted: list[list[list[int]]] | None = recorded(
         "accepted draft tokens by batch, step and row, including those past the row's end; rows "
@@ -141,18 +141,11 @@ class PassSamples(SamplesRecord):
         are withheld, because they have no meaning."""
         values = vars(self)
         if not is_drafting or is_random:
-            values = values | {"num_drafted": None, "num_accepted": None}
-        if not is_drafting or is_random or not self.has_padding:
-            values = values | {"num_proposed": None}
+            drafted = ("num_drafted", "num_proposed", "num_accepted")
+            values = values | dict.fromkeys(drafted)
         if is_drafting and is_random:
             values = values | {"num_emitted": None}
         return SamplesRecord(**values)
-
-    @property
-    def has_padding(self) -> bool:
-        """Whether the drafter has proposed fewer tokens for a row than its step verified."""
-        steps = zip(chain(*self.num_drafted), chain(*self.num_proposed), strict=False)
-        return any(number != most for most, numbers in steps for number in numbers)
 
     def begin_batch(self) -> None:
         for steps in (self.step_ms, self.num_drafted, self.num_proposed, self.num_accepted,

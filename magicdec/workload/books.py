@@ -30,10 +30,7 @@ def read_corpus(path: str, max_books: int, encode: Callable[[str], list[int]]) -
     def ids_of(record: Any, place: str) -> list[int]:
         if not isinstance(record, dict) or "prompt_ids" not in record:
             return encode(_text_of(record, place))
-        ids = [*record["prompt_ids"], *record.get("output_ids", ())]
-        if not all(isinstance(token, int) for token in ids):
-            raise ValueError(f"{place}: its ids are no numbers")
-        return ids
+        return [int(token) for token in (*record["prompt_ids"], *record.get("output_ids", ()))]
 
     return read_values("--lookup_corpus", path, max_books, ids_of)
 
@@ -56,7 +53,7 @@ def read_values(
         named = NAMED_READERS.get(dataset)
         records = FILE_READERS[suffix](Path(dataset)) if named is None else named()
         books = [value_of(record, place) for place, record in islice(records, max_books)]
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, TypeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if isinstance(error, OSError) and error.strerror:
             reason = f"cannot be read ({error.strerror})"

@@ -82,7 +82,7 @@ def mapped(*argv: object, driver: RunConfig) -> RunConfig:
         ("--tree 3,2 --gamma 4", "--gamma does nothing here: --tree says what a step drafts"),
         ("--tree 3,2 --gamma auto", "--gamma does nothing here: --tree says what a step drafts"),
         ("--tree 3,2 --pa 0.3", "--tree 3,2 and --pa 0.3: only chains stop; give one of them"),
-        ("--drafter ngram --pa 0.3", "--pa 0.3 --drafter ngram: prompt lookup knows no prob"),
+        ("--drafter ngram --pa 0.3", "--pa 0.3 --drafter ngram: prompt lookup ends"),
         ("--rank_group 0 1", "0 1: name all of the launched ranks, each once: 0 1 2"),
         ("--rank_group 0 1 -1", "--rank_group 0 1 -1: name all"),
         ("--rank_group 0 1 1", "--rank_group 0 1 1: name all"),

@@ -226,3 +226,20 @@ def test_recall_refuses_what_it_cannot_use(tmp_path: Path) -> None:
             build_recall(f"recall:{name}")
     with pytest.raises(ValueError, match="cannot be read"):
         build_recall(f"recall:{tmp_path / 'none.txt'}")
+
+
+def test_a_corpus_is_text_or_the_tokens_of_earlier_runs(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer(ROOT / "magicdec" / "demo" / "target")
+    text, tokens = tmp_path / "book.txt", tmp_path / "tokens.jsonl"
+    text.write_text("The sea was calm.")
+    assert encode_corpus(str(text), tokenizer, 5000) == (*tokenizer.encode("The sea was calm."),)
+    tokens.write_text('{"prompt_ids": [5, 6], "output_ids": [7]}\n{"prompt_ids": [8]}\n')
+    assert encode_corpus(str(tokens), tokenizer, 9) == (5, 6, 7, 8)
+    with pytest.raises(ValueError, match=r"token ids from 5 to 8 are of another tokenizer"):
+        encode_corpus(str(tokens), tokenizer, 8)
+    for name, content in (("none.txt", None), ("bad.jsonl", '{"prompt_ids": [null]}'),
+                          ("empty.txt", "")):  # fmt: skip
+        if content is not None:
+            (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=rf"^--lookup_corpus \S*{name}: [^\n]+$"):
+            encode_corpus(str(tmp_path / name), tokenizer, 9)
