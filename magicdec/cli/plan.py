@@ -33,13 +33,15 @@ from magicdec.cost_model.curves import (
     is_file,
     longest,
 )
+from magicdec.cost_model.draft_table import FORMATS, DraftTable, fastest_runs
 from magicdec.cost_model.plan import DTYPE_BYTES, Plan, make_record, tables
 from magicdec.cost_model.speculation import Choice
 from magicdec.hardware.ceiling_file import Hardware, Link, load_machine
 from magicdec.model.config import ModelConfig
-from magicdec.model.presets.presets import find_config
+from magicdec.model.presets.presets import PRESETS, find_config
 from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIES
 from magicdec.records.record import append_records
+from magicdec.records.writing import check_writable, write_text
 from magicdec.tables import print_tables
 
 MAX_GAMMA = 8
@@ -97,6 +99,26 @@ class PlanSection(AcceptanceSection):
     tp: int = setting(1, "Ranks that share the model by tensor parallelism.", least=1)
     nodes: int = same(ClusterSection, "nodes", 1)
     out: Path | None = same(OutputSection, "results", None, is_default=True)
+    export: tuple[str, ...] | None = setting(
+        None,
+        "Write the best number of draft tokens by batch size and context to a file, as a format "
+        f"and a FILE: {' or '.join(FORMATS)}. Further pairs write further files.",
+        metavar="FORMAT FILE",
+    )
+
+    @property
+    def exports(self) -> list[tuple[str, Path]]:
+        """The formats and files of `--export`. Raises ValueError for what cannot be written."""
+        words = self.export or ()
+        for name in words[::2]:
+            if name not in FORMATS:
+                raise ValueError(f"--export {name} is not known; choose from {', '.join(FORMATS)}")
+        if len(words) % 2:
+            raise ValueError(f"--export {words[-1]}: name a file to write to after it")
+        pairs = [(name, Path(file)) for name, file in zip(words[::2], words[1::2], strict=True)]
+        for name, path in pairs:
+            check_writable(f"--export {name}", path)
+        return pairs
 
     @property
     def ranks_per_node(self) -> int:
@@ -112,12 +134,34 @@ def predict(values: Values) -> int:
     """Predict what the flags ask for, keep it and print it."""
     args = values[PlanSection]
     refuse_idle(args, values)
-    record = make_record(make_plan(args))
+    exports = args.exports
+    plan = make_plan(args)
+    record = make_record(plan)
     record = replace(record, config=record.config | {"flags": given_flags(values)})
     if args.out is not None:
         append_records("--out", args.out, [record])
+    if exports:
+        table = make_draft_table(args, plan)
+        for name, path in exports:
+            write_text(f"--export {name}", path, FORMATS[name](table))
     print_tables(tables([record]))
     return 0
+
+
+def make_draft_table(args: PlanSection, plan: Plan) -> DraftTable:
+    """The predictions from one row and one token on, with the runs that `--acceptance` has."""
+    draft, keys = None, {}
+    if args.draft != SELF:
+        draft = args.draft.removeprefix(MODEL_PREFIX)
+        name = PRESETS[draft].repo_id if draft in PRESETS else draft
+        keys = {"method": "draft_model", "model": name}
+    runs, source = {}, (args.acceptance or ("",))[0]
+    if is_file(source):
+        runs = fastest_runs(Path(source), args.model, args.dtype, draft, args.kv_policy)
+    axes = (sorted({1, *values}) for values in (plan.batch_sizes, plan.prefix_lens))
+    batch_sizes, prefix_lens = map(tuple, axes)
+    cells = make_record(replace(plan, batch_sizes=batch_sizes, prefix_lens=prefix_lens)).cells
+    return DraftTable(cells, plan.target.config.max_length, keys, runs)
 
 
 def refuse_idle(args: PlanSection, values: Values) -> None:
