@@ -158,8 +158,9 @@ def make_draft_table(args: PlanSection, plan: Plan) -> DraftTable:
     runs, source = {}, (args.acceptance or ("",))[0]
     if is_file(source):
         runs = fastest_runs(Path(source), args.model, args.dtype, draft, args.kv_policy)
-    axes = (sorted({1, *values}) for values in (plan.batch_sizes, plan.prefix_lens))
-    batch_sizes, prefix_lens = map(tuple, axes)
+    # With a single context, entries have none, as vLLM's releases take them.
+    contexts = {*plan.prefix_lens, *([1] if len(plan.prefix_lens) > 1 else [])}
+    batch_sizes, prefix_lens = tuple(sorted({1, *plan.batch_sizes})), tuple(sorted(contexts))
     cells = make_record(replace(plan, batch_sizes=batch_sizes, prefix_lens=prefix_lens)).cells
     return DraftTable(cells, plan.target.config.max_length, keys, runs)
 

@@ -97,6 +97,11 @@ def test_the_command_writes_what_it_predicts(command: Command, tmp_path: Path) -
         assert [*bounds, found.gamma] in entries
         assert row["measured_K"] == row["measured_speedup"] == ""
     assert config["num_speculative_tokens"] == max(int(row["K"]) for row in rows)
+    command("plan", *flags, "--prefix_len", "4000", "--export", "vllm", model)
+    entries = json.loads(model.read_text())["num_speculative_tokens_per_batch_size"]
+    lengths = {int(r["bs_lo"]): int(r["K"]) for r in rows if r["prefix_len"] == "4000"}
+    assert {len(entry) for entry in entries} == {3}, "a single context is in no entry"
+    assert all(lengths[low] == K for low, _, K in entries)
 
 
 def test_measured_runs_stand_beside_predictions() -> None:
