@@ -6,6 +6,7 @@ torch. `cost_model/` does the arithmetic and makes the record and its tables.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 
 from magicdec.cli.flags import LoneCommand
@@ -109,15 +110,14 @@ class PlanSection(AcceptanceSection):
     @property
     def exports(self) -> list[tuple[str, Path]]:
         """The formats and files of `--export`. Raises ValueError for what cannot be written."""
-        words = self.export or ()
-        for name in words[::2]:
+        words, pairs = self.export or (), []
+        for name, file in zip_longest(words[::2], words[1::2]):
             if name not in FORMATS:
                 raise ValueError(f"--export {name} is not known; choose from {', '.join(FORMATS)}")
-        if len(words) % 2:
-            raise ValueError(f"--export {words[-1]}: name a file to write to after it")
-        pairs = [(name, Path(file)) for name, file in zip(words[::2], words[1::2], strict=True)]
-        for name, path in pairs:
-            check_writable(f"--export {name}", path)
+            if file is None:
+                raise ValueError(f"--export {name}: name a file to write to after it")
+            check_writable(f"--export {name}", Path(file))
+            pairs.append((name, Path(file)))
         return pairs
 
     @property
@@ -140,24 +140,20 @@ def predict(values: Values) -> int:
     record = replace(record, config=record.config | {"flags": given_flags(values)})
     if args.out is not None:
         append_records("--out", args.out, [record])
-    if exports:
-        table = make_draft_table(args, plan)
-        for name, path in exports:
-            write_text(f"--export {name}", path, FORMATS[name](table))
+    for name, path in exports:
+        write_text(f"--export {name}", path, FORMATS[name](make_draft_table(args, plan)))
     print_tables(tables([record]))
     return 0
 
 
 def make_draft_table(args: PlanSection, plan: Plan) -> DraftTable:
     """The predictions from one row and one token on, with the runs that `--acceptance` has."""
-    draft, keys = None, {}
-    if args.draft != SELF:
-        draft = args.draft.removeprefix(MODEL_PREFIX)
-        name = PRESETS[draft].repo_id if draft in PRESETS else draft
-        keys = {"method": "draft_model", "model": name}
-    runs, source = {}, (args.acceptance or ("",))[0]
-    if is_file(source):
-        runs = fastest_runs(Path(source), args.model, args.dtype, draft, args.kv_policy)
+    draft = None if args.draft == SELF else args.draft.removeprefix(MODEL_PREFIX)
+    name = PRESETS[draft].repo_id if draft in PRESETS else draft
+    keys = {} if name is None else {"method": "draft_model", "model": name}
+    source = (args.acceptance or ("",))[0]
+    of_file = Path(source), args.model, args.dtype, draft, args.kv_policy
+    runs = fastest_runs(*of_file) if is_file(source) else {}
     # With a single context, entries have none, as vLLM's releases take them.
     contexts = {*plan.prefix_lens, *([1] if len(plan.prefix_lens) > 1 else [])}
     batch_sizes, prefix_lens = tuple(sorted({1, *plan.batch_sizes})), tuple(sorted(contexts))
@@ -256,6 +252,7 @@ def make_plan(args: PlanSection) -> Plan:
         prefix_lens=args.prefix_len,
         max_gamma=args.max_gamma or min(MAX_GAMMA, reach or MAX_GAMMA),
         gen_len=args.gen_len or DEFAULT_GEN_LEN,
+        kv_policy=args.kv_policy,
         choices={budget: find_choice(args.kv_policy, budget) for budget in curves},
     )
 

@@ -13,6 +13,7 @@ makes speculation worse. So the first of both is 1.
 from __future__ import annotations
 
 import json
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -23,74 +24,65 @@ from magicdec.cost_model.plan import PlanCell
 from magicdec.records.reading import load_records
 from magicdec.tables import csv_text
 
-Bounds = tuple[int, int]  # the smallest and the largest value of a range
 Run = tuple[int, int, float]  # gamma, budget and speedup of steps
 COLUMNS = (
     *("bs_lo", "bs_hi", "ctx_lo", "ctx_hi", "K", "batch_size", "prefix_len", "budget"),
-    *("predicted_speedup", "predicted_net_speedup"),
-    *("measured_K", "measured_budget", "measured_speedup"),
+    *("predicted_speedup", "predicted_net_speedup", "measured_K", "measured_budget"),
+    "measured_speedup",
 )
 
 
 @dataclass(frozen=True)
 class DraftTable:
-    """`cells` predict every batch size with every context, of which the model supports
-    `max_length`. `draft` are the keys with which vLLM names the draft, and `measured` has the
-    fastest run at a batch size and a context."""
+    """`cells` predict every batch size with every context, in rising order of both; the model
+    supports contexts of `max_length`. `draft` are the keys with which vLLM names the draft, and
+    `measured` has the fastest run at a batch size and a context."""
 
     cells: Sequence[PlanCell]
     max_length: int
     draft: Mapping[str, str] = field(default_factory=dict)
     measured: Mapping[tuple[int, int], Run] = field(default_factory=dict)
 
-    def ranges(self) -> dict[tuple[int, int], tuple[Bounds, Bounds]]:
-        """The ranges of batch sizes and of contexts in which each cell lies, in their order."""
-        gammas = {(cell.batch_size, cell.prefix_len): cell.gamma for cell in self.cells}
-        batch_sizes, prefix_lens = (sorted(set(axis)) for axis in zip(*gammas, strict=True))
-        rows = merge({B: [gammas[B, S] for S in prefix_lens] for B in batch_sizes}, 1)
-        columns = merge(
-            {S: [gammas[B, S] for B in batch_sizes] for S in prefix_lens}, self.max_length
-        )
-        return {(B, S): (rows[B], columns[S]) for B in batch_sizes for S in prefix_lens}
+    def ranges(self) -> list[tuple[int, ...]]:
+        """`bs_lo`, `bs_hi`, `ctx_lo` and `ctx_hi` of each cell."""
+        rows, columns = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+        for cell in self.cells:
+            rows[cell.batch_size].append(cell.gamma)
+            columns[cell.prefix_len].append(cell.gamma)
+        batches, contexts = merge(rows, 1), merge(columns, self.max_length)
+        return [(*batches[cell.batch_size], *contexts[cell.prefix_len]) for cell in self.cells]
 
     def vllm(self) -> str:
         """JSON for `vllm serve --speculative-config`."""
-        ranges, gammas = self.ranges(), {(c.batch_size, c.prefix_len): c.gamma for c in self.cells}
-        has_contexts = len({context for _, context in ranges.values()}) > 1
-        entries = {
-            (*batch, *(context if has_contexts else ())): gammas[place]
-            for place, (batch, context) in ranges.items()
-        }
+        ranges, gammas = self.ranges(), [cell.gamma for cell in self.cells]
+        used = 4 if len({ctx_lo for _, _, ctx_lo, _ in ranges}) > 1 else 2
+        entries = dict(zip((each[:used] for each in ranges), gammas, strict=True))
         config = dict(self.draft) | {
-            "num_speculative_tokens": max(1, *gammas.values()),  # vLLM refuses 0
+            "num_speculative_tokens": max(1, *gammas),  # vLLM refuses 0
             "num_speculative_tokens_per_batch_size": [[*key, K] for key, K in entries.items()],
         }
         return json.dumps(config) + "\n"
 
     def csv(self) -> str:
         """A line for each cell: the ranges in which it lies, the prediction and the measurement."""
-        rows, cells = [], {(cell.batch_size, cell.prefix_len): cell for cell in self.cells}
-        for place, (batch, context) in self.ranges().items():
-            cell, measured = cells[place], self.measured.get(place, (None,) * 3)
-            predicted = cell.budget, cell.speedup, cell.net_speedup
-            rows.append([*batch, *context, cell.gamma, *place, *predicted, *measured])
-        return csv_text([COLUMNS, *rows])
+        rows: list[Sequence[object]] = [COLUMNS]
+        for cell, bounds in zip(self.cells, self.ranges(), strict=True):
+            place = cell.batch_size, cell.prefix_len
+            predicted = cell.gamma, *place, cell.budget, cell.speedup, cell.net_speedup
+            rows.append([*bounds, *predicted, *self.measured.get(place, (None,) * 3)])
+        return csv_text(rows)
 
 
 FORMATS = {"vllm": DraftTable.vllm, "csv": DraftTable.csv}
 
 
-def merge(gammas: Mapping[int, Sequence[int]], end: int) -> dict[int, Bounds]:
+def merge(gammas: Mapping[int, Sequence[int]], end: int) -> dict[int, tuple[int, int]]:
     """The range of each value of one axis, from its draft lengths along the other axis. Neighbours
     with equal draft lengths share a range. The last range goes up to `end` at least."""
-    groups = [list(group) for _, group in groupby(sorted(gammas), key=gammas.__getitem__)]
-    lows = [group[0] for group in groups]
-    highs = [*(low - 1 for low in lows[1:]), max(end, groups[-1][-1])]
-    return {
-        value: (low, high)
-        for group, low, high in zip(groups, lows, highs, strict=True)
-        for value in group
-    }
+    groups = [list(group) for _, group in groupby(gammas, key=gammas.__getitem__)]
+    highs = [*(group[0] - 1 for group in groups[1:]), max(end, groups[-1][-1])]
+    bounds = [(group[0], high) for group, high in zip(groups, highs, strict=True)]
+    return {value: each for group, each in zip(groups, bounds, strict=True) for value in group}
 
 
 def fastest_runs(
@@ -102,12 +94,11 @@ def fastest_runs(
     for record in load_records(path):
         config, metrics = record.config, record.metrics
         target, workload, decoding = config["model"], config["workload"], config["decoding"]
-        place = workload["batch_size"], workload["prefix_len"]
         own = None if decoding["drafter"] == SELF else (config["draft"] or {}).get("model", "")
         run_of = target["model"], target["dtype"], own, config["kv"]["policy"]
-        gamma, speedup = decoding["num_draft_tokens"], None if metrics is None else metrics.speedup
-        if run_of != (model, dtype, draft, policy) or speedup is None or gamma == "auto":
-            continue
-        if place not in runs or speedup > runs[place][2]:
+        gamma, speedup = decoding["num_draft_tokens"], (metrics and metrics.speedup) or 0.0
+        place = workload["batch_size"], workload["prefix_len"]
+        is_like = run_of == (model, dtype, draft, policy) and gamma != "auto"
+        if is_like and speedup > runs.get(place, (0, 0, 0.0))[2]:
             runs[place] = gamma, config["kv"]["budget"], speedup
     return runs
