@@ -42,6 +42,7 @@ from magicdec.pipelined_speculation.options import Options
 from magicdec.records.writing import append_line, check_files, to_json, write_text
 from magicdec.serving.modes import (
     BATCHING,
+    ENDPOINT,
     MODES,
     RING,
     SPECULATIVE,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from magicdec.serving.record import ServingRecord
 
 FAILED = 1
+EXTERNAL = tuple(name for name, mode in MODES.items() if mode.ranks is Ranks.NONE)
 EVERYDAY = (
     *("--model", "--dataset", "--num_requests", "--arrival", "--prefix_len", "--gen_len"),
     *("--modes", "--draft", "--gamma", "--B", "--n_samples", "--layer_split", "--temperature"),
@@ -168,6 +170,7 @@ class Command:
         if names is None:
             every = default_names(self.modes, world_size, has_draft)
             names = (*every, *(self.drafting if draft != NONE and is_named else ()))
+            names += tuple(name for name in EXTERNAL if options.endpoint is not None)
         return [Pass.named(name) for name in names]
 
     def settle(
@@ -219,6 +222,7 @@ USED_BY: dict[str, Callable[[Pass], bool]] = {
     "serving.emulate_link_": has_stages,
     "serving.emulate_acceptance": drafts_ahead,
     "serving.emulate_draft_ms": drafts_ahead,
+    "serving.endpoint": lambda each: each.system == ENDPOINT,
 }
 
 
@@ -248,7 +252,7 @@ COMMANDS = {
         "Serve the same requests in every mode that is named: one after the other, in batches, in "
         "flight, by tensor parallelism, in a ring of stages, and by pipelined speculation. All "
         "tokens are compared with those of the first mode.",
-        tuple(name for name in MODES if name != WINDOWED),
+        tuple(name for name in MODES if name not in (WINDOWED, *EXTERNAL)),
         ("inflight+draft",),
     ),
     "inflight": Command(

@@ -40,6 +40,7 @@ class Plan:
     prefix_lens: tuple[int, ...]
     max_gamma: int
     gen_len: int  # output tokens of a sequence, for the net speedup
+    kv_policy: str
     choices: dict[int, Choice]  # what the KV policy does before the first step, by KV budget
 
     @property

@@ -24,6 +24,7 @@ from magicdec.serving.metrics import serving_metrics
 from magicdec.serving.modes import SPECULATIVE, Pass
 from magicdec.serving.prepare import PreparedServing
 from magicdec.serving.record import (
+    UNKNOWN,
     ServingRecord,
     describe_requests,
     differing,
@@ -140,7 +141,8 @@ class Experiment:
         by_rank = all_gather(ours, launch.world_size)
         threads = check_threads(each.name, [each_rank for each_rank, _ in by_rank])
         peaks = [peak for rank_threads, peak in by_rank if rank_threads.expected]
-        total = None if None in peaks else sum(peak for peak in peaks if peak is not None)
+        known = [peak for peak in peaks if peak is not None]
+        total = sum(known) if known and None not in peaks else None
         return Served(each, requests, watch, extras, threads, total)
 
     def describe(self, served: Served) -> ServingRecord:
@@ -151,10 +153,13 @@ class Experiment:
         options = self.prepared.options
         has_others = len(options.passes) > 1
         num_differing, temperature = None, system.run.config.sampling.temperature
-        if has_others and is_comparable(each, reference.each, temperature):
+        pair = (*reference.requests, *requests)
+        has_ids = not any(UNKNOWN in request.output_ids for request in pair)
+        if has_others and has_ids and is_comparable(each, reference.each, temperature):
             num_differing = len(differing(reference.requests, requests))
         config = system.config_of(each)
-        status = status_of(num_differing, config["model"]["dtype"])
+        is_external = system.is_external or self.prepared.system_of(reference.each).is_external
+        status = status_of(num_differing, config["model"]["dtype"], is_external)
         is_right, counts = status != "diverged", served.watch.counts
         trace = served.extras.trace
         workload, goodput = system.run.config.workload, options.goodput or {}

@@ -19,6 +19,7 @@ from magicdec.records.metrics import mean, percentile
 from magicdec.request import Moves, Request
 from magicdec.scheduling.scheduler import StepCounts
 
+OF_SERVER = "of `endpoint`"  # another program counts these
 ONE_TOKEN = "if every request has a single output token"
 of_request = partial(recorded, unit="ms", digits=1)
 of_later = partial(recorded, unit="ms", digits=2, null=ONE_TOKEN)  # tokens after the first
@@ -93,21 +94,21 @@ class ServingMetrics(Part):
     mean_in_flight: float | None = recorded(
         "requests that a step prefills or decodes; mean over the steps",
         "requests", label="in flight, mean", digits=2,
-        null="in pipelined speculation, whose runs are of one request",
+        null=f"in pipelined speculation, whose runs are of one request, or {OF_SERVER}",
     )  # fmt: skip
-    num_steps: int = recorded(
+    num_steps: int | None = recorded(
         "steps of the engine or of the lanes of a ring, or runs of pipelined speculation",
-        label="steps",
-    )
-    num_preemptions: int = recorded(
+        label="steps", null=OF_SERVER,
+    )  # fmt: skip
+    num_preemptions: int | None = recorded(
         "times that a request gave its KV cache back before its end, because no block was free",
-        label="preemptions",
-    )
+        label="preemptions", null=OF_SERVER,
+    )  # fmt: skip
     peak_memory_bytes: int | None = recorded(
         "largest memory use of each rank while the requests were served, summed over ranks: "
         "resident memory on a CPU, allocated device memory on CUDA",
         "bytes", label="peak memory, GB", digits=2, scale=1e-9,
-        null="if the system does not let a process reset its own peak",
+        null=f"if the system does not let a process reset its own peak, or {OF_SERVER}",
     )  # fmt: skip
 
 
@@ -133,8 +134,8 @@ def serving_metrics(
             prefill_speed(request, counts.moves[request.request_id]) for request in requests
         ),
         mean_in_flight=counts.num_in_flight / counts.num_steps if counts.num_in_flight else None,
-        num_steps=counts.num_steps,
-        num_preemptions=counts.num_preemptions,
+        num_steps=counts.num_steps or None,
+        num_preemptions=counts.num_preemptions if counts.num_steps else None,
         peak_memory_bytes=peak_memory_bytes,
         **summary("ttft", [of["ttft"] for of in times]),
         **summary("tpot", [of["tpot"] for of in times if "tpot" in of]),

@@ -15,6 +15,7 @@ from magicdec.names import SEQUENTIAL
 BATCHING = "magicdec.serving.batching:Batching"
 RING = "magicdec.serving.ring:Ring"
 SPECULATIVE = "magicdec.serving.speculative_pipeline:SpeculativePipeline"
+ENDPOINT = "magicdec.serving.endpoint:Endpoint"
 WITH_DRAFT = "+draft"
 
 
@@ -24,6 +25,7 @@ class Ranks(Enum):
     FIRST = "first"  # with the threads of all ranks of its host, or all as --batch_ranks says
     ALL = "all"
     STAGES = "stages"
+    NONE = "none"  # another program computes
 
 
 class Drafts(Enum):
@@ -54,6 +56,7 @@ MODES = {
     "iterative": Mode(SPECULATIVE, Ranks.STAGES, Drafts.NEVER, "stages decode token by token"),
     "sync": Mode(SPECULATIVE, Ranks.STAGES, Drafts.ALWAYS, "stages verify one batch of drafts"),
     "async": Mode(SPECULATIVE, Ranks.STAGES, Drafts.ALWAYS, "drafts run ahead of the stages"),
+    "endpoint": Mode(ENDPOINT, Ranks.NONE, Drafts.NEVER, "the server at --endpoint"),
 }
 # What `--modes` can name.
 NAMES = (

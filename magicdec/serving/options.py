@@ -10,6 +10,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
+from urllib.parse import urlsplit
 
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
@@ -27,6 +28,7 @@ from magicdec.names import NGRAM_AND
 from magicdec.pipelined_speculation.options import Options
 from magicdec.serving.metrics import GOODPUT_OF
 from magicdec.serving.modes import (
+    ENDPOINT,
     MODES,
     NAMES,
     RING,
@@ -46,8 +48,17 @@ from magicdec.workload.request_shapes import (
 )
 
 WINDOW_MS, PREFILL_TOKENS = 1000.0, 512
+OF_SAMPLING = ("temperature", "repetition_penalty", "presence_penalty")
 FLAGS = ("--prefix_len", "--gen_len")  # the lengths of a request without a trace
 WINDOWED = "dynamic"  # the mode that has a time window
+
+
+def parse_url(text: str) -> str:
+    """Raises ValueError for what is no base URL of a server."""
+    url = urlsplit(text)
+    if url.scheme not in ("http", "https") or not url.hostname:
+        raise ValueError(f"{text} is no URL; give one such as http://127.0.0.1:8000/v1")
+    return text
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:
@@ -162,6 +173,24 @@ class ServeOptions(StagesSection):
         metavar="A",
         least=0,
         most=1,
+    )
+    endpoint: str | None = setting(
+        None,
+        "An OpenAI-compatible server, such as http://127.0.0.1:8000/v1, to which the mode endpoint "
+        "sends the same requests.",
+        metavar="URL",
+        parse=parse_url,
+    )
+    endpoint_model: str | None = setting(
+        None, "The model as the server names it. Default: the first that it has."
+    )
+    endpoint_prompts: str = setting(
+        "ids",
+        "Send prompts as token ids, or as text to a server that takes no ids.",
+        choices=("ids", "text"),
+    )
+    endpoint_timeout_s: float = setting(
+        300.0, "Seconds without a word of the server after which it has stalled.", above=0
     )
     shapes: tuple[RequestShape, ...] = ()
     passes: tuple[Pass, ...] = ()
@@ -355,6 +384,12 @@ def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> N
         raise ValueError(
             f"--gamma auto: --modes {fixed[0]} drafts a fixed number of tokens; name one"
         )
+    if options.of_system(ENDPOINT):
+        if options.endpoint is None:
+            raise ValueError("--modes endpoint needs --endpoint URL")
+        if options.emulate_stage_ms is not None:
+            raise ValueError("--emulate_stage_ms: a server at --endpoint computes; leave one out")
+        _refuse_sampling(config, "--modes endpoint, whose server decodes greedily")
     rings = options.of_system(RING)
     if fixed and options.draft.startswith(NGRAM_AND):
         raise ValueError(
@@ -412,10 +447,12 @@ def _check_emulation(options: ServeOptions, config: RunConfig) -> None:
             f"--pad_stage_ms {options.pad_stage_ms} is for stages that compute; leave out "
             "--emulate_stage_ms"
         )
-    for name in ("temperature", "repetition_penalty", "presence_penalty"):
+    _refuse_sampling(config, f"{flag}, whose stages choose no tokens")
+
+
+def _refuse_sampling(config: RunConfig, reason: str) -> None:
+    """Raises ValueError unless tokens are chosen greedily and without penalties."""
+    for name in OF_SAMPLING:
         value = getattr(config.sampling, name)
         if value != getattr(type(config.sampling), name):
-            raise ValueError(
-                f"--{name} {value:g} does nothing with {flag}, whose stages choose no tokens; "
-                "leave it out"
-            )
+            raise ValueError(f"--{name} {value:g} does nothing with {reason}; leave it out")

@@ -31,6 +31,7 @@ STATUSES = ("ok", "differs", "diverged", UNCHECKED)
 WORK = ("STAGE", "DRAFT", "HEAD")  # spans in which a stage is busy
 NUM_PARTS = 100  # of the time of a pass, in which the share that stages are busy is recorded
 EXACT_DTYPE = "float32"  # in which every request emits the same tokens in every pass
+UNKNOWN = -1  # the id of a token of which a server sends only the text
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,9 +60,10 @@ class ServingRecord(MeasuredRecord):
     kind: Literal["serving"] = recorded("`serving`", default="serving")
     status: str = recorded(
         "`ok`: every request has the tokens that it has in `reference`; `differs`: some have "
-        f"others, in a dtype other than {EXACT_DTYPE}, whose rounding may be the reason; "
-        f"`diverged`: some have others in {EXACT_DTYPE}; `{UNCHECKED}`: there is no other mode, or "
-        "drafts were sampled, which keeps only the distribution",
+        f"others, in a dtype other than {EXACT_DTYPE} or in another program, whose rounding may be "
+        f"the reason; `diverged`: some have others in {EXACT_DTYPE}; `{UNCHECKED}`: there is no "
+        "other mode, a server sent no token ids, or drafts were sampled, which keeps only the "
+        "distribution",
         choices=STATUSES,
     )
     name: str = recorded("the mode as `--modes` names it, such as `inflight` or `inflight+draft`")
@@ -109,13 +111,14 @@ def parts_of(config: Mapping[str, Any], has_drafts: bool) -> dict[str, Any]:
     return {name: config[name] for name in ((*PARTS, *OF_DRAFTS) if has_drafts else PARTS)}
 
 
-def status_of(num_differing: int | None, dtype: str) -> str:
-    """The status of a pass. `num_differing` is None if tokens cannot be compared."""
+def status_of(num_differing: int | None, dtype: str, is_external: bool) -> str:
+    """The status of a pass. `num_differing` is None if tokens cannot be compared. `is_external`:
+    another program made some of them."""
     if num_differing is None:
         return UNCHECKED
     if num_differing == 0:
         return "ok"
-    return "diverged" if dtype == EXACT_DTYPE else "differs"
+    return "diverged" if dtype == EXACT_DTYPE and not is_external else "differs"
 
 
 def differing(expected: Sequence[Request], others: Sequence[Request]) -> list[int]:

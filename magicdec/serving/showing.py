@@ -60,6 +60,8 @@ def verdict(record: ServingRecord) -> str:
         return f"{name}: its tokens are not checked, because there is no other pass"
     if name == record.reference:
         return f"{name}: the reference of the others"
+    if record.num_differing is None and record.config["sampling"]["temperature"] == 0:
+        return f"{name}: not compared, because a server sent no token ids"
     if record.num_differing is None:
         return f"{name}: sampled, so the tokens of drafts are not compared"
     if record.num_differing == 0:

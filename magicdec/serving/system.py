@@ -88,6 +88,7 @@ class System(ABC):
     knows."""
 
     run: Prepared
+    is_external = False  # another program computes, whose tokens may be rounded otherwise
     layers: Sequence[range] = ()  # of each stage of a ring, or of each rank
     layer_split: str | None = None  # as `--layer_split` would name the layers of the stages
     split: str = ""  # what `--layer_split auto` chose, in one line

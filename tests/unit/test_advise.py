@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+import shlex
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.distributed.ranks import Ended
 from magicdec.hardware.ceiling_file import Link, MachineFile
+from magicdec.names import KV_POLICIES
 from magicdec.records.reading import load_records
 
 
@@ -62,29 +64,91 @@ def test_the_advice_is_one_sentence(best: Measured, said: tuple[str, ...]) -> No
 
 
 def test_advice_follows_from_records_and_the_plan(tmp_path: Path) -> None:
-    """From two recorded runs and a machine file, without running anything."""
+    """From recorded runs and a machine file, without running anything."""
     machine_file().save(tmp_path / "machine.json")
-    found = {
-        r.config["kv"]["budget"]: r
+    runs = {
+        (r.config["kv"]["policy"], r.config["kv"]["budget"]): r
         for r in load_records(BASELINES)
         if r.config["decoding"]["drafter"] == "self"
-        and r.config["kv"]["policy"] == "streaming_llm"
+        and r.config["kv"]["policy"] != "full"
         and r.config["decoding"]["num_draft_tokens"] == 4
     }
-    words = ["--machine", str(tmp_path / "machine.json"), "--budget", *map(str, found)]
-    args = read(*words, "--prefix_len", "4096", "--B", "4")
-    records = {f"--draft self --budget {b}": record for b, record in found.items()}
-    sentence = module.find_advice(args, records, module.make_plan(args, BASELINES))
-    measured = [r.metrics for r in found.values() if r.metrics is not None]
-    speedups = [metrics.net_speedup for metrics in measured if metrics.net_speedup is not None]
-    assert f"{max(speedups):.2f} times" in sentence
-    expected = r"pay from \d+ tokens on, and \d[.]\d\d times at \d+ with `--budget \d+ --gamma \d`"
-    assert re.search(f"; the plan expects self-speculation to {expected}; ", sentence)
-    configs = [RUN.read(words[1:]) for words in module.make_commands(args).values()]
-    assert [c.decoding.drafter for c in configs] == ["self"] * len(found) + ["ngram"]
+    machine = ["--machine", str(tmp_path / "machine.json")]
+    args = read(*machine, "--prefix_len", "4096", "--B", "4")
+
+    def advice_of(policies: set[str]) -> tuple[float, str, str]:
+        """The best net speedup of the runs with these policies, the sentence and the command."""
+        records = {
+            f"--draft self --kv_policy {p} --budget {b}": r
+            for (p, b), r in runs.items() if p in policies
+        }  # fmt: skip
+        plan = module.make_plan(args, records, BASELINES)
+        sentence, blank, line = module.find_advice(args, records, plan).split("\n")
+        assert sentence.endswith(".") and blank == ""
+        return max(map(module.net_speedup, records.values())), sentence, line
+
+    for policy in ("streaming_llm", "snapkv"):
+        speedup, sentence, line = advice_of({policy})
+        assert f"{speedup:.2f} times" in sentence
+        expected = r"pay from \d+ tokens on, and \d[.]\d\d times at \d+ with "
+        expected += rf"`--kv_policy {policy} --budget \d+ --gamma \d`"
+        assert re.search(f"; the plan expects self-speculation to {expected}; ", sentence)
+        config = RUN.read(command_words(line))
+        assert (config.kv.policy, config.workload.prefix_len) == (policy, 4096)
+    best = max(runs.values(), key=module.net_speedup)
+    _, sentence, line = advice_of({policy for policy, _ in runs})
+    config = RUN.read(command_words(line))
+    assert (config.kv.policy, config.kv.budget) == tuple(
+        best.config["kv"][name] for name in ("policy", "budget")
+    )
+    assert f"`--kv_policy {config.kv.policy} --budget" in sentence
+
+
+def command_words(line: str) -> list[str]:
+    """What follows `magicdec run` in a line that can be copied into a shell."""
+    assert line.startswith("    magicdec run ")
+    return shlex.split(line)[2:]
+
+
+def test_where_drafts_do_not_pay_the_command_has_none(tmp_path: Path) -> None:
+    slow = min(load_records(BASELINES), key=module.net_speedup)
+    args = read("--model", str(tmp_path / "a model"), "--nproc", "2", "--dataset", "a b.txt")
+    text = module.find_advice(args, {"--draft model:demo-draft --gamma 4": slow}, None)
+    config = RUN.read(command_words(text.splitlines()[-1]))
+    assert text.startswith("Speculation does not pay here") and config.decoding.drafter is None
+    assert config.model.model == str(tmp_path / "a model") and config.parallel.nproc == 2
+    assert config.workload.dataset == "a b.txt"
+
+
+def test_every_source_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
+    """Budgets belong to what drafts with a part of a cache; a policy that cannot is left out."""
+    configs = [RUN.read(words[1:]) for words in module.make_commands(read()).values()]
+    found = [(c.decoding.drafter, c.kv.policy, c.kv.budget) for c in configs]
+    policies = [name for name in KV_POLICIES if name not in ("full", "streaming_llm")]
+    assert found == [
+        ("self", "streaming_llm", 65), ("self", "streaming_llm", 257),
+        *(("self", policy, 257) for policy in policies), ("ngram", "streaming_llm", 257),
+    ]  # fmt: skip
+    assert capsys.readouterr().out == ""
+    commands = module.make_commands(read("--budget", "20", "--draft", "ngram", "self"))
+    assert list(commands)[:2] == ["--draft ngram --gamma 4", "--draft self --budget 20 --gamma 4"]
+    left_out = capsys.readouterr().out
+    assert "left out   --draft self --kv_policy snapkv --budget 20: --budget 20" in left_out
     for draft, message in (("none", "--draft none: every draft"), ("x", "--draft x is not known")):
         with pytest.raises(ValueError, match=message):
             module.make_commands(read("--draft", draft))
+
+
+def test_a_new_source_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    more = ["--draft", "self", "--draft_kv_dtype", "int8"]
+    monkeypatch.setattr(module, "SOURCES", (["--draft", "self"], more))
+    sources = module.find_sources(read("--draft", "self", "--budget", "65", "257"))
+    plain = [["--draft", "self", "--budget", budget] for budget in ("65", "257")]
+    assert sources == [*plain, [*more, "--budget", "257"]]
+    mixed = ["--draft", "ngram+self"]
+    monkeypatch.setattr(module, "SOURCES", (mixed,))
+    sources = module.find_sources(read("--draft", "ngram+self", "--budget", "65"))
+    assert sources == [[*mixed, "--budget", "65"]]
 
 
 def test_bad_input_is_refused(
@@ -126,6 +190,7 @@ def test_several_ranks_are_probed_run_and_planned(
         return Ended(0, "record appended\n")
 
     monkeypatch.setattr(module, "run_command", run_command)
+    monkeypatch.setattr(module, "SOURCES", (["--draft", "self"],))
     out, budget = tmp_path / "advice.jsonl", record.config["kv"]["budget"]
     words = ["--draft", "self", "--budget", str(budget), "--out", str(out)]
     words += ["--nproc", "2", "--machine", str(tmp_path / "machine.json")]
@@ -133,7 +198,8 @@ def test_several_ranks_are_probed_run_and_planned(
     assert code == 0 and [words[0] for words in started] == ["run", "probe"]
     assert all(words[words.index("--nproc") + 1] == "2" for words in started)
     assert len(load_records(out)) == 1
-    assert out_text.rstrip().endswith(".") and "the plan expects self-speculation" in out_text
+    assert RUN.read(command_words(out_text.splitlines()[-1])).parallel.nproc == 2
+    assert "the plan expects self-speculation" in out_text
     assert err == "warning: the host is busy\n"
 
 

@@ -1,5 +1,6 @@
 """`magicdec advise`: does speculation pay for this model on this machine? It runs a few drafts on a
-short workload, probes the machine, predicts longer contexts, and ends in one sentence.
+short workload, probes the machine, predicts longer contexts, and ends in one sentence and the
+command to run.
 
     magicdec advise --model checkpoints/Llama-3.2-1B --dataset books.jsonl
     magicdec advise --model checkpoints/Llama-3.2-1B --dataset books.jsonl --nproc 2
@@ -10,6 +11,7 @@ several ranks is the same code. The prediction is that of `magicdec plan`.
 
 from __future__ import annotations
 
+import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -38,6 +40,7 @@ from magicdec.console import spinner
 from magicdec.distributed.ranks import INTERRUPTED, is_launched, run_command
 from magicdec.hardware.ceiling_file import load_machine
 from magicdec.model.checkpoint.hub import with_local_models
+from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES
 from magicdec.pipelined_speculation.options import Options
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
@@ -48,6 +51,17 @@ if TYPE_CHECKING:
     from magicdec.cost_model.plan import Plan
 
 CLOSE = 0.15  # a plan within this share of the measurement is said to agree with it
+# The ways to draft that are tried if `--draft` names their draft. What drafts for itself is tried
+# with every `--budget`, or with the largest if it has flags of its own.
+SOURCES = (
+    ["--draft", SELF],
+    *(
+        ["--draft", SELF, "--kv_policy", policy]
+        for policy in KV_POLICIES
+        if policy not in (DEFAULT_KV_POLICY, FULL_KV_POLICY)
+    ),
+    ["--draft", NGRAM],
+)
 
 
 @dataclass(frozen=True)
@@ -98,7 +112,7 @@ class AdviceSection:
     """The runs that advice rests on, and the files."""
 
     model: str = same(ModelSection, "model")
-    draft: tuple[str, ...] = same(DraftChoice, "draft", (SELF, NGRAM))
+    draft: tuple[str, ...] = same(DraftChoice, "draft", tuple({words[1]: 0 for words in SOURCES}))
     budget: tuple[int, ...] = same(KVSection, "budget", (65, 257), least=1)
     gamma: int = same(Options, "gamma")
     dataset: str = same(WorkloadSection, "dataset")
@@ -118,6 +132,15 @@ class AdviceSection:
     def num_ranks(self) -> int:
         return self.nproc or 1
 
+    @property
+    def workload(self) -> list[str]:
+        """The flags that all runs have, and the command to run has too."""
+        values = {
+            "model": self.model, "dataset": self.dataset, "B": self.B,
+            "prefix_len": self.prefix_len, "gen_len": self.num_new_tokens, "nproc": self.num_ranks,
+        }  # fmt: skip
+        return [word for name, value in values.items() for word in (f"--{name}", str(value))]
+
 
 def advise(values: Values) -> int:
     """Run, probe and plan, and say what follows."""
@@ -135,28 +158,41 @@ def advise(values: Values) -> int:
             append_file("--out", file, args.out)
         if not args.machine.exists():
             probe(args)
-        print(find_advice(args, records, make_plan(args, file)))
+        print(find_advice(args, records, make_plan(args, records, file)))
     return 0 if all(record.passed for record in records.values()) else 1
 
 
 def make_commands(args: AdviceSection) -> dict[str, list[str]]:
-    """The run of each draft, by the flags that name the draft. Models that are named as on the hub
-    are fetched. Raises ValueError for what cannot run."""
+    """The run of each source, by the flags that name it. Models that are named as on the hub are
+    fetched. Raises ValueError for what cannot run; a policy that cannot is left out with a line."""
     commands = {}
+    for source in find_sources(args):
+        flags = [*source, "--gamma", str(args.gamma)]
+        words = [*flags, *args.workload, "--num_batches", str(args.num_batches), "--ignore_eos"]
+        config = RUN.read(words)
+        try:
+            config.check(args.num_ranks)
+        except ValueError as error:
+            if "--kv_policy" not in source:
+                raise
+            print(f"left out   {shlex.join(source)}: {error}")
+            continue
+        with_local_models(config)
+        commands[shlex.join(flags)] = ["run", *words]
+    return commands
+
+
+def find_sources(args: AdviceSection) -> list[list[str]]:
+    """The flags of each way to draft, in the order of `--draft`."""
+    sources = []
     for draft in args.draft:
         if draft == NONE:
             raise ValueError(f"--draft {NONE}: every draft is compared with it; leave it out")
-        for budget in args.budget if draft == SELF else [None]:
-            name = f"--draft {draft}" + ("" if budget is None else f" --budget {budget}")
-            flags = [*name.split(), "--gamma", args.gamma, "--model", args.model]
-            flags += ["--dataset", args.dataset, "--B", args.B, "--prefix_len", args.prefix_len]
-            flags += ["--gen_len", args.num_new_tokens, "--num_batches", args.num_batches]
-            words = [*map(str, flags), "--nproc", str(args.num_ranks), "--ignore_eos"]
-            config = RUN.read(words)
-            config.check(args.num_ranks)
-            with_local_models(config)
-            commands[name] = ["run", *words]
-    return commands
+        for words in [words for words in SOURCES if words[1] == draft] or [["--draft", draft]]:
+            budgets: Sequence[int] = args.budget if words[2:] == [] else [max(args.budget)]
+            ends = [["--budget", str(budget)] for budget in budgets]
+            sources += [words + end for end in (ends if SELF in draft.split("+") else [[]])]
+    return sources
 
 
 def check_machine(args: AdviceSection) -> None:
@@ -197,30 +233,33 @@ def measure(words: list[str], file: Path) -> RunRecord:
     records = load_records(file) if file.exists() else []
     if len(records) == num_before:
         raise ValueError(ended.error)
-    print(f"{'run':<10} {method(records[-1])}: {shown(records[-1])}", flush=True)
-    return records[-1]
+    record, net = records[-1], net_speedup(records[-1])
+    ending = f", net {net:.2f}x" if net else ""
+    print(f"{'run':<10} {method(record)}: {shown(record)}{ending}", flush=True)
+    return record
+
+
+def net_speedup(record: RunRecord) -> float:
+    """0 for a run without one."""
+    return (record.metrics.net_speedup if record.metrics else None) or 0.0
 
 
 def find_advice(args: AdviceSection, records: dict[str, RunRecord], plan: Plan | None) -> str:
-    """The sentence. Raises ValueError if no run has a speedup."""
-    measured = []
-    for name, record in records.items():
-        metrics = record.metrics
-        if metrics is None or metrics.net_speedup is None:
-            continue
-        predicted = None
-        if plan is not None and name.startswith(f"--draft {SELF}"):
-            budget = record.config["kv"]["budget"]
-            candidate = next(c for c in plan.candidates() if c.budget == budget)
-            here = candidate.predict(args.B, args.prefix_len, args.gamma)
-            predicted = here.net_speedup(args.num_new_tokens)
-        draft, interval = f"{name} --gamma {args.gamma}", metrics.net_speedup_interval
-        measured.append(Measured(draft, metrics.net_speedup, interval, predicted))
-    if not measured:
+    """The sentence, and in a line of its own the command to run. Raises ValueError if no run has a
+    speedup."""
+    flags, record = max(records.items(), key=lambda item: net_speedup(item[1]))
+    if not net_speedup(record) or record.metrics is None:
         raise ValueError("no run has a speedup: their tokens differ, or the weights are random")
-    best = max(measured, key=lambda each: each.speedup)
+    predicted, kv = None, record.config["kv"]
+    if plan is not None and record.config["decoding"]["drafter"] == SELF:
+        candidate = next(each for each in plan.candidates() if each.budget == kv["budget"])
+        here = candidate.predict(args.B, args.prefix_len, args.gamma)
+        predicted = here.net_speedup(args.num_new_tokens)
+    best = Measured(flags, net_speedup(record), record.metrics.net_speedup_interval, predicted)
     place = f"B {args.B} and {args.prefix_len} tokens of context"
-    return describe_advice(best, place, "" if plan is None else expectation_of(plan, args))
+    sentence = describe_advice(best, place, "" if plan is None else expectation_of(plan, args))
+    drafts = shlex.split(flags) if best.speedup > 1 else ["--draft", NONE]
+    return f"{sentence}\n\n    {shlex.join(['magicdec', 'run', *drafts, *args.workload])}"
 
 
 def expectation_of(plan: Plan, args: AdviceSection) -> str:
@@ -234,28 +273,34 @@ def expectation_of(plan: Plan, args: AdviceSection) -> str:
         if far.gamma:
             expected += (
                 f", and {far.net_speedup(args.num_new_tokens):.2f} times at {context} with "
-                f"`--budget {far.budget} --gamma {far.gamma}`"
+                f"`--kv_policy {plan.kv_policy} --budget {far.budget} --gamma {far.gamma}`"
             )
     return f"the plan expects self-speculation to {expected}; "
 
 
-def make_plan(args: AdviceSection, file: Path) -> Plan | None:
-    """The plan with the acceptance of the runs in the file. None if none of them is
-    self-speculation that has one."""
+def make_plan(args: AdviceSection, records: dict[str, RunRecord], file: Path) -> Plan | None:
+    """The plan for the KV policy of the fastest self-speculation, with the acceptance of the runs
+    in the file. None if none of them is self-speculation that has one."""
     from magicdec.cli import plan
     from magicdec.model.presets.presets import find_config
 
-    records = [r for r in load_records(file) if r.metrics and r.metrics.acceptance_per_position]
-    own = [r.config["model"] for r in records if r.config["decoding"]["drafter"] == SELF]
+    own = [
+        record for record in records.values()
+        if record.config["decoding"]["drafter"] == SELF
+        and record.metrics and record.metrics.acceptance_per_position
+    ]  # fmt: skip
     if not own:
         return None
-    longest = find_config("--model", own[0]["model"]).max_length
+    config = max(own, key=net_speedup).config
+    name = config["model"]["model"]
+    longest = find_config("--model", name).max_length
     contexts = sorted({min(args.prefix_len * n, longest) for n in (1, 4, LONGEST)})
     section = plan.PlanSection(
-        model=own[0]["model"],
+        model=name,
         machine=args.machine,
         acceptance=(str(file),),
-        dtype=own[0]["dtype"],
+        dtype=config["model"]["dtype"],
+        kv_policy=config["kv"]["policy"],
         B=(args.B,),
         gen_len=args.gen_len,
         tp=args.num_ranks,
@@ -267,6 +312,7 @@ def make_plan(args: AdviceSection, file: Path) -> Plan | None:
 main = LoneCommand(
     advise,
     "Find out whether speculation pays for a model on this machine: run several drafts on the same "
-    "prompts, probe the machine, predict longer contexts, and say it in one sentence.",
+    "prompts, probe the machine, predict longer contexts, and say it in one sentence, with the "
+    "command to run.",
     {"advice": AdviceSection()},
 )

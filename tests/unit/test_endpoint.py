@@ -1,0 +1,244 @@
+"""`magicdec serve --endpoint`: another program's server beside our modes, by a small server on the
+loopback that knows the right tokens, and the ways in which it fails."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Command
+
+from magicdec.cli.serve import COMMANDS
+from magicdec.distributed.groups import Launch
+from magicdec.serving.batching import Batching
+
+ALONE = Launch(0, 1, 0, 1)
+
+
+@dataclass
+class Server:
+    """Answers with `answers` by prompt. `fault` names how it fails, after two tokens if it can."""
+
+    answers: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
+    has_ids: bool = True
+    has_usage: bool = True
+    fault: str = ""
+    bodies: list[dict[str, Any]] = field(default_factory=list)
+    address: str = ""
+    released: threading.Event = field(default_factory=threading.Event)
+
+    def events(self, body: dict[str, Any]) -> Iterator[dict[str, Any] | None]:
+        """What is streamed; None ends the connection."""
+        known = self.answers.get(tuple(body["prompt"]), [1] * body["max_tokens"])
+        output = known[: body["max_tokens"]]
+        if self.fault == "wrong":
+            output = [*output[:-1], output[-1] + 1]
+        if self.fault == "fewer":
+            output = output[:-1]
+        if self.fault == "more":
+            output = [*output, 3]
+        for number, token in enumerate(output):
+            if number == 2 and self.fault == "stalls":
+                self.released.wait()
+            if number == 2 and self.fault == "stops":
+                yield None
+            if number == 2 and self.fault == "error event":
+                yield {"error": {"message": "out of memory"}}
+            if self.has_ids:
+                yield {"choices": [{"text": "", "token_ids": [token]}]}
+            elif number != 1 or not self.has_usage:  # the second has no text of its own
+                yield {"choices": [{"text": "x", "token_ids": None}]}
+        if self.has_usage:
+            yield {"choices": [], "usage": {"completion_tokens": len(output)}}
+
+
+@pytest.fixture
+def server() -> Iterator[Server]:
+    ours = Server()
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, format: str, *args: Any) -> None:
+            """Says nothing."""
+
+        def answer(self, status: int, text: str) -> None:
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(text.encode())
+
+        def do_GET(self) -> None:
+            assert self.path == "/v1/models"
+            models = {"data": [{"id": "tiny"}, {"id": "other"}]}
+            self.answer(200, "<html>" if ours.fault == "no JSON" else json.dumps(models))
+
+        def do_POST(self) -> None:
+            assert self.path == "/v1/completions"
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            ours.bodies.append(body)
+            if ours.fault == "refuses":
+                self.answer(400, '{"error": "prompt is\\n too long"}')
+                return
+            self.answer(200, "")
+            for event in ours.events(body):
+                if event is None:
+                    return
+                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                self.wfile.flush()
+            self.wfile.write(b"data: [DONE]\n\n")
+
+    http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    http.daemon_threads = True
+    thread = threading.Thread(target=http.serve_forever)
+    thread.start()
+    ours.address = f"http://127.0.0.1:{http.server_port}/v1"
+    yield ours
+    ours.released.set()
+    http.shutdown()
+    http.server_close()
+    thread.join()
+
+
+@pytest.fixture
+def words(tiny_checkpoint: Path, text_file: Path, tmp_path: Path, server: Server) -> list[str]:
+    return [
+        *("--model", str(tiny_checkpoint), "--dataset", str(text_file), "--dtype", "float32"),
+        *("--device", "cpu", "--threads", "1", "--out", str(tmp_path / "out.jsonl")),
+        *("--num_requests", "3", "--prefix_len", "uniform:5:20", "--gen_len", "4", "--ignore_eos"),
+        *("--arrival", "constant:10", "--endpoint", server.address),
+    ]
+
+
+@pytest.fixture
+def learning(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server answers as our own modes did."""
+    original = Batching.serve
+
+    def serve(batching: Batching, each: Any, requests: Any, watch: Any) -> Any:
+        extras = original(batching, each, requests, watch)
+        server.answers |= {r.prompt_ids: list(r.output_ids) for r in requests}
+        return extras
+
+    monkeypatch.setattr(Batching, "serve", serve)
+
+
+def run(words: list[str]) -> int:
+    return COMMANDS["serve"].parse(words, ALONE).run(words, ALONE)
+
+
+def records_of(tmp_path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+
+
+@pytest.mark.usefixtures("learning")
+def test_a_server_is_measured_and_compared_like_a_mode(
+    words: list[str], server: Server, tmp_path: Path, command: Command,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    assert run([*words, "--modes", "sequential", "endpoint"]) == 0
+    ours, theirs = records_of(tmp_path)
+    assert (theirs["name"], theirs["status"], theirs["num_differing"]) == ("endpoint", "ok", 0)
+    assert theirs["config"]["workload"]["endpoint"] == server.address
+    assert theirs["threads"] == [0] and theirs["metrics"]["peak_memory_bytes"] is None
+    assert theirs["metrics"]["num_steps"] is theirs["metrics"]["num_preemptions"] is None
+    assert set(theirs["metrics"]) == set(ours["metrics"])
+    assert theirs["metrics"]["mean_ttft_ms"] > 0 and theirs["metrics"]["mean_tpot_ms"] > 0
+    for a, b in zip(ours["requests"], theirs["requests"], strict=True):
+        same = ("prompt_len", "output_len", "arrival_ms")
+        assert [b[name] for name in same] == pytest.approx([a[name] for name in same])
+        assert b["arrival_ms"] <= b["joined_ms"][0] <= b["first_token_ms"] <= b["finished_ms"]
+    body = server.bodies[-1]
+    assert body["model"] == "tiny" and body["max_tokens"] == body["min_tokens"] == 4
+    assert body["temperature"] == 0 and body["stream"] and body["ignore_eos"]
+    assert "endpoint: all 3 requests have the tokens of sequential" in capsys.readouterr().out
+    assert "endpoint" in command("table", tmp_path / "out.jsonl").out
+
+
+@pytest.mark.usefixtures("learning")
+@pytest.mark.parametrize("has_usage", [True, False])
+def test_tokens_without_ids_are_counted_and_not_compared(
+    has_usage: bool, words: list[str], server: Server, tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    """Three texts are four tokens, if the server says so."""
+    server.has_ids, server.has_usage = False, has_usage
+    assert run([*words, "--modes", "endpoint", "sequential", "--endpoint_model", "other"]) == 0
+    for record in records_of(tmp_path):
+        assert (record["status"], record["num_differing"]) == ("unchecked", None)
+        assert [request["output_len"] for request in record["requests"]] == [4, 4, 4]
+    assert server.bodies[-1]["model"] == "other"
+    assert "sequential: not compared, because a server sent no" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("learning")
+def test_other_tokens_in_another_program_are_no_divergence(
+    words: list[str], server: Server, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server.fault = "wrong"
+    assert run([*words, "--modes", "sequential", "endpoint"]) == 0
+    _, record = records_of(tmp_path)
+    assert (record["status"], record["num_differing"]) == ("differs", 3) and record["metrics"]
+    assert "DIFFERS, 3 of 3 requests differ from sequential; rounding" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ("fewer", "has 2 tokens, not 3 as it was asked for"),
+        ("more", "has 4 tokens, not 3 as it was asked for"),
+        ("stalls", "has sent nothing for 0.2 s"),
+        ("stops", "ends in the middle of an answer"),
+        ("error event", "ends an answer with: {'message': 'out of memory'}"),
+        ("refuses", 'answers /completions with 400: {"error": "prompt is'),
+    ],
+)
+def test_a_failing_server_costs_only_its_own_record(
+    fault: str, message: str, words: list[str], server: Server, tmp_path: Path, command: Command
+) -> None:
+    server.fault = fault
+    words += ["--modes", "sequential", "endpoint", "--endpoint_timeout_s", "0.2"]
+    code, _, err = command("serve", *words)
+    (line,) = [line for line in err.splitlines() if "--endpoint" in line]
+    assert code == 2 and message in line and server.address in line
+    (record,) = records_of(tmp_path)
+    assert record["name"] == "sequential" and record["metrics"]
+
+
+def test_what_no_server_can_serve_is_refused(
+    words: list[str], server: Server, tmp_path: Path, command: Command
+) -> None:
+    """Before anything is measured."""
+    address = server.address
+    for flags, message in (
+        ("--endpoint_model big", "--endpoint_model big is not served there; choose from tiny, oth"),
+        ("--endpoint http://127.0.0.1:9/v1", "--endpoint http://127.0.0.1:9/v1: [Errno 111] Conn"),
+        ("--endpoint localhost:80", "--endpoint localhost:80 is no URL; give one such as http://"),
+        ("--temperature 1", "--temperature 1 does nothing with --modes endpoint, whose server"),
+        ("--modes inflight", "--endpoint does nothing here: no mode of --modes inflight uses it"),
+        ("--emulate_stage_ms 3", "--emulate_stage_ms: a server at --endpoint computes"),
+        ("--endpoint_prompts words", "--endpoint_prompts words is not known; choose from ids, te"),
+    ):
+        code, _, err = command("serve", *words, "--modes", "endpoint", *flags.split())
+        assert code == 2 and message in err, err
+    server.fault = "no JSON"
+    assert f"{address} answers /models with no JSON" in command("serve", *words).err
+    assert "--modes endpoint needs --endpoint URL" in command("serve", "--modes", "endpoint").err
+    assert not (tmp_path / "out.jsonl").exists() and not server.bodies
+
+
+def test_prompts_can_be_text(words: list[str], server: Server) -> None:
+    assert run([*words, "--modes", "endpoint", "--endpoint_prompts", "text"]) == 0
+    assert all(isinstance(body["prompt"], str) and body["prompt"] for body in server.bodies)
+
+
+def test_a_server_is_among_the_default_modes(words: list[str]) -> None:
+    plain = [each for each in words if each != "--ignore_eos"]
+    for name in ("serve", "inflight"):
+        names = [each.name for each in COMMANDS[name].parse(plain, ALONE).options.passes]
+        assert names.index("endpoint") == len(names) - 1 > 2
+        without = COMMANDS[name].parse(plain[:-2], ALONE).options.passes
+        assert [each.name for each in without] == names[:-1]
