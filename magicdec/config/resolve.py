@@ -15,6 +15,7 @@ from magicdec.config.choices.choice import Choice
 from magicdec.config.choices.collectives import choose_collectives
 from magicdec.config.choices.layers import (
     StepParts,
+    check_copy,
     choose_dtype,
     choose_elementwise,
     choose_linear,
@@ -62,13 +63,17 @@ def resolve(
     needs = drafts_trees, is_staged
     backend = choose_backend(backend_flag, device, machine, head_dim, dtype, *needs)
     weights = choose_weights("--target_dtype", config.model.target_dtype, dtype)
-    of_draft = [] if config.draft is None else [config.draft.draft_dtype]
+    low_bit = config.decoding.draft_weights
+    of_draft = [] if config.draft is None else [low_bit]
     linear = choose_linear(config.model.linear, device, dtype, machine, [weights, *of_draft])
     elementwise = choose_elementwise(config.model.elementwise, device, dtype, linear, machine)
     layer_by_layer = Choice("off")  # until all parts of a forward are known
     model = ResolvedModel(config.model.model, dtype, linear, elementwise, layer_by_layer, weights)
     if config.decoding.drafter == "self":
         check_returns_weights(backend, kv.policy)
+        check_copy(low_bit, weights)
+    if low_bit == "int4" and device != "cpu":
+        raise ValueError("--draft_weights int4 is for --device cpu; choose auto, int8")
     draft, drafting, size = None, backend, head_dim
     if config.draft is not None:
         size = draft_head_dim
@@ -78,7 +83,7 @@ def resolve(
             config.draft.rank_group or parallel.rank_group[:1],
             drafting,
             layer_by_layer,
-            choose_weights("--draft_dtype", config.draft.draft_dtype, dtype),
+            dtype if low_bit == "auto" else low_bit,
         )
     lengths = {"gen_len": config.workload.num_new_tokens, "max_len": None}
     draft_kv = choose_draft_kv(kv.draft_kv_dtype, dtype, drafting, machine, size)

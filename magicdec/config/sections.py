@@ -25,6 +25,7 @@ from magicdec.names import (
     ELEMENTWISE_ON_CUDA,
     KV_POLICIES,
     LINEARS,
+    LOW_BIT,
     PORTABLE_ELEMENTWISE,
     WEIGHT_DTYPES,
 )
@@ -151,6 +152,13 @@ class DecodingSection:
         None,
         "Draft a tree in each step: the children of each token by level, such as 3,2,1,1. A step "
         "accepts at most as many tokens as there are levels. Default: a chain of --gamma tokens.",
+    )
+    draft_weights: str = setting(
+        "auto",
+        "The matrices that draft. int8 has a scale for each output, int4 for each output and 32 "
+        "inputs; in self-speculation they are a copy of the model's own, beside it. auto: the "
+        "model's own, or a standalone draft's as they are stored.",
+        choices=("auto", *LOW_BIT),
     )
     machine: str | None = setting(
         None,
@@ -297,11 +305,6 @@ class DraftSection:
         None,
         "The ranks that hold the draft, in shard order. Default: the first of the target's.",
         "--draft_ranks",
-    )
-    draft_dtype: str = setting(
-        "auto",
-        "The dtype of the draft's matrices, as --target_dtype is of the target's.",
-        choices=("auto", *WEIGHT_DTYPES),
     )
 
 

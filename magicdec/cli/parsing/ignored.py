@@ -15,7 +15,8 @@ from magicdec.names import BASELINE, FULL_KV_POLICY
 
 # Fields, beside those of the KV section and the draft's, that only drafting uses.
 OF_DRAFTING = tuple(
-    f"decoding.{name}" for name in ("num_draft_tokens", "tree", "machine", "baseline")
+    f"decoding.{name}"
+    for name in ("num_draft_tokens", "tree", "draft_weights", "machine", "baseline")
 )
 # Fields of the KV section that are not a policy's settings.
 OF_EVERY_POLICY = ("policy", "budget", "draft_kv_dtype")

@@ -50,6 +50,14 @@ def choose_weights(flag: str, value: str, dtype: str) -> str:
     )
 
 
+def check_copy(low_bit: str, weights: str) -> None:
+    """Raises ValueError if a self-draft should have a copy of matrices that are int8 themselves."""
+    if low_bit != "auto" and weights == "int8":
+        raise ValueError(
+            f"--draft_weights {low_bit}: the model's own weights are int8 already; choose auto"
+        )
+
+
 def choose_linear(
     value: str, device: str, dtype: str, machine: Machine, weights: Sequence[str] = ()
 ) -> str:
