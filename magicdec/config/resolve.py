@@ -16,6 +16,7 @@ from magicdec.config.choices.collectives import choose_collectives
 from magicdec.config.choices.layers import (
     StepParts,
     check_copy,
+    check_low_bit,
     choose_dtype,
     choose_elementwise,
     choose_linear,
@@ -72,8 +73,7 @@ def resolve(
     if config.decoding.drafter == "self":
         check_returns_weights(backend, kv.policy)
         check_copy(low_bit, weights)
-    if low_bit == "int4" and device != "cpu":
-        raise ValueError("--draft_weights int4 is for --device cpu; choose auto, int8")
+    check_low_bit(low_bit, device)
     draft, drafting, size = None, backend, head_dim
     if config.draft is not None:
         size = draft_head_dim
