@@ -89,6 +89,7 @@ ARCHITECTURES = {
 }
 DTYPES = ("float32", "bfloat16")
 WEIGHT_DTYPES = (*DTYPES, "int8")
+LOW_BIT = ("int8", "int4")  # what the matrices of a draft may be instead
 DEVICES = ("cpu", "cuda")
 LINEARS = ("torch", "packed")
 COLLECTIVES = ("gloo", "shared_memory", "nccl")

@@ -64,6 +64,7 @@ class ModelRunner:
     num_blocks: int | None = None  # of the pool; default: as many as all rows can need
     max_following: int | None = None  # drafts included; default: as many as a row holds
     prompt_queries: PromptQueries | None = field(init=False, default=None)  # for prefill to fill
+    drafting: ModelRunner | None = field(init=False, default=None)  # see `with_model`
     cache: KVCache = field(init=False)
     counts: ForwardCounts = field(init=False, default_factory=ForwardCounts)
 
@@ -109,6 +110,25 @@ class ModelRunner:
         runner.counts = self.counts
         runner.offsets = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)
         return runner
+
+    def with_model(self, model: Transformer, executor: Executor | None) -> ModelRunner:
+        """A runner of a low-bit copy of the model, by which it drafts for itself over this cache.
+        It counts its own forwards."""
+        runner = copy(self)
+        runner.model, runner.executor, runner.backend = model, executor, copy(self.backend)
+        with torch.inference_mode(False):
+            on_device = torch.zeros(4, dtype=torch.int64, device=self.device)
+        runner.counts = ForwardCounts(on_device=on_device)
+        model.set_positions(self.max_tokens, self.device)
+        return runner
+
+    @property
+    def drafter(self) -> ModelRunner:
+        """What drafts in self-speculation: this runner, or that of a low-bit copy."""
+        if self.drafting is None:
+            return self
+        self.drafting.prompt_queries = self.prompt_queries
+        return self.drafting
 
     def storage(self) -> tuple[int, int, int]:
         """(tokens in a block, blocks of a row, blocks of the pool). A row can hold `max_tokens`

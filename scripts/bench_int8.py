@@ -24,7 +24,7 @@ import torch.nn.functional as F
 from measuring import describe_machine, interleaved
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor, nn
+from torch import Tensor
 
 from magicdec.model.checkpoint.quantization import channel_scales, quantize
 from magicdec.model.linear.packed import Int8Linear, PackedLinear, pack
@@ -49,12 +49,8 @@ def make_layers(num_outputs: int, width: int, copies: int) -> dict[str, list[Lay
 
 
 def quantized(weight: Tensor) -> Int8Linear:
-    (num_outputs, width), scales = weight.shape, channel_scales(weight)
-    linear = Int8Linear(nn.Linear(width, num_outputs, bias=False, device="meta"))
-    values = quantize(weight, scales.unsqueeze(1))
-    linear.weight = nn.Parameter(values, requires_grad=False)
-    linear.scale = nn.Parameter(scales, requires_grad=False)
-    return linear
+    scales = channel_scales(weight)
+    return Int8Linear(quantize(weight, scales.unsqueeze(1)), scales, None)
 
 
 def multiply(weight: Tensor, x: Tensor) -> Tensor:

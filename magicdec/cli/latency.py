@@ -22,9 +22,15 @@ from magicdec.cli.parsing.parser import ConfigFile, Parser
 from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.config.capabilities import MOST_WATCHED, check_budget, policy_called
 from magicdec.config.choices.backend import check_returns_weights
+from magicdec.config.choices.layers import check_copy, check_low_bit
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import KVSection, OutputSection, WorkloadSection
+from magicdec.config.sections import (
+    DecodingSection,
+    KVSection,
+    OutputSection,
+    WorkloadSection,
+)
 from magicdec.config.setting import same, setting
 from magicdec.console import labelled
 from magicdec.distributed.groups import Launch
@@ -75,6 +81,7 @@ class GridSection:
     budget: tuple[int, ...] | None = same(
         KVSection, "budget", None, is_default=True, least=1, is_set=True
     )
+    draft_weights: tuple[str, ...] = same(DecodingSection, "draft_weights", ("auto",), is_set=True)
     repeats: int = same(Settings, "repeats", 20)
     warmup: int = setting(3, "Rounds before the timed ones.", least=0)
     out: Path = same(OutputSection, "results", Path(OutputSection.results))
@@ -153,7 +160,8 @@ def parse(words: Sequence[str]) -> tuple[RunConfig, Grid, GridSection]:
     if args.csv is not None and args.out.resolve() == args.csv.resolve():
         raise ValueError(f"--out and --csv are both {args.out}; name two files")
     new_tokens = tuple(sorted({1, *args.T}))
-    grid = Grid(args.B, args.prefix_len, new_tokens, tuple(drafts), args.repeats, args.warmup)
+    times = args.repeats, args.warmup, args.draft_weights
+    grid = Grid(args.B, args.prefix_len, new_tokens, tuple(drafts), *times)
     # A RunConfig has one policy; here it only lends the flags that all policies share.
     return replace(config, kv=drafts[0]), grid, args
 
@@ -166,6 +174,7 @@ def prepare(
     from magicdec.latency.forwards import check_grid_memory
     from magicdec.memory.check import check_together, free_device_memory
     from magicdec.setup.model_checks import (
+        check_groups,
         check_interpreter,
         check_length,
         check_scores,
@@ -177,6 +186,10 @@ def prepare(
     run = find(asked, launch, SetupCache())
     config, source, model = run.config, run.source, run.source.config
     check_interpreter(config)
+    for weights in grid.draft_weights:
+        check_copy(weights, config.model.target_dtype)
+        check_low_bit(weights, config.parallel.device)
+        check_groups(weights, f"--model {source.name}", launch.world_size, model)
     for kv in grid.drafts:
         check_returns_weights(config.attention.backend, kv.resolve().policy)
     context, T = max(grid.contexts), max(grid.new_tokens)

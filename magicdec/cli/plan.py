@@ -12,7 +12,7 @@ from pathlib import Path
 from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.parser import ConfigFile, Values
 from magicdec.cli.parsing.record_files import given_flags
-from magicdec.config.choices.layers import choose_weights
+from magicdec.config.choices.layers import check_copy, choose_weights
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
     MODEL_PREFIX,
@@ -40,7 +40,7 @@ from magicdec.cost_model.speculation import Choice
 from magicdec.hardware.ceiling_file import Hardware, Link, load_machine
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.presets import PRESETS, find_config
-from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIES
+from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIES, LOW_BIT
 from magicdec.records.record import append_records
 from magicdec.records.writing import check_writable, write_text
 from magicdec.tables import print_tables
@@ -57,6 +57,7 @@ class PlanSection(AcceptanceSection):
     draft: str = same(DraftChoice, "draft")
     dtype: str = same(ModelSection, "dtype", "bfloat16", choices=DTYPES)
     target_dtype: str = same(ModelSection, "target_dtype")
+    draft_weights: str = same(DecodingSection, "draft_weights")
     machine: Path | None = same(DecodingSection, "machine")
     bandwidth: float | None = setting(
         None, "GB/s that one rank reads. With --flops it replaces --machine.", above=0
@@ -174,8 +175,9 @@ def refuse_idle(args: PlanSection, values: Values) -> None:
 def find_target(args: PlanSection, config: ModelConfig, nodes: int) -> Deployment:
     """The model on `--tp` ranks on `nodes` hosts."""
     hardware = find_hardware(args, config.num_layers)
-    is_int8 = choose_weights("--target_dtype", args.target_dtype, args.dtype) == "int8"
-    return Deployment(config, hardware, DTYPE_BYTES[args.dtype], args.tp, nodes, is_int8)
+    weights = choose_weights("--target_dtype", args.target_dtype, args.dtype)
+    low_bit = weights if weights in LOW_BIT else None
+    return Deployment(config, hardware, DTYPE_BYTES[args.dtype], args.tp, nodes, low_bit)
 
 
 def find_hardware(args: PlanSection, num_layers: int) -> Hardware:
@@ -272,19 +274,21 @@ def find_choice(kv_policy: str, budget: int) -> Choice:
 
 def find_draft(args: PlanSection, target: Deployment) -> Deployment:
     """The target itself, or a standalone draft on one of its ranks."""
+    low_bit = None if args.draft_weights == "auto" else args.draft_weights
     if args.draft == SELF:
-        return target
+        check_copy(args.draft_weights, target.low_bit or args.dtype)
+        return replace(target, low_bit=low_bit or target.low_bit)
     name = args.draft.removeprefix(MODEL_PREFIX)
     if name in ("", args.draft):
         choices = f"{SELF}, {MODEL_PREFIX}NAME"
         raise ValueError(f"--draft {args.draft} is not known; choose from {choices}")
-    config = find_config("--draft", name)
+    config = replace(find_config("--draft", name))  # an object of its own, also of the same model
     if config.vocab_size != target.config.vocab_size:
         raise ValueError(
             f"--draft {args.draft} has a vocabulary of {config.vocab_size}, "
             f"--model {args.model} one of {target.config.vocab_size}; they must be equal"
         )
-    return replace(target, config=config, tp=1, nodes=1, is_int8=False)
+    return replace(target, config=config, tp=1, nodes=1, low_bit=low_bit)
 
 
 main = LoneCommand(

@@ -25,7 +25,6 @@ from magicdec.cli.parsing.rank_checks import check_nproc
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     NONE,
-    SELF,
     DecodingSection,
     DraftChoice,
     DraftSection,
@@ -66,10 +65,10 @@ EVERYDAY = (
     *("--modes", "--draft", "--gamma", "--B", "--n_samples", "--layer_split", "--temperature"),
     *("--goodput", "--nproc", "--plot", "--trace", "--out"),
 )
-WITHOUT_EOS = ("num_draft_tokens", "cuda_graphs")
+WITHOUT_EOS = ("num_draft_tokens", "draft_weights", "cuda_graphs")
 # Sections of which only some settings have a flag here.
 ONLY = {
-    "draft": ("rank_group", "draft_dtype"),
+    "draft": ("rank_group",),
     "decoding": (*WITHOUT_EOS, "ignore_eos"),
     "workload": ("dataset", "seed"),
     "speculation": ("pa", "ps", "pr", "pd", "np", "max_in_flight", "lanes"),
@@ -147,13 +146,11 @@ class Command:
             values.refuse_given(["drafts.draft"], "--emulate_acceptance drafts")
         if options.emulate_stage_ms is not None:  # emulated tokens are numbers of positions
             config = replace(config, decoding=replace(config.decoding, ignore_eos=True))
+            values.refuse_given(["decoding.draft_weights"], "emulated stages have no weights")
         config = config.with_draft(draft)
         config.check(world_size)
         refuse_unused(values, passes)
         used = ["decoding.num_draft_tokens"] if drafting else []
-        if draft == SELF and any(each.system == SPECULATIVE for each in needs_draft):
-            used.append("draft.draft_dtype")
-            options = replace(options, own_draft_dtype=values[DraftSection].draft_dtype)
         refuse_ignored(config, values, used)
         options = self.settle(options, values, passes, config, world_size)
         options = replace(options, draft=draft)

@@ -15,6 +15,8 @@ from magicdec.config.choices.choice import Choice
 from magicdec.config.choices.collectives import choose_collectives
 from magicdec.config.choices.layers import (
     StepParts,
+    check_copy,
+    check_low_bit,
     choose_dtype,
     choose_elementwise,
     choose_linear,
@@ -62,13 +64,16 @@ def resolve(
     needs = drafts_trees, is_staged
     backend = choose_backend(backend_flag, device, machine, head_dim, dtype, *needs)
     weights = choose_weights("--target_dtype", config.model.target_dtype, dtype)
-    of_draft = [] if config.draft is None else [config.draft.draft_dtype]
+    low_bit = config.decoding.draft_weights
+    of_draft = [] if config.draft is None else [low_bit]
     linear = choose_linear(config.model.linear, device, dtype, machine, [weights, *of_draft])
     elementwise = choose_elementwise(config.model.elementwise, device, dtype, linear, machine)
     layer_by_layer = Choice("off")  # until all parts of a forward are known
     model = ResolvedModel(config.model.model, dtype, linear, elementwise, layer_by_layer, weights)
     if config.decoding.model_drafter == "self":
         check_returns_weights(backend, kv.policy)
+        check_copy(low_bit, weights)
+    check_low_bit(low_bit, device)
     draft, drafting, size = None, backend, head_dim
     if config.draft is not None:
         size = draft_head_dim
@@ -78,7 +83,7 @@ def resolve(
             config.draft.rank_group or parallel.rank_group[:1],
             drafting,
             layer_by_layer,
-            choose_weights("--draft_dtype", config.draft.draft_dtype, dtype),
+            dtype if low_bit == "auto" else low_bit,
         )
     gamma = config.decoding.settled
     lengths = {"gen_len": config.workload.num_new_tokens, "max_len": None}

@@ -17,6 +17,7 @@ from magicdec.config.choices.choice import Choice
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
+    SELF,
     DecodingSection,
     KVSection,
     OutputSection,
@@ -115,6 +116,14 @@ class ResolvedConfig:
         )
         decoding = dataclasses.replace(self.decoding, cuda_graphs=graphs)
         return dataclasses.replace(self, decoding=decoding)
+
+    @property
+    def low_bit(self) -> str | None:
+        """The kind of matrices that self-speculation drafts with, beside the model's own; None if
+        it drafts with these, or not at all."""
+        d = self.decoding
+        is_copy = d.model_drafter == SELF and d.draft_weights != "auto"
+        return d.draft_weights if is_copy else None
 
     def on_ranks(self, ranks: Sequence[int]) -> ResolvedConfig:
         """The config of ranks that share a model, or the layers of a stage."""

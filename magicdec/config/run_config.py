@@ -133,6 +133,10 @@ class RunConfig:
                 "selfspec",
             ),
             (
+                d.draft_weights != "auto" and drafter not in (SELF, "model"),
+                f"--draft_weights {d.draft_weights}: no model drafts here; choose auto",
+            ),
+            (
                 has_draft and self.kv.reselect_every > 0,
                 f"--reselect_every {self.kv.reselect_every}: a standalone draft keeps no whole "
                 "context to choose from anew; leave it at 0",

@@ -25,6 +25,7 @@ from magicdec.names import (
     ELEMENTWISE_ON_CUDA,
     KV_POLICIES,
     LINEARS,
+    LOW_BIT,
     NGRAM_AND,
     PORTABLE_ELEMENTWISE,
     WEIGHT_DTYPES,
@@ -166,6 +167,13 @@ class DecodingSection:
         "A chain or branch of drafts stops when its best candidate is less probable than this.",
         **PROBABILITY,
         other_defaults="0.5 in serve, inflight, recurrent, pipeline, simulate",
+    )
+    draft_weights: str = setting(
+        "auto",
+        "The matrices that draft. int8 has a scale for each output, int4 for each output and 32 "
+        "inputs; in self-speculation they are a copy of the model's own, beside it. auto: the "
+        "model's own, or a standalone draft's as they are stored.",
+        choices=("auto", *LOW_BIT),
     )
     machine: str | None = setting(
         None,
@@ -342,11 +350,6 @@ class DraftSection:
         None,
         "The ranks that hold the draft, in shard order. Default: the first of the target's.",
         "--draft_ranks",
-    )
-    draft_dtype: str = setting(
-        "auto",
-        "The dtype of the draft's matrices, as --target_dtype is of the target's.",
-        choices=("auto", *WEIGHT_DTYPES),
     )
 
 

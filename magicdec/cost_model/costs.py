@@ -43,7 +43,7 @@ class Deployment:
     dtype_bytes: int
     tp: int = 1
     nodes: int = 1
-    is_int8: bool = False  # int8 weights
+    low_bit: str | None = None  # int8 or int4 weights
 
     def forward(self, B: int, T: int, S: int, num_logits: int | None = None) -> ForwardCost:
         """The cost on the rank with the most query heads, for which the other ranks wait.
@@ -55,7 +55,7 @@ class Deployment:
         hidden_bytes = B * T * c.hidden_size * self.dtype_bytes
         sums = ((c.num_reduces * c.num_layers, hidden_bytes), (1, B * T * ARGMAX_BYTES))
         return ForwardCost(
-            weight_bytes(c, shard, self.dtype_bytes, self.is_int8),
+            weight_bytes(c, shard, self.dtype_bytes, self.low_bit),
             B * (num_visible + T) * kv_bytes_per_token(c, shard, self.dtype_bytes),
             2 * B * (T * linear_parameters(c, shard) - without * head),
             B * attention_flops(c, shard, T, S),
@@ -100,22 +100,31 @@ def linear_parameters(config: ModelConfig, shard: Shard) -> int:
     return config.num_layers * layer + head * config.hidden_size
 
 
-def weight_bytes(config: ModelConfig, shard: Shard, dtype_bytes: int, is_int8: bool = False) -> int:
-    """Bytes of this rank's weights that one forward reads. The few rows read from the embedding are
-    counted as 0. `is_int8`: one byte per weight and a float32 scale per output channel."""
+def low_bit_bytes(config: ModelConfig, shard: Shard, low_bit: str) -> int:
+    """Bytes of this rank's matrices, the head included. int8: one byte per weight and a float32
+    scale per output channel; int4: half a byte, and a bfloat16 scale for 32 weights."""
+    q, kv, ffn, head = _widths(config, shard)
+    matrices, up = linear_parameters(config, shard), (2 if config.gated_mlp else 1) * ffn
+    outputs = config.num_layers * (q + 2 * kv + up + 2 * config.hidden_size) + head
+    return matrices + outputs * SCALE_BYTES if low_bit == "int8" else matrices // 2 + matrices // 16
+
+
+def weight_bytes(
+    config: ModelConfig, shard: Shard, dtype_bytes: int, low_bit: str | None = None
+) -> int:
+    """Bytes of this rank's weights that one forward reads, with matrices in `low_bit`, int8 or
+    int4. The few rows read from the embedding are counted as 0."""
     q, kv, ffn, head = _widths(config, shard)
     hidden, up = config.hidden_size, (2 if config.gated_mlp else 1) * ffn
     biases = (q + 2 * kv) * config.qkv_bias + hidden * config.output_bias
     biases += (up + hidden) * config.mlp_bias
     norms = config.norm_parameters + config.embedding_norm_parameters
     vectors = config.num_layers * biases + norms + head * config.head_bias
-    matrices = linear_parameters(config, shard)
-    if not is_int8:
-        return (matrices + vectors) * dtype_bytes
-    if config.tie_word_embeddings:  # an int8 model has an untied head, without a bias
+    if low_bit is None:
+        return (linear_parameters(config, shard) + vectors) * dtype_bytes
+    if config.tie_word_embeddings:  # a low-bit model has an untied head, without a bias
         vectors -= head * config.head_bias
-    outputs = config.num_layers * (q + 2 * kv + up + 2 * hidden) + head
-    return matrices + outputs * SCALE_BYTES + vectors * dtype_bytes
+    return low_bit_bytes(config, shard, low_bit) + vectors * dtype_bytes
 
 
 def stored_bytes(
@@ -123,23 +132,23 @@ def stored_bytes(
     shard: Shard,
     size: int,
     is_packed: bool,
-    is_int8: bool = False,
+    low_bit: str | None = None,
     has_embedding: bool = True,
     has_head: bool = True,
 ) -> int:
     """All weights of one rank, or those of a part without the embedding or without the last norm
     and the head. The embedding is whole on every rank. A tied head is a part of it, unless packing
-    or int8 makes a copy of the head."""
+    or low-bit weights make a copy of the head."""
     c, is_tied = model, model.tie_word_embeddings
     first, last = shard.split(c.vocab_size)
     embedding_norm = c.embedding_norm_parameters * size
-    ends = weight_bytes(replace(c, num_layers=0), shard, size, is_int8)
-    stored = weight_bytes(c, shard, size, is_int8) - ends
+    ends = weight_bytes(replace(c, num_layers=0), shard, size, low_bit)
+    stored = weight_bytes(c, shard, size, low_bit) - ends
     if has_head:
         stored += ends - embedding_norm
-        if is_tied and not (is_packed or is_int8):
+        if is_tied and not (is_packed or low_bit):
             stored -= (last - first) * c.hidden_size * size
-    if has_embedding or (has_head and is_tied and not is_int8):
+    if has_embedding or (has_head and is_tied and low_bit != "int8"):
         stored += c.vocab_size * c.hidden_size * size
     if has_embedding:
         positions = c.max_position_embeddings * c.hidden_size * (c.positions == "learned")

@@ -18,6 +18,7 @@ from magicdec.cost_model.speculation import (
     best_gamma,
     break_even_context,
 )
+from magicdec.names import LOW_BIT
 from magicdec.records.fields import Part, recorded
 from magicdec.records.metric_tables import metric_columns
 from magicdec.records.record import Record
@@ -45,7 +46,7 @@ class Plan:
 
     @property
     def is_self_speculation(self) -> bool:
-        return self.draft is self.target
+        return self.draft.config is self.target.config
 
     def candidates(self) -> list[Speculation]:
         return [
@@ -119,6 +120,7 @@ def make_record(plan: Plan) -> PlanRecord:
     inputs = {
         "model": describe_model(plan.target, plan.dtype),
         "draft": None if plan.is_self_speculation else describe_model(plan.draft, plan.dtype),
+        "draft_weights": plan.draft.low_bit or plan.dtype,
         "parallel": describe_ranks(plan.target, plan.machine_source),
         "workload": {
             "acceptance": {str(budget): curve for budget, curve in plan.curves.items()},
@@ -142,7 +144,7 @@ def describe_model(model: Deployment, dtype: str) -> dict[str, Any]:
         "num_layers": model.config.num_layers,
         "max_length": model.config.max_length,
         "dtype": dtype,
-        "target_dtype": "int8" if model.is_int8 else dtype,
+        "target_dtype": model.low_bit or dtype,
         "tp": model.tp,
         "nodes": model.nodes,
     }
@@ -177,14 +179,13 @@ def tables(records: Sequence[PlanRecord]) -> list[Table]:
 
 
 def _cells(record: PlanRecord) -> Table:
-    model, draft, workload = (record.config[name] for name in ("model", "draft", "workload"))
+    model, workload = record.config["model"], record.config["workload"]
     ranks = record.config["parallel"]
     overhead_us = 1e6 * ranks["hardware"]["layer_overhead_s"] * model["num_layers"]
     curves = "; ".join(f"budget {b}: {_curve(a)}" for b, a in workload["acceptance"].items())
     lines = [
         PREDICTED,
-        f"model       {_name(model)}, {model['dtype']}; "
-        f"draft: {'the model itself' if draft is None else _name(draft)}",
+        f"model       {_name(model)}, {model['dtype']}; draft: {_drafting(record)}",
         f"{describe_machine(ranks)}, {overhead_us:,.0f} us fixed per forward",
         f"acceptance  {workload['acceptance_source']}, the same at every context; {curves}",
     ]
@@ -209,8 +210,16 @@ def _cells(record: PlanRecord) -> Table:
 def _name(model: dict[str, Any]) -> str:
     tp, nodes = model["tp"], model["nodes"]
     over = f" over {nodes} nodes" if nodes > 1 else ""
-    weights = " in int8" if model["target_dtype"] == "int8" else ""
+    weights = f" in {model['target_dtype']}" if model["target_dtype"] in LOW_BIT else ""
     return f"{model['model']}{weights} on {tp} rank{'s' * (tp > 1)}{over}"
+
+
+def _drafting(record: PlanRecord) -> str:
+    model, draft = record.config["model"], record.config["draft"]
+    if draft is not None:
+        return _name(draft)
+    weights = record.config.get("draft_weights", model["target_dtype"])
+    return "the model itself" + (f" in {weights}" if weights != model["target_dtype"] else "")
 
 
 def describe_machine(ranks: dict[str, Any]) -> str:

@@ -100,7 +100,8 @@ class Speculation:
 
     def begin_s(self, B: int, S: int) -> float:
         """The time between prefill and the first step."""
-        own = 0.0 if self.draft is self.target else prefill_seconds(self.draft, B, S)
+        is_self = self.draft.config is self.target.config
+        own = 0.0 if is_self else prefill_seconds(self.draft, B, S)
         return own + self.choice.seconds(self.draft, self.budget, B, S)
 
     def predict(self, B: int, S: int, gamma: int) -> Prediction:

@@ -1,5 +1,5 @@
-"""Self-speculation: the target drafts for itself, reading only what a KV policy shows of its
-context.
+"""Self-speculation: the target, or a low-bit copy of its matrices, drafts for itself, reading only
+what a KV policy shows of its context.
 
 Costs no second prefill. With a policy that is a view it costs no KV memory either: draft tokens' K
 and V land past the committed length, and verification overwrites them. Source: MagicDec (Chen et
@@ -30,7 +30,8 @@ class SelfDrafter(Drafter):
 
     @classmethod
     def build(cls, setup: DraftSetup) -> SelfDrafter:
-        return cls(make_draft_kv(setup.runner, setup.kv), setup.decoding.pa or 0.0)
+        kv = make_draft_kv(setup.runner.drafter, setup.kv)
+        return cls(kv, setup.decoding.pa or 0.0)
 
     def admit(self, requests: Sequence[Request]) -> None:
         self.draft_kv.admit(requests)

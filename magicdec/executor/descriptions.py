@@ -28,7 +28,7 @@ def _fields(pointers_and_counts: str) -> list[tuple[str, Any]]:
 
 
 class LinearFields(ctypes.Structure):
-    _fields_: ClassVar = _fields("packed* bias* scale* N K")
+    _fields_: ClassVar = _fields("packed* bias* scale* N K is_int4")
 
 
 class LayerFields(ctypes.Structure):
@@ -117,7 +117,7 @@ def _linear(linear: nn.Module, adds_bias: bool) -> LinearFields:
     assert isinstance(linear, PackedLinear), "checked before the run"
     return LinearFields(
         linear.packed.data_ptr(), pointer(linear.bias if adds_bias else None),
-        pointer(linear.scale), linear.out_features, linear.in_features,
+        pointer(linear.scale), linear.out_features, linear.in_features, linear.is_int4,
     )  # fmt: skip
 
 

@@ -16,6 +16,7 @@
 #include "../kernels/barrier.h"
 #include "../model/elementwise/rows.h"
 #include "../model/linear/packed_float32.h"
+#include "../model/linear/packed_int4.h"
 #if defined(__AVX512BF16__)
 #include "../model/linear/packed.h"
 #endif
@@ -24,7 +25,7 @@
 struct LinearLayer {
     const void *packed, *bias;  // bias: added by the layer, or null
     const float* scale;         // of int8 weights, or null
-    int64_t N, K;
+    int64_t N, K, is_int4;
 };
 struct Layer {
     const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // q_norm and k_norm may be null
@@ -79,11 +80,14 @@ enum { DONE, INTERRUPTED, UNKNOWN_TOKEN };
 namespace {
 
 inline void linear(const LinearLayer& w, const float* x, int64_t R, std::vector<float>& room, float* out) {
+    if (w.is_int4) return int4::linear(x, R, (const uint32_t*)w.packed, w.N, w.K, (const float*)w.bias, room.data(), out);
     linear_float32(x, R, (const float*)w.packed, w.N, w.K, (const float*)w.bias, room.data(), out);
 }
 inline void linear(const LinearLayer& w, const bfloat16* x, int64_t R, std::vector<float>& room, bfloat16* out) {
     const uint16_t *from = (const uint16_t*)x, *bias = (const uint16_t*)w.bias;
-    if (w.scale)
+    if (w.is_int4)
+        int4::linear(x, R, (const uint32_t*)w.packed, w.N, w.K, (const bfloat16*)w.bias, room.data(), out);
+    else if (w.scale)
         linear_int8(from, R, (const uint8_t*)w.packed, w.scale, w.N, w.K, bias, room.data(), (uint16_t*)out);
     else
         linear_bf16(from, R, (const uint32_t*)w.packed, w.N, w.K, bias, room.data(), (uint16_t*)out);

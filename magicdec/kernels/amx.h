@@ -34,10 +34,11 @@ constexpr int64_t ROWS = 16;  // most rows of a tile
 // 0 to 3; two blocks take two each, the first 0 and 1 with 4, the second 2 and 3 with 5.
 constexpr int LEFT = 4, RIGHT = 6;
 
-// Owns the registers of the calling thread: none before `load`, and none any more when the object goes.
+// Owns the registers of the calling thread: none before `load`, and none any more when the object goes. A product adds
+// `depth` entries of 32 bits, pairs or quads.
 class Registers {
 public:
-    Registers() = default;
+    explicit Registers(int64_t depth = STEP) : depth(depth) {}
     ~Registers() {
         if (rows[0]) asm volatile("tilerelease" ::: "memory");
     }
@@ -50,8 +51,8 @@ public:
         Layout layout = {};
         layout.palette = 1;
         for (int i = 0; i < 8; ++i) {
-            layout.bytes[i] = 64;
-            layout.rows[i] = i >= RIGHT ? ROWS : uint8_t(i == 2 || i == 3 || i == LEFT + 1 ? second : first);
+            layout.bytes[i] = uint16_t(i == LEFT || i == LEFT + 1 ? 4 * depth : 64);
+            layout.rows[i] = i >= RIGHT ? uint8_t(depth) : uint8_t(i == 2 || i == 3 || i == LEFT + 1 ? second : first);
         }
         asm volatile("ldtilecfg %0" ::"m"(layout) : "memory");
     }
@@ -65,6 +66,7 @@ private:
         uint16_t bytes[16];
         uint8_t rows[16];
     };
+    const int64_t depth;
     int64_t rows[2] = {0, 0};
 };
 
@@ -87,6 +89,12 @@ inline void store(void* to, int64_t stride) {
 template <int SUMS, int A, int B>
 inline void multiply() {
     asm volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
+}
+
+// Of quads: A signed, B unsigned, sums int32.
+template <int SUMS, int A, int B>
+inline void multiply_quads() {
+    asm volatile("tdpbsud %%tmm%c2, %%tmm%c1, %%tmm%c0" ::"i"(SUMS), "i"(A), "i"(B));
 }
 
 // Calls body.operator()<i>() for i = 0 .. N - 1.

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 
 import torch
 from torch import Tensor
@@ -34,7 +35,7 @@ from magicdec.kv.cache import BatchRows
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.latency.record import Cell, Grid, Row, Timing, summarise
 from magicdec.memory.check import describe_place, needed
-from magicdec.memory.model_plan import Kinds, ModelPlan
+from magicdec.memory.model_plan import ModelPlan
 from magicdec.memory.plan import MemoryPlan, Models
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.transformer import Transformer
@@ -43,7 +44,7 @@ from magicdec.request import Batch, Request, SamplingParams
 from magicdec.runner import ModelRunner
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import greedy_tokens
-from magicdec.setup.loading import load_model, runner_of
+from magicdec.setup.loading import LoadedModels, runner_of, with_copy
 from magicdec.setup.session import RankSession
 
 GREEDY = SamplingParams(max_new_tokens=1)
@@ -60,12 +61,19 @@ def measure(
         settled = settle(largest_step(config, grid), source.config, None, group, device)
         config = replace(config, attention=settled.attention).resolve_graphs()
         progress = make_progress(launch.rank == 0)
-        model = load_model(source, group, Kinds.of(config), device, progress)
+        models, context = LoadedModels(device, progress), max(grid.contexts)
+        largest = place_config(config, grid, max(grid.batch_sizes), context)
+        plan = ModelPlan(largest, source.config, group.ranks, launch.rank)
+        model = models.get(source, group, plan.kinds)
+        copies = {
+            weights: models.get_copy(source, group, with_weights(plan, weights))
+            for weights in grid.draft_weights
+        }
         bandwidth = read_bandwidth(group, device)
         timings: list[Timing] = []
         for B, context in itertools.product(grid.batch_sizes, grid.contexts):
             with progress.task(f"B {B}, context {context}", grid.warmup + grid.repeats) as advance:
-                timings += time_place(model, group, config, grid, B, context, advance)
+                timings += time_place(model, group, config, grid, B, context, advance, copies)
         # The ceiling is the larger of two measurements, as in a run.
         bandwidth = max(bandwidth, read_bandwidth(group, device))
         rows = summarise(group.all_gather_object(timings), bandwidth)
@@ -99,24 +107,37 @@ def time_place(
     B: int,
     context: int,
     advance: Callable[[], None],
+    copies: Mapping[str, Transformer | None] = MappingProxyType({"auto": None}),
 ) -> list[Timing]:
-    """Time all forwards at one (B, context). Their caches are freed afterwards."""
+    """Time all forwards at one (B, context). Their caches are freed afterwards. `copies` of the
+    model draft, by the `draft_weights` of the grid; None: the model itself does."""
     place = place_config(config, grid, B, context)
     plan = ModelPlan(place, model.config, group.ranks, group.ranks[group.index])
     runner = runner_of(plan, model, group)
     batch = fill(runner, context)
     captures = config.decoding.cuda_graphs == "on"
     recorder: Recorder = CudaGraphs(runner.device) if captures else Eager()
-    forwards = list(make_forwards(runner, batch, grid, context, recorder))
+    drafting = {}
+    for weights, copy in copies.items():
+        drafting[weights] = with_copy(with_weights(plan, weights), runner, copy).drafter
+        runner.drafting = None
+    forwards = list(make_forwards(runner, batch, grid, context, recorder, drafting))
     for number in range(grid.warmup + grid.repeats):
         for forward in forwards if number % 2 == 0 else reversed(forwards):
-            seconds = time_once(forward, runner, group)
+            seconds = time_once(forward, forward.runner, group)
             if number >= grid.warmup:
                 forward.seconds.append(seconds)
         advance()
     return [
-        (f.cell, f.seconds, bytes_read(model, f.counts)) for f in forwards if f.counts is not None
+        (f.cell, f.seconds, bytes_read(f.runner.model, f.counts))
+        for f in forwards
+        if f.counts is not None
     ]
+
+
+def with_weights(plan: ModelPlan, draft_weights: str) -> ModelPlan:
+    decoding = replace(plan.config.decoding, draft_weights=draft_weights)
+    return replace(plan, config=replace(plan.config, decoding=decoding))
 
 
 def time_once(forward: Forward, runner: ModelRunner, group: Group) -> float:
@@ -163,6 +184,7 @@ class Forward:
     length of the cache back. `prepare` and `undo` are not timed."""
 
     cell: Cell
+    runner: ModelRunner
     run: Callable[[], Tensor]
     undo: Callable[[], None]
     prepare: Callable[[], None] = lambda: None
@@ -171,24 +193,32 @@ class Forward:
 
 
 def make_forwards(
-    runner: ModelRunner, batch: Batch, grid: Grid, context: int, recorder: Recorder = Eager()
+    runner: ModelRunner,
+    batch: Batch,
+    grid: Grid,
+    context: int,
+    recorder: Recorder = Eager(),
+    drafting: Mapping[str, ModelRunner] | None = None,
 ) -> Iterator[Forward]:
     """Decode, verify by T, drafts, in the order of the grid. A policy that needs attention weights
     has forwards of its own: a verify forward that also returns them, and a draft's first forward
-    after it, which chooses what all drafts of the step read."""
-    drafts = [(kv, make_draft_kv(runner, kv)) for kv in grid.drafts]
-    watching = {kv.policy: draft_kv for kv, draft_kv in reversed(drafts) if watches(draft_kv)}
+    after it, which chooses what all drafts of the step read. `drafting` are the runners by
+    `draft_weights`."""
+    drafting = drafting or {"auto": runner}
+    pairs = [(kv, weights) for kv in grid.drafts for weights in grid.draft_weights]
+    drafts = [(kv, make_draft_kv(drafting[weights], kv), weights) for kv, weights in pairs]
+    watching = {kv.policy: draft_kv for kv, draft_kv, _ in reversed(drafts) if watches(draft_kv)}
     for T in grid.new_tokens:
         cell = Cell("decode" if T == 1 else "verify", runner.num_rows, context, T)
         yield target_forward(runner, batch, cell, None, recorder)
         for policy, draft_kv in watching.items() if T > 1 else ():
             watched = Cell(cell.phase, cell.B, context, T, kv_policy=policy)
             yield target_forward(runner, batch, watched, draft_kv, recorder)
-    for kv, draft_kv in drafts:
+    for kv, draft_kv, weights in drafts:
         draft_kv.admit(batch.requests)
-        if watches(draft_kv):
-            yield draft_forward(draft_kv, batch, kv, context, "first_draft", recorder)
-        yield draft_forward(draft_kv, batch, kv, context, "draft", recorder)
+        for phase in ("first_draft", "draft") if watches(draft_kv) else ("draft",):
+            forward = draft_forward(draft_kv, batch, kv, context, phase, recorder)
+            yield replace(forward, cell=replace(forward.cell, draft_weights=weights))
 
 
 def watches(draft_kv: DraftKV) -> bool:
@@ -218,7 +248,7 @@ def target_forward(
         return greedy_tokens(runner, logits, SamplingMetadata())
 
     repeatable = record_work(run, runner, recorder)
-    return Forward(cell, repeatable, lambda: runner.truncate(batch.rows, held))
+    return Forward(cell, runner, repeatable, lambda: runner.truncate(batch.rows, held))
 
 
 def draft_forward(
@@ -243,7 +273,7 @@ def draft_forward(
     # What a captured verification showed lies in memory that captures share: it is copied now.
     draft_kv.commit(host_rows, held)
     repeatable = record_work(run, runner, recorder)
-    forward = Forward(cell, repeatable, lambda: draft_kv.rewind(host_rows, held))
+    forward = Forward(cell, runner, repeatable, lambda: draft_kv.rewind(host_rows, held))
     if is_first and not recorder.captures:
         forward.prepare = lambda: draft_kv.commit(host_rows, held)
     return forward
@@ -299,8 +329,12 @@ def plan_place(
         needed(replace(run, kv=kv.resolve()), models, launch, keeps_queries=False)
         for kv in grid.drafts
     ]
+    plan = ModelPlan(run, models.target, run.parallel.rank_group, launch.rank)
+    ranks = 1 if run.parallel.device != "cpu" else len(launch.local_ranks)
+    copies = [with_weights(plan, weights).copy_bytes for weights in grid.draft_weights]
     return replace(
         plans[0],
-        draft_kv=sum(plan.draft_kv for plan in plans),
+        draft_weights=ranks * sum(copies),
+        draft_kv=len(copies) * sum(plan.draft_kv for plan in plans),
         working=max(plan.working for plan in plans),
     )

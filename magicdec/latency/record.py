@@ -43,6 +43,11 @@ class Cell:
         "weights",
         null="`decode`; `verify` that returns no attention weights",
     )
+    draft_weights: str | None = recorded(
+        "the matrices of a draft: `auto` (the model's own), or a copy of them in `int8` or `int4`",
+        null="unless the forward is a draft",
+        default=None,
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -109,6 +114,7 @@ class Grid:
     drafts: tuple[KVSection, ...]  # a KV policy and a budget each; budget -1: the whole cache
     repeats: int
     warmup: int
+    draft_weights: tuple[str, ...] = ("auto",)  # what each of the drafts drafts with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -184,7 +190,8 @@ def _table_of(record: LatencyRecord) -> Table:
 def _label(row: Row) -> str:
     if row.phase in ("draft", "first_draft"):
         name = row.phase.replace("_", " ")
-        return f"{name}, {row.kv_policy} {row.budget or ''}".rstrip()
+        weights = "" if row.draft_weights in (None, "auto") else f", {row.draft_weights} weights"
+        return f"{name}, {row.kv_policy} {row.budget or ''}".rstrip() + weights
     if row.phase == "decode":
         return "decode"
     watched = f", watched for {row.kv_policy}" if row.kv_policy else ""

@@ -15,6 +15,7 @@ from magicdec.config.sections import SELF
 from magicdec.cost_model.costs import (
     int8_kv_bytes_per_token,
     kv_bytes_per_token,
+    low_bit_bytes,
     stored_bytes,
 )
 from magicdec.cost_model.plan import DTYPE_BYTES
@@ -23,6 +24,7 @@ from magicdec.drafting.policies.policy import make_policy, standalone_kv_dtype
 from magicdec.drafting.rolling_runner import BLOCK_SIZE, blocks_held
 from magicdec.kv.view import WEIGHTS_BLOCK, SinksAndWindow
 from magicdec.model.config import ModelConfig
+from magicdec.names import LOW_BIT
 
 
 def max_tokens(config: ResolvedConfig) -> int:
@@ -43,8 +45,8 @@ def max_following(config: ResolvedConfig, row_tokens: int) -> int:
 @dataclass(frozen=True)
 class Kinds:
     """How a model is stored and computed. Activations are in `dtype`, matrices in `weights` (either
-    `dtype` or int8). `linear` and `elementwise` name the kernels for matrix products and for the
-    elementwise operations; `native_steps` is on or off."""
+    `dtype`, int8 or, of a draft, int4). `linear` and `elementwise` name the kernels for matrix
+    products and for the elementwise operations; `native_steps` is on or off."""
 
     dtype: str
     weights: str
@@ -102,6 +104,23 @@ class ModelPlan:
     @property
     def kinds(self) -> Kinds:
         return Kinds.of(self.config, self.is_draft)
+
+    @property
+    def copy_kinds(self) -> Kinds | None:
+        """Those of the low-bit copy with which the target drafts for itself; None if there is none.
+        Packed int8 layers are for bfloat16."""
+        weights, kinds = self.config.low_bit, self.kinds
+        if self.is_draft or weights is None:
+            return None
+        if weights == "int8" and kinds.dtype == "float32":
+            kinds = replace(kinds, linear="torch", native_steps="off")
+        return replace(kinds, weights=weights)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of that copy."""
+        kinds = self.copy_kinds
+        return 0 if kinds is None else low_bit_bytes(self.part_model, self.shard, kinds.weights)
 
     @property
     def layers(self) -> range:
@@ -165,7 +184,7 @@ class ModelPlan:
         kinds = self.kinds
         return stored_bytes(
             self.part_model, self.shard, DTYPE_BYTES[kinds.dtype], kinds.linear == "packed",
-            kinds.weights == "int8", *self.ends,
+            kinds.weights if kinds.weights in LOW_BIT else None, *self.ends,
         )  # fmt: skip
 
     @property

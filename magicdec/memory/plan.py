@@ -16,6 +16,7 @@ from dataclasses import astuple, dataclass
 from magicdec.attention.backend import CallSize, backend_class
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import SELF
+from magicdec.cost_model.costs import stored_bytes
 from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.drafting.observation import heads_at_once
 from magicdec.drafting.policies.policy import load_policy, make_policy
@@ -23,6 +24,7 @@ from magicdec.hardware.timing import BANDWIDTH_BYTES, GPU_BANDWIDTH_BYTES
 from magicdec.memory.model_plan import ModelPlan, max_tokens
 from magicdec.model.checkpoint.weight_files import READ_ELEMENTS
 from magicdec.model.config import ModelConfig
+from magicdec.model.linear.packed import INT4
 
 
 def working_bytes(plan: ModelPlan) -> int:
@@ -106,13 +108,19 @@ def _logits_bytes(plan: ModelPlan, num_tokens: int) -> int:
 
 def _loading_bytes(plan: ModelPlan) -> int:
     """The largest matrix a second time, while it is packed or quantised, and the part that is being
-    read in float32; for int8 also divided by its scales and rounded."""
+    read in float32; for int8 also divided by its scales and rounded. A low-bit copy is made of a
+    matrix as it was read, and has a byte for each number until it is packed; one of int4 for a
+    standalone draft is made of the whole model."""
     model, shard = plan.model, plan.shard
     vocab, ffn = shard.split(model.vocab_size), shard.split(model.intermediate_size)
     largest = max(vocab[1] - vocab[0], 2 * (ffn[1] - ffn[0])) * model.hidden_size
+    size = DTYPE_BYTES[plan.kinds.dtype]
     if plan.kinds.weights == "int8":
         return largest + READ_ELEMENTS * (4 + 4 + 1)
-    return largest * DTYPE_BYTES[plan.kinds.dtype] + READ_ELEMENTS * 4
+    if plan.kinds.weights == INT4:
+        return stored_bytes(plan.part_model, shard, size, False) + largest + READ_ELEMENTS * 16
+    copying = 0 if plan.copy_kinds is None else largest + READ_ELEMENTS * 16
+    return largest * size + max(READ_ELEMENTS * 4, copying)
 
 
 @dataclass(frozen=True)
@@ -122,7 +130,7 @@ class MemoryPlan:
 
     weights: int
     kv: int
-    draft_weights: int = 0
+    draft_weights: int = 0  # of a standalone draft, or of self-speculation's low-bit copy
     draft_kv: int = 0  # a standalone draft's cache, or what self-speculation keeps of its own
     working: int = 0
 
@@ -163,7 +171,7 @@ def plan_of(plans: Sequence[ModelPlan], keeps_queries: bool = True) -> MemoryPla
     return MemoryPlan(
         sum(each.weight_bytes for each in targets),
         sum(each.kv_bytes for each in targets),
-        sum(each.weight_bytes for each in drafts),
+        sum(each.weight_bytes for each in drafts) + sum(each.copy_bytes for each in targets),
         sum(each.kv_bytes for each in drafts) + kept,
         max(map(working_bytes, targets or drafts), default=0),
     )

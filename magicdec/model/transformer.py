@@ -11,6 +11,8 @@ rows on this rank.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +22,15 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.block import MLP, Attend, Block, RMSNorm, make_norm
 from magicdec.model.config import ModelConfig
 from magicdec.model.elementwise.operators import Elementwise
-from magicdec.model.linear.packed import Linear, PackedLinear, Reduce, exchange, pack, to_int8
+from magicdec.model.linear.packed import (
+    Int8Linear,
+    Linear,
+    PackedLinear,
+    Reduce,
+    exchange,
+    pack,
+    to_int8,
+)
 from magicdec.model.positions import (
     PositionEncoding,
     alibi,
@@ -188,3 +198,16 @@ class Transformer(nn.Module):
         exchange(self, pack)
         if self.has_head and self.head is None:
             self.head = PackedLinear(self.tied_head)
+
+    def with_linears(self, make: Callable[[Linear], Linear]) -> Transformer:
+        """A model that shares everything with this one but its linear layers, which `make` makes of
+        this one's. A tied head becomes a layer of its own."""
+        memo: dict[int, Any] = {id(each): each for each in self.parameters()}
+        layers = [m for m in self.modules() if isinstance(m, nn.Linear | PackedLinear | Int8Linear)]
+        memo |= {id(layer): make(layer) for layer in layers}
+        other = deepcopy(self, memo)
+        if other.has_head and other.head is None:
+            head = nn.Linear(1, 1, bias=False, device="meta")
+            head.weight = nn.Parameter(self.tied_head, requires_grad=False)
+            other.head = make(head)
+        return other

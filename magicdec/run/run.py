@@ -122,7 +122,7 @@ class Run:
     def runners(self) -> list[ModelRunner]:
         """The runners of this rank: the target's, and the draft's if this rank has a shard of
         it."""
-        draft = None if self.draft is None else self.draft.runner
+        draft = self.runner.drafting if self.draft is None else self.draft.runner
         return [self.runner] if draft is None else [self.runner, draft]
 
     def measure(self) -> None:

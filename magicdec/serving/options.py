@@ -17,7 +17,6 @@ from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
     NGRAM,
     SELF,
-    DraftSection,
     StagesSection,
     WorkloadSection,
 )
@@ -84,8 +83,7 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
 class ServeOptions(StagesSection):
     """The settings, and what follows from them: `shapes` are all requests in the order of arrival,
     `passes` the modes in which they are served, and `speculation` how pipelined speculation drafts.
-    `own_draft_dtype` is that of a draft that is the target itself. `gen_len` is None if a trace has
-    the lengths."""
+    `gen_len` is None if a trace has the lengths."""
 
     num_requests: int | None = setting(
         None, "Requests to serve. Default: 8, or all of a trace.", least=1
@@ -196,7 +194,6 @@ class ServeOptions(StagesSection):
     passes: tuple[Pass, ...] = ()
     speculation: Options = Options()
     draft: str = "none"
-    own_draft_dtype: str = DraftSection.draft_dtype
     has_rows_of_ring: bool = False  # batches have as many rows as circulate in a ring
 
     def settle(self, passes: Sequence[Pass], seed: int, world_size: int) -> ServeOptions:
@@ -349,10 +346,7 @@ class ServeOptions(StagesSection):
         """These options as the record's `config.workload` has them; the shapes are among its
         requests."""
         values = asdict(self) | asdict(self.speculation)
-        for name in (
-            *("shapes", "passes", "speculation", "mode", "has_rows_of_ring"),
-            "own_draft_dtype",
-        ):
+        for name in ("shapes", "passes", "speculation", "mode", "has_rows_of_ring"):
             del values[name]
         if self.gen_len is None:  # a trace has the lengths
             values["prefix_len"] = None

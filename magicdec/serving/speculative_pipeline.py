@@ -104,7 +104,7 @@ class SpeculativePipeline(StagedSystem):
     def _find_models(self, run_config: RunConfig, cache: SetupCache) -> ResolvedRun:
         """There is a row for each lane, which has room for the spare cells of the lane too. All
         that follows a prompt may be drafted before any of it is committed."""
-        run_config = with_own_model(run_config, self.options.own_draft_dtype)
+        run_config = with_own_model(run_config)
         speculation = self.options.speculation
         lanes, spare = speculation.lanes, speculation.spare_cells
         workload = self.options.batch_of(run_config.workload, lanes, spare)
@@ -223,15 +223,17 @@ class SpeculativePipeline(StagedSystem):
         )
 
 
-def with_own_model(run_config: RunConfig, dtype: str) -> RunConfig:
+def with_own_model(run_config: RunConfig) -> RunConfig:
     """`run_config` with the draft model that runs. To the ranks, self-speculation is a whole model
-    on the draft's ranks with a KV cache of its own: the target, with its dtype if `dtype` is
-    auto."""
+    on the draft's ranks with a KV cache of its own: the target, in int8 too if it is and nothing
+    else is asked for."""
     if run_config.decoding.drafter != SELF:
         return run_config
-    dtype = run_config.model.target_dtype if dtype == "auto" else dtype
-    own = DraftSection(model=run_config.model.model, draft_dtype=dtype)
-    decoding = replace(run_config.decoding, drafter="model")
+    weights = run_config.decoding.draft_weights
+    if weights == "auto" and run_config.model.target_dtype == "int8":
+        weights = "int8"
+    own = DraftSection(model=run_config.model.model)
+    decoding = replace(run_config.decoding, drafter="model", draft_weights=weights)
     return replace(run_config, draft=own, decoding=decoding)
 
 

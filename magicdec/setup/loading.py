@@ -18,8 +18,10 @@ from magicdec.drafting.policies.policy import keep_queries, make_policy
 from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.executor.executor import Executor
 from magicdec.memory.model_plan import Kinds, ModelPlan, StagePart, max_following
+from magicdec.model.checkpoint.quantization import low_bit_copy
 from magicdec.model.checkpoint.source import ModelSource, load_transformer
 from magicdec.model.emulated import EmulatedModel
+from magicdec.model.linear.packed import INT4
 from magicdec.model.transformer import Transformer
 from magicdec.names import ELEMENTWISE, load_named
 from magicdec.runner import ModelRunner
@@ -50,10 +52,13 @@ def load_kind(
     part: StagePart = StagePart(),
 ) -> Transformer:
     dtype, is_int8 = getattr(torch, kinds.dtype), kinds.weights == "int8"
+    is_packed = kinds.linear == "packed"
     model = load_transformer(
         source.config, source.weights, shard, part.layers, dtype, device, is_int8, part.has_ends
     )
-    if kinds.linear == "packed":
+    if kinds.weights == INT4:
+        model = low_bit_copy(model, INT4, is_packed)
+    elif is_packed:
         model.pack()
     model.use(load_named(ELEMENTWISE, kinds.elementwise)())
     return model
@@ -91,6 +96,19 @@ class LoadedModels:
             self._models[key] = source, model
         return self._models[key][1]
 
+    def get_copy(self, source: ModelSource, group: Group, plan: ModelPlan) -> Transformer | None:
+        """What self-speculation drafts with; None if that is the model itself."""
+        kinds = plan.copy_kinds
+        if kinds is None or self.emulated_s is not None:
+            return None
+        key = id(source), group.ranks, replace(kinds, native_steps="off"), "copy"
+        if key not in self._models:
+            model, is_packed = self.get(source, group, plan.kinds), kinds.linear == "packed"
+            with self.progress.task(f"copying {source.name} as {kinds.weights}", 1) as advance:
+                self._models[key] = source, low_bit_copy(model, kinds.weights, is_packed)
+                advance()
+        return self._models[key][1]
+
     def drop_others(self, *sources: ModelSource | None) -> None:
         """Drop every model but these."""
         identities = [id(source) for source in sources]
@@ -111,7 +129,18 @@ def make_runner(
     plan: ModelPlan, source: ModelSource, group: Group, models: LoadedModels
 ) -> ModelRunner:
     """The runner of what this rank holds, whose layers `group` shares."""
-    return runner_of(plan, models.get(source, group, plan.kinds, plan.part), group)
+    model, copy = models.get(source, group, plan.kinds, plan.part), None
+    if not plan.is_draft:
+        copy = models.get_copy(source, group, plan)
+    return with_copy(plan, runner_of(plan, model, group), copy)
+
+
+def with_copy(plan: ModelPlan, runner: ModelRunner, copy: Transformer | None) -> ModelRunner:
+    """`runner`, with a runner of the copy that self-speculation drafts with, if there is one."""
+    if copy is not None and plan.copy_kinds is not None:
+        executor = make_executor(plan.copy_kinds, copy, runner.group)
+        runner.drafting = runner.with_model(copy, executor)
+    return runner
 
 
 def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:

@@ -18,6 +18,7 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.memory.model_plan import max_tokens
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.config import ModelConfig
+from magicdec.model.linear.packed import GROUP, INT4
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.names import AUTO_BACKENDS, REFERENCE_BACKEND
 
@@ -36,6 +37,7 @@ def check_draft(config: ResolvedConfig, target: ModelSource, draft: ModelSource)
     check_reach(config, label, draft)
     check_choice(config, draft_flag, draft)
     check_shards(config, label, draft)
+    check_groups(config.draft.draft_dtype, label, len(config.draft.rank_group), draft.config)
     check_backend(config, config.draft.backend.settled, draft_flag, draft)
 
 
@@ -136,6 +138,25 @@ def check_shared(what: str, num_ranks: int, model: ModelConfig) -> None:
         raise ValueError(f"{what}: {error}") from error
 
 
+def check_groups(weights: str | None, label: str, num_ranks: int, model: ModelConfig) -> None:
+    """Raise ValueError if the groups of int4 weights do not divide the inputs of every matrix."""
+    if weights != INT4:
+        return
+    shards = [Shard(rank, num_ranks) for rank in range(num_ranks)]
+    heads = [s.heads(model.num_heads, model.num_kv_heads)[0] for s in shards]
+    units = [s.split(model.intermediate_size) for s in shards]
+    widths = {model.hidden_size}
+    widths |= {(last - first) * model.head_dim for first, last in heads}
+    widths |= {last - first for first, last in units}
+    odd = [width for width in sorted(widths) if width % GROUP]
+    if odd:
+        on = f" on {num_ranks} ranks" if num_ranks > 1 else ""
+        raise ValueError(
+            f"--draft_weights {weights}: groups of {GROUP} inputs do not divide the {odd[0]} of a "
+            f"matrix of {label}{on}; choose auto, int8"
+        )
+
+
 def check_interpreter(config: ResolvedConfig) -> None:
     """Let each attention backend load what must be loaded first: Triton decides whether to
     interpret its kernels when it is first imported."""
@@ -168,6 +189,7 @@ def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> 
     if config.decoding.model_drafter == "self":
         check_choice(config, flag, source)
     Shard(0, world_size).heads(source.config.num_heads, source.config.num_kv_heads)
+    check_groups(config.low_bit, f"{flag} {source.name}", world_size, source.config)
 
 
 def check_backend(

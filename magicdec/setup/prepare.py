@@ -29,7 +29,7 @@ from magicdec.memory.plan import MemoryPlan, Models
 from magicdec.model.checkpoint.source import ModelSource, find_model, fingerprint
 from magicdec.model.config import ModelConfig
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
-from magicdec.names import FULL_KV_POLICY
+from magicdec.names import FULL_KV_POLICY, LOW_BIT
 from magicdec.records.workload import ModelRecord, WorkloadRecord
 from magicdec.setup.model_checks import (
     check_bos,
@@ -54,10 +54,13 @@ def estimate_steps(
 
     def deployment(model: ModelConfig, ranks: int, weights: str) -> Deployment:
         nodes = -(-ranks // local)
-        return Deployment(model, hardware, DTYPE_BYTES[dtype], ranks, nodes, weights == "int8")
+        low_bit = weights if weights in LOW_BIT else None
+        return Deployment(model, hardware, DTYPE_BYTES[dtype], ranks, nodes, low_bit)
 
     of_target = deployment(target, launch.world_size, config.model.target_dtype)
-    drafting = of_target if config.decoding.model_drafter == "self" else None
+    drafting = None
+    if config.decoding.model_drafter == "self":
+        drafting = replace(of_target, low_bit=config.low_bit or of_target.low_bit)
     if draft is not None and config.draft is not None:
         section = config.draft
         drafting = deployment(draft, len(section.rank_group), section.draft_dtype)
@@ -291,8 +294,8 @@ def as_stored(
         config = replace(config, model=replace(config.model, target_dtype="int8"))
     if draft is not None and draft.is_int8:
         assert config.draft is not None, "a draft was found for it"
-        check_int8("--draft_dtype", config.draft.draft_dtype, config.draft)
-        config = replace(config, draft=replace(config.draft, draft_dtype="int8"))
+        check_int8("--draft_weights", config.decoding.draft_weights, config.draft)
+        config = replace(config, decoding=replace(config.decoding, draft_weights="int8"))
     return config
 
 

@@ -243,7 +243,7 @@ def test_ranks_emit_the_tokens_of_one(
 @pytest.mark.parametrize("target", ["float32", "int8"])
 def test_an_int8_draft(target: str, num_ranks: int, drive: Drive) -> None:
     models = ("--target", "demo", "--model", "demo-draft", "--dataset", "demo", *FLOAT32)
-    kinds = ("--draft_dtype", "int8", "--target_dtype", target)
+    kinds = ("--draft_weights", "int8", "--target_dtype", target)
     (record,) = drive("longspec", *INT8_FLAGS, *models, *kinds, num_ranks=num_ranks).records
     assert record["status"] == "ok" and record["correctness"]["identical"] is True
     config = record["config"]
@@ -254,7 +254,7 @@ def test_an_int8_draft(target: str, num_ranks: int, drive: Drive) -> None:
 def test_bfloat16_activations_and_the_largest_draft(drive: Drive) -> None:
     """The target's weights in int8 draft for it: most is accepted, where bfloat16 ones get all."""
     flags = ("--target", "demo", "--model", "demo", "--dataset", "demo", "--dtype", "bfloat16")
-    kinds = ("--draft_dtype", "int8", "--draft_budget", -1)  # of all of the cache
+    kinds = ("--draft_weights", "int8", "--draft_budget", -1)  # of all of the cache
     (record,) = drive("longspec", *INT8_FLAGS, *flags, *kinds, num_ranks=2).records
     assert record["config"]["model"]["target_dtype"] == "bfloat16"
     assert 0.7 < record["metrics"]["acceptance_rate"] < 1
@@ -266,5 +266,5 @@ def test_int8_checkpoints_are_not_dequantised(launch: Launch, int8_checkpoint: P
     assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
     expected = f"--target_dtype bfloat16: --model {int8_checkpoint} holds int8 weights; choose from"
     assert expected in done.stderr
-    done = launch("longspec_benchmark.py", *INT8_FLAGS, *stored, "--draft_dtype", "float32")
-    assert done.returncode == 2 and "--draft_dtype float32: --model" in done.stderr
+    done = launch("longspec_benchmark.py", *INT8_FLAGS, *stored, "--draft_weights", "int4")
+    assert done.returncode == 2 and "--draft_weights int4: --model" in done.stderr

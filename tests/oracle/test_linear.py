@@ -46,10 +46,8 @@ def layer(weight: Tensor, bias: Tensor | None = None, partial: bool = False) -> 
     like = kind(weight.shape[1], weight.shape[0], bias=bias is not None)
     if bias is not None:
         like.bias = nn.Parameter(bias, requires_grad=False)
-    made, scales = Int8Linear(like, adds_bias=not partial), channel_scales(weight)
-    made.weight.copy_(quantize(weight, scales.unsqueeze(1)))
-    made.scale.copy_(scales)
-    return made
+    scales = channel_scales(weight)
+    return Int8Linear(quantize(weight, scales.unsqueeze(1)), scales, like.bias, not partial)
 
 
 def exact(linear: Int8Linear, x: Tensor, bias: Tensor | None = None) -> Tensor:

@@ -63,7 +63,7 @@ def test_every_shard_has_the_bytes_of_the_roofline(size: int, biases: bool, is_t
         int8 = Transformer(untie_head(config), shard)
         int8.to_int8()
         bytes_read = roofline.weight_bytes(int8)
-        assert costs.weight_bytes(config, shard, 4, is_int8=True) == bytes_read
+        assert costs.weight_bytes(config, shard, 4, low_bit="int8") == bytes_read
         assert bytes_read < 0.5 * roofline.weight_bytes(model)
 
 

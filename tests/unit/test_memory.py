@@ -88,7 +88,7 @@ def test_weights_are_those_of_the_model(tied: bool, shard: Shard, biases: bool) 
     model = Transformer(untie_head(config), shard)
     model.to_int8()
     for is_packed in (False, True):
-        stored = stored_bytes(config, shard, 4, is_packed, is_int8=True)
+        stored = stored_bytes(config, shard, 4, is_packed, "int8")
         assert stored == parameter_bytes(model)
 
 
@@ -107,7 +107,7 @@ def test_packed_weights_replace_the_others(tied: bool, monkeypatch: pytest.Monke
     assert not any(isinstance(m, Int8Linear) for m in model.modules())
     packed = [m for m in model.modules() if isinstance(m, PackedLinear)]
     assert packed and all(m.packed.dtype == torch.uint8 for m in packed)
-    stored = stored_bytes(config, Shard(), 2, is_packed=True, is_int8=True)
+    stored = stored_bytes(config, Shard(), 2, is_packed=True, low_bit="int8")
     assert stored == parameter_bytes(model)
 
 

@@ -101,7 +101,7 @@ def test_hardware_from_a_file_and_what_flags_add(run: Run) -> None:
 def test_a_draft_of_its_own(run: Run) -> None:
     flags = f"{BY_HAND} --acceptance 0.8 --link 300 --link_latency_us 15 "
     itself = make(flags)
-    assert itself.is_self_speculation and itself.draft is itself.target
+    assert itself.is_self_speculation and itself.draft == itself.target
     names = "--model llama-2-7b-32k --draft model:llama-68m --tp 8"
     own = make(flags + names)
     assert (own.draft.config.name, own.draft.tp, own.target.tp) == ("llama-68m", 1, 8)

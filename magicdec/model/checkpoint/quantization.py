@@ -1,20 +1,34 @@
-"""int8 weight quantization: w = int8 * scale, with one scale per output channel of a matrix.
+"""Weight quantization. int8: w = int8 * scale, with one scale per output channel of a matrix. int4,
+for drafts alone: one scale for each output channel and GROUP inputs.
 
 Owns the arithmetic of quantization, the choice of tensors (the matrices of all layers and the head,
-but no embedding, norm or bias) and the detection of int8 checkpoints. Quantization is symmetric,
--127 .. 127, so a GEMM needs no zero-point correction. A channel's scale is computed from its whole
-row, even if the row is sharded over ranks. `linear/packed.py` has the modules.
+but no embedding, norm or bias) and the detection of int8 checkpoints. Quantization is symmetric:
+int8 is -127 .. 127, and the largest number of an int4 group is -8, which is exact. In a checkpoint,
+a channel's scale is computed from its whole row, even if the row is sharded over ranks.
+`linear/packed.py` has the modules.
 """
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from magicdec.model.checkpoint.weight_files import Index, StoredTensor, WeightSource, row_spans
 from magicdec.model.checkpoint.weight_map import SCALE, find_pieces
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.family import find_family
+from magicdec.model.linear.packed import (
+    GROUP,
+    INT4,
+    Int4Linear,
+    Int8Linear,
+    Linear,
+    PackedLinear,
+    PartialLinear,
+)
+from magicdec.model.transformer import Transformer
 
 LARGEST = 127
 
@@ -30,6 +44,43 @@ def quantize(weights: Tensor, scales: Tensor) -> Tensor:
     """int8 of float32 weights / scales, which broadcast; rounded to nearest, ties to even."""
     # The quotient can exceed 127 where the scale is a subnormal number, hence the clamp.
     return (weights / scales).round_().clamp_(-LARGEST, LARGEST).to(torch.int8)
+
+
+def quantize_groups(rows: Tensor) -> tuple[Tensor, Tensor]:
+    """[N, K] float32 -> (int8 [N, K] of -8 .. 7, bfloat16 scales [N, K / GROUP])."""
+    groups = rows.unflatten(1, (-1, GROUP))
+    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
+    scales = (largest / -8).bfloat16()
+    numbers = (groups / torch.where(scales == 0, 1, scales)).round_().clamp_(-8, 7)
+    return numbers.to(torch.int8).flatten(1), scales.squeeze(2)
+
+
+def low_bit_copy(model: Transformer, weights: str, is_packed: bool) -> Transformer:
+    """A model that shares everything with `model`, whose weights are bfloat16 or float32, but its
+    matrices, which it has as `weights`, int8 or int4. Raises ValueError if one of them holds
+    infinities or NaN."""
+    return model.with_linears(partial(_low_bit, weights=weights, is_packed=is_packed))
+
+
+def _low_bit(linear: Linear, weights: str, is_packed: bool) -> Linear:
+    is_part = isinstance(linear, PartialLinear)
+    adds_bias = not is_part if isinstance(linear, nn.Linear) else linear.adds_bias
+    weight = linear.dense() if isinstance(linear, PackedLinear) else linear.weight
+    parts = []
+    for span in row_spans((0, len(weight)), weight.shape[1]):
+        rows = weight[slice(*span)].float()
+        if weights == INT4:
+            parts.append(quantize_groups(rows))
+        else:
+            scales = channel_scales(rows)
+            parts.append((quantize(rows, scales.unsqueeze(1)), scales))
+    numbers, scale = map(torch.cat, zip(*parts, strict=True))
+    if not scale.isfinite().all():
+        raise ValueError(f"a matrix of {tuple(weight.shape)} is not finite: it has no {weights}")
+    if is_packed:
+        return PackedLinear(numbers, linear.bias, adds_bias, scale)
+    kind = Int4Linear if weights == INT4 else Int8Linear
+    return kind(numbers, scale, linear.bias, adds_bias)
 
 
 def holds_int8(source: WeightSource) -> bool:

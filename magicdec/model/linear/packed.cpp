@@ -1,5 +1,6 @@
 // Packing of weights, and linear layers over packed weights, as Python calls them.
 #include "packed_float32.h"
+#include "packed_int4.h"
 #if defined(__AVX512BF16__)
 #include "packed.h"
 #endif
@@ -60,7 +61,26 @@ extern "C" void magicdec_pack_int8(const int8_t* weight, int64_t N, int64_t K, u
         }
 }
 
-// See `linear_bf16` and `linear_int8`.
+// weight [N, K] (K a multiple of the group, -8 .. 7) and scale [N, K / GROUP] in bfloat16 to packed
+// [ceil(N / 64), K / GROUP, ENTRIES] (packed_int4.h). Rows past N have scales of zero.
+extern "C" void magicdec_pack_int4(const int8_t* weight, const uint16_t* scale, int64_t N, int64_t K, uint32_t* packed) {
+    constexpr int64_t width = int4::WIDTH, part = int4::GROUP, scales = int4::SCALES;
+    const int64_t groups = K / part;
+#pragma omp parallel for
+    for (int64_t block = 0; block < (N + width - 1) / width; ++block)
+        for (int64_t g = 0; g < groups; ++g) {
+            uint32_t* group = packed + (block * groups + g) * int4::ENTRIES;
+            std::fill_n(group, int4::ENTRIES, 0);
+            for (int64_t j = 0, row; j < width && (row = block * width + j) < N; ++j) {
+                group[j % scales] |= uint32_t(scale[row * groups + g]) << 16 * (j / scales);
+                for (int64_t i = 0; i < part; ++i)
+                    group[scales + i / 8 * width + j] |= uint32_t(weight[row * K + g * part + i] + 8)
+                                                         << (i % 4 * 8 + i / 4 % 2 * 4);
+            }
+        }
+}
+
+// See `linear_bf16`, `linear_int8` and `int4::linear`.
 extern "C" void magicdec_linear(const uint16_t* x, int64_t R, const uint32_t* packed, int64_t N, int64_t K,
                                 const uint16_t* bias, float* room, uint16_t* out) {
 #pragma omp parallel
@@ -71,4 +91,16 @@ extern "C" void magicdec_linear_int8(const uint16_t* x, int64_t R, const uint8_t
                                      int64_t K, const uint16_t* bias, float* room, uint16_t* out) {
 #pragma omp parallel
     linear_int8(x, R, packed, scale, N, K, bias, room, out);
+}
+
+extern "C" void magicdec_linear_int4(const uint16_t* x, int64_t R, const uint32_t* packed, int64_t N, int64_t K,
+                                     const uint16_t* bias, float* room, uint16_t* out) {
+#pragma omp parallel
+    int4::linear((const bfloat16*)x, R, packed, N, K, (const bfloat16*)bias, room, (bfloat16*)out);
+}
+
+extern "C" void magicdec_linear_int4_float32(const float* x, int64_t R, const uint32_t* packed, int64_t N, int64_t K,
+                                             const float* bias, float* room, float* out) {
+#pragma omp parallel
+    int4::linear(x, R, packed, N, K, bias, room, out);
 }

@@ -1,12 +1,13 @@
-"""The kinds of linear layers: torch's own, with int8 weights, and with weights packed once for the
-small GEMMs of decoding (`packed.cpp`).
+"""The kinds of linear layers: torch's own, with int8 or int4 weights, and with weights packed once
+for the small GEMMs of decoding (`packed.cpp`).
 
-Int8 layers have int8 weights and a float32 scale per output channel, y = (x w) * scale + bias, and
-compute with torch's operators in any dtype on any device; activations are never quantised, and the
-loader fills the weights (`checkpoint/quantization.py`). Packed layers have bfloat16, int8 or
-float32 weights. CPUs without bfloat16 dot products widen them in registers. A call reads the
-weights once for any number of rows. The result of a row is the same to the bit whatever other rows
-are in the batch, so verification and decoding agree.
+Int8 layers have int8 weights and a float32 scale per output channel, y = (x w) * scale + bias. Int4
+layers have a bfloat16 scale for each output channel and GROUP inputs. Both compute with torch's
+operators in any dtype on any device. Packed layers have bfloat16, int8, int4 or float32 weights.
+CPUs without bfloat16 dot products widen bfloat16 and int8 in registers. Only packed int4 layers
+round activations: to int8, with a scale for each row and group. A call reads the weights once for
+any number of rows. The result of a row is the same to the bit whatever other rows are in the batch,
+so verification and decoding agree.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ HEADERS = (
     SOURCE.with_suffix(".h"),
     SOURCE.with_name("packed_float32.h"),
     SOURCE.with_name("packed_amx.h"),
+    SOURCE.with_name("packed_int4.h"),
     SHARED_HEADERS / "arithmetic.h",
     SHARED_HEADERS / "amx.h",
     SHARED_HEADERS / "barrier.h",
@@ -35,19 +37,23 @@ HEADERS = (
     SHARED_HEADERS / "wide.h",
 )
 WIDTH = 64  # output channels per block of packed weights
+GROUP = 32  # inputs that share a scale of an int4 layer
+INT4 = "int4"  # has no dtype of its own
 # By the dtype of the weights: a block's sizes before WIDTH by the number of inputs, its dtype, and
-# the function that packs.
-PACKERS: dict[torch.dtype, tuple[Callable[[int], tuple[int, ...]], torch.dtype, str]] = {
+# the function that packs. An int4 block holds its scales too: 18 bytes for a channel and group.
+PACKERS: dict[torch.dtype | str, tuple[Callable[[int], tuple[int, ...]], torch.dtype, str]] = {
     torch.float32: (lambda width: (width,), torch.float32, "magicdec_pack_float32"),
     torch.bfloat16: (lambda width: (width // 2,), torch.int32, "magicdec_pack"),
     torch.int8: (lambda width: (2, width // 2), torch.uint8, "magicdec_pack_int8"),
+    INT4: (lambda width: (width // GROUP, 18), torch.uint8, "magicdec_pack_int4"),
 }
 
 
 class PackedLinear(nn.Module):
     """x [..., K] -> [..., N], with `weight` [N, K] in bfloat16 or float32, or in int8 with a
-    float32 `scale` [N]; int8 takes x in bfloat16. Unless `adds_bias`, `bias` is stored here but
-    added by the caller."""
+    float32 `scale` [N] or, for int4 (-8 .. 7), a bfloat16 one [N, K / GROUP]. int8 takes x in
+    bfloat16, int4 in either dtype. Unless `adds_bias`, `bias` is stored here but added by the
+    caller."""
 
     def __init__(
         self,
@@ -61,23 +67,36 @@ class PackedLinear(nn.Module):
             raise ValueError(
                 f"--linear packed needs bfloat16 or float32 weights, not {weight.dtype}"
             )
+        self.is_int4 = scale is not None and scale.dim() == 2
         # Padded: the kernels for bfloat16 and int8 multiply pairs of inputs.
         self.is_odd = weight.dtype != torch.float32 and weight.shape[1] % 2 == 1
         weight = (F.pad(weight, (0, 1)) if self.is_odd else weight).contiguous()
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
-        self.scale = None if scale is None else nn.Parameter(scale, requires_grad=False)
         self.adds_bias = adds_bias
         blocks, width = -(-self.out_features // WIDTH), self.in_features
-        shape, dtype, pack = PACKERS[weight.dtype]
+        shape, dtype, pack = PACKERS[INT4 if self.is_int4 else weight.dtype]
         packed = torch.empty(blocks, *shape(width), WIDTH, dtype=dtype)
         self.packed = nn.Parameter(packed, requires_grad=False)
-        getattr(library(), pack)(weight.data_ptr(), self.out_features, width, packed.data_ptr())
+        sources = [weight.data_ptr()]
+        if self.is_int4 and scale is not None:
+            sources, scale = [*sources, scale.contiguous().data_ptr()], None
+        getattr(library(), pack)(*sources, self.out_features, width, packed.data_ptr())
+        self.scale = None if scale is None else nn.Parameter(scale, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
         bias = self.bias if self.adds_bias else None
         x = F.pad(x, (0, 1)) if self.is_odd else x
         return packed_linear(x, self.packed, self.scale, bias, self.out_features)
+
+    def dense(self) -> Tensor:
+        """The weight [N, K] of a layer in bfloat16 or float32."""
+        weight = self.packed.view(-1, self.in_features, WIDTH)
+        if self.packed.dtype == torch.int32:
+            pairs = self.packed.view(torch.bfloat16).unflatten(2, (WIDTH, 2))
+            weight = pairs.transpose(2, 3).flatten(1, 2)
+        width = self.in_features - self.is_odd
+        return weight.transpose(1, 2).flatten(0, 1)[: self.out_features, :width]
 
 
 def padding_bytes(packed: Tensor, out_features: int) -> int:
@@ -94,9 +113,13 @@ def library(*flags: str) -> ctypes.CDLL:
     pointer, size = ctypes.c_void_p, ctypes.c_int64
     native.magicdec_pack_float32.argtypes = (pointer, size, size, pointer)
     native.magicdec_pack.argtypes = (pointer, size, size, pointer)
-    for multiply in (native.magicdec_linear_float32, native.magicdec_linear):
+    for multiply in (
+        native.magicdec_linear_float32, native.magicdec_linear,
+        native.magicdec_linear_int4, native.magicdec_linear_int4_float32,
+    ):  # fmt: skip
         multiply.argtypes = (pointer, size, pointer, size, size, pointer, pointer, pointer)
     native.magicdec_pack_int8.argtypes = (pointer, size, size, pointer)
+    native.magicdec_pack_int4.argtypes = (pointer, pointer, size, size, pointer)
     native.magicdec_linear_int8.argtypes = (
         pointer, size, pointer, pointer, size, size, pointer, pointer, pointer,
     )  # fmt: skip
@@ -107,7 +130,9 @@ def packed_linear(
     x: Tensor, packed: Tensor, scale: Tensor | None, bias: Tensor | None, out_features: int
 ) -> Tensor:
     """The result of a row is the same to the bit whatever other rows are in the batch."""
-    assert x.dtype == (torch.float32 if packed.dtype == torch.float32 else torch.bfloat16)
+    is_int4 = packed.dtype == torch.uint8 and scale is None
+    is_float32 = x.dtype == torch.float32
+    assert is_int4 or is_float32 == (packed.dtype == torch.float32)
     x = x.contiguous()
     width = x.shape[-1]
     out = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype)
@@ -119,9 +144,8 @@ def packed_linear(
             room.data_ptr(), out.data_ptr(),
         )  # fmt: skip
         return out
-    is_pairs = packed.dtype == torch.int32
-    multiply = library().magicdec_linear if is_pairs else library().magicdec_linear_float32
-    multiply(
+    name = "magicdec_linear" + "_int4" * is_int4 + "_float32" * is_float32
+    getattr(library(), name)(
         x.data_ptr(), rows, packed.data_ptr(), out_features, width, bias_at, room.data_ptr(),
         out.data_ptr(),
     )  # fmt: skip
@@ -134,27 +158,46 @@ CONVERTED = 1 << 19
 
 
 class Int8Linear(nn.Module):
-    """x [..., K] -> [..., N], with `weight` [N, K] int8 and `scale` [N] float32, which the loader
-    fills. Unless `adds_bias`, `bias` is stored here but added by the caller."""
+    """x [..., K] -> [..., N], with `weight` [N, K] int8 and `scale` [N] float32. Unless
+    `adds_bias`, `bias` is stored here but added by the caller."""
 
-    def __init__(self, like: nn.Linear, adds_bias: bool = True) -> None:
+    def __init__(
+        self, weight: Tensor, scale: Tensor, bias: Tensor | None, adds_bias: bool = True
+    ) -> None:
         super().__init__()
-        self.adds_bias, device = adds_bias, like.weight.device
-        weight = torch.empty(like.weight.shape, dtype=torch.int8, device=device)
-        scale = torch.empty(len(weight), dtype=torch.float32, device=device)
+        self.adds_bias, self.bias = adds_bias, bias
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scale = nn.Parameter(scale, requires_grad=False)
-        self.bias = like.bias
 
     def forward(self, x: Tensor) -> Tensor:
-        num_outputs, width = self.weight.shape
+        num_outputs, width = len(self.weight), x.shape[-1]
         out = x.new_empty(*x.shape[:-1], num_outputs)
         step = max(1, CONVERTED // width)
-        for first in range(0, num_outputs, step):  # every dtype of x represents int8 exactly
+        for first in range(0, num_outputs, step):
             part = slice(first, first + step)
-            sums = F.linear(x, self.weight[part].to(x.dtype))
-            out[..., part] = sums * self.scale[part]  # in float32 or wider, then rounded once
+            out[..., part] = self.multiply(x, part)
         return out + self.bias if self.adds_bias and self.bias is not None else out
+
+    def multiply(self, x: Tensor, part: slice) -> Tensor:
+        """The outputs of that part. Every dtype of x represents int8 exactly; the sums are scaled
+        in float32 or wider."""
+        return F.linear(x, self.weight[part].to(x.dtype)) * self.scale[part]
+
+
+class Int4Linear(Int8Linear):
+    """The same with `weight` [N, K / 2] in bytes, the even input in the lower half, as number + 8,
+    and a bfloat16 `scale` [N, K / GROUP]. It is made of numbers [N, K] in int8, -8 .. 7."""
+
+    def __init__(
+        self, weight: Tensor, scale: Tensor, bias: Tensor | None, adds_bias: bool = True
+    ) -> None:
+        even, odd = (weight + 8).to(torch.uint8).unflatten(1, (-1, 2)).unbind(2)
+        super().__init__(even | odd << 4, scale, bias, adds_bias)
+
+    def multiply(self, x: Tensor, part: slice) -> Tensor:
+        both, scale = self.weight[part], self.scale[part].to(x.dtype)
+        numbers = torch.stack([both & 15, both >> 4], dim=2).to(x.dtype) - 8
+        return F.linear(x, (numbers.view(*scale.shape, -1) * scale.unsqueeze(2)).flatten(1))
 
 
 Linear = nn.Linear | PackedLinear | Int8Linear
@@ -188,9 +231,11 @@ def exchange(model: nn.Module, make: Callable[[Linear], Linear]) -> None:
 
 
 def to_int8(linear: Linear) -> Linear:
-    """An int8 layer of the same size, with empty weights and scales."""
+    """An int8 layer of the same size, with empty weights and scales, which the loader fills."""
     assert isinstance(linear, nn.Linear)
-    return Int8Linear(linear, adds_bias=not isinstance(linear, PartialLinear))
+    weight = torch.empty_like(linear.weight, dtype=torch.int8)
+    scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+    return Int8Linear(weight, scale, linear.bias, not isinstance(linear, PartialLinear))
 
 
 def pack(linear: Linear) -> Linear:
