@@ -81,7 +81,7 @@ def test_advice_follows_from_records_and_the_plan(tmp_path: Path) -> None:
     expected = r"pay from \d+ tokens on, and \d[.]\d\d times at \d+ with `--budget \d+ --gamma \d`"
     assert re.search(f"; the plan expects self-speculation to {expected}; ", sentence)
     configs = [RUN.read(words[1:]) for words in module.make_commands(args).values()]
-    assert [c.decoding.drafter for c in configs] == ["self"] * len(found) + ["ngram"]
+    assert [c.decoding.drafter for c in configs] == ["self"] * len(found) + ["ngram", "ngram+self"]
     for draft, message in (("none", "--draft none: every draft"), ("x", "--draft x is not known")):
         with pytest.raises(ValueError, match=message):
             module.make_commands(read("--draft", draft))

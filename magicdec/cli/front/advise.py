@@ -38,6 +38,7 @@ from magicdec.console import spinner
 from magicdec.distributed.ranks import INTERRUPTED, is_launched, run_command
 from magicdec.hardware.ceiling_file import load_machine
 from magicdec.model.checkpoint.hub import with_local_models
+from magicdec.names import NGRAM_AND
 from magicdec.pipelined_speculation.options import Options
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
@@ -98,7 +99,7 @@ class AdviceSection:
     """The runs that advice rests on, and the files."""
 
     model: str = same(ModelSection, "model")
-    draft: tuple[str, ...] = same(DraftChoice, "draft", (SELF, NGRAM))
+    draft: tuple[str, ...] = same(DraftChoice, "draft", (SELF, NGRAM, NGRAM_AND + SELF))
     budget: tuple[int, ...] = same(KVSection, "budget", (65, 257), least=1)
     gamma: int = same(Options, "gamma")
     dataset: str = same(WorkloadSection, "dataset")
@@ -148,7 +149,8 @@ def make_commands(args: AdviceSection) -> dict[str, list[str]]:
             raise ValueError(f"--draft {NONE}: every draft is compared with it; leave it out")
         for budget in args.budget if draft == SELF else [None]:
             name = f"--draft {draft}" + ("" if budget is None else f" --budget {budget}")
-            flags = [*name.split(), "--gamma", args.gamma, "--model", args.model]
+            name += "" if draft.startswith(NGRAM) else f" --gamma {args.gamma}"
+            flags: list[object] = [*name.split(), "--model", args.model]
             flags += ["--dataset", args.dataset, "--B", args.B, "--prefix_len", args.prefix_len]
             flags += ["--gen_len", args.num_new_tokens, "--num_batches", args.num_batches]
             words = [*map(str, flags), "--nproc", str(args.num_ranks), "--ignore_eos"]
@@ -214,8 +216,8 @@ def find_advice(args: AdviceSection, records: dict[str, RunRecord], plan: Plan |
             candidate = next(c for c in plan.candidates() if c.budget == budget)
             here = candidate.predict(args.B, args.prefix_len, args.gamma)
             predicted = here.net_speedup(args.num_new_tokens)
-        draft, interval = f"{name} --gamma {args.gamma}", metrics.net_speedup_interval
-        measured.append(Measured(draft, metrics.net_speedup, interval, predicted))
+        interval = metrics.net_speedup_interval
+        measured.append(Measured(name, metrics.net_speedup, interval, predicted))
     if not measured:
         raise ValueError("no run has a speedup: their tokens differ, or the weights are random")
     best = max(measured, key=lambda each: each.speedup)
