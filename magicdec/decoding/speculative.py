@@ -18,7 +18,7 @@ from magicdec.decoding.captured_steps import CapturedSteps
 from magicdec.decoding.steps import Steps
 from magicdec.decoding.strategy import Setup
 from magicdec.drafting.draft_length import DraftLength, FixedLength, make_draft_length
-from magicdec.drafting.drafter import Drafter, DraftPlan, make_drafter
+from magicdec.drafting.drafter import Drafter, make_drafter
 from magicdec.request import Batch, Request, StepOutput
 from magicdec.runner import ModelRunner
 
@@ -79,16 +79,18 @@ class Speculative:
 
     def _step(self, batch: Batch, count: int) -> StepOutput:
         started = time.perf_counter()
-        plan = DraftPlan((), ())
+        counts: Sequence[int] = ()
+        judged: Sequence[int] = ()
         if self.drafter is not None:
             plan = self.drafter.plan(batch.requests, count, self.draft_length.token_cost)
-        if plan.longest == 0:
-            output = StepOutput(self.steps.decode(batch))
+            counts, judged = plan.counts, plan.judged
+        if any(counts):
+            output = self._speculate(batch, self.steps.padded(max(counts)), counts)
         else:
-            output = self._speculate(batch, self.steps.padded(plan.longest), plan.counts)
+            output = StepOutput(self.steps.decode(batch))
         seconds = time.perf_counter() - started
         accepted = output.num_accepted or ()
-        self.draft_length.observe(batch, output.num_drafted, accepted, seconds, plan.judged)
+        self.draft_length.observe(batch, output.num_drafted, accepted, seconds, judged)
         return output
 
     def _speculate(self, batch: Batch, count: int, proposed: Sequence[int]) -> StepOutput:

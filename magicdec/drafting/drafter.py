@@ -46,10 +46,6 @@ class DraftPlan:
     counts: Sequence[int]
     judged: Sequence[int]
 
-    @property
-    def longest(self) -> int:
-        return max(self.counts, default=0)
-
 
 @dataclass(frozen=True)
 class DraftSetup:

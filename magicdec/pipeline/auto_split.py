@@ -288,6 +288,7 @@ class RingTiming(Timing):
             models = LoadedModels(runner.device, make_progress(False))
             run = replace(self.run, config=self.config)
             speculation = make_speculation(run, runner, groups, models)
+            speculation.is_padded = True
         return partial(self.time_first, stage, speculation)
 
     def time_first(self, stage: FilledStage, speculation: Speculation | None) -> float:

@@ -72,6 +72,7 @@ class Speculation:
     def __init__(self, runner: ModelRunner, drafter: Drafter, num_draft_tokens: int) -> None:
         self.runner, self.drafter = runner, drafter
         self.num_draft_tokens, self.counts = num_draft_tokens, DraftCounts()
+        self.is_padded = False  # whether each message has so many drafts, for a timing
         of_draft = () if drafter.draft_kv is None else (drafter.draft_kv.runner,)
         self._vocab_size = max(r.model.config.vocab_size for r in (runner, *of_draft))
         self._known: dict[int, Request] = {}  # by row; they share the lists of their output tokens
@@ -90,7 +91,7 @@ class Speculation:
         with self._timed():
             on_device = DeviceBatch.of(batch, self._vocab_size, self.runner.device)
             plan = self.drafter.plan(batch.requests, count)
-            count = plan.longest
+            count = count if self.is_padded else max(plan.counts)
             pending = self.drafter.prepare(batch.requests, count)
             proposal = self.drafter.propose(on_device, count, pending)
         self.counts.num_messages += 1

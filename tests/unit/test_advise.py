@@ -128,10 +128,11 @@ def test_every_source_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
     assert found == [
         ("self", "streaming_llm", 65), ("self", "streaming_llm", 257),
         *(("self", policy, 257) for policy in policies), ("ngram", "streaming_llm", 257),
+        *(("ngram+self", "streaming_llm", budget) for budget in (65, 257)),
     ]  # fmt: skip
     assert capsys.readouterr().out == ""
     commands = module.make_commands(read("--budget", "20", "--draft", "ngram", "self"))
-    assert list(commands)[:2] == ["--draft ngram --gamma 4", "--draft self --budget 20 --gamma 4"]
+    assert list(commands)[:2] == ["--draft ngram", "--draft self --budget 20 --gamma 4"]
     left_out = capsys.readouterr().out
     assert "left out   --draft self --kv_policy snapkv --budget 20: --budget 20" in left_out
     for draft, message in (("none", "--draft none: every draft"), ("x", "--draft x is not known")):

@@ -47,7 +47,7 @@ SELFSPEC: dict[str, Any] = {
         "strategy": "speculative", "drafter": "self", "num_draft_tokens": 4, "tree": None,
         "pa": None, "machine": None, "cuda_graphs": "off",
         "cuda_graphs_reason": "auto: off, --device cpu has none", "ignore_eos": False,
-        "baseline": True,
+        "baseline": True, "lookup_corpus": None,
         "tree_nodes": None,
     },
     "sampling": {

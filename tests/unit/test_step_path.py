@@ -22,7 +22,7 @@ from magicdec.engine import Engine
 
 PACKAGE = Path(magicdec.__file__).parent
 CARRIERS = "distributed/channels/carriers.py"  # which messages between two ranks pass, on both
-DRAFT_STEP = {"pipeline/drafter.py", "drafting/ngram.py"}
+DRAFT_STEP = {"pipeline/drafter.py", "drafting/suffix_index.py"}
 
 
 @dataclass

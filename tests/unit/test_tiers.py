@@ -71,7 +71,7 @@ def test_make_test_runs_every_drafter_and_policy_over_ranks(collected: set[str])
     ragged = "test_engine_ranks.py::test_ragged_batches_over_ranks[kv_heads0]"
     assert ragged in collected, "on 3 ranks"
     assert set(STRATEGIES) == {"autoregressive", "speculative"}, "the two that matrix.py compares"
-    assert set(DRAFTERS) == {"self", "model", "ngram"}
+    assert set(DRAFTERS) == {"self", "model", "ngram", "ngram+self", "ngram+model"}
 
 
 def test_every_architecture_has_a_tiny_family() -> None:

@@ -40,7 +40,7 @@ from magicdec.console import spinner
 from magicdec.distributed.ranks import INTERRUPTED, is_launched, run_command
 from magicdec.hardware.ceiling_file import load_machine
 from magicdec.model.checkpoint.hub import with_local_models
-from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES
+from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES, NGRAM_AND
 from magicdec.pipelined_speculation.options import Options
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
@@ -61,6 +61,7 @@ SOURCES = (
         if policy not in (DEFAULT_KV_POLICY, FULL_KV_POLICY)
     ),
     ["--draft", NGRAM],
+    ["--draft", NGRAM_AND + SELF],
 )
 
 
@@ -167,7 +168,8 @@ def make_commands(args: AdviceSection) -> dict[str, list[str]]:
     fetched. Raises ValueError for what cannot run; a policy that cannot is left out with a line."""
     commands = {}
     for source in find_sources(args):
-        flags = [*source, "--gamma", str(args.gamma)]
+        # A lookup drafts as many tokens as its evidence supports.
+        flags = source + ([] if NGRAM in source[1] else ["--gamma", str(args.gamma)])
         words = [*flags, *args.workload, "--num_batches", str(args.num_batches), "--ignore_eos"]
         config = RUN.read(words)
         try:
