@@ -153,12 +153,12 @@ class DecodingSection:
         "Draft a tree in each step: the children of each token by level, such as 3,2,1,1. A step "
         "accepts at most as many tokens as there are levels. Default: a chain of --gamma tokens.",
     )
-    draft_weights: str = setting(
-        "auto",
+    draft_weights: str | None = setting(
+        None,
         "The matrices that draft. int8 has a scale for each output, int4 for each output and 32 "
-        "inputs; in self-speculation they are a copy of the model's own, beside it. auto: the "
+        "inputs; in self-speculation they are a copy of the model's own, beside it. Default: the "
         "model's own, or a standalone draft's as they are stored.",
-        choices=("auto", *LOW_BIT),
+        choices=LOW_BIT,
     )
     machine: str | None = setting(
         None,

@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -100,6 +101,12 @@ class AdviceSection:
     model: str = same(ModelSection, "model")
     draft: tuple[str, ...] = same(DraftChoice, "draft", (SELF, NGRAM))
     budget: tuple[int, ...] = same(KVSection, "budget", (65, 257), least=1)
+    draft_weights: tuple[str, ...] = same(
+        DecodingSection,
+        "draft_weights",
+        (),
+        help="Copies of the model's matrices, int8 or int4, to draft with, too.",
+    )
     gamma: int = same(Options, "gamma")
     dataset: str = same(WorkloadSection, "dataset")
     B: int = same(WorkloadSection, "batch_size", 1)
@@ -135,7 +142,8 @@ def advise(values: Values) -> int:
             append_file("--out", file, args.out)
         if not args.machine.exists():
             probe(args)
-        print(find_advice(args, records, make_plan(args, file)))
+        weights = best_weights(records)
+        print(find_advice(args, records, make_plan(args, file, weights), weights))
     return 0 if all(record.passed for record in records.values()) else 1
 
 
@@ -146,8 +154,11 @@ def make_commands(args: AdviceSection) -> dict[str, list[str]]:
     for draft in args.draft:
         if draft == NONE:
             raise ValueError(f"--draft {NONE}: every draft is compared with it; leave it out")
-        for budget in args.budget if draft == SELF else [None]:
+        budgets = args.budget if draft == SELF else [None]
+        kinds = (None,) if draft == NGRAM else (None, *args.draft_weights)
+        for budget, weights in product(budgets, kinds):
             name = f"--draft {draft}" + ("" if budget is None else f" --budget {budget}")
+            name += "" if weights is None else f" --draft_weights {weights}"
             flags = [*name.split(), "--gamma", args.gamma, "--model", args.model]
             flags += ["--dataset", args.dataset, "--B", args.B, "--prefix_len", args.prefix_len]
             flags += ["--gen_len", args.num_new_tokens, "--num_batches", args.num_batches]
@@ -201,15 +212,34 @@ def measure(words: list[str], file: Path) -> RunRecord:
     return records[-1]
 
 
-def find_advice(args: AdviceSection, records: dict[str, RunRecord], plan: Plan | None) -> str:
-    """The sentence. Raises ValueError if no run has a speedup."""
+def best_weights(records: dict[str, RunRecord]) -> str | None:
+    """The `--draft_weights` of the fastest self-speculation."""
+    speedups = [
+        (record.metrics.net_speedup, record.config["decoding"].get("draft_weights"))
+        for record in records.values()
+        if record.config["decoding"]["drafter"] == SELF
+        and record.metrics is not None
+        and record.metrics.net_speedup is not None
+    ]
+    return max(speedups, key=lambda each: each[0], default=(0, None))[1]
+
+
+def find_advice(
+    args: AdviceSection,
+    records: dict[str, RunRecord],
+    plan: Plan | None,
+    weights: str | None = None,
+) -> str:
+    """The sentence. The plan is for self-speculation with those draft `weights`. Raises ValueError
+    if no run has a speedup."""
     measured = []
     for name, record in records.items():
         metrics = record.metrics
         if metrics is None or metrics.net_speedup is None:
             continue
         predicted = None
-        if plan is not None and name.startswith(f"--draft {SELF}"):
+        is_like = record.config["decoding"].get("draft_weights") == weights
+        if plan is not None and is_like and name.startswith(f"--draft {SELF}"):
             budget = record.config["kv"]["budget"]
             candidate = next(c for c in plan.candidates() if c.budget == budget)
             here = candidate.predict(args.B, args.prefix_len, args.gamma)
@@ -239,14 +269,16 @@ def expectation_of(plan: Plan, args: AdviceSection) -> str:
     return f"the plan expects self-speculation to {expected}; "
 
 
-def make_plan(args: AdviceSection, file: Path) -> Plan | None:
-    """The plan with the acceptance of the runs in the file. None if none of them is
-    self-speculation that has one."""
+def make_plan(args: AdviceSection, file: Path, weights: str | None = None) -> Plan | None:
+    """The plan with the acceptance of the runs in the file that drafted with those `weights`. None
+    if none of them is self-speculation that has one."""
     from magicdec.cli import plan
     from magicdec.model.presets.presets import find_config
 
     records = [r for r in load_records(file) if r.metrics and r.metrics.acceptance_per_position]
-    own = [r.config["model"] for r in records if r.config["decoding"]["drafter"] == SELF]
+    decodings = [(r.config["model"], r.config["decoding"]) for r in records]
+    like = SELF, weights
+    own = [m for m, d in decodings if (d["drafter"], d.get("draft_weights")) == like]
     if not own:
         return None
     longest = find_config("--model", own[0]["model"]).max_length
@@ -256,6 +288,7 @@ def make_plan(args: AdviceSection, file: Path) -> Plan | None:
         machine=args.machine,
         acceptance=(str(file),),
         dtype=own[0]["dtype"],
+        draft_weights=weights,
         B=(args.B,),
         gen_len=args.gen_len,
         tp=args.num_ranks,
