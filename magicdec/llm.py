@@ -46,10 +46,11 @@ class LLM:
     tokens each, prompt included.
 
     `drafter` (self, ngram or ngram+self; None: no speculation) drafts `num_draft_tokens` tokens a
-    step, or as many as pay with "auto"; with self it reads what `kv` shows. A request asks for at
-    most `max_new_tokens` (default: as many as fit in a row), which bounds what a policy copies. The
-    KV cache holds `cache_tokens` tokens of all requests together (default: enough for all of them
-    at full length), in blocks of `block_tokens`. A step prefills at most `prefill_tokens` tokens of
+    step, or as many as pay with "auto"; with self it reads what `kv` shows, and computes with
+    `draft_weights` (int8 or int4: a copy of the model's matrices). A request asks for at most
+    `max_new_tokens` (default: as many as fit in a row), which bounds what a policy copies. The KV
+    cache holds `cache_tokens` tokens of all requests together (default: enough for all of them at
+    full length), in blocks of `block_tokens`. A step prefills at most `prefill_tokens` tokens of
     prompts. Requests are admitted in the order in which they were submitted.
 
     Raises ValueError, in one line, for values that cannot be served.
@@ -69,6 +70,7 @@ class LLM:
         prefill_tokens: int = 512,
         threads: int | None = None,
         max_new_tokens: int | None = None,
+        draft_weights: str | None = None,
     ) -> None:
         if drafter not in DRAFTERS:
             raise ValueError(f"drafter {drafter}; choose from {', '.join(map(str, DRAFTERS))}")
@@ -87,7 +89,9 @@ class LLM:
             attention=AttentionSection(prefill_chunk=min(prefill_tokens, MOST_CHUNK)),
             parallel=ParallelSection(threads=threads),
             kv=kv,
-            decoding=DecodingSection(strategy, drafter, num_draft_tokens),
+            decoding=DecodingSection(
+                strategy, drafter, num_draft_tokens, draft_weights=draft_weights
+            ),
             workload=WorkloadSection(
                 batch_size=max_concurrency,
                 prefix_len=max_tokens - 1,

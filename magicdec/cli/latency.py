@@ -81,7 +81,13 @@ class GridSection:
     budget: tuple[int, ...] | None = same(
         KVSection, "budget", None, is_default=True, least=1, is_set=True
     )
-    draft_weights: tuple[str, ...] = same(DecodingSection, "draft_weights", ("auto",), is_set=True)
+    draft_weights: tuple[str, ...] = same(
+        DecodingSection,
+        "draft_weights",
+        (),
+        is_set=True,
+        help="Copies of the model's matrices, int8 or int4, that each draft is timed with, too.",
+    )
     repeats: int = same(Settings, "repeats", 20)
     warmup: int = setting(3, "Rounds before the timed ones.", least=0)
     out: Path = same(OutputSection, "results", Path(OutputSection.results))
@@ -160,7 +166,7 @@ def parse(words: Sequence[str]) -> tuple[RunConfig, Grid, GridSection]:
     if args.csv is not None and args.out.resolve() == args.csv.resolve():
         raise ValueError(f"--out and --csv are both {args.out}; name two files")
     new_tokens = tuple(sorted({1, *args.T}))
-    times = args.repeats, args.warmup, args.draft_weights
+    times = args.repeats, args.warmup, (None, *args.draft_weights)
     grid = Grid(args.B, args.prefix_len, new_tokens, tuple(drafts), *times)
     # A RunConfig has one policy; here it only lends the flags that all policies share.
     return replace(config, kv=drafts[0]), grid, args

@@ -57,7 +57,7 @@ class PlanSection(AcceptanceSection):
     draft: str = same(DraftChoice, "draft")
     dtype: str = same(ModelSection, "dtype", "bfloat16", choices=DTYPES)
     target_dtype: str = same(ModelSection, "target_dtype")
-    draft_weights: str = same(DecodingSection, "draft_weights")
+    draft_weights: str | None = same(DecodingSection, "draft_weights")
     machine: Path | None = same(DecodingSection, "machine")
     bandwidth: float | None = setting(
         None, "GB/s that one rank reads. With --flops it replaces --machine.", above=0
@@ -238,8 +238,9 @@ def make_plan(args: PlanSection) -> Plan:
     else:
         drafter = SELF if args.draft == SELF else "model"
         curves, source = find_curves(
-            args.acceptance or (), args.budget, drafter, args.kv_policy, args.acceptance_gamma
-        )
+            args.acceptance or (), args.budget, drafter, args.kv_policy, args.acceptance_gamma,
+            args.draft_weights,
+        )  # fmt: skip
     reach = longest(curves)
     if args.max_gamma is not None and reach is not None and args.max_gamma > reach:
         raise ValueError(f"--max_gamma {args.max_gamma}: --acceptance has {reach} positions")
@@ -274,9 +275,9 @@ def find_choice(kv_policy: str, budget: int) -> Choice:
 
 def find_draft(args: PlanSection, target: Deployment) -> Deployment:
     """The target itself, or a standalone draft on one of its ranks."""
-    low_bit = None if args.draft_weights == "auto" else args.draft_weights
+    low_bit = args.draft_weights
     if args.draft == SELF:
-        check_copy(args.draft_weights, target.low_bit or args.dtype)
+        check_copy(low_bit, target.low_bit or args.dtype)
         return replace(target, low_bit=low_bit or target.low_bit)
     name = args.draft.removeprefix(MODEL_PREFIX)
     if name in ("", args.draft):

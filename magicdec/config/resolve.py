@@ -65,7 +65,7 @@ def resolve(
     backend = choose_backend(backend_flag, device, machine, head_dim, dtype, *needs)
     weights = choose_weights("--target_dtype", config.model.target_dtype, dtype)
     low_bit = config.decoding.draft_weights
-    of_draft = [] if config.draft is None else [low_bit]
+    of_draft = [] if config.draft is None else [low_bit or dtype]
     linear = choose_linear(config.model.linear, device, dtype, machine, [weights, *of_draft])
     elementwise = choose_elementwise(config.model.elementwise, device, dtype, linear, machine)
     layer_by_layer = Choice("off")  # until all parts of a forward are known
@@ -83,7 +83,7 @@ def resolve(
             config.draft.rank_group or parallel.rank_group[:1],
             drafting,
             layer_by_layer,
-            dtype if low_bit == "auto" else low_bit,
+            low_bit or dtype,
         )
     gamma = config.decoding.settled
     lengths = {"gen_len": config.workload.num_new_tokens, "max_len": None}

@@ -121,9 +121,7 @@ class ResolvedConfig:
     def low_bit(self) -> str | None:
         """The kind of matrices that self-speculation drafts with, beside the model's own; None if
         it drafts with these, or not at all."""
-        d = self.decoding
-        is_copy = d.model_drafter == SELF and d.draft_weights != "auto"
-        return d.draft_weights if is_copy else None
+        return self.decoding.draft_weights if self.decoding.model_drafter == SELF else None
 
     def on_ranks(self, ranks: Sequence[int]) -> ResolvedConfig:
         """The config of ranks that share a model, or the layers of a stage."""

@@ -133,8 +133,8 @@ class RunConfig:
                 "selfspec",
             ),
             (
-                d.draft_weights != "auto" and drafter not in (SELF, "model"),
-                f"--draft_weights {d.draft_weights}: no model drafts here; choose auto",
+                d.draft_weights is not None and drafter not in (SELF, "model"),
+                f"--draft_weights {d.draft_weights}: no model drafts here; leave it out",
             ),
             (
                 has_draft and self.kv.reselect_every > 0,

@@ -168,12 +168,12 @@ class DecodingSection:
         **PROBABILITY,
         other_defaults="0.5 in serve, inflight, recurrent, pipeline, simulate",
     )
-    draft_weights: str = setting(
-        "auto",
+    draft_weights: str | None = setting(
+        None,
         "The matrices that draft. int8 has a scale for each output, int4 for each output and 32 "
-        "inputs; in self-speculation they are a copy of the model's own, beside it. auto: the "
+        "inputs; in self-speculation they are a copy of the model's own, beside it. Default: the "
         "model's own, or a standalone draft's as they are stored.",
-        choices=("auto", *LOW_BIT),
+        choices=LOW_BIT,
     )
     machine: str | None = setting(
         None,

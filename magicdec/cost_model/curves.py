@@ -89,16 +89,18 @@ def find_curves(
     drafter: str,
     policy: str | None = None,
     gamma: int = DEFAULT_GAMMA,
+    weights: str | None = None,
 ) -> tuple[dict[int, Acceptance], str]:
     """Returns budget -> acceptance, and a text that says where the acceptance comes from.
 
     `values` of `--acceptance` are one value for all budgets, one value per budget, or one file. Of
-    a file, records with this `drafter` (`self` or `model`) and this KV policy (None:
-    the default) are used. A rate was measured with `gamma` draft tokens. `budgets` None: all
-    budgets in the file, or the default budget. Raises ValueError for anything else.
+    a file, records with this `drafter` (`self` or `model`), these draft `weights` and this KV
+    policy (None: the default) are used. A rate was measured with `gamma` draft tokens. `budgets`
+    None: all budgets in the file, or the default budget. Raises ValueError for anything else.
     """
     if len(values) == 1 and is_file(values[0]):
-        return _from_records(Path(values[0]), budgets, drafter, policy or DEFAULT_KV_POLICY)
+        like = drafter, policy or DEFAULT_KV_POLICY, weights
+        return _from_records(Path(values[0]), budgets, like)
     rates = [conditional_rate(parse_acceptance(value), gamma) for value in values]
     source = f"{' '.join(values)} of {gamma} draft tokens a step"
     return _spread("--acceptance", rates, budgets), source
@@ -147,22 +149,27 @@ def is_file(text: str) -> bool:
 
 
 def _from_records(
-    path: Path, budgets: Sequence[int] | None, drafter: str, policy: str
+    path: Path, budgets: Sequence[int] | None, like: tuple[str, str, str | None]
 ) -> tuple[dict[int, Acceptance], str]:
-    """The longest curve of each budget; among curves of equal length the newest."""
+    """The longest curve of each budget; among curves of equal length the newest. Of records with
+    the drafter, KV policy and draft weights of `like`."""
+    drafter, policy, weights = like
     curves: dict[int, tuple[float, ...]] = {}
     models: dict[int, str] = {}
     for record in load_records(path):
         config, metrics = record.config, record.metrics
         budget, curve = config["kv"]["budget"], metrics and metrics.acceptance_per_position
-        is_like = config["kv"]["policy"] == policy and config["decoding"]["drafter"] == drafter
+        decoding = config["decoding"]
+        its_weights = decoding.get("draft_weights")
+        is_like = (decoding["drafter"], config["kv"]["policy"], its_weights) == like
         if is_like and budget > 0 and curve and len(curve) >= len(curves.get(budget, ())):
             curves[budget], models[budget] = tuple(curve), config["model"]["model"]
     if not curves:
         command = "selfspec" if drafter == "self" else "longspec"
         raise ValueError(
             f"--acceptance {path} has no record with acceptance under a KV budget and --kv_policy "
-            f"{policy}; `magicdec {command}` makes one"
+            f"{policy}{f' --draft_weights {weights}' if weights else ''}; "
+            f"`magicdec {command}` makes one"
         )
     chosen_budgets = sorted(curves) if budgets is None else budgets
     for budget in chosen_budgets:

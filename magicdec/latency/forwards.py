@@ -107,7 +107,7 @@ def time_place(
     B: int,
     context: int,
     advance: Callable[[], None],
-    copies: Mapping[str, Transformer | None] = MappingProxyType({"auto": None}),
+    copies: Mapping[str | None, Transformer | None] = MappingProxyType({None: None}),
 ) -> list[Timing]:
     """Time all forwards at one (B, context). Their caches are freed afterwards. `copies` of the
     model draft, by the `draft_weights` of the grid; None: the model itself does."""
@@ -135,7 +135,7 @@ def time_place(
     ]
 
 
-def with_weights(plan: ModelPlan, draft_weights: str) -> ModelPlan:
+def with_weights(plan: ModelPlan, draft_weights: str | None) -> ModelPlan:
     decoding = replace(plan.config.decoding, draft_weights=draft_weights)
     return replace(plan, config=replace(plan.config, decoding=decoding))
 
@@ -198,13 +198,13 @@ def make_forwards(
     grid: Grid,
     context: int,
     recorder: Recorder = Eager(),
-    drafting: Mapping[str, ModelRunner] | None = None,
+    drafting: Mapping[str | None, ModelRunner] | None = None,
 ) -> Iterator[Forward]:
     """Decode, verify by T, drafts, in the order of the grid. A policy that needs attention weights
     has forwards of its own: a verify forward that also returns them, and a draft's first forward
     after it, which chooses what all drafts of the step read. `drafting` are the runners by
     `draft_weights`."""
-    drafting = drafting or {"auto": runner}
+    drafting = drafting or {None: runner}
     pairs = [(kv, weights) for kv in grid.drafts for weights in grid.draft_weights]
     drafts = [(kv, make_draft_kv(drafting[weights], kv), weights) for kv, weights in pairs]
     watching = {kv.policy: draft_kv for kv, draft_kv, _ in reversed(drafts) if watches(draft_kv)}

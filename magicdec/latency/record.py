@@ -44,8 +44,8 @@ class Cell:
         null="`decode`; `verify` that returns no attention weights",
     )
     draft_weights: str | None = recorded(
-        "the matrices of a draft: `auto` (the model's own), or a copy of them in `int8` or `int4`",
-        null="unless the forward is a draft",
+        "the matrices of a draft: a copy of the model's own in `int8` or `int4`",
+        null="with the model's own",
         default=None,
     )
 
@@ -114,7 +114,7 @@ class Grid:
     drafts: tuple[KVSection, ...]  # a KV policy and a budget each; budget -1: the whole cache
     repeats: int
     warmup: int
-    draft_weights: tuple[str, ...] = ("auto",)  # what each of the drafts drafts with
+    draft_weights: tuple[str | None, ...] = (None,)  # what each of the drafts drafts with
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,7 +190,7 @@ def _table_of(record: LatencyRecord) -> Table:
 def _label(row: Row) -> str:
     if row.phase in ("draft", "first_draft"):
         name = row.phase.replace("_", " ")
-        weights = "" if row.draft_weights in (None, "auto") else f", {row.draft_weights} weights"
+        weights = f", {row.draft_weights} weights" if row.draft_weights else ""
         return f"{name}, {row.kv_policy} {row.budget or ''}".rstrip() + weights
     if row.phase == "decode":
         return "decode"

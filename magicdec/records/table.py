@@ -39,8 +39,8 @@ def table_of(record: RunRecord) -> Table:
 
 
 def method(record: RunRecord) -> str:
-    """How a run decoded, in a few words: drafter, KV policy, budget, and gamma or
-    the tree."""
+    """How a run decoded, in a few words: drafter and its low-bit weights, KV policy, budget, and
+    gamma or the tree."""
     return method_of(record.config)
 
 
@@ -52,6 +52,8 @@ def method_of(config: dict[str, Any]) -> str:
     names = {"model": "standalone draft", "self": "self-speculation"}
     looked_up, plus, last = decoding["drafter"].rpartition("+")
     drafter = looked_up + plus + names.get(last, f"{last} draft")
+    weights = decoding.get("draft_weights")
+    drafter += f" in {weights}" if weights else ""
     budget = "full KV" if kv["policy"] == FULL_KV_POLICY else f"{kv['policy']} {kv['budget']}"
     tree, gamma = decoding.get("tree"), f"gamma {decoding['num_draft_tokens']}"
     if tree is not None:

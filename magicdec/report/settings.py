@@ -16,6 +16,7 @@ Setting = str | int | float | bool | None
 
 SETTINGS = (
     *("model", "dtype", "target_dtype", "draft_model", "draft_ranks", "draft_dtype", "drafter"),
+    "draft_weights",
     *("kv_policy", "budget", "gamma", "pa", "B", "prefix_len", "gen_len", "dataset", "ranks"),
     *("threads", "device", "attention", "temperature", "seed", "status"),
 )
@@ -36,6 +37,7 @@ def settings(record: RunRecord) -> dict[str, Setting]:
         "draft_ranks": len(draft.get("rank_group") or ()) or None,
         "draft_dtype": draft.get("draft_dtype"),
         "drafter": decoding["drafter"] if drafts else None,
+        "draft_weights": decoding.get("draft_weights") if drafts else None,
         "kv_policy": policy,
         "budget": None if policy in (None, FULL_KV_POLICY) else int(config["kv"]["budget"]),
         "gamma": (decoding.get("tree") or decoding["num_draft_tokens"]) if drafts else None,

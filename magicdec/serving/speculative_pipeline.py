@@ -229,9 +229,8 @@ def with_own_model(run_config: RunConfig) -> RunConfig:
     else is asked for."""
     if run_config.decoding.drafter != SELF:
         return run_config
-    weights = run_config.decoding.draft_weights
-    if weights == "auto" and run_config.model.target_dtype == "int8":
-        weights = "int8"
+    of_target = "int8" if run_config.model.target_dtype == "int8" else None
+    weights = run_config.decoding.draft_weights or of_target
     own = DraftSection(model=run_config.model.model)
     decoding = replace(run_config.decoding, drafter="model", draft_weights=weights)
     return replace(run_config, draft=own, decoding=decoding)

@@ -153,7 +153,7 @@ def check_groups(weights: str | None, label: str, num_ranks: int, model: ModelCo
         on = f" on {num_ranks} ranks" if num_ranks > 1 else ""
         raise ValueError(
             f"--draft_weights {weights}: groups of {GROUP} inputs do not divide the {odd[0]} of a "
-            f"matrix of {label}{on}; choose auto, int8"
+            f"matrix of {label}{on}; choose int8, or leave it out"
         )
 
 

@@ -294,7 +294,7 @@ def as_stored(
         config = replace(config, model=replace(config.model, target_dtype="int8"))
     if draft is not None and draft.is_int8:
         assert config.draft is not None, "a draft was found for it"
-        check_int8("--draft_weights", config.decoding.draft_weights, config.draft)
+        check_int8("--draft_weights", config.decoding.draft_weights or "auto", config.draft)
         config = replace(config, decoding=replace(config.decoding, draft_weights="int8"))
     return config
 

@@ -15,7 +15,7 @@ template <typename T>
 void write(const std::vector<T>& numbers) { std::fwrite(numbers.data(), sizeof(T), numbers.size(), stdout); }
 
 int main() {
-    // R, N, K; x, weight and bias in bfloat16; int8 weight and scale.
+    // R, N, K; x, weight and bias in bfloat16; int8 weight and scale; int4 weight of K / 32 * 32 inputs and scale.
     const auto size = read<int64_t>(3);
     const int64_t R = size[0], N = size[1], K = size[2], blocks = (N + 63) / 64;
     auto x = read<uint16_t>(R * K), weight = read<uint16_t>(N * K), bias = read<uint16_t>(N);
@@ -29,6 +29,13 @@ int main() {
     write(out);
     magicdec_pack_int8(small.data(), N, K, packed_small.data());
     magicdec_linear_int8(x.data(), R, packed_small.data(), scale.data(), N, K, bias.data(), room.data(), out.data());
+    write(out);
+    const int64_t whole = K / int4::GROUP * int4::GROUP;
+    auto nibbles = read<int8_t>(N * whole);
+    auto scales = read<uint16_t>(N * whole / int4::GROUP);
+    std::vector<uint32_t> packed_nibbles(blocks * whole / int4::GROUP * int4::ENTRIES);
+    magicdec_pack_int4(nibbles.data(), scales.data(), N, whole, packed_nibbles.data());
+    magicdec_linear_int4(x.data(), R, packed_nibbles.data(), N, whole, bias.data(), room.data(), out.data());
     write(out);
     // S tokens of one row, H query and G KV heads: q, k, v in bfloat16, which are appended to an empty cache.
     const auto heads = read<int64_t>(3);

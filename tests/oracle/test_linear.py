@@ -20,7 +20,7 @@ from magicdec.config.sections import KVSection, ModelSection, ParallelSection, W
 from magicdec.console import make_progress
 from magicdec.cost_model.roofline import weight_bytes
 from magicdec.distributed.groups import Launch
-from magicdec.model.checkpoint.quantization import channel_scales, quantize
+from magicdec.model.checkpoint.quantization import channel_scales, quantize, quantize_groups
 from magicdec.model.checkpoint.weight_map import untie_head
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear import packed
@@ -327,14 +327,17 @@ def test_linear_layers_and_attention_equal_torch(tmp_path: Path) -> None:
     length, heads, kv_heads = 333, 6, 2
     q = torch.randn(length, heads, 64).bfloat16()
     k, v = torch.randn(2, length, kv_heads, 64).bfloat16()
+    numbers4, scales4 = quantize_groups(torch.randn(out, 128))
     sent = as_bytes(
-        torch.tensor([num_rows, out, width]), x, weight, bias, small, scale,
+        torch.tensor([num_rows, out, width]), x, weight, bias, small, scale, numbers4, scales4,
         torch.tensor([length, heads, kv_heads]), q, k, v,
     )  # fmt: skip
     command = [EMULATOR, str(program)]
     done = subprocess.run(command, input=sent, capture_output=True, check=True, timeout=300)
     numbers = torch.frombuffer(bytearray(done.stdout), dtype=torch.bfloat16)
-    linear, linear_small, mixed = numbers.split([num_rows * out] * 2 + [q.numel()])
+    linear, linear_small, linear4, mixed = numbers.split([num_rows * out] * 3 + [q.numel()])
+    ours = PackedLinear(numbers4, bias, scale=scales4)(x.flatten()[: num_rows * 128].view(-1, 128))
+    assert torch.equal(linear4.view(ours.shape), ours)  # integers: the bits of any CPU
     wide = x.double() @ weight.double().T + bias.double()
     torch.testing.assert_close(linear.view(wide.shape).double(), wide, rtol=0.01, atol=0.01)
     wide = x.double() @ (small.double() * scale.double().unsqueeze(1)).T + bias.double()

@@ -32,6 +32,7 @@ from magicdec.decoding.strategy import Setup
 from magicdec.drafting import draft_kv
 from magicdec.drafting.draft_kv import DraftKV, draft_chain
 from magicdec.engine import Engine
+from magicdec.model.checkpoint.quantization import low_bit_copy
 from magicdec.request import Request
 from magicdec.sampling.metadata import Filters, Penalties
 from magicdec.sampling.model_tokens import Proposal, confidence
@@ -76,6 +77,9 @@ def emitted(
     is_plain, draft = recorder is None and tree is None, None
     backend = GroupedBackend() if is_plain else SDPABackend(16)
     runner = make_runner(tiny_transformer(TOY), ROWS, 32, backend)
+    if drafter == "self in int8":
+        copy_of_it = low_bit_copy(runner.model, "int8", is_packed=False)
+        drafter, runner.drafting = "self", runner.with_model(copy_of_it, None)
     if drafter.endswith("model"):
         size = ROWS, 32
         draft = make_draft(tiny_transformer(TOY, seed=4), kv, *size, copy(backend), max_drafts=16)
@@ -105,6 +109,7 @@ def p_of(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float
         pytest.param(
             "self", KVSection("snapkv", 4, window_size=2), 3, None, marks=pytest.mark.wide
         ),
+        ("self in int8", KVSection("streaming_llm", 6, 2), 3, None),
         pytest.param("ngram", KVSection("full"), 4, None, marks=pytest.mark.wide),
         pytest.param("model", KVSection("full"), 3, None, marks=pytest.mark.wide),
         pytest.param("model", KVSection("streaming_llm", 5, 2), 2, None, marks=pytest.mark.wide),

@@ -353,6 +353,7 @@ def test_resolve_leaves_no_auto_and_no_gap(config: RunConfig) -> None:
         ("output", "save_tokens"),
         ("output", "profile"),
         ("kv", "recent_window"),
+        ("decoding", "draft_weights"),
     }
     if config.decoding.strategy == "autoregressive":
         open_ends.add(("decoding", "drafter"))

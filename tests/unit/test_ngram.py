@@ -168,14 +168,12 @@ def test_a_drafter_follows_the_output_of_each_request(
             lookup.extend(request.output_ids[lookup.length - len(request.prompt_ids) :])
             proposals.append(lookup.propose(4))
         plan = drafter.plan(requests, 4, token_cost=0.05)
-        assert (
-            longest == best_length([[p for _, p in each] for each in proposals], 0.05)[0]
-        )
+        assert longest == best_length([[p for _, p in each] for each in proposals], 0.05)[0]
         assert drafter.prepare(requests, longest) == 1
         ids = drafter.propose(on_device, longest).ids
         assert ids.shape == (2, longest)
         for row, (proposal, count) in enumerate(zip(proposals, plan.counts, strict=True)):
-            tokens = [token for token, _ in proposal][: longest]
+            tokens = [token for token, _ in proposal][:longest]
             assert count == len(tokens)
             padding = [requests[row].last_token] * (longest - count)
             assert ids[row].tolist() == [*tokens, *padding]

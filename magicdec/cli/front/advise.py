@@ -40,7 +40,7 @@ from magicdec.console import spinner
 from magicdec.distributed.ranks import INTERRUPTED, is_launched, run_command
 from magicdec.hardware.ceiling_file import load_machine
 from magicdec.model.checkpoint.hub import with_local_models
-from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES, NGRAM_AND
+from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES, LOW_BIT, NGRAM_AND
 from magicdec.pipelined_speculation.options import Options
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
@@ -60,6 +60,7 @@ SOURCES = (
         for policy in KV_POLICIES
         if policy not in (DEFAULT_KV_POLICY, FULL_KV_POLICY)
     ),
+    *(["--draft", SELF, "--draft_weights", weights] for weights in LOW_BIT),
     ["--draft", NGRAM],
     ["--draft", NGRAM_AND + SELF],
 )
@@ -165,7 +166,8 @@ def advise(values: Values) -> int:
 
 def make_commands(args: AdviceSection) -> dict[str, list[str]]:
     """The run of each source, by the flags that name it. Models that are named as on the hub are
-    fetched. Raises ValueError for what cannot run; a policy that cannot is left out with a line."""
+    fetched. Raises ValueError for what cannot run; a policy or weights that cannot are left out
+    with a line."""
     commands = {}
     for source in find_sources(args):
         # A lookup drafts as many tokens as its evidence supports.
@@ -175,7 +177,7 @@ def make_commands(args: AdviceSection) -> dict[str, list[str]]:
         try:
             config.check(args.num_ranks)
         except ValueError as error:
-            if "--kv_policy" not in source:
+            if not {"--kv_policy", "--draft_weights"} & {*source}:
                 raise
             print(f"left out   {shlex.join(source)}: {error}")
             continue
@@ -281,8 +283,8 @@ def expectation_of(plan: Plan, args: AdviceSection) -> str:
 
 
 def make_plan(args: AdviceSection, records: dict[str, RunRecord], file: Path) -> Plan | None:
-    """The plan for the KV policy of the fastest self-speculation, with the acceptance of the runs
-    in the file. None if none of them is self-speculation that has one."""
+    """The plan for the KV policy and the weights of the fastest self-speculation, with the
+    acceptance of the runs in the file. None if none of them is self-speculation that has one."""
     from magicdec.cli import plan
     from magicdec.model.presets.presets import find_config
 
@@ -303,6 +305,7 @@ def make_plan(args: AdviceSection, records: dict[str, RunRecord], file: Path) ->
         acceptance=(str(file),),
         dtype=config["model"]["dtype"],
         kv_policy=config["kv"]["policy"],
+        draft_weights=config["decoding"].get("draft_weights"),
         B=(args.B,),
         gen_len=args.gen_len,
         tp=args.num_ranks,

@@ -53,6 +53,8 @@ def why_ignored(config: RunConfig, setting: str) -> str | None:
         return "nothing is looked up"
     if section == "draft" and decoding.model_drafter != "model":
         return "no other model drafts"
+    if setting == "decoding.draft_weights" and decoding.drafter == "ngram":
+        return "prompt lookup has no weights"
     if section == "kv" and name != "draft_kv_dtype" and decoding.drafter == "ngram":
         return "prompt lookup reads no KV cache"
     if setting == "sampling.seed" and config.sampling.temperature == 0:

@@ -50,17 +50,19 @@ def choose_weights(flag: str, value: str, dtype: str) -> str:
     )
 
 
-def check_low_bit(low_bit: str, device: str) -> None:
+def check_low_bit(low_bit: str | None, device: str) -> None:
     """Raises ValueError if a draft's matrices should be int4 where nothing multiplies them well."""
     if low_bit == "int4" and device != "cpu":
-        raise ValueError(f"--draft_weights {low_bit} is for --device cpu; choose auto, int8")
-
-
-def check_copy(low_bit: str, weights: str) -> None:
-    """Raises ValueError if a self-draft should have a copy of matrices that are int8 themselves."""
-    if low_bit != "auto" and weights == "int8":
         raise ValueError(
-            f"--draft_weights {low_bit}: the model's own weights are int8 already; choose auto"
+            f"--draft_weights {low_bit} is for --device cpu; choose int8, or leave it out"
+        )
+
+
+def check_copy(low_bit: str | None, weights: str) -> None:
+    """Raises ValueError if a self-draft should have a copy of matrices that are int8 themselves."""
+    if low_bit is not None and weights == "int8":
+        raise ValueError(
+            f"--draft_weights {low_bit}: the model's own weights are int8 already; leave it out"
         )
 
 

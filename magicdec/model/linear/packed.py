@@ -91,8 +91,8 @@ class PackedLinear(nn.Module):
 
     def dense(self) -> Tensor:
         """The weight [N, K] of a layer in bfloat16 or float32."""
-        weight = self.packed.view(-1, self.in_features, WIDTH)
-        if self.packed.dtype == torch.int32:
+        weight: Tensor = self.packed
+        if weight.dtype == torch.int32:
             pairs = self.packed.view(torch.bfloat16).unflatten(2, (WIDTH, 2))
             weight = pairs.transpose(2, 3).flatten(1, 2)
         width = self.in_features - self.is_odd

@@ -17,7 +17,7 @@ constexpr int64_t GROUP = 32, DEPTH = GROUP / 4;  // inputs and quads of a group
 constexpr int64_t SCALES = WIDTH / 2, ENTRIES = SCALES + GROUP / 8 * WIDTH;
 constexpr int64_t CHUNK = 32;         // rows that are multiplied by a block of weights together
 constexpr int64_t FEWEST_ON_TILES = 9;
-constexpr int64_t NEAR = 1152, FAR = 8192;  // prefetch distances in bytes, into the L1 and the L2 cache
+constexpr int64_t NEAR = 2304, FAR = 16384;  // prefetch distances in bytes, into the L1 and the L2 cache
 typedef int32_t integers __attribute__((vector_size(W * 4)));
 
 inline void prefetch(const uint32_t* weights) {

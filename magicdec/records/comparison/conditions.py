@@ -92,7 +92,8 @@ def conditions(record: RunRecord) -> dict[str, Any]:
 def weight_dtypes(config: dict[str, Any]) -> str:
     """The dtypes of the target's matrices and of the draft's."""
     target, draft = config["model"]["target_dtype"], config["draft"]
-    drafts = target if draft is None else draft["draft_dtype"]
+    own = config["decoding"].get("draft_weights")
+    drafts = draft["draft_dtype"] if draft is not None else own or target
     return str(target) if drafts == target else f"{target}, draft {drafts}"
 
 
