@@ -288,6 +288,7 @@ def decode_both(
 def trust_lookups() -> None:
     """From now on all lookups are believed and cost nothing, so that they draft often and are
     often wrong."""
+    suffix_index.LEAST_MATCH = 1
     suffix_index.PRIORS = (0.95,) * len(suffix_index.PRIORS)
     suffix_index.PRIOR_WEIGHT = suffix_index.TEXT_WEIGHT = 1e9
     for module in (ngram, mixed):
@@ -299,7 +300,7 @@ def trusted_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `trust_lookups`, in one test."""
     for module, name in product(
         (suffix_index, ngram, mixed),
-        ("PRIORS", "PRIOR_WEIGHT", "TEXT_WEIGHT", "TOKEN_COST", "STEP_COST"),
+        ("LEAST_MATCH", "PRIORS", "PRIOR_WEIGHT", "TEXT_WEIGHT", "TOKEN_COST", "STEP_COST"),
     ):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, getattr(module, name))

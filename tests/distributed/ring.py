@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from conftest import make_draft, make_requests, random_prompts
+from conftest import make_draft, make_requests, random_prompts, trust_lookups
 from several_ranks import arrive_over_time
 
 from magicdec.attention.grouped import GroupedBackend
@@ -141,9 +141,11 @@ def make_speculation(runner: ModelRunner, case: Case, source: ModelSource) -> Sp
 def check_counts(speculation: Speculation, requests: Sequence[Request]) -> None:
     """Some drafts are accepted, with a model also past the end of a sample; some are rejected."""
     counts, later = speculation.counts, sum(len(r.output_ids) - 1 for r in requests)
-    assert 0 < counts.num_accepted < counts.num_drafted == NUM_DRAFTS * counts.num_verified
+    assert 0 < counts.num_accepted < counts.num_drafted <= NUM_DRAFTS * counts.num_verified
     past_ends = counts.num_verified + counts.num_accepted - later
-    assert later > counts.num_verified and past_ends >= (speculation.drafter.draft_kv is not None)
+    # What is accepted of the padding of a lookup is not counted.
+    assert later > counts.num_verified
+    assert speculation.drafter.draft_kv is None or past_ends >= 1
 
 
 def check_clocks(launch: Launch) -> None:
@@ -155,6 +157,7 @@ def check_clocks(launch: Launch) -> None:
 
 def main(paths: Sequence[str]) -> None:
     torch.set_num_threads(1)
+    trust_lookups()
     launch = read_launch()
     outputs = [
         [tokens_of(case, path) for case in cases_of(launch.world_size, model)]

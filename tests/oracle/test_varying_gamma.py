@@ -119,6 +119,32 @@ def test_a_full_draft_is_accepted_after_any_pause(drafter: str, kv: KVSection) -
     assert steps and all(set(accepted) == {drafted} for drafted, accepted in steps), steps
 
 
+class Judged(Scripted):
+    """Keeps what the model drafted for each row of a step, and what the rows accepted."""
+
+    rows: list[tuple[int, int]]
+
+    def observe(self, batch: Batch, *measured: Any) -> None:
+        self.rows += zip(measured[3], measured[1], strict=False)
+
+
+@pytest.mark.usefixtures("trusted_lookups")
+@pytest.mark.parametrize(("drafter", "policy"), [("self", "snapkv"), ("model", "full")])
+def test_a_full_draft_is_accepted_after_any_lookup(drafter: str, policy: str) -> None:
+    """As after a pause, also if lookups of the same rows were wrong."""
+    model, kv = tiny_transformer(seed=1), KVSection(policy, 300, window_size=8)
+    runner = make_runner(model, 4, 70 + 120 + MOST, NativeBackend())
+    draft = make_draft(model, kv, 4, runner.max_tokens, NativeBackend(), max_drafts=MOST)
+    engine = Engine(runner, 32)
+    engine.prefill(make_requests(random_prompts([5, 70, 1, 33], 7), NEW))
+    decoding, length = DecodingSection("speculative", f"ngram+{drafter}", MOST), Judged(COUNTS)
+    length.rows = []
+    decode(engine, "speculative", Setup(runner, decoding, kv, draft=draft, draft_length=length))
+    by_model = [(drafted, accepted) for drafted, accepted in length.rows if drafted]
+    assert 10 < len(by_model) < len(length.rows) - 10, "each source drafts"
+    assert all(drafted == accepted for drafted, accepted in by_model)
+
+
 def test_sampled_steps_without_drafts_emit_the_baselines_tokens() -> None:
     sampling = SamplingSection(temperature=0.9, top_p=0.95)
     kv = KVSection("streaming_llm", 40, 4)

@@ -439,6 +439,13 @@ def test_rates_are_rates(steps: list[tuple[int, int, int]]) -> None:
     assert acceptance.rates(3) == acceptance.rates(), "nothing is known of it"
 
 
+def test_accepted_padding_is_not_counted() -> None:
+    padded, plain = Acceptance(3), Acceptance(3)
+    padded.observe([4, 9], [1, 0], [3, 2])
+    plain.observe([4, 9], [1, 0], [1, 0])
+    assert (padded.judged, padded.accepted) == (plain.judged, plain.accepted) == ([1, 0, 0],) * 2
+
+
 def test_a_position_is_judged_only_if_it_was_reached() -> None:
     acceptance = Acceptance(3)
     for _ in range(400):

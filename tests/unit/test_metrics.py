@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -83,6 +83,17 @@ def test_nothing_accepted_is_zero_and_nothing_drafted_is_none() -> None:
     assert none.acceptance_per_position == [0.0, 0.0]
     for batches, drafted in (([], []), ([[]], [[]]), ([[[]]], [[2]]), ([[[], []]], [[0, 0]])):
         assert acceptance(batches, drafted) == Metrics(bytes_read=0)
+
+
+def test_padding_is_no_draft() -> None:
+    """Of two rows with 3 and 0 proposed tokens in a step of 4, the first accepted 2. What they
+    accept of their padding says nothing."""
+    samples = replace(
+        PassSamples.empty(), sequence_tokens=[[7, 2]], num_drafted=[[4, 4]],
+        num_proposed=[[[3, 0], [2]]], num_accepted=[[[2, 1], [4]]], num_emitted=[[[3, 2], [4]]],
+    )  # fmt: skip
+    metrics = acceptance_metrics(samples)
+    assert metrics["acceptance_rate"] == 4 / 5 and metrics["acceptance_length"] == 1 + 4 / 2
 
 
 def test_steps_may_draft_different_numbers() -> None:

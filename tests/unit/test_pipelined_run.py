@@ -98,6 +98,7 @@ def make_drafter(name: str, lanes: int) -> Drafter:
     return LookupDrafter() if name == "lookup" else scripted({"right": 0, "wrong": -1}[name])
 
 
+@pytest.mark.usefixtures("trusted_lookups")
 @pytest.mark.parametrize(
     "drafter",
     ["model full", "model streaming_llm", "self streaming_llm", "self snapkv", "lookup", "right",
