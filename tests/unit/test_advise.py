@@ -127,7 +127,8 @@ def test_every_source_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
     policies = [name for name in KV_POLICIES if name not in ("full", "streaming_llm")]
     assert found == [
         ("self", "streaming_llm", 65), ("self", "streaming_llm", 257),
-        *(("self", policy, 257) for policy in policies), ("ngram", "streaming_llm", 257),
+        *(("self", policy, 257) for policy in policies), *[("self", "streaming_llm", 257)] * 2,
+        ("ngram", "streaming_llm", 257),
         *(("ngram+self", "streaming_llm", budget) for budget in (65, 257)),
     ]  # fmt: skip
     assert capsys.readouterr().out == ""
