@@ -20,6 +20,7 @@ from magicdec.distributed.layout import StageGrid
 from magicdec.distributed.start import close_groups, make_stage_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.drafter import DraftModel, DraftSetup, make_drafter
+from magicdec.drafting.ngram import NgramDrafter
 from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer
 from magicdec.pipeline.clocks import compare_clocks
 from magicdec.pipeline.recurrent import RecurrentPipeline, Speculation, most_under_way
@@ -141,11 +142,13 @@ def make_speculation(runner: ModelRunner, case: Case, source: ModelSource) -> Sp
 def check_counts(speculation: Speculation, requests: Sequence[Request]) -> None:
     """Some drafts are accepted, with a model also past the end of a sample; some are rejected."""
     counts, later = speculation.counts, sum(len(r.output_ids) - 1 for r in requests)
-    assert 0 < counts.num_accepted < counts.num_drafted <= NUM_DRAFTS * counts.num_verified
+    if isinstance(speculation.drafter, NgramDrafter):  # of these texts little is repeated
+        assert counts.num_accepted <= counts.num_drafted <= NUM_DRAFTS * counts.num_verified
+        assert 0 < counts.num_verified <= later
+        return
+    assert 0 < counts.num_accepted < counts.num_drafted == NUM_DRAFTS * counts.num_verified
     past_ends = counts.num_verified + counts.num_accepted - later
-    # What is accepted of the padding of a lookup is not counted.
-    assert later > counts.num_verified
-    assert speculation.drafter.draft_kv is None or past_ends >= 1
+    assert later > counts.num_verified and past_ends >= (speculation.drafter.draft_kv is not None)
 
 
 def check_clocks(launch: Launch) -> None:
