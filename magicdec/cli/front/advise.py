@@ -101,11 +101,8 @@ class AdviceSection:
     model: str = same(ModelSection, "model")
     draft: tuple[str, ...] = same(DraftChoice, "draft", (SELF, NGRAM))
     budget: tuple[int, ...] = same(KVSection, "budget", (65, 257), least=1)
-    draft_weights: tuple[str, ...] = same(
-        DecodingSection,
-        "draft_weights",
-        (),
-        help="Copies of the model's matrices, int8 or int4, to draft with, too.",
+    draft_weights: tuple[str, ...] | None = same(
+        DecodingSection, "draft_weights", None, is_default=True
     )
     gamma: int = same(Options, "gamma")
     dataset: str = same(WorkloadSection, "dataset")
@@ -155,7 +152,7 @@ def make_commands(args: AdviceSection) -> dict[str, list[str]]:
         if draft == NONE:
             raise ValueError(f"--draft {NONE}: every draft is compared with it; leave it out")
         budgets = args.budget if draft == SELF else [None]
-        kinds = (None,) if draft == NGRAM else (None, *args.draft_weights)
+        kinds = (None,) if draft == NGRAM else (None, *(args.draft_weights or ()))
         for budget, weights in product(budgets, kinds):
             name = f"--draft {draft}" + ("" if budget is None else f" --budget {budget}")
             name += "" if weights is None else f" --draft_weights {weights}"
