@@ -81,12 +81,8 @@ class GridSection:
     budget: tuple[int, ...] | None = same(
         KVSection, "budget", None, is_default=True, least=1, is_set=True
     )
-    draft_weights: tuple[str, ...] = same(
-        DecodingSection,
-        "draft_weights",
-        (),
-        is_set=True,
-        help="Copies of the model's matrices, int8 or int4, that each draft is timed with, too.",
+    draft_weights: tuple[str, ...] | None = same(
+        DecodingSection, "draft_weights", None, is_default=True, is_set=True
     )
     repeats: int = same(Settings, "repeats", 20)
     warmup: int = setting(3, "Rounds before the timed ones.", least=0)
@@ -166,7 +162,7 @@ def parse(words: Sequence[str]) -> tuple[RunConfig, Grid, GridSection]:
     if args.csv is not None and args.out.resolve() == args.csv.resolve():
         raise ValueError(f"--out and --csv are both {args.out}; name two files")
     new_tokens = tuple(sorted({1, *args.T}))
-    times = args.repeats, args.warmup, (None, *args.draft_weights)
+    times = args.repeats, args.warmup, (None, *(args.draft_weights or ()))
     grid = Grid(args.B, args.prefix_len, new_tokens, tuple(drafts), *times)
     # A RunConfig has one policy; here it only lends the flags that all policies share.
     return replace(config, kv=drafts[0]), grid, args
