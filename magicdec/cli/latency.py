@@ -25,25 +25,13 @@ from magicdec.config.choices.backend import check_returns_weights
 from magicdec.config.choices.layers import check_copy, check_low_bit
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import (
-    DecodingSection,
-    KVSection,
-    OutputSection,
-    WorkloadSection,
-)
+from magicdec.config.sections import DecodingSection, KVSection, OutputSection, WorkloadSection
 from magicdec.config.setting import same, setting
 from magicdec.console import labelled
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.latency.record import (
-    KV_FIELDS,
-    Grid,
-    LatencyRecord,
-    make_record,
-    raw_table,
-    tables,
-)
+from magicdec.latency.record import KV_FIELDS, Grid, LatencyRecord, make_record, raw_table, tables
 from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY
 from magicdec.records.record import append_records
 from magicdec.records.writing import check_files, write_text

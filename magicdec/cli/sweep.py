@@ -31,14 +31,7 @@ from magicdec.distributed.watching.watch import naming_lost
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.names import most_like
 from magicdec.records.writing import check_writable
-from magicdec.study.study import (
-    MOST_CELLS,
-    Grid,
-    Settings,
-    Study,
-    checked,
-    read_study,
-)
+from magicdec.study.study import MOST_CELLS, Grid, Settings, Study, checked, read_study
 
 NAMES = tuple(DRIVERS)
 # Flags that are for one run, or for all ranks of the command.

@@ -6,11 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from magicdec.config.choices.backend import (
-    check_returns_weights,
-    choose_backend,
-    choose_draft_kv,
-)
+from magicdec.config.choices.backend import check_returns_weights, choose_backend, choose_draft_kv
 from magicdec.config.choices.choice import Choice
 from magicdec.config.choices.collectives import choose_collectives
 from magicdec.config.choices.layers import (

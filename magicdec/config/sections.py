@@ -172,8 +172,7 @@ class DecodingSection:
         None,
         "The matrices that draft. int8 has a scale for each output, int4 for each output and 32 "
         "inputs; in self-speculation they are a copy of the model's own, beside it. Default: the "
-        "model's own, or a standalone draft's as they are stored; latency and advise take these "
-        "in any case.",
+        "model's own, or a standalone draft's as they are stored; latency times these, too.",
         choices=LOW_BIT,
     )
     machine: str | None = setting(

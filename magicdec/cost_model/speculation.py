@@ -14,12 +14,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from magicdec.cost_model.costs import (
-    Deployment,
-    attention_flops,
-    kv_bytes_per_token,
-    slowest_shard,
-)
+from magicdec.cost_model.costs import Deployment, attention_flops, kv_bytes_per_token, slowest_shard
 from magicdec.cost_model.curves import Acceptance, expected_tokens
 
 CHUNK = 512  # prompt tokens of a prefill forward, the default of `--prefill_chunk`

@@ -24,12 +24,7 @@ import torch
 from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.machine import Machine
 from magicdec.distributed.groups import Launch
-from magicdec.kernels.build import (
-    cpu_field,
-    find_compiler,
-    is_compiled_for,
-    refused_compilers,
-)
+from magicdec.kernels.build import cpu_field, find_compiler, is_compiled_for, refused_compilers
 from magicdec.records.environment import Environment
 
 GIT_TIMEOUT_S = 10.0

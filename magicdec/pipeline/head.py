@@ -41,14 +41,7 @@ from magicdec.hardware.environment import use_device
 from magicdec.hardware.threads import ThreadCount
 from magicdec.pipeline.drafter import Drafter, DraftLoop, DraftRequest, candidates_of
 from magicdec.pipeline.spans import Spans, What
-from magicdec.pipeline.stage import (
-    BOARD_BYTES,
-    CancelBoard,
-    Canceller,
-    RunStage,
-    StageLoop,
-    listen,
-)
+from magicdec.pipeline.stage import BOARD_BYTES, CancelBoard, Canceller, RunStage, StageLoop, listen
 from magicdec.pipelined_speculation.messages import Action, Cancel, Commit, Draft, Launch
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Moves, Request

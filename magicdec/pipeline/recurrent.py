@@ -29,13 +29,7 @@ from torch import Tensor
 
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.device_batch import DeviceBatch
-from magicdec.distributed.channels.message import (
-    DUE,
-    Ends,
-    Kind,
-    Message,
-    wait_for_stream,
-)
+from magicdec.distributed.channels.message import DUE, Ends, Kind, Message, wait_for_stream
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.drafting.drafter import Drafter, DraftSetup, make_drafter
 from magicdec.hardware.timing import Clock, GroupClock, RealClock

@@ -26,12 +26,7 @@ from magicdec.report.figures.served import draw_served, tables_of
 from magicdec.report.figures.speedup import draw_speedup
 from magicdec.report.figures.steps import draw_phases
 from magicdec.report.frame import Row, frame_of
-from magicdec.report.tables import (
-    PageTable,
-    commands_table,
-    environments_table,
-    runs_table,
-)
+from magicdec.report.tables import PageTable, commands_table, environments_table, runs_table
 
 DOTS_PER_INCH = 160
 ID = re.compile(r'(\bid="|xlink:href="#|url\(#)')

@@ -45,12 +45,12 @@ class Endpoint(System):
         self.model = self.options.endpoint_model
         if self.launch.rank == 0:
             names = [each["id"] for each in next(self._events("/models")).get("data", ())]
-            if self.model is not None and self.model not in names:
-                choices = ", ".join(names)
+            self.model = self.model or next(iter(names), None)
+            if self.model not in names:
+                choices = ", ".join(names) or "no model"
                 raise ValueError(
                     f"--endpoint_model {self.model} is not served there; choose from {choices}"
                 )
-            self.model = self.model or names[0]
 
     def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
         return []

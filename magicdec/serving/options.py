@@ -13,13 +13,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import (
-    DEFAULT_GEN_LEN,
-    NGRAM,
-    SELF,
-    StagesSection,
-    WorkloadSection,
-)
+from magicdec.config.sections import DEFAULT_GEN_LEN, NGRAM, SELF, StagesSection, WorkloadSection
 from magicdec.config.setting import same, setting
 from magicdec.distributed.layer_split import FLAG, is_auto
 from magicdec.distributed.layout import StageGrid, make_grid, read_split
@@ -38,13 +32,7 @@ from magicdec.serving.modes import (
     Pass,
     Ranks,
 )
-from magicdec.workload.request_shapes import (
-    FORMS,
-    TRACE,
-    RequestShape,
-    make_shapes,
-    parse_arrival,
-)
+from magicdec.workload.request_shapes import FORMS, TRACE, RequestShape, make_shapes, parse_arrival
 
 WINDOW_MS, PREFILL_TOKENS = 1000.0, 512
 OF_SAMPLING = ("temperature", "repetition_penalty", "presence_penalty")

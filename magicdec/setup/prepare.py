@@ -31,12 +31,7 @@ from magicdec.model.config import ModelConfig
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.names import FULL_KV_POLICY, LOW_BIT
 from magicdec.records.workload import ModelRecord, WorkloadRecord
-from magicdec.setup.model_checks import (
-    check_bos,
-    check_draft,
-    check_fits,
-    check_interpreter,
-)
+from magicdec.setup.model_checks import check_bos, check_draft, check_fits, check_interpreter
 from magicdec.workload.workload import Workload, build_workload, encode_corpus
 
 

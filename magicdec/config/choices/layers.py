@@ -12,11 +12,7 @@ from magicdec.config.capabilities import capabilities_of, requirements_of
 from magicdec.config.choices.choice import Choice, How, asked_for, first_obstacle
 from magicdec.config.machine import Machine
 from magicdec.config.run_config import RunConfig
-from magicdec.names import (
-    ELEMENTWISE_BESIDE_PACKED,
-    ELEMENTWISE_ON_CUDA,
-    PORTABLE_ELEMENTWISE,
-)
+from magicdec.names import ELEMENTWISE_BESIDE_PACKED, ELEMENTWISE_ON_CUDA, PORTABLE_ELEMENTWISE
 
 PACKED_DTYPES = ("bfloat16", "float32")
 
