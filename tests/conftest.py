@@ -307,6 +307,19 @@ def trusted_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
     trust_lookups()
 
 
+@pytest.fixture
+def lookups_of_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every lookup proposes as many ones as are asked for, and is sure of them."""
+
+    def look_up(
+        self: ngram.NgramDrafter, requests: Sequence[Request], most: int
+    ) -> list[list[float]]:
+        self.proposals = {r.row: [(1, 1.0)] * most for r in requests if r.row is not None}
+        return [[1.0] * most] * len(requests)
+
+    monkeypatch.setattr(ngram.NgramDrafter, "look_up", look_up)
+
+
 def refusal(drafter: str, kv: KVSection) -> str | None:
     """What `config` tells a run of the two; None where it is served."""
     draft = DraftSection() if drafter.endswith("model") else None

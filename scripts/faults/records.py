@@ -77,7 +77,8 @@ PROPERTIES = (
         (
             Fault("steps without drafts counted as verifications", "records/acceptance.py",
                   "                if drafted and row < len(accepted):\n"
-                  "                    yield first + i, drafted, accepted[row], tokens",
+                  "                    yield first + i, drafted, min(accepted[row], drafted), "
+                  "tokens",
                   "                if row < len(accepted) or not drafted:\n"
                   "                    yield first + i, drafted, [*accepted, 0][row], tokens"),
         ),
@@ -124,9 +125,8 @@ PROPERTIES = (
             Fault("only accepted positions judged", "records/acceptance.py",
                   "np.minimum(drafted, accepted + 1)", "accepted"),
             Fault("steps without drafts move the rows", "records/acceptance.py",
-                  "                left[i] -= tokens\n                if drafted and",
-                  "                left[i] -= tokens * bool(drafted)\n"
-                  "                if drafted and"),
+                  "                left[i] -= tokens\n",
+                  "                left[i] -= tokens * bool(longest)\n"),
         ),
     ),
     Property(

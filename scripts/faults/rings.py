@@ -172,8 +172,8 @@ PROPERTIES = (
         "test_an_end_token_among_accepted_drafts_ends_the_sample",
         (
             Fault("drafts of a message counted as those of one row", "pipeline/recurrent.py",
-                  "self.counts.num_drafted += num_drafted * len(counts)",
-                  "self.counts.num_drafted += num_drafted"),
+                  "self.counts.num_drafted += sum(proposed)",
+                  "self.counts.num_drafted += proposed[0]"),
         ),
     ),
     Property(

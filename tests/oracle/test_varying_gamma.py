@@ -79,6 +79,7 @@ def run(
     return outputs[0], outputs[1], [(n, a) for n, a in steps if a is not None]
 
 
+@pytest.mark.usefixtures("lookups_of_ones")
 def test_a_drafter_may_propose_fewer_tokens_or_none(monkeypatch: pytest.MonkeyPatch) -> None:
     """A step without any is one of plain decoding, and says so."""
     counts = cycle([0, 3, 1, 0, 0, 2])

@@ -277,11 +277,11 @@ def test_the_step_is_the_runs_own() -> None:
     )
     baseline = target_step(BASELINE, MODEL)
     assert (baseline.name, baseline.reads) == ("a decode forward", (Read(1, 1, 1000, whole),))
-    for drafter, draft in (("ngram", None), ("model", STANDALONE.draft)):
+    for drafter, draft, tokens in (("ngram", None, 32), ("model", STANDALONE.draft, 9)):
         decoding = replace(BFLOAT16.decoding, drafter=drafter, num_draft_tokens="auto")
         others = target_step(replace(BFLOAT16, decoding=decoding, draft=draft), MODEL)
-        assert others.reads == (Read(1, 9, 1000, whole),)
-        assert others.name == "a verification of 9 tokens"
+        assert others.reads == (Read(1, tokens, 1000, whole),)
+        assert others.name == f"a verification of {tokens} tokens"
 
     ranks = replace(BFLOAT16, parallel=replace(BFLOAT16.parallel, rank_group=(0, 1, 2)))
     assert (target_step(ranks, MODEL).num_heads, target_step(ranks, MODEL).num_kv_heads) == (2, 1)

@@ -173,6 +173,7 @@ def test_one_sample_alone_takes_turns() -> None:
     assert set(ring.depths) == {1} and len(ring.depths) == 2 * 3
 
 
+@pytest.mark.usefixtures("lookups_of_ones")
 def test_a_message_says_how_many_tokens_its_rows_keep() -> None:
     """The emulated model continues every prompt with ones, which the drafter proposes. Of the two
     samples of the lane one ends, and another takes its row, while the other still runs."""

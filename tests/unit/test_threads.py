@@ -190,7 +190,7 @@ def test_readers_of_records_name_the_threads_of_all_ranks(
 
 @pytest.mark.parametrize(
     ("environment", "expected"),
-    [({}, "5000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
+    [({}, "30000"), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, "None")],
 )
 def test_threads_that_wait_for_each_other_sleep_soon(
     environment: dict[str, str], expected: str

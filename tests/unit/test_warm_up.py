@@ -58,6 +58,7 @@ def test_pipelined_speculation_counts_and_shows_what_comes_after_it(
     assert warm_s <= min(request.arrived_s for request in head.requests)
 
 
+@pytest.mark.usefixtures("lookups_of_ones")
 @pytest.mark.parametrize("has_drafts", [False, True])
 def test_a_ring_counts_what_comes_after_it(
     has_drafts: bool, tiny_checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
