@@ -104,7 +104,8 @@ class RollingRunner(ModelRunner):
             start = max(self.num_sinks, length - (self.budget - self.num_sinks))
             last = max(self.num_sinks, start - MOST_REWOUND) // self.block_size
             gone = self.evicted[row]
-            assert last >= gone or gone == self._sink_blocks(), "the window is still there"
+            is_there = gone * self.block_size <= start or gone == self._sink_blocks()
+            assert is_there, "the window was not evicted"
             if last > gone:
                 self.cache.evict(row, gone, last)
                 self.evicted[row] = last
