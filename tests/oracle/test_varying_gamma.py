@@ -8,6 +8,7 @@ from itertools import cycle
 from typing import Any
 
 import pytest
+import torch
 from conftest import (
     decode,
     make_draft,
@@ -22,7 +23,10 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.decoding.strategy import Setup
+from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_length import AutoLength, Measure
+from magicdec.drafting.drafter import DraftSetup, make_drafter
+from magicdec.drafting.mixed import MixedDrafter
 from magicdec.drafting.ngram import NgramDrafter
 from magicdec.engine import Engine
 from magicdec.request import Batch
@@ -144,6 +148,21 @@ def test_a_full_draft_is_accepted_after_any_lookup(drafter: str, policy: str) ->
     by_model = [(drafted, accepted) for drafted, accepted in length.rows if drafted]
     assert 10 < len(by_model) < len(length.rows) - 10, "each source drafts"
     assert all(drafted == accepted for drafted, accepted in by_model)
+
+
+def test_a_draft_models_cache_has_no_drafts_in_place_of_those_of_a_lookup() -> None:
+    kv, cpu = KVSection("full"), torch.device("cpu")
+    draft = make_draft(tiny_transformer(seed=2), kv, 2, 200)
+    engine = Engine(make_runner(tiny_transformer(seed=1), 2, 200), 64)
+    engine.prefill(make_requests(random_prompts([50, 9], 97), 100))
+    setup = DraftSetup(engine.runner, DecodingSection("speculative", "ngram+model", 3), kv, draft)
+    drafter, running = make_drafter("ngram+model", setup), engine.scheduler.running
+    assert isinstance(drafter, MixedDrafter) and draft.runner is not None
+    drafter.admit(running)
+    drafter._is_looked_up = {0: True}
+    pending = drafter.prepare(running, 3)
+    drafter.propose(DeviceBatch.of(Batch(tuple(running)), 97, cpu), 3, pending)
+    assert draft.runner.cache.seq_lens.tolist() == [50 + 1, 9 + 3]
 
 
 def test_sampled_steps_without_drafts_emit_the_baselines_tokens() -> None:

@@ -444,6 +444,7 @@ def test_accepted_padding_is_not_counted() -> None:
     padded.observe([4, 9], [1, 0], [3, 2])
     plain.observe([4, 9], [1, 0], [1, 0])
     assert (padded.judged, padded.accepted) == (plain.judged, plain.accepted) == ([1, 0, 0],) * 2
+    assert padded.rates(4) == plain.rates(4) and padded.rates(9) == plain.rates(9)
 
 
 def test_a_position_is_judged_only_if_it_was_reached() -> None:

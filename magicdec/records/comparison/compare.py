@@ -116,9 +116,17 @@ def match(record: RunRecord, baselines: Sequence[RunRecord]) -> list[Match] | Co
         return Comparison(name, verdict, text)
     try:
         alike = alike_baselines(record, baselines)
+        if not any(has_drafted(each) for each in (record, *alike)):
+            return Comparison(name, SAME, "nothing was drafted, as before")
         return [Match(name, pair_of(record, b), record, b) for b in alike]
     except ValueError as error:
         return Comparison(name, INCOMPARABLE, f"not comparable: {error}")
+
+
+def has_drafted(record: RunRecord) -> bool:
+    """Whether it has drafted, or had no drafter that could have done so."""
+    rate = None if record.metrics is None else record.metrics.acceptance_rate
+    return rate is not None or record.config["decoding"]["drafter"] is None
 
 
 def alike_baselines(record: RunRecord, baselines: Sequence[RunRecord]) -> list[RunRecord]:
