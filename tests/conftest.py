@@ -113,8 +113,10 @@ def pytest_fixture_setup() -> None:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_call() -> None:
+def pytest_runtest_call(item: pytest.Item) -> None:
     start_alike()
+    if item.get_closest_marker("two_threads"):
+        torch.set_num_threads(2)
 
 
 @pytest.hookimpl(tryfirst=True)

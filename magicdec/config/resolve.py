@@ -81,7 +81,7 @@ def resolve(
             layer_by_layer,
             low_bit or dtype,
         )
-    gamma = config.decoding.settled
+    gamma = config.decoding.gamma
     lengths = {"gen_len": config.workload.num_new_tokens, "max_len": None}
     draft_kv = choose_draft_kv(kv.draft_kv_dtype, dtype, drafting, machine, size)
     resolved = ResolvedConfig(

@@ -91,7 +91,7 @@ class RunConfig:
     def _refusals(self) -> list[tuple[bool, str]]:
         """What settings must not do together: whether they do, and what to say then."""
         d, drafter, has_draft = self.decoding, self.decoding.drafter, self.draft is not None
-        has_tree, is_auto = d.tree is not None, d.settled == "auto"
+        has_tree, is_auto = d.tree is not None, d.gamma == "auto"
         tree, pa = f"--tree {d.tree}", f"--pa {d.pa}"
         return [
             (
@@ -102,7 +102,7 @@ class RunConfig:
             (
                 d.machine is not None and not is_auto,
                 f"--machine {d.machine} is for --gamma auto, which predicts step times from it; "
-                f"--gamma is {d.settled}",
+                f"--gamma is {d.gamma}",
             ),
             (
                 has_tree and is_auto,

@@ -231,8 +231,8 @@ class DecodingSection:
         return self._longest_chain(self.looks_up)
 
     @property
-    def settled(self) -> int | str:
-        """`num_draft_tokens`, also if the user did not give it."""
+    def gamma(self) -> int | str:
+        """`num_draft_tokens`, or its default for this drafter if the user did not give it."""
         if self.num_draft_tokens is not None:
             return self.num_draft_tokens
         if not self.looks_up:
@@ -240,8 +240,8 @@ class DecodingSection:
         return MOST_LOOKUP_TOKENS if self.model_drafter is None else "auto"
 
     def _longest_chain(self, is_looked_up: bool) -> int:
-        if isinstance(self.settled, int):
-            return self.settled
+        if isinstance(self.gamma, int):
+            return self.gamma
         return MOST_LOOKUP_TOKENS if is_looked_up else MOST_DRAFT_TOKENS
 
 

@@ -72,11 +72,11 @@ def _measure(
         with timed("decode", 0):
             steps.decode(batch)
         few = min(MOST_DRAFT_TOKENS, most_draft_tokens)
-        for count in sorted({1, steps.padded(min(LONGER_DRAFT, few))}):
+        for count in sorted({1, steps.padded_length(min(LONGER_DRAFT, few))}):
             with timed("draft", count):
                 proposal = steps.draft(batch, count)
                 proposal.ids.tolist()  # waits for the device
-        for count in sorted({1, steps.padded(few)}):
+        for count in sorted({1, steps.padded_length(few)}):
             verified = repeated(proposal, count)
             with timed("verify", count):
                 steps.verify(batch, verified)

@@ -63,7 +63,7 @@ class CapturedSteps(Steps):
                 for pending in self.drafter.pendings(count):
                     self._work("draft", count, pending)
 
-    def padded(self, num_draft_tokens: int) -> int:
+    def padded_length(self, num_draft_tokens: int) -> int:
         return min(count for count in self._lengths if count >= num_draft_tokens)
 
     def release(self, rows: Sequence[int]) -> None:

@@ -18,7 +18,7 @@ from magicdec.decoding.captured_steps import CapturedSteps
 from magicdec.decoding.steps import Steps
 from magicdec.decoding.strategy import Setup
 from magicdec.drafting.draft_length import DraftLength, FixedLength, make_draft_length
-from magicdec.drafting.drafter import Drafter, make_drafter
+from magicdec.drafting.drafter import Drafter, DraftPlan, make_drafter
 from magicdec.request import Batch, Request, StepOutput
 from magicdec.runner import ModelRunner
 
@@ -64,7 +64,6 @@ class Speculative:
             pairs = zip(batch.requests, lengths, strict=True)
             group = Batch(tuple(request for request, length in pairs if length == count))
             output = self._step(group, count)
-            most = max(most, output.num_drafted)
             tokens |= zip(group.requests, output.token_ids, strict=True)
             if output.num_accepted is not None:
                 accepted |= zip(group.requests, output.num_accepted, strict=True)
@@ -79,23 +78,22 @@ class Speculative:
 
     def _step(self, batch: Batch, count: int) -> StepOutput:
         started = time.perf_counter()
-        counts: Sequence[int] = ()
-        judged: Sequence[int] = ()
+        plan = DraftPlan((), ())
         if self.drafter is not None:
             plan = self.drafter.plan(batch.requests, count, self.draft_length.token_cost)
-            counts, judged = plan.counts, plan.judged
-        if any(counts):
-            output = self._speculate(batch, self.steps.padded(max(counts)), counts)
+        if any(plan.counts):
+            output = self._speculate(batch, plan.counts)
         else:
             output = StepOutput(self.steps.decode(batch))
         seconds = time.perf_counter() - started
         accepted = output.num_accepted or ()
-        self.draft_length.observe(batch, output.num_drafted, accepted, seconds, judged)
+        self.draft_length.observe(batch, output.num_drafted, accepted, seconds, plan.judged)
         return output
 
-    def _speculate(self, batch: Batch, count: int, proposed: Sequence[int]) -> StepOutput:
-        """One draft and one verification of `count` tokens, or of fewer if the draft ends before.
-        Each row has `proposed` some of them. Nothing drafted is a plain decode."""
+    def _speculate(self, batch: Batch, proposed: Sequence[int]) -> StepOutput:
+        """One draft and one verification. Rows for which fewer tokens are `proposed` than for
+        another are padded. The draft may end before; nothing drafted is a plain decode."""
+        count = self.steps.padded_length(max(proposed))
         proposal = self.steps.draft(batch, count, self.tree)
         verdict = self.steps.verify(batch, proposal)
         emitted = [row[1 : 2 + row[0]] for row in verdict]

@@ -48,7 +48,7 @@ class Steps:
         else:
             self._load(batch)
 
-    def padded(self, num_draft_tokens: int) -> int:
+    def padded_length(self, num_draft_tokens: int) -> int:
         """The number of draft tokens of a step that has so many at least."""
         return num_draft_tokens
 

@@ -238,6 +238,6 @@ def make_draft_length(
     per_row: bool = False,
 ) -> DraftLength:
     """The draft length that `--gamma` asks for."""
-    if decoding.settled == "auto":
+    if decoding.gamma == "auto":
         return AutoLength(decoding.num_draft_steps, group, device, estimate, per_row)
     return FixedLength(decoding.num_draft_steps)

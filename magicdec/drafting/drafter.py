@@ -61,9 +61,9 @@ class DraftSetup:
 
 class Drafter(ABC):
     """A request is admitted (`admit`), takes part in steps (`plan`, `prepare`, `propose`, `commit`;
-    the first two with the same requests) and is
-    released when it has ended (`release`). Requests of one batch may start and end at different
-    times. A drafter without work at one of these calls leaves it as it is here."""
+    the first two with the same requests) and is released when it has ended (`release`). Requests of
+    one batch may start and end at different times. A drafter without work at one of these calls
+    leaves it as it is here."""
 
     draft_kv: DraftKV | None = None
     """The KV that drafts read; None if no model drafts on this rank."""

@@ -58,6 +58,7 @@ class MixedDrafter(Drafter):
         self.lookup.admit(requests)
         self.model.admit(requests)
         self.draft_kv = self.model.draft_kv
+        self._uses_model = True  # in drafts that are timed before the next plan
 
     def release(self, rows: Sequence[int]) -> None:
         self.lookup.release(rows)

@@ -4,10 +4,10 @@ one prompt resemble each other. Imports no torch.
 
 The acceptance rate is accepted tokens / draft tokens. The acceptance length is 1 + accepted tokens
 / verifications, as in vLLM; drafts that were accepted past a row's end count, and padding of rows
-with fewer drafts than others does not. The acceptance of
-position k is the share of verifications that accepted at least k drafts, as in vLLM. If steps draft
-different numbers of tokens, it is a product over the positions up to k: the share of the steps that
-accepted this position among those that drafted it and accepted all before it.
+with fewer drafts than others does not. The acceptance of position k is the share of verifications
+that accepted at least k drafts, as in vLLM. If steps draft different numbers of tokens, it is a
+product over the positions up to k: the share of the steps that accepted this position among those
+that drafted it and accepted all before it.
 """
 
 from __future__ import annotations

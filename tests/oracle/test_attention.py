@@ -35,6 +35,8 @@ from magicdec.drafting.policies.policy import KVPolicy
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.view import WEIGHTS_BLOCK, make_view
 
+pytestmark = pytest.mark.two_threads
+
 POLICIES: list[KVPolicy] = [FullKV(), StreamingLLM(4, 11), StreamingLLM(0, 1), StreamingLLM(2, 500)]
 WINDOWED: list[KVPolicy] = [FullKV(), StreamingLLM(4, 11), StreamingLLM(40, 60)]
 

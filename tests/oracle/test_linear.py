@@ -31,6 +31,8 @@ from magicdec.run.run import Run
 from magicdec.setup.prepare import prepare
 from magicdec.setup.session import RankSession
 
+pytestmark = pytest.mark.two_threads
+
 F32, BF16 = torch.float32, torch.bfloat16
 NO_AMX = ("-U__AMX_BF16__",)  # compiled as for a CPU without tile registers
 AVX2, AVX512 = ("-march=x86-64-v3",), ("-march=x86-64-v4",)  # without dot products for bfloat16

@@ -30,6 +30,8 @@ from magicdec.runner import ModelRunner
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import confidence
 
+pytestmark = pytest.mark.two_threads
+
 MOST = 600  # tokens of a row
 YARN = RopeConfig(
     rope_type="yarn", factor=8.0, original_max_position_embeddings=32, attention_factor=1.2

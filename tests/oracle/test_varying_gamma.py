@@ -26,7 +26,7 @@ from magicdec.decoding.strategy import Setup
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_length import AutoLength, Measure
 from magicdec.drafting.drafter import DraftSetup, make_drafter
-from magicdec.drafting.mixed import MixedDrafter
+from magicdec.drafting.mixed import LOOKUP_ALONE, MixedDrafter
 from magicdec.drafting.ngram import NgramDrafter
 from magicdec.engine import Engine
 from magicdec.request import Batch
@@ -158,9 +158,11 @@ def test_a_draft_models_cache_has_no_drafts_in_place_of_those_of_a_lookup() -> N
     setup = DraftSetup(engine.runner, DecodingSection("speculative", "ngram+model", 3), kv, draft)
     drafter, running = make_drafter("ngram+model", setup), engine.scheduler.running
     assert isinstance(drafter, MixedDrafter) and draft.runner is not None
+    drafter._uses_model = False  # as after a step of lookups alone
     drafter.admit(running)
     drafter._is_looked_up = {0: True}
     pending = drafter.prepare(running, 3)
+    assert pending != LOOKUP_ALONE, "drafts that are timed now are those of the model"
     drafter.propose(DeviceBatch.of(Batch(tuple(running)), 97, cpu), 3, pending)
     assert draft.runner.cache.seq_lens.tolist() == [50 + 1, 9 + 3]
 

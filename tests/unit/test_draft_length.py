@@ -331,7 +331,7 @@ class ScriptedSteps:
     phase: Any = "timed"
     drafter: Any = None
 
-    def padded(self, count: int) -> int:
+    def padded_length(self, count: int) -> int:
         return count
 
     def decode(self, batch: Batch) -> None:

@@ -184,6 +184,6 @@ def test_lengths_by_default_and_by_gamma() -> None:
     looked_up = DecodingSection("speculative", "ngram")
     assert (looked_up.most_draft_tokens, looked_up.num_draft_steps) == (31, 31)
     mixed = replace(looked_up, drafter="ngram+self")
-    assert (mixed.most_draft_tokens, mixed.num_draft_steps, mixed.settled) == (31, 8, "auto")
+    assert (mixed.most_draft_tokens, mixed.num_draft_steps, mixed.gamma) == (31, 8, "auto")
     six = replace(mixed, num_draft_tokens=6)
     assert (six.most_draft_tokens, six.num_draft_steps) == (6, 6)
