@@ -165,14 +165,12 @@ class ModelRunner:
 
         With a `tree`, the tokens are its last T nodes, and logits [B, T, V] are those of the nodes.
         The rows become longer by T tokens all the same, so that `cache.keep_path` or `truncate`
-        must follow; but with explicit `tree.cells` their lengths stay. Raises ValueError if the
-        attention backend does not support trees.
+        must follow. Raises ValueError if the attention backend does not support trees.
         """
         x = x if isinstance(x, Tensor) else upload(x, self.device)
         num_new, rows = x.shape[1], BatchRows.of(rows, self.device)
         if tree is not None:
             check_trees(self.backend.capabilities.name)
-        num_appended = 0 if tree is not None and tree.cells is not None else num_new
         policy = policy or self.policy
         committed = self.make_room(rows, num_new, policy, committed, tree)
         view = make_view(self.cache, rows, policy, num_new, committed, self.window, tree)
@@ -180,12 +178,12 @@ class ModelRunner:
             out, keys = self.executor.forward(
                 x, view, self.offsets, last_only, watch, watch_queries, cancellation
             )
-            self.cache.advance(rows, num_appended)
+            self.cache.advance(rows, num_new)
             num_bytes = self.cache.bytes_per_token
             self.counts.count(1, num_new * len(rows), keys, num_bytes, len(rows) * is_draft)
             return out
         out = self._by_layers(x, view, last_only, watch, watch_queries, cancellation)
-        self.cache.advance(rows, num_appended)
+        self.cache.advance(rows, num_new)
         self._count(view, rows, is_draft)
         return out
 

@@ -26,13 +26,13 @@ from magicdec.pipelined_speculation.options import Options
 from magicdec.records.reading import read_records
 from magicdec.serving.record import ServingRecord
 from magicdec.simulator.run import Work, run_mode
-from magicdec.simulator.simulation import Machine, draw_ranks
+from magicdec.simulator.simulation import Machine, draw_right
 from magicdec.tables import Table, print_tables
 
 STAGES, LINK_MS, DRAFT_MS, GAMMA = 4, 1.0, 4.0, 4
 LAYERS = 6  # of the packaged model, which says how many all-reduces a token takes
 STAGE_MS, ACCEPTANCE = (10.0, 20.0), (0.0, 0.5, 0.8)
-SEED, CERTAINTY = 123, 0.7  # what `--seed` is by default, and an emulated drafter's probability
+SEED = 123  # what `--seed` is by default
 
 
 @dataclass(frozen=True)
@@ -61,8 +61,8 @@ class Case:
             (stage_s,) * STAGES, layers=LAYERS // STAGES, link_s=link_s, cancel_s=link_s,
             draft_s=DRAFT_MS / 1e3,
         )  # fmt: skip
-        ranks = draw_ranks([self.acceptance or 0.0], gen_len, SEED)
-        work = Work(ranks, [CERTAINTY], gen_len, ring_requests=self.num_requests)
+        is_right = draw_right(self.acceptance or 0.0, gen_len, SEED)
+        work = Work(is_right, gen_len, ring_requests=self.num_requests)
         _, metrics = run_mode(self.mode, machine, Options(gamma=GAMMA), work)
         return metrics.tokens_per_s
 

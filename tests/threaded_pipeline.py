@@ -14,7 +14,7 @@ from magicdec.pipeline.drafter import Drafter, DraftLoop, DraftRequest
 from magicdec.pipeline.head import Events, Head, Wires, forward, in_thread
 from magicdec.pipeline.spans import Spans
 from magicdec.pipeline.stage import CancelBoard, Canceller, RunStage, StageLoop
-from magicdec.pipelined_speculation.messages import Candidates, Launch
+from magicdec.pipelined_speculation.messages import Candidate, Launch
 from magicdec.pipelined_speculation.options import Options
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Moves, Request
@@ -29,31 +29,29 @@ class Served:
     stages: list[Spans]
     head: Spans
     drafts: Spans
-    drafted: list[tuple[DraftRequest, list[Candidates]]]
+    drafted: list[tuple[DraftRequest, Candidate | None]]
     moves: dict[int, Moves]
     first_run: int
 
 
 @dataclass
 class Noted:
-    """Notes what `drafter` gives in each step, and for which paths."""
+    """Notes what `drafter` gives in each step, and for which path."""
 
     drafter: Drafter
-    steps: list[tuple[DraftRequest, list[Candidates]]] = field(default_factory=list)
+    steps: list[tuple[DraftRequest, Candidate | None]] = field(default_factory=list)
 
-    def propose(self, step: DraftRequest, text: list[int]) -> list[Candidates]:
-        candidates = self.drafter.propose(step, text)
-        if step.paths:
-            self.steps.append((step, candidates))
-        return candidates
+    def propose(self, step: DraftRequest, text: list[int]) -> Candidate | None:
+        candidate = self.drafter.propose(step, text)
+        if step.path is not None:
+            self.steps.append((step, candidate))
+        return candidate
 
 
-def drafted_in(steps: Sequence[tuple[DraftRequest, list[Candidates]]]) -> list[tuple[Any, ...]]:
-    """Of each path the request, the length of the text before it, the path and its candidates."""
+def drafted_in(steps: Sequence[tuple[DraftRequest, Candidate | None]]) -> list[tuple[Any, ...]]:
+    """The request, the length of the text before the path, the path and its candidate."""
     return [
-        (step.request, step.kept + len(step.new), path, each)
-        for step, candidates in steps
-        for path, each in zip(step.paths, candidates, strict=True)
+        (step.request, step.kept + len(step.new), step.path, candidate) for step, candidate in steps
     ]
 
 
@@ -104,9 +102,7 @@ class FakeStage(RunStage):
     wait: Callable[[int, int], None] = lambda run, layer: None
     computed: Callable[[int], None] = lambda run: None
     board: CancelBoard | None = None
-
-    def prepare(self, launch: Launch) -> None:
-        """There is no cache."""
+    texts: None = None
 
     def compute(
         self, launch: Launch, message: Message, cancellation: Cancellation | None

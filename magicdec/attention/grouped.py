@@ -69,9 +69,8 @@ class GroupedBackend(AttentionBackend):
 
     def plan(self, view: KVView) -> None:
         self._new = view.cache.slots(view.row_index, view.query_cells())
-        is_adjacent = view.tree is None or view.tree.cells is None
         has_one_block = all(len(view.cache.blocks[row]) == 1 for row in view.rows)
-        in_place = view.is_full and is_adjacent and has_one_block
+        in_place = view.is_full and has_one_block
         self._runs = None
         if in_place:
             self._runs = list(_dense_runs(view))

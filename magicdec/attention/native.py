@@ -104,7 +104,7 @@ def kernel(head_size: int, *flags: str) -> ctypes.CDLL:
     share_openmp()
     library = load_library(SOURCE, (*FLAGS, f"-DHEAD_SIZE={head_size}", *flags), HEADERS)
     library.magicdec_keys_read.restype = ctypes.c_int64
-    library.magicdec_attention.argtypes = (ctypes.c_int, ctypes.c_int, Shape) + 15 * (
+    library.magicdec_attention.argtypes = (ctypes.c_int, ctypes.c_int, Shape) + 14 * (
         ctypes.c_void_p,
     )
     library.magicdec_received.restype = None
@@ -132,7 +132,7 @@ def attention(
     assert q.dtype in STORAGE[:2], "computes in float32 or bfloat16"
     assert k_pool.dtype in (q.dtype, torch.int8), "pools have the dtype of q, or int8"
     num_rows, num_new, num_heads, size = q.shape
-    _, parents, _ = nodes
+    _, parents = nodes
     strides = q.stride(), k.stride(), v.stride()
     assert all(s[2:] == (size, 1) for s in strides), "heads must be adjacent"
     assert ranges.is_contiguous(), "the library computes addresses from the shape"

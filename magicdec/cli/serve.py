@@ -71,7 +71,7 @@ ONLY = {
     "draft": ("rank_group",),
     "decoding": (*WITHOUT_EOS, "ignore_eos"),
     "workload": ("dataset", "seed"),
-    "speculation": ("pa", "ps", "pr", "pd", "np", "max_in_flight", "lanes"),
+    "speculation": ("pa", "pr", "pd", "max_in_flight", "lanes"),
     "output": ("results",),
 }
 
@@ -204,7 +204,6 @@ USED_BY: dict[str, Callable[[Pass], bool]] = {
     "parallel.rank_group": lambda each: each.system == BATCHING,
     "speculation.": lambda each: each.system == SPECULATIVE,
     "speculation.p": drafts_ahead,
-    "speculation.np": drafts_ahead,
     "draft.rank_group": lambda each: each.system == BATCHING and each.is_drafting,
     "decoding.cuda_graphs": lambda each: each.system == BATCHING,
     "serving.window_ms": lambda each: each.mode == WINDOWED,

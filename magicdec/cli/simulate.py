@@ -34,15 +34,13 @@ from magicdec.simulator.run import (
     run_mode,
 )
 from magicdec.simulator.showing import draw_chart, tables
-from magicdec.simulator.simulation import Cluster, Machine, Trace, divisions, draw_ranks
+from magicdec.simulator.simulation import Cluster, Machine, Trace, divisions, draw_right
 from magicdec.tables import print_tables
 
 EVERYDAY = (
     *("--stages", "--nodes", "--stage_ms", "--model_ms", "--link_ms", "--draft_ms", "--gamma"),
-    *("--np", "--acceptance", "--conditional_acceptance", "--gen_len", "--modes", "--plot"),
-    "--out",
+    *("--acceptance", "--conditional_acceptance", "--gen_len", "--modes", "--plot", "--out"),
 )
-DRAFT_PROBS = (0.7, 0.2, 0.05)  # that the draft gives its candidates, at every place
 BITS_PER_S = 1e9 / 8  # bytes a second of 1 Gbit/s
 WORK = ("acceptance", "conditional_acceptance", "acceptance_gamma", "gen_len", "lanes", "seed")
 CHART_STAGES = 40  # times the slowest stage: what a chart shows
@@ -97,14 +95,12 @@ class SimulationSection(PictureSection, AcceptanceSection, ClusterSection):
 
 def check(args: SimulationSection, values: Values) -> None:
     """Raises ValueError, naming the flag, for flags that exclude each other or do nothing."""
-    ranks = args.conditional_acceptance or ()
-    if sum(ranks) > 1 + 1e-9 or len(ranks) > len(DRAFT_PROBS):
-        raise ValueError(
-            f"--conditional_acceptance {' '.join(f'{value:g}' for value in ranks)}: give at most "
-            f"{len(DRAFT_PROBS)} values, whose sum is at most 1"
-        )
-    if len(args.acceptance or ()) > 1:
-        raise ValueError("--acceptance has several values; a simulation takes one")
+    for flag, rates in (
+        ("--acceptance", args.acceptance),
+        ("--conditional_acceptance", args.conditional_acceptance),
+    ):
+        if len(rates or ()) > 1:
+            raise ValueError(f"{flag} has several values; a simulation takes one")
     if (args.nodes is None) != (args.model_ms is None):
         raise ValueError("--nodes and --model_ms go together; give both or neither")
     if args.nodes is None:
@@ -201,15 +197,12 @@ def _equal_stages(base: Machine, count: int, times_ms: Sequence[float], layers: 
 def make_work(args: SimulationSection) -> Work:
     """What is decoded. Raises ValueError for an acceptance that cannot be."""
     gen_len = args.gen_len or DEFAULT_GEN_LEN
-    return Work(_ranks(args, gen_len * args.lanes), DRAFT_PROBS, gen_len, args.lanes)
-
-
-def _ranks(args: SimulationSection, length: int) -> list[int]:
     if args.conditional_acceptance is not None:
-        return draw_ranks(args.conditional_acceptance, length, args.seed)
-    (text,) = args.acceptance or (DEFAULT_ACCEPTANCE,)
-    rate = conditional_rate(parse_acceptance(text), args.acceptance_gamma)
-    return draw_ranks([rate], length, args.seed)
+        (rate,) = args.conditional_acceptance
+    else:
+        (text,) = args.acceptance or (DEFAULT_ACCEPTANCE,)
+        rate = conditional_rate(parse_acceptance(text), args.acceptance_gamma)
+    return Work(draw_right(rate, gen_len * args.lanes, args.seed), gen_len, args.lanes)
 
 
 main = LoneCommand(

@@ -164,7 +164,7 @@ class DecodingSection:
     )
     pa: float | None = setting(
         None,
-        "A chain or branch of drafts stops when its best candidate is less probable than this.",
+        "A chain of drafts stops when its best candidate is less probable than this.",
         **PROBABILITY,
         other_defaults="0.5 in serve, inflight, recurrent, pipeline, simulate",
     )

@@ -68,8 +68,7 @@ class AcceptanceSection:
     conditional_acceptance: tuple[float, ...] | None = setting(
         None,
         "In place of --acceptance: the probability that a draft token is accepted if all before it "
-        "in the step were. A plan takes one value, or one for each --budget; in a simulation "
-        "further values are for the second, third, ... candidate of the draft.",
+        "in the step were. A plan takes one value, or one for each --budget.",
         metavar="A",
         least=0,
         most=1,

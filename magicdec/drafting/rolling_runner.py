@@ -81,7 +81,6 @@ class RollingRunner(ModelRunner):
         """The host evicts and allocates blocks, so that a forward cannot be captured."""
         assert policy == self.policy, "evicted tokens cannot be shown"
         assert not rows.is_captured, "blocks are allocated and freed by the host"
-        assert tree is None or tree.cells is None, "cells follow the rows' lengths"
         lengths = self.cache.lengths_of(rows)
         before = lengths if tree is None else lengths.plus(-tree.num_cached(num_new))
         bases = before if committed is None else Lengths.of(committed, self.device)

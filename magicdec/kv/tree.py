@@ -27,22 +27,13 @@ class DraftTree:
 
     Rows may have trees of different shapes. All have U nodes: a smaller tree is filled up with
     nodes whose results are ignored, for example with parent -1.
-
-    `cells` says for each node in which cell it lies, in any order. Then a row's length is `base`
-    before and after a forward: the caller keeps account of the cells, and must have allocated
-    them. Cell numbers are those of the row's block table. The tokens before the tree are still
-    chosen by the `Visible` rule, as ranges of cells; they need not be adjacent, and no range may
-    contain the cell of a node. Node positions follow from `base` in any case. Under a sliding
-    window, every token before the tree must lie in the cell of its position.
     """
 
     base: Tensor  # int64 [B]
     parents: Tensor  # int64 [B, U], smaller than the node's own number; -1: no node before it
-    cells: Tensor | None = None  # int64 [B, U]
 
     def __post_init__(self) -> None:
         assert len(self.base) == len(self.parents), "one tree a row"
-        assert self.cells is None or self.cells.shape == self.parents.shape, "a cell a node"
         if self.parents.device.type == "cpu":  # on a GPU this would wait for the device
             numbers = torch.arange(self.num_nodes)
             assert bool(((self.parents >= -1) & (self.parents < numbers)).all()), "parents first"
@@ -54,13 +45,12 @@ class DraftTree:
     def num_cached(self, num_new: int) -> int:
         """The number of nodes that the lengths of the rows include before a forward of `num_new`
         nodes."""
-        return 0 if self.cells is not None else self.num_nodes - num_new
+        return self.num_nodes - num_new
 
     @cached_property
-    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Base, parents and cells, with adjacent numbers."""
-        cells = None if self.cells is None else self.cells.contiguous()
-        return self.base.contiguous(), self.parents.contiguous(), cells
+    def tensors(self) -> tuple[Tensor, Tensor]:
+        """Base and parents, with adjacent numbers."""
+        return self.base.contiguous(), self.parents.contiguous()
 
     @cached_property
     def ancestors(self) -> Tensor:
@@ -81,22 +71,16 @@ class DraftTree:
     @cached_property
     def node_cells(self) -> Tensor:
         """The cell of each node, int64 [B, U]."""
-        if self.cells is not None:
-            return self.cells
         return self.base.unsqueeze(1) + torch.arange(self.num_nodes, device=self.base.device)
 
     def rows(self, first: int, last: int | None) -> DraftTree:
         """The trees of rows `first` to `last` - 1."""
-        cells = None if self.cells is None else self.cells[first:last]
-        return DraftTree(self.base[first:last], self.parents[first:last], cells)
+        return DraftTree(self.base[first:last], self.parents[first:last])
 
     def find(self, cells: Tensor) -> Tensor:
         """The node that lies in each cell of `cells` [B, G or 1, N], or -1."""
-        if self.cells is None:
-            nodes = cells - self.base.view(-1, 1, 1)
-            return torch.where((nodes >= 0) & (nodes < self.num_nodes), nodes, -1)
-        is_node = cells.unsqueeze(3) == self.cells[:, None, None]  # [B, G or 1, N, U]
-        return torch.where(is_node.any(3), is_node.int().argmax(3), -1)
+        nodes = cells - self.base.view(-1, 1, 1)
+        return torch.where((nodes >= 0) & (nodes < self.num_nodes), nodes, -1)
 
     def positions_of(self, cells: Tensor) -> Tensor:
         """The positions of the tokens in `cells` [B, G or 1, N]. Padding, -1, stays."""
@@ -106,9 +90,8 @@ class DraftTree:
 
     def sees(self, cells: Tensor) -> Tensor:
         """Which of the keys in `cells` [B, G or 1, N] each node sees: bool [B, G or 1, U, N]."""
-        nodes, is_before = self.find(cells), cells >= 0
-        if self.cells is None:  # a later cell that no node has holds nothing
-            is_before = is_before & (cells < self.base.view(-1, 1, 1))
+        # A later cell that no node has holds nothing.
+        nodes, is_before = self.find(cells), (cells >= 0) & (cells < self.base.view(-1, 1, 1))
         rows = torch.arange(len(nodes), device=nodes.device).view(-1, 1, 1)
         is_descendant = self.ancestors.transpose(1, 2)[rows, nodes.clamp(min=0)]  # [.., N, U]
         is_node = (nodes >= 0).unsqueeze(2)

@@ -81,8 +81,8 @@ def list_cells(ranges: Tensor, size: int) -> Tensor:
     return torch.where(inside, position, -1)
 
 
-Nodes = tuple[Tensor | None, Tensor | None, Tensor | None]
-NO_NODES: Nodes = (None, None, None)
+Nodes = tuple[Tensor | None, Tensor | None]
+NO_NODES: Nodes = (None, None)
 WEIGHTS_BLOCK = 16  # keys of a block whose attention weights are summed
 
 
@@ -134,7 +134,7 @@ class KVView:
 
     @property
     def nodes(self) -> Nodes:
-        """Base, parents and cells of the tree for native code; `NO_NODES` without one."""
+        """Base and parents of the tree for native code; `NO_NODES` without one."""
         return NO_NODES if self.tree is None else self.tree.tensors
 
     @property

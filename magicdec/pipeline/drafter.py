@@ -1,20 +1,18 @@
 """Drafters of pipelined speculation, what the head asks them, and the loop in which one serves the
 head's draft steps, on a rank of its own or in a thread of the head's. A drafter gives the most
-probable tokens after each path that follows the committed text of a request.
+probable token after a path that follows the committed text of a request.
 
 ModelDrafter: a whole model drafts on a KV cache of its own, of which it reads what a KV policy
 says. The model is a smaller one, or the target itself: then this is self-speculation, with a cache
-of its own because the target's KV is divided among the ranks of the stages. All paths of a step are
-computed in one forward, as a draft tree if they are no chain. Its tokens are chosen as the target's
-are. Ranks that share the model have a ModelDrafter each, which do the same: what is computed never
-depends on candidates.
+of its own because the target's KV is divided among the ranks of the stages. Its tokens are chosen
+as the target's are. Ranks that share the model have a ModelDrafter each, which do the same: what is
+computed never depends on candidates.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import islice
 from typing import Protocol
 
 import torch
@@ -30,72 +28,61 @@ from magicdec.distributed.channels.message import (
     floats_of,
     words_of,
 )
-from magicdec.drafting.draft_kv import AcceptedPath
 from magicdec.drafting.drafter import DraftModel
 from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.drafting.suffix_index import Lookup, SuffixIndex
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.pipeline.spans import Spans, What
-from magicdec.pipelined_speculation.messages import Candidates
-from magicdec.pipelined_speculation.options import NUM_CANDIDATES
+from magicdec.pipelined_speculation.messages import Candidate
 from magicdec.prefill import take
 from magicdec.request import Request, SamplingParams
 from magicdec.runner import gather_vocab
 from magicdec.sampling.coupled import CoupledSampling
 from magicdec.scheduling.plan import Part
 
-Path = tuple[int, ...]
-"""Tokens that follow the committed text."""
-
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """The text of `request`, whose first `kept` tokens the drafter has, goes on with `new`. `paths`
-    are the continuations after which candidates are asked for; without any there is no answer."""
+    """The text of `request`, whose first `kept` tokens the drafter has, goes on with `new`. `path`
+    is the continuation after which a candidate is wanted; without one there is no answer."""
 
     request: int
     lane: int
     kept: int
     new: tuple[int, ...]
-    paths: tuple[tuple[int, ...], ...] = ()
+    path: tuple[int, ...] | None = None
 
     def to_message(self, draft: int) -> Message:
-        lengths = [len(path) for path in self.paths]
-        header = [self.request, self.lane, self.kept, len(self.new), len(self.paths), *lengths]
-        tokens = [token for path in self.paths for token in path]
-        return Message(Kind.NUMBERS, draft, words=(*header, *self.new, *tokens))
+        length = -1 if self.path is None else len(self.path)
+        header = (self.request, self.lane, self.kept, length)
+        return Message(Kind.NUMBERS, draft, words=(*header, *(self.path or ()), *self.new))
 
     @classmethod
     def from_message(cls, message: Message) -> DraftRequest:
-        numbers = iter(message.words)
-        request, lane, kept, num_new, num_paths = islice(numbers, 5)
-        lengths = list(islice(numbers, num_paths))
-        new = tuple(islice(numbers, num_new))
-        return cls(request, lane, kept, new, tuple(tuple(islice(numbers, n)) for n in lengths))
+        request, lane, kept, length, *tokens = message.words
+        path, new = tokens[: max(0, length)], tokens[max(0, length) :]
+        return cls(request, lane, kept, tuple(new), None if length < 0 else tuple(path))
 
 
-def pack_candidates(draft: int, candidates: Sequence[Candidates]) -> Message:
-    """The answer to a DraftRequest: the candidates of each path in order."""
-    pairs = [pair for each in candidates for pair in each]
-    probabilities = words_of(p for _, p in pairs)
-    counts = (len(candidates), *map(len, candidates))
-    return Message(
-        Kind.NUMBERS, draft, words=(*counts, *(token for token, _ in pairs), *probabilities)
-    )
+def pack_candidate(draft: int, candidate: Candidate | None) -> Message:
+    """The answer to a DraftRequest."""
+    if candidate is None:
+        return Message(Kind.NUMBERS, draft)
+    token, probability = candidate
+    return Message(Kind.NUMBERS, draft, words=(token, *words_of([probability])))
 
 
-def candidates_of(message: Message) -> list[Candidates]:
-    numbers = iter(message.words)
-    counts = list(islice(numbers, next(numbers)))
-    tokens = list(islice(numbers, sum(counts)))
-    pairs = iter(zip(tokens, floats_of(list(numbers)), strict=True))
-    return [tuple(islice(pairs, count)) for count in counts]
+def candidate_of(message: Message) -> Candidate | None:
+    if not message.words:
+        return None
+    (probability,) = floats_of(message.words[1:])
+    return message.words[0], probability
 
 
 class Drafter(Protocol):
-    def propose(self, step: DraftRequest, text: list[int]) -> list[Candidates]:
-        """The candidates after each of the paths that follow `text`. A request without paths tells
-        the drafter a text that it will be asked about."""
+    def propose(self, step: DraftRequest, text: list[int]) -> Candidate | None:
+        """The candidate after the path that follows `text`, if the drafter has one. A request
+        without a path tells the drafter a text that it will be asked about."""
 
 
 class DraftLoop:
@@ -113,12 +100,12 @@ class DraftLoop:
             step = DraftRequest.from_message(message)
             text = self.texts.setdefault(step.lane, [])
             text[step.kept :] = step.new
-            if not step.paths:
+            if step.path is None:
                 self.drafter.propose(step, text)
                 continue
             with self.spans.during(What.DRAFT, message.run):
-                candidates = self.drafter.propose(step, text)
-            self.outbound.send(pack_candidates(message.run, candidates))
+                candidate = self.drafter.propose(step, text)
+            self.outbound.send(pack_candidate(message.run, candidate))
         self.outbound.send(message)
         self.outbound.close()
 
@@ -131,79 +118,72 @@ class LookupDrafter:
         self.corpus = SuffixIndex(corpus, len(corpus)) if corpus else None
         self.lookups: dict[int, Lookup] = {}  # by lane
 
-    def propose(self, step: DraftRequest, text: list[int]) -> list[Candidates]:
+    def propose(self, step: DraftRequest, text: list[int]) -> Candidate | None:
         if step.kept == 0 or step.lane not in self.lookups:
             self.lookups[step.lane] = Lookup(self.corpus)
         lookup = self.lookups[step.lane]
         lookup.extend(text[lookup.length :])
-        tokens = [lookup.following(path) for path in step.paths]
-        return [() if token is None else ((token, 1.0),) for token in tokens]
+        token = None if step.path is None else lookup.following(step.path)
+        return None if token is None else (token, 1.0)
 
 
 class ScriptedDrafter:
-    """Knows what the target will write. `ranks[i]` is the place of output token i among the
-    candidates, -1 if it is none of them; `probabilities` are those of the candidates. A step takes
-    `seconds`. For emulated acceptance, and for tests."""
+    """Knows what the target will write. It proposes output token i if `is_right[i]`, otherwise
+    another one. A step takes `seconds`. For emulated acceptance, and for tests."""
 
     def __init__(
         self,
         outputs: Sequence[Sequence[int]],
         prompt_lens: Sequence[int],
-        ranks: Sequence[Sequence[int]],
-        probabilities: Sequence[float],
+        is_right: Sequence[Sequence[bool]],
+        probability: float,
         seconds: float = 0.0,
     ) -> None:
-        self.outputs, self.prompt_lens, self.ranks = outputs, prompt_lens, ranks
-        self.probabilities, self.seconds = probabilities, seconds
+        self.outputs, self.prompt_lens, self.is_right = outputs, prompt_lens, is_right
+        self.probability, self.seconds = probability, seconds
 
-    def propose(self, step: DraftRequest, text: list[int]) -> list[Candidates]:
-        if step.paths:
-            DUE.sleep(self.seconds)
-        return [self._after(step.request, len(text), path) for path in step.paths]
-
-    def _after(self, request: int, num_committed: int, path: Sequence[int]) -> Candidates:
-        output, begin = self.outputs[request], num_committed - self.prompt_lens[request]
-        place = begin + len(path)
+    def propose(self, step: DraftRequest, text: list[int]) -> Candidate | None:
+        if step.path is None:
+            return None
+        DUE.sleep(self.seconds)
+        output = self.outputs[step.request]
+        begin = len(text) - self.prompt_lens[step.request]
+        place = begin + len(step.path)
         if begin < 0 or place >= len(output):
-            return ()  # a shortened request, or past the end
-        is_right = tuple(output[begin:place]) == tuple(path)
-        rank = self.ranks[request][place] if is_right else -1
-        others = (token for token in range(len(self.probabilities) + 1) if token != output[place])
-        return tuple(
-            (output[place] if index == rank else next(others), probability)
-            for index, probability in enumerate(self.probabilities)
-        )
+            return None  # a shortened request, or past the end
+        follows = tuple(output[begin:place]) == step.path
+        if follows and self.is_right[step.request][place]:
+            return output[place], self.probability
+        return int(output[place] == 0), self.probability
 
 
 @dataclass
 class HeldText:
     """What a row of the cache holds: the first `committed` tokens of the text of `request`, of
-    which `output` are those behind the prompt, and after them a tree of `nodes`, in the order of
-    their places: each is the path to a token, with the candidates after it. Those of the empty path
-    follow the committed tokens."""
+    which `output` are those behind the prompt, and after them the drafted `tokens`. `candidates[i]`
+    comes after the first i of these."""
 
     request: int = 0
-    prompt: Path = ()
+    prompt: tuple[int, ...] = ()
     committed: int = 0
     output: list[int] = field(default_factory=list)
-    nodes: dict[Path, Candidates] = field(default_factory=dict)
-    candidates: Candidates = ()
+    tokens: list[int] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
 
-    def known(self, path: Path) -> list[Path]:
-        """The nodes along `path`, as far as the tree has it."""
-        prefixes = [path[:end] for end in range(1, len(path) + 1)]
-        count = next((i for i, each in enumerate(prefixes) if each not in self.nodes), len(path))
-        return prefixes[:count]
+    def num_known(self, path: Sequence[int]) -> int:
+        """How many tokens of `path` are drafted already."""
+        pairs = enumerate(zip(path, self.tokens, strict=False))
+        return next((i for i, (a, b) in pairs if a != b), min(len(path), len(self.tokens)))
+
+    def cut(self, count: int) -> None:
+        """Forget all but the first `count` drafted tokens."""
+        del self.tokens[count:], self.candidates[count + 1 :]
 
     def commit(self, count: int) -> None:
-        """The first `count` nodes, on which all others hang, are committed."""
-        if count:
-            chain = [*self.nodes][:count]
-            self.committed += count
-            self.output += chain[-1]
-            self.candidates = self.nodes[chain[-1]]
-            rest = [*self.nodes.items()][count:]
-            self.nodes = {path[count:]: candidates for path, candidates in rest}
+        """The first `count` drafted tokens are committed."""
+        self.committed += count
+        self.output += self.tokens[:count]
+        del self.tokens[:count], self.candidates[:count]
 
 
 class ModelDrafter:
@@ -223,28 +203,21 @@ class ModelDrafter:
         self.sampling = sampling
         self.held = [HeldText() for _ in range(draft.runner.num_rows)]
 
-    def propose(self, step: DraftRequest, text: list[int]) -> list[Candidates]:
-        """The candidates as `Drafter.propose` gives them. The cache keeps what lies on the paths of
-        the step."""
-        lane = step.lane
+    def propose(self, step: DraftRequest, text: list[int]) -> Candidate | None:
+        """The candidate as `Drafter.propose` gives it. The cache keeps what lies on the path."""
         if step.kept == 0:
-            self._begin(step.request, lane, text)
-        if not step.paths:
-            return []
-        held = self.held[lane]
-        new = tuple(text[held.committed :])
-        paths = [(*new, *path) for path in step.paths]
-        self._forget_others(lane, paths)
-        num_computed, num_known = len(held.nodes), len(held.known(new))
+            self._begin(step.request, step.lane, text)
+        if step.path is None:
+            return None
+        held = self.held[step.lane]
+        new = text[held.committed :]
+        tokens = [*new, *step.path]
+        self._forget(step.lane, held.num_known(tokens))
+        num_known = min(len(new), len(held.tokens))
         held.commit(num_known)
-        paths = [path[num_known:] for path in paths]
-        for path in paths:
-            for end in range(1, len(path) + 1):
-                held.nodes.setdefault(path[:end], ())
-        self._compute(lane, num_computed - num_known)
-        candidates = [held.nodes[path] if path else held.candidates for path in paths]
+        self._compute(step.lane, tokens[num_known + len(held.tokens) :])
         held.commit(len(new) - num_known)
-        return candidates
+        return held.candidates[-1]
 
     def _begin(self, number: int, lane: int, text: Sequence[int]) -> None:
         """Prefill the text of another request."""
@@ -254,52 +227,40 @@ class ModelDrafter:
         (part,) = Part.whole([request])
         logits = take(self.runner, part, self.prefill_chunk)
         self.kv.admit([request])
-        held = HeldText(number, tuple(text), len(text))
-        (held.candidates,) = self._candidates(logits, held, [()])
-        self.held[lane] = held
+        self.held[lane] = held = HeldText(number, tuple(text), len(text))
+        self._learn(logits, held, 0)
 
-    def _forget_others(self, lane: int, paths: Sequence[Path]) -> None:
-        """Forget the nodes that are not on `paths`."""
+    def _forget(self, lane: int, count: int) -> None:
+        """Forget all but the first `count` drafted tokens."""
         held, device = self.held[lane], self.runner.device
-        rows, base = BatchRows.of([lane], device), Lengths.of([held.committed], device)
-        on_paths = dict.fromkeys(node for path in paths for node in held.known(path))
-        places, count = {node: place for place, node in enumerate(held.nodes)}, len(on_paths)
-        numbers = [places[node] for node in on_paths]
-        if numbers == list(range(count)):
-            self.kv.rewind(rows, base.plus(count))
-        else:
-            kept = AcceptedPath(base, upload([count - 1], device), upload([numbers], device))
-            self.kv.keep_path(rows, kept, count)
-        held.nodes = {node: held.nodes[node] for node in on_paths}
+        held.cut(count)
+        self.kv.rewind(BatchRows.of([lane], device), Lengths.of([held.committed + count], device))
 
-    def _compute(self, lane: int, first: int) -> None:
-        """Append the nodes from `first` on to the row, and learn their candidates."""
+    def _compute(self, lane: int, tokens: Sequence[int]) -> None:
+        """Append `tokens` to the row, and learn the candidates after them."""
         held, device = self.held[lane], self.runner.device
-        committed, nodes = Lengths.of([held.committed], device), [*held.nodes]
-        places = {node: place for place, node in enumerate(nodes)}
-        parents = [places.get(node[:-1], -1) for node in nodes]
-        is_chain = parents == list(range(-1, len(parents) - 1))
-        for begin in range(first, len(nodes), self.prefill_chunk):
-            end = begin + self.prefill_chunk
-            chunk = nodes[begin:end]
-            ids = upload([[node[-1] for node in chunk]], device)
-            tree = None if is_chain else upload([parents[:end]], device)
+        committed = Lengths.of([held.committed], device)
+        for begin in range(0, len(tokens), self.prefill_chunk):
+            chunk = tokens[begin : begin + self.prefill_chunk]
             # The draft's vocabulary may be padded to another size than the target's.
-            ids = ids.clamp(max=self.runner.model.config.vocab_size - 1)
-            logits = self.kv.forward(ids, [lane], committed, tree)
-            held.nodes |= zip(chunk, self._candidates(logits, held, chunk), strict=True)
+            ids = upload([chunk], device).clamp(max=self.runner.model.config.vocab_size - 1)
+            logits = self.kv.forward(ids, [lane], committed)
+            first = len(held.tokens) + 1
+            held.tokens += chunk
+            self._learn(logits, held, first)
 
-    def _candidates(self, logits: Tensor, held: HeldText, nodes: list[Path]) -> list[Candidates]:
-        """The candidates after each of `nodes`, from this rank's logits [1, T, V]. They are the
-        same on every rank."""
+    def _learn(self, logits: Tensor, held: HeldText, first: int) -> None:
+        """The candidates after the first `first` drafted tokens and after each that follows, from
+        this rank's logits [1, T, V]. They are the same on every rank."""
         whole = gather_vocab(logits, self.runner.vocab_places, self.runner.group)
         logits = whole[0, :, : self.vocab_size]
+        counts = range(first, first + len(logits))
         if self.sampling.has_penalties:
-            texts = [[*held.output, *node] for node in nodes]
+            texts = [[*held.output, *held.tokens[:count]] for count in counts]
             logits = self.sampling.penalised(logits, held.prompt, texts)
-        positions = [held.committed + len(node) for node in nodes]
+        positions = [held.committed + count for count in counts]
         probs = self.sampling.perturbed(logits, held.request, positions).float().softmax(dim=-1)
-        best = probs.topk(min(NUM_CANDIDATES, probs.shape[1]))
+        best = probs.max(dim=-1)
         # A token is exact in float64, so that the host reads once.
         both = torch.stack([best.indices.double(), best.values.double()], dim=1).tolist()
-        return [tuple(zip(map(int, ids), shares, strict=True)) for ids, shares in both]
+        held.candidates += [(int(token), share) for token, share in both]

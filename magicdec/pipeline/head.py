@@ -39,14 +39,14 @@ from magicdec.distributed.layout import Layout
 from magicdec.distributed.shared_memory import map_segment
 from magicdec.hardware.environment import use_device
 from magicdec.hardware.threads import ThreadCount
-from magicdec.pipeline.drafter import Drafter, DraftLoop, DraftRequest, candidates_of
+from magicdec.pipeline.drafter import Drafter, DraftLoop, DraftRequest, candidate_of
 from magicdec.pipeline.spans import Spans, What
 from magicdec.pipeline.stage import BOARD_BYTES, CancelBoard, Canceller, RunStage, StageLoop, listen
 from magicdec.pipelined_speculation.messages import Action, Cancel, Commit, Draft, Launch
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Moves, Request
 
-RUN_WORDS = 14  # of the header of a launch: a run of one row has so many words
+RUN_WORDS = 7  # of the header of a launch: a run of one row has so many words
 NUMBER_WORDS = 3  # of the header of other messages, which have no payload
 
 Observer = Callable[[int], None]
@@ -225,7 +225,7 @@ class Head:
         elif self._answer is not None:
             message, self._answer, self._is_drafting = self._answer, None, False
             DUE.reach(message.due_s)
-            self._do(self.scheduler.drafted(message.run, candidates_of(message)))
+            self._do(self.scheduler.drafted(message.run, candidate_of(message)))
         elif self._is_drafting or not (actions := self.scheduler.idle()):
             self._wait()
         else:
@@ -304,7 +304,7 @@ class Head:
         num_known, output = self._num_known[number], request.output_ids
         self._num_known[number], self._is_drafting = len(output), True
         kept, new = len(request.prompt_ids) + num_known, tuple(output[num_known:])
-        step = DraftRequest(number, self._lanes[number], kept, new, draft.paths)
+        step = DraftRequest(number, self._lanes[number], kept, new, draft.path)
         self.drafts.send(step.to_message(draft.draft))
 
 

@@ -216,7 +216,7 @@ class SpeculationMetrics(Part):
         null="if nothing was drafted",
     )  # fmt: skip
     failed_attempts: int = recorded(
-        "attempts to draft whose first candidate was less probable than the threshold",
+        "attempts to draft whose candidate was less probable than the threshold",
         label="failed attempts",
     )  # fmt: skip
     least_margin: float | None = recorded(

@@ -48,10 +48,8 @@ from magicdec.distributed.channels.message import (
     words_of,
 )
 from magicdec.executor.executor import Cancellation, Cancelled
-from magicdec.kv.cache import upload
-from magicdec.kv.tree import DraftTree
 from magicdec.pipeline.spans import Spans, What
-from magicdec.pipelined_speculation.messages import Launch, Ranges, to_ranges
+from magicdec.pipelined_speculation.messages import Launch
 from magicdec.runner import ModelRunner, Tokens, gather_vocab
 from magicdec.sampling.coupled import CoupledSampling
 
@@ -240,62 +238,36 @@ def listen(channel: Receiver, board: CancelBoard) -> Thread:
     return thread
 
 
-@dataclass(frozen=True)
-class ContextCells:
-    """What the rows of a launch read before them, as a `Visible` rule of one row."""
-
-    cells: Ranges
-
-    def ranges(self, committed: Tensor) -> Tensor:
-        return upload(self.cells, committed.device).view(1, -1, 2)
-
-    def num_visible(self, committed: int) -> int:
-        return sum(end - first for first, end in self.cells)
-
-    def most_visible(self, committed: int) -> int:
-        return self.num_visible(committed)
-
-
 class LaneText:
-    """The tokens in the cells of a lane, from which the last stage knows the text before each row.
-    It must be told of every run, also of those that are skipped."""
+    """The tokens in a lane, from which the last stage knows the text before each row. It must be
+    told of every run, also of those that are skipped."""
 
     def __init__(self) -> None:
-        self.tokens: dict[int, int] = {}  # by cell
-        self.prompt: set[int] = set()  # the tokens in the first `num_prompt` cells
+        self.tokens: list[int] = []
+        self.prompt: set[int] = set()  # the first `num_prompt` tokens
         self.num_prompt = 0
         self._is_prompt = True  # whether the next run is of the prompt
 
     def take(self, launch: Launch) -> None:
         """Write the tokens of a run. A request begins with its prompt, up to the run that predicts
         its first token."""
-        if launch.positions[0] == 0:
+        if launch.first == 0:
             self.prompt, self._is_prompt = set(), True
-        moved = [(target, self.tokens[source]) for source, target in launch.moves]
-        self.tokens.update(moved)
-        self.tokens.update(zip(launch.cells, launch.tokens, strict=True))
+        self.tokens[launch.first :] = launch.tokens
         if self._is_prompt:
             self.prompt.update(launch.tokens)
-            self.num_prompt = launch.positions[-1] + 1
+            self.num_prompt = len(self.tokens)
             self._is_prompt = launch.num_outputs == 0
 
     def outputs(self, launch: Launch) -> list[list[int]]:
         """The output tokens up to each row of a run, the row's own included."""
-        first, read = self.num_prompt, self.tokens
-        before = [read[c] for begin, end in launch.context for c in range(max(begin, first), end)]
-        texts: list[list[int]] = []
-        rows = zip(launch.tokens, launch.positions, launch.parents, strict=True)
-        for token, position, parent in rows:
-            text = texts[parent] if parent >= 0 else before
-            texts.append([*text, token] if position >= first else text)
-        return texts
+        return [self.tokens[self.num_prompt : place + 1] for place in launch.positions]
 
 
 class RunStage:
     """Of pipelined speculation. `runner` has the stage's layers and a row of its cache for each
-    lane, with cell c of the lane in place c. A run that continues the cells from 0 on is appended
-    to its row, which is cut at the run's first position before; any other run is a `DraftTree` with
-    cells of its own. The last stage chooses tokens as `sampling` says.
+    lane, which is cut at a run's first position before the run is appended. The last stage chooses
+    tokens as `sampling` says.
 
     It skips the runs that `board` names. Ranks that share the layers of a stage have no board: they
     skip what arrives as VOID, which the first of them decides before a run."""
@@ -316,7 +288,8 @@ class RunStage:
 
     def answer(self, message: Message) -> tuple[Message, int]:
         run, launch = message.run, Launch.from_words(message.words)
-        self.prepare(launch)
+        if self.texts is not None:
+            self.texts[launch.lane].take(launch)
         try:
             if message.kind is Kind.VOID:
                 raise Cancelled(0)
@@ -330,34 +303,19 @@ class RunStage:
             return Message(Kind.NUMBERS, run, words=out), self.num_layers
         return Message(message.kind, run, words=message.words, payload=out), self.num_layers
 
-    def prepare(self, launch: Launch) -> None:
-        """What a run does to the cache beside its rows, even if it is skipped."""
-        if self.texts is not None:
-            self.texts[launch.lane].take(launch)
-        if launch.moves:
-            cache, device = self.runner.cache, self.runner.device
-            row, moves = upload([launch.lane], device), upload(launch.moves, device)
-            sources, targets = moves.T.unsqueeze(1)  # [1, moves] each
-            cache.copy_within(cache.slots(row, sources), cache.slots(row, targets))
-
     def compute(
         self, launch: Launch, message: Message, cancellation: Cancellation | None
     ) -> Tensor | tuple[int, ...] | None:
         """Hidden states [1, rows, hidden], None if they are emulated; of the last stage the words
         of its answer. Raises Cancelled if the cancellation is set before a layer."""
         model, num_rows = self.runner.model, launch.num_rows
-        self._cut(launch.lane, launch.positions[0])
+        self._cut(launch.lane, launch.first)
         x: Tokens = [launch.tokens]
         if not model.has_embedding:
             assert message.payload is not None, "the stage before has computed"
             x = message.payload
-        rows, run = [launch.lane], self.runner.forward
-        if is_appended(launch):
-            last_only = launch.num_outputs < num_rows
-            out = run(x, rows, last_only=last_only, cancellation=cancellation)
-        else:
-            context, tree = ContextCells(launch.context), tree_of(launch, self.runner.device)
-            out = run(x, rows, context, tree=tree, cancellation=cancellation)
+        last_only = launch.num_outputs < num_rows
+        out = self.runner.forward(x, [launch.lane], last_only=last_only, cancellation=cancellation)
         if not model.has_head:
             return out
         first = -launch.num_outputs or num_rows  # the first row that asked for a prediction
@@ -377,19 +335,6 @@ class RunStage:
             cache.truncate([lane], [length])
         elif cache.lengths[lane] < length:
             cache.advance([lane], length - cache.lengths[lane])
-
-
-def is_appended(launch: Launch) -> bool:
-    """Whether the rows are a chain that continues the cells 0, 1, ... of its lane."""
-    first, num_rows = launch.positions[0], launch.num_rows
-    is_chain = launch.parents == tuple(range(-1, num_rows - 1))
-    at_home = launch.cells == tuple(range(first, first + num_rows))
-    return is_chain and at_home and launch.context == to_ranges(first, ())
-
-
-def tree_of(launch: Launch, device: torch.device) -> DraftTree:
-    first, parents = upload([launch.positions[0]], device), upload([launch.parents], device)
-    return DraftTree(first, parents, upload([launch.cells], device))
 
 
 def predict(logits: Tensor) -> tuple[int, ...]:

@@ -8,7 +8,6 @@ from magicdec.config.sections import FIXED_DRAFT_TOKENS, PROBABILITY, DecodingSe
 from magicdec.config.setting import check_values, same, setting
 
 MODES = ("iterative", "sync", "async")
-NUM_CANDIDATES = 8  # of which a draft step can choose at one place
 
 
 @dataclass(frozen=True)
@@ -17,24 +16,14 @@ class Options:
 
     mode: str = "async"
     pa: float = same(DecodingSection, "pa", 0.5)
-    ps: float = setting(
-        0.1,
-        "A further candidate opens a branch when it is more probable than this.",
-        **PROBABILITY,
-    )
     pr: float = setting(
-        0.0,
-        "--pa and --ps rise by this with each microbatch since the last commit.",
-        **PROBABILITY,
+        0.0, "--pa rises by this with each microbatch since the last commit.", **PROBABILITY
     )
     pd: float = setting(
-        0.0,
-        "--pa and --ps fall by this with each attempt that drafted nothing.",
-        **PROBABILITY,
+        0.0, "--pa falls by this with each attempt that drafted nothing.", **PROBABILITY
     )
-    # The most draft tokens in the depth of a microbatch, and about its most rows.
+    # The most draft tokens in a microbatch.
     gamma: int = same(DecodingSection, "num_draft_tokens", FIXED_DRAFT_TOKENS, words=())
-    np: int = setting(1, "Most branches of a microbatch.", least=1, most=NUM_CANDIDATES)
     max_in_flight: int | None = setting(
         None, "Most runs of a request at the same time. Default: no limit.", least=1
     )
@@ -43,9 +32,3 @@ class Options:
     def __post_init__(self) -> None:
         assert self.mode in MODES
         check_values(self)
-
-    @property
-    def spare_cells(self) -> int:
-        """Cells of a lane beside those of its positions: for branches, of which at most `np` - 1
-        have another cell than that of their position."""
-        return 4 * self.gamma * (self.np - 1)

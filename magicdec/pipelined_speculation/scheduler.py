@@ -9,9 +9,9 @@ give the same actions.
 Three rules make it lossless:
 
 1. A token is committed only from a row whose whole context is committed (`Sequence.commit`).
-2. A run is skipped only if no row that can still be right is in it or reads it, through any number
-   of runs (`Sequence.needed_runs`). So no cell that a live row reads is missing.
-3. A free cell is given to a later run only, and every stage runs in order.
+2. A run is skipped only if no row that can still be right is in it or reads it
+   (`Sequence.needed_runs`). So no position that a live row reads is missing.
+3. A position is written anew by a later run only, and every stage runs in order.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from dataclasses import dataclass
 from magicdec.pipelined_speculation.messages import (
     Action,
     Cancel,
-    Candidates,
+    Candidate,
     Commit,
     Draft,
     Launch,
 )
 from magicdec.pipelined_speculation.options import Options
-from magicdec.pipelined_speculation.sequence import Branch, Microbatch, Node, Run, Sequence
+from magicdec.pipelined_speculation.sequence import Microbatch, Node, Run, Sequence
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Counts:
     invalid_runs: int = 0  # cancelled: no row of them could be right any more
     drafted: int = 0  # tokens of speculative runs
     accepted: int = 0  # committed tokens that had been launched before as drafts
-    failed_attempts: int = 0  # to draft; the first candidate was less probable than the threshold
+    failed_attempts: int = 0  # to draft; the candidate was less probable than the threshold
     # By how much the largest logit exceeded the second, at the committed token with the least.
     least_margin: float = math.inf
 
@@ -57,7 +57,7 @@ class PipelinedScheduler:
         self._sequences: dict[int, Sequence] = {}
         self._waiting: deque[Sequence] = deque()  # those that have no lane yet
         self._free_lanes = list(range(options.lanes))
-        self._drafting: tuple[int, Sequence, Microbatch, list[Branch]] | None = None
+        self._drafting: tuple[int, Sequence, Microbatch] | None = None
         self._num_drafts = self._num_requests = 0
         self._turn: deque[int] = deque()  # requests, the next to draft for first
 
@@ -85,7 +85,6 @@ class PipelinedScheduler:
         exceeds the second largest, if that is known."""
         oldest = self.in_flight.popleft()
         assert oldest.run == run, f"result of run {run}, but run {oldest.run} is the oldest"
-        oldest.is_home = True
         if oldest.is_cancelled:
             return []
         assert tokens is not None and len(tokens) == oldest.num_outputs, "no stage skipped it"
@@ -97,15 +96,15 @@ class PipelinedScheduler:
                 node.predicted, node.margin = token, margin
         return self._commit(sequence)
 
-    def drafted(self, draft: int, candidates: Tokens[Candidates]) -> list[Action]:
-        """The drafter has done a step. `candidates` belong to the paths of the Draft in order."""
+    def drafted(self, draft: int, candidate: Candidate | None) -> list[Action]:
+        """The drafter has done a step. `candidate` comes after the path of the Draft."""
         assert self._drafting is not None and self._drafting[0] == draft, "one draft at a time"
-        _, sequence, batch, branches = self._drafting
+        _, sequence, batch = self._drafting
         self._drafting = None
         if sequence.microbatch is not batch:  # it was given up meanwhile
             return []
-        batch.extend(branches, candidates, sequence.grow)
-        return [] if sequence.open_branches() else self._end_microbatch(sequence)
+        batch.extend(candidate, sequence.grow)
+        return [] if sequence.is_drafting else self._end_microbatch(sequence)
 
     def idle(self) -> list[Action]:
         """No result waits and the drafter is free: the next draft step, if there is one to do."""
@@ -116,21 +115,18 @@ class PipelinedScheduler:
             sequence = self._sequences[self._turn[0]]
             self._turn.rotate(-1)
             if sequence.microbatch is None and self._may_draft(sequence):
-                leaf, value = sequence.frontier(), sequence.adjustment.value
-                sequence.microbatch = Microbatch([Branch(leaf)], self.options, value)
-            branches = sequence.open_branches()
-            if branches:
-                return [*actions, self._draft(sequence, branches)]
+                sequence.begin_microbatch()
+            if sequence.is_drafting:
+                return [*actions, self._draft(sequence)]
             if sequence.microbatch is not None:
                 actions += self._end_microbatch(sequence)
         return actions
 
-    def _draft(self, sequence: Sequence, branches: list[Branch]) -> Draft:
+    def _draft(self, sequence: Sequence) -> Draft:
         assert sequence.microbatch is not None
         draft, self._num_drafts = self._num_drafts, self._num_drafts + 1
-        self._drafting = draft, sequence, sequence.microbatch, branches
-        newest = sequence.tip.position
-        return Draft(draft, sequence.request, tuple(b.leaf.path(newest) for b in branches))
+        self._drafting = draft, sequence, sequence.microbatch
+        return Draft(draft, sequence.request, sequence.path())
 
     def _may_draft(self, sequence: Sequence) -> bool:
         if sequence.is_stalled or not sequence.num_output:
@@ -160,7 +156,7 @@ class PipelinedScheduler:
 
     def _commit(self, sequence: Sequence) -> list[Action]:
         """Commit what the results tell, cancel what nobody needs, and launch the newest token."""
-        drafts = [n for n in sequence.nodes if n.run is not None and not n.was_tip]
+        drafts = [n for n in sequence.chain if n.run is not None and not n.was_tip]
         tokens, finished = sequence.commit()
         self.counts.least_margin = min(self.counts.least_margin, sequence.least_margin)
         if not tokens:
@@ -194,7 +190,7 @@ class PipelinedScheduler:
         self.counts.speculative_runs += run.is_speculative
         self.counts.drafted += len(drafts)
         self._take_off(run)
-        return sequence.launch(run)
+        return sequence.launch(run, nodes[0].position, [node.token for node in nodes])
 
     def _take_off(self, run: Run) -> None:
         self.counts.runs += 1
@@ -214,17 +210,12 @@ class PipelinedScheduler:
     def _prefill(self, sequence: Sequence) -> list[Action]:
         tip, actions = sequence.tip, list[Action]()
         size = self.prefill_chunk or len(sequence.prompt)
-        before: Node | None = None
         for first in range(0, tip.position + 1, size):
             last = min(first + size, tip.position + 1) - 1
-            node = tip if last == tip.position else Node(sequence.prompt[last], last, None, last)
-            node.parent, before = before, node
-            if node.parent is not None:
-                node.parent.children.append(node)
-            sequence.nodes.add(node)
-            run = Run(self.counts.runs, sequence.request, [node], int(node is tip), False)
+            nodes = [tip] if last == tip.position else []
+            run = Run(self.counts.runs, sequence.request, nodes, len(nodes), False)
             self._take_off(run)
-            actions.append(sequence.launch_prompt(run, first))
+            actions.append(sequence.launch(run, first, sequence.prompt[first : last + 1]))
         return actions
 
     def _leave(self, sequence: Sequence) -> list[Action]:

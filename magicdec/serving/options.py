@@ -247,15 +247,14 @@ class ServeOptions(StagesSection):
         total = sum(shape.prompt_len + shape.output_len // 2 for shape in self.shapes)
         return total // len(self.shapes)
 
-    def batch_of(self, workload: WorkloadSection, rows: int, spare: int = 0) -> WorkloadSection:
+    def batch_of(self, workload: WorkloadSection, rows: int) -> WorkloadSection:
         """`workload` with one batch of so many rows. A row has room for the longest request, which
-        need not have the longest prompt, and for `spare` tokens. The longest output may be that of
-        another request."""
+        need not have the longest prompt. The longest output may be that of another request."""
         prompt = self.longest_prompt
         new = self.longest - prompt
         extra = max(shape.output_len for shape in self.shapes) - new
         return replace(
-            workload, batch_size=rows, prefix_len=prompt, gen_len=new + spare, num_batches=1,
+            workload, batch_size=rows, prefix_len=prompt, gen_len=new, num_batches=1,
             extra_new_tokens=extra,
         )  # fmt: skip
 

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from magicdec.attention.backend import check_trees
 from magicdec.config.choices.collectives import check_stage_group
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
@@ -30,7 +29,6 @@ from magicdec.distributed.layout import ON_HEAD, Layout, make_layout
 from magicdec.distributed.start import make_stage_groups
 from magicdec.memory.model_plan import ModelPlan, StagePart
 from magicdec.memory.plan import model_plans_of
-from magicdec.model.config import ModelConfig
 from magicdec.model.emulated import following_tokens
 from magicdec.pipeline.auto_split import (
     STEPS,
@@ -58,9 +56,7 @@ from magicdec.serving.system import Extras, Trace, Watch
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
 from magicdec.setup.model_checks import check_shared
 from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache
-from magicdec.simulator.simulation import draw_ranks
-
-SCRIPTED_PROBABILITY = 0.7  # that the drafter of an emulated acceptance gives its candidate
+from magicdec.simulator.simulation import DRAFT_PROBABILITY, draw_right
 
 
 class SpeculativePipeline(StagedSystem):
@@ -81,8 +77,6 @@ class SpeculativePipeline(StagedSystem):
         self.check_stages(models, layout.tensor_parallel, not all(map(len, layout.layers)))
         if options.is_measured:
             check_source(str(options.layer_split), models.source)
-        if options.speculation.spare_cells:
-            check_cells(models.config, model)
         config = self._place_draft(models, layout)
         run = self.complete(replace(models, config=config), cache)
         self.drafting: Prepared | None = None
@@ -102,12 +96,10 @@ class SpeculativePipeline(StagedSystem):
         self.layers = self.layout.layers
 
     def _find_models(self, run_config: RunConfig, cache: SetupCache) -> ResolvedRun:
-        """There is a row for each lane, which has room for the spare cells of the lane too. All
-        that follows a prompt may be drafted before any of it is committed."""
+        """There is a row for each lane. All that follows a prompt may be drafted before any of it
+        is committed."""
         run_config = with_own_model(run_config)
-        speculation = self.options.speculation
-        lanes, spare = speculation.lanes, speculation.spare_cells
-        workload = self.options.batch_of(run_config.workload, lanes, spare)
+        workload = self.options.batch_of(run_config.workload, self.options.speculation.lanes)
         assert workload.gen_len is not None, "the batch has room for outputs"
         decoding = replace(run_config.decoding, num_draft_tokens=workload.gen_len)
         return self.find_part(replace(run_config, decoding=decoding), workload, cache)
@@ -210,15 +202,15 @@ class SpeculativePipeline(StagedSystem):
         if outputs is None:  # of emulated stages
             vocab_size = self.run.source.config.vocab_size
             outputs = [following_tokens(s.prompt_len, s.output_len, vocab_size) for s in shapes]
-        ranks = [
-            draw_ranks([acceptance], shape.output_len, self.run.workload.seed + index)
+        is_right = [
+            draw_right(acceptance, shape.output_len, self.run.workload.seed + index)
             for index, shape in enumerate(shapes)
         ]
         return ScriptedDrafter(
             outputs,
             [shape.prompt_len for shape in shapes],
-            ranks,
-            [SCRIPTED_PROBABILITY],
+            is_right,
+            DRAFT_PROBABILITY,
             seconds=(self.options.emulate_draft_ms or 0.0) / 1e3,
         )
 
@@ -253,16 +245,6 @@ def check_draft_ranks(models: ResolvedRun, options: ServeOptions, layout: Layout
     check_shared(f"{split}, draft {draft.name}", count, draft.config)
 
 
-def check_cells(config: ResolvedConfig, model: ModelConfig) -> None:
-    """Raises ValueError if runs cannot have cells other than those of their positions."""
-    check_trees(config.attention.backend)
-    if model.sliding_window is not None:
-        raise ValueError(
-            f"--np: {config.model.model} has a sliding window, under which every token must lie in "
-            "the cell of its position; choose --np 1"
-        )
-
-
 class RunTiming(Timing):
     """Runs of `step.num_tokens` rows that follow `step.context` tokens of one request. Every run
     takes the place of the one before it. `run.config` is that of one rank, without drafts."""
@@ -283,12 +265,10 @@ class RunTiming(Timing):
 
 def time_part(stage: RunStage, step: DecodeStep) -> float:
     """Seconds from run to run."""
-    num_rows, places = step.num_tokens, tuple(range(step.context, step.context + step.num_tokens))
+    num_rows = step.num_tokens
     run = messages.Launch(
         run=0, request=0, lane=0, is_speculative=num_rows > 1, num_outputs=num_rows,
-        tokens=(1,) * num_rows, positions=places, cells=places,
-        parents=tuple(range(-1, num_rows - 1)), moves=(),
-        context=messages.to_ranges(step.context, ()),
+        first=step.context, tokens=(1,) * num_rows,
     )  # fmt: skip
     model, payload = stage.runner.model, None
     if not model.has_embedding:

@@ -37,11 +37,9 @@ PROMPT = (0,)  # a stage takes as long for it as for one row
 
 @dataclass(frozen=True)
 class Work:
-    """What is decoded: by position of the output, the rank of the target's token among the draft's
-    candidates, which have these probabilities."""
+    """What is decoded: by position of the output, whether the draft's candidate is right there."""
 
-    ranks: Sequence[int]
-    probabilities: Sequence[float]
+    is_right: Sequence[bool]
     gen_len: int
     num_requests: int = 1  # of iterative, sync and async
     ring_requests: int | None = None  # None: as many as stages
@@ -55,11 +53,9 @@ def run_mode(
     requests = (work.ring_requests or machine.num_stages) if is_ring else work.num_requests
     kind = "iterative" if is_ring else mode
     scheduler = PipelinedScheduler(replace(options, mode=kind, lanes=requests))
-    # Every request has another part of the ranks, which are taken in a circle.
-    starts = (index * work.gen_len % len(work.ranks) for index in range(requests))
-    models = TextModels(
-        [[*work.ranks[start:], *work.ranks[:start]] for start in starts], work.probabilities
-    )
+    # Every request has another part of `is_right`, which is taken in a circle.
+    starts = (index * work.gen_len % len(work.is_right) for index in range(requests))
+    models = TextModels([[*work.is_right[start:], *work.is_right[:start]] for start in starts])
     simulation = Simulation(machine, scheduler, models, is_ring)
     trace = simulation.run([PROMPT] * requests, work.gen_len)
     return trace, measure(machine, trace, scheduler.counts)

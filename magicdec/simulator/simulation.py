@@ -7,8 +7,8 @@ cancellations before a run and between layers. The times of a run follow from th
 before it, so nothing is simulated step by step. A cancellation changes only what comes after it;
 the runs in flight from the first cancelled one on are then computed again.
 
-There are no models: at each position of the output, the rank is known that the target's token has
-among the draft's candidates.
+There are no models: at each position of the output it is known whether the draft's candidate is the
+target's token.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from functools import cache
 from magicdec.pipelined_speculation.messages import (
     Action,
     Cancel,
-    Candidates,
+    Candidate,
     Commit,
     Draft,
     Launch,
@@ -32,7 +32,8 @@ from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 
 VOID_BYTES = 64  # a header alone
 RESULT_BYTES = 16  # of a row that comes home: its arg-max and the margin
-SPACING = 16  # between the tokens of two positions: the candidates of one are different tokens
+SPACING = 2  # between the tokens of two positions: a wrong candidate is a token of its own
+DRAFT_PROBABILITY = 0.7  # that the draft gives its candidate, at every place
 
 
 @dataclass(frozen=True)
@@ -176,33 +177,24 @@ class Pipeline:
 
 @dataclass(frozen=True)
 class TextModels:
-    """A target and a draft. Token i of the output of a request has rank `ranks[request][i]` among
-    the draft's candidates there, -1 if it is none of them. `probabilities` are the draft's, the
-    same at every place. A prompt has one token, at position 0."""
+    """A target and a draft, whose candidate for token i of the output is right if
+    `is_right[request][i]`. A prompt has one token, at position 0."""
 
-    ranks: Sequence[Sequence[int]]
-    probabilities: Sequence[float]
+    is_right: Sequence[Sequence[bool]]
 
     def home(self, flight: Flight) -> Sequence[int] | None:
         """The predictions of a run that has come home, as if each row stood on the target's text:
         what stands elsewhere is never committed. None if a stage skipped the run."""
         launch = flight.launch
         outputs = launch.positions[launch.num_rows - launch.num_outputs :]
-        return None if flight.is_void else tuple((at + 1) * SPACING for at in outputs)
+        return None if flight.is_void else [(at + 1) * SPACING for at in outputs]
 
-    def propose(self, draft: Draft, output: Sequence[int]) -> list[Candidates]:
-        """The candidates after each path. `output` is what is committed of the request."""
-        return [self._after(draft.request, len(output), path) for path in draft.paths]
-
-    def _after(self, request: int, num_output: int, path: Sequence[int]) -> Candidates:
-        ranks, place = self.ranks[request], num_output + len(path)
-        is_right = all(token == at * SPACING for at, token in enumerate(path, num_output + 1))
-        rank = ranks[place] if is_right and place < len(ranks) else -1
-        right = (place + 1) * SPACING
-        return tuple(
-            (right if index == rank else right + 1 + index, probability)
-            for index, probability in enumerate(self.probabilities)
-        )
+    def propose(self, draft: Draft, output: Sequence[int]) -> Candidate | None:
+        """The candidate after the path. `output` is what is committed of the request."""
+        is_right, place = self.is_right[draft.request], len(output) + len(draft.path)
+        expected = range((len(output) + 1) * SPACING, (place + 1) * SPACING, SPACING)
+        follows = draft.path == tuple(expected) and place < len(is_right) and is_right[place]
+        return (place + 1) * SPACING + (not follows), DRAFT_PROBABILITY
 
 
 @dataclass
@@ -282,9 +274,7 @@ class Simulation:
         self.trace.drafts.append((self._now_s, self._draft_s))
 
 
-def draw_ranks(acceptance: Sequence[float], length: int, seed: int) -> list[int]:
-    """`acceptance[k]` is the probability that the draft's candidate k is the target's token."""
+def draw_right(acceptance: float, length: int, seed: int) -> list[bool]:
+    """Whether the draft's candidate is the target's token, at each of `length` places."""
     chooser = random.Random(seed)
-    ranks = range(len(acceptance))
-    weights = [*acceptance, max(0.0, 1 - sum(acceptance))]
-    return chooser.choices([*ranks, -1], weights, k=length)
+    return [chooser.random() < acceptance for _ in range(length)]

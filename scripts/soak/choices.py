@@ -21,9 +21,7 @@ CHOICES: dict[str, list[Any]] = {  # of a flag; None: leave it out, True: it has
     "--draft": ["model:demo-draft", "model:demo-draft", "self", "ngram"],
     "--budget": [None, 40],
     "--gamma": [1, 2, 4, 8],
-    "--np": [1, 1, 2, 4],
     "--pa": [0.0, 0.3, 0.6],
-    "--ps": [0.05, 0.2],
     "--pr": [0.0, 0.1],
     "--pd": [0.0, 0.05],
     "--max_in_flight": [None, None, None, 1, 2, 5],
@@ -46,7 +44,7 @@ def draw(chooser: random.Random, is_repeated: bool) -> tuple[int, list[str]]:
     values = {flag: chooser.choice(choices) for flag, choices in CHOICES.items()}
     modes = [chooser.choice(["async", "async", *MODES])] if is_repeated else MODES
     if modes == ["iterative"]:
-        drafting = ("--gamma", "--np", "--pa", "--ps", "--pr", "--pd", "--max_in_flight")
+        drafting = ("--gamma", "--pa", "--pr", "--pd", "--max_in_flight")
         values |= dict.fromkeys(("--draft", "--emulate_acceptance", *drafting))
     if values["--emulate_acceptance"] is not None:
         values["--draft"] = None  # it would do nothing

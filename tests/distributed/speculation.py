@@ -52,7 +52,6 @@ class Case:
     split: str
     drafter: str
     collectives: str = "shared_memory"
-    np: int = 1
     goes_apart: bool = False  # hidden states, by process groups of their own (gloo, not NCCL)
     temperature: float = 0.0
     penalty: float = 1.0
@@ -66,30 +65,30 @@ class Case:
 CASES = {
     2: [
         Case("0,1.0/head", "model full"),
-        Case("0.5,0.5/head", "self streaming_llm", np=2),
+        Case("0.5,0.5/head", "self streaming_llm"),
         Case("0.5,0.5/head", "lookup"),
-        Case("1.0/1.0", "model full", np=2, temperature=0.9),
-        Case("1.0/head", "model full", np=2, temperature=0.9, penalty=1.2),
+        Case("1.0/1.0", "model full", temperature=0.9),
+        Case("1.0/head", "model full", temperature=0.9, penalty=1.2),
         Case("0.5,0.5/head", "lookup", temperature=0.9, mean_ms=20.0),
     ],
     3: [
-        Case("0.4,0.6/1.0", "model full", np=3),
+        Case("0.4,0.6/1.0", "model full"),
         Case("0.4,0.6/1.0", "self streaming_llm"),
-        Case("1.0/0.5,0.5", "model full", np=3, penalty=1.2),
+        Case("1.0/0.5,0.5", "model full", penalty=1.2),
         Case("1.0/0.5,0.5", "self snapkv", "gloo", temperature=0.9),
         Case("0.2,0.4,0.4/head", "self snapkv", "gloo", goes_apart=True),
         Case("0,1.0/head", "self full", "gloo"),
-        Case("1.0/1.0", "model full", np=2, goes_apart=True),
+        Case("1.0/1.0", "model full", goes_apart=True),
     ],
     4: [
-        Case("0,0.5,0.5/1.0", "self snapkv", "gloo", np=2),
+        Case("0,0.5,0.5/1.0", "self snapkv", "gloo"),
         Case("0.2,0.2,0.6/1.0", "lookup", goes_apart=True),
-        Case("0.4,0.6/head", "model full", np=3, temperature=0.9, mean_ms=20.0),
+        Case("0.4,0.6/head", "model full", temperature=0.9, mean_ms=20.0),
         Case("0.4,0.6/head", "lookup", "gloo", goes_apart=True, penalty=1.2),
         Case("1.0/0.5,0.5", "model full"),
         Case("0.4,0.6/0.5,0.5", "self streaming_llm", temperature=0.9, penalty=1.2),
-        Case("0,1.0/0.5,0.5", "model full", np=2, temperature=0.9, mean_ms=20.0),
-        Case("1.0/0.33,0.33,0.33", "model snapkv", "gloo", np=2),
+        Case("0,1.0/0.5,0.5", "model full", temperature=0.9, mean_ms=20.0),
+        Case("1.0/0.33,0.33,0.33", "model snapkv", "gloo"),
     ],
 }
 
@@ -100,7 +99,7 @@ def served_requests(sampling: SamplingSection) -> list[Request]:
 
 
 def options_of(case: Case, mode: str) -> Options:
-    return Options(mode=mode, gamma=3, pa=0.1, ps=0.05, np=case.np, lanes=LANES)
+    return Options(mode=mode, gamma=3, pa=0.1, lanes=LANES)
 
 
 def make_drafter(case: Case, target: str, draft: str, group: Group = Group((0,), 0)) -> Drafter:

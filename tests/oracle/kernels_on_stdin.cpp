@@ -49,7 +49,7 @@ int main() {
         const int64_t seen[2] = {0, at + count}, lengths[1] = {at};
         const int64_t shape[18] = {1, count, H, G, D, block, 1, 1, 0, H * D, 0, G * D, 0, G * D, 1, 0, 0, 0};
         if (magicdec_attention(BFLOAT16, 0, shape, &q[at * H * D], &k[at * G * D], &v[at * G * D], k_pool.data(),
-                               v_pool.data(), table, rows, lengths, seen, nullptr, nullptr, nullptr,
+                               v_pool.data(), table, rows, lengths, seen, nullptr, nullptr,
                                &mixed[at * H * D], &lse[at * H], nullptr))
             return 1;
     }

@@ -138,29 +138,6 @@ def test_a_tree_may_have_as_many_nodes_as_a_chunk_of_a_prompt(name: str) -> None
         runner.truncate([row], [LENGTHS[row]])
 
 
-@pytest.mark.parametrize("name", ON_CPUS)
-def test_nodes_may_lie_in_any_cells(name: str) -> None:
-    """Two forwards of one tree, whose nodes lie far behind the row's end, before and after each
-    other. The lengths of the rows stay."""
-    runner, parents, ids = tiny_tree(name, NODES, 3)
-    cells = torch.stack([torch.randperm(192 - 160)[:NODES] + 160 for _ in range(3)])
-    base, found = runner.cache.seq_lens.clone(), []
-    for first, last in ((0, 4), (4, NODES)):
-        tree = DraftTree(base, torch.tensor(parents)[:, :last], cells[:, :last])
-        found.append(runner.forward(ids[:, first:last], [0, 1, 2], tree=tree))
-    assert runner.cache.lengths == LENGTHS
-    ours = torch.cat(found, 1)
-    path = path_of(parents[2], NODES - 1)
-    runner.cache.keep_path([2], LENGTHS[2:], cells[2:, path])
-    following = runner.forward(torch.tensor([[5]]), [2])[0, -1]
-    runner.truncate([2], LENGTHS[2:])
-    chain = runner.forward(torch.cat([ids[2:, path], torch.tensor([[5]])], 1), [2])[0, -1]
-    torch.testing.assert_close(following, chain, atol=1e-4, rtol=0)
-    runner.truncate([2], LENGTHS[2:])
-    theirs = levels(runner, base, torch.tensor(parents), ids, [NODES])
-    torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=0)
-
-
 def test_other_backends_refuse_a_tree_by_name() -> None:
     runner = make_runner(tiny_transformer(), 1, 64)
     runner.allocate(0)

@@ -83,7 +83,7 @@ OF_STAGES = {
     "pipeline/recurrent._tokens: tolist",
     "pipeline/recurrent.judge: tolist",
     "pipeline/stage.predict: download",
-    "pipeline/drafter._candidates: tolist",
+    "pipeline/drafter._learn: tolist",
 }
 
 

@@ -5,11 +5,12 @@ skipped."""
 import random
 from collections.abc import Sequence
 
-from magicdec.pipelined_speculation.messages import Candidates, Draft, Launch
+from magicdec.pipelined_speculation.messages import Candidate, Draft, Launch
 from magicdec.simulator.simulation import Flight, Machine
 
 VOCABULARY = 11
 EMPTY = 7  # the text before the first token
+PROBABILITY = 0.6  # of every candidate
 Cell = tuple[int, int] | None
 """(text before the row, text with its token), or None: poison."""
 
@@ -43,12 +44,11 @@ class CheckedModels:
         prompts: Sequence[Sequence[int]],
         machine: Machine,
         acceptance: float,
-        probabilities: Sequence[float],
         cancelled: set[int],
         seed: int,
     ) -> None:
         self.prompts, self.acceptance, self.seed = prompts, acceptance, seed
-        self.probabilities, self.cancelled = probabilities, cancelled
+        self.cancelled = cancelled
         self.num_layers = machine.layers  # of a stage; one that computed fewer skipped the run
         self.stages: list[dict[tuple[int, int], Cell]] = [{} for _ in machine.stage_s]
 
@@ -56,8 +56,6 @@ class CheckedModels:
         launch = Launch.from_words(flight.launch.to_words())
         texts: list[int | None] = [None] * launch.num_rows
         for stage, cells in enumerate(self.stages):
-            for source, target in launch.moves:
-                cells[launch.lane, target] = cells.get((launch.lane, source))
             found = self._rows(launch, cells, flight.layers[stage] < self.num_layers)
             equal = zip(texts, found, strict=True)
             texts = found if stage == 0 else [a if a == b else None for a, b in equal]
@@ -72,41 +70,30 @@ class CheckedModels:
         self, launch: Launch, cells: dict[tuple[int, int], Cell], is_skipped: bool
     ) -> list[int | None]:
         """The text of each row at one stage, whose cells are written."""
-        context = [cells.get((launch.lane, c)) for a, b in launch.context for c in range(a, b)]
-        end = self._end(context, launch.positions[0]) if not is_skipped else None
+        text = None if is_skipped else self._read(launch, cells)
         texts: list[int | None] = []
-        for row, token in enumerate(launch.tokens):
-            before = end if launch.parents[row] < 0 else texts[launch.parents[row]]
-            text = None if before is None or is_skipped else read(before, token)
+        for position, token in zip(launch.positions, launch.tokens, strict=True):
+            before, text = text, None if text is None else read(text, token)
             texts.append(text)
-            cell = None if text is None or before is None else (before, text)
-            cells[launch.lane, launch.cells[row]] = cell
+            written = before is not None and text is not None
+            cells[launch.lane, position] = (before, text) if written else None
         return texts
 
-    def _end(self, context: Sequence[Cell], position: int) -> int | None:
-        """The text of which the context has one cell for each token; None if it has not."""
-        after = {cell[0]: cell[1] for cell in context if cell is not None}
-        if len(context) != position or len(after) != position:
-            return None
+    def _read(self, launch: Launch, cells: dict[tuple[int, int], Cell]) -> int | None:
+        """The text before the rows, of which every cell must be; None if one is not."""
         text = EMPTY
-        for _ in range(position):
-            if text not in after:
+        for position in range(launch.first):
+            cell = cells.get((launch.lane, position))
+            if cell is None or cell[0] != text:
                 return None
-            text = after[text]
+            text = cell[1]
         return text
 
-    def propose(self, draft: Draft, output: Sequence[int]) -> list[Candidates]:
-        return [self._candidates(draft.request, [*output, *path]) for path in draft.paths]
-
-    def _candidates(self, request: int, tokens: Sequence[int]) -> Candidates:
+    def propose(self, draft: Draft, output: Sequence[int]) -> Candidate:
         text = EMPTY
-        for token in (*self.prompts[request], *tokens):
+        for token in (*self.prompts[draft.request], *output, *draft.path):
             text = read(text, token)
         chooser = random.Random(self.seed * 1_000_003 + text)
-        wrong = [t for t in range(VOCABULARY) if t != next_token(text)]
-        found = chooser.sample(wrong, len(self.probabilities))
-        if chooser.random() < self.acceptance:
-            found[0] = next_token(text)
-        elif self.acceptance < 1 and chooser.random() < self.acceptance:
-            found[chooser.randrange(len(found))] = next_token(text)
-        return tuple(zip(found, self.probabilities, strict=True))
+        right = next_token(text)
+        wrong = chooser.choice([t for t in range(VOCABULARY) if t != right])
+        return right if chooser.random() < self.acceptance else wrong, PROBABILITY

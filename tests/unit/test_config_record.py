@@ -96,7 +96,7 @@ EXPERIMENTS = {
     "inflight with drafts": "inflight --modes inflight+draft --draft self --gamma 2 --budget 33",
     "static beside a ring": "serve --draft ngram --modes ring+draft static --layer_split 2 --B 2",
     "ring": "recurrent --draft ngram --gamma 3 --modes sequential ring+draft --n_samples 2",
-    "sync": "pipeline --draft self --budget 33 --pa 0.3 --np 2 --layer_split 1.0/head --gamma 3 "
+    "sync": "pipeline --draft self --budget 33 --pa 0.3 --pr 0.1 --layer_split 1.0/head --gamma 3 "
     "--modes sequential sync",
     "async that follows a script": "pipeline --emulate_acceptance 0.5 --gamma 3 "
     "--modes static async",

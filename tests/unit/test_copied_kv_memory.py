@@ -92,7 +92,7 @@ def test_what_a_pipelines_drafter_copies_is_what_was_planned(
     experiment = COMMANDS["pipeline"].parse([
         *("--model", str(tiny_checkpoint), *FLAGS, "--device", "cpu", "--modes", "async"),
         *("--prefix_len", "uniform:1:120", "--gen_len", "uniform:2:60", "--num_requests", "4"),
-        *("--seed", str(seed), "--draft", "self", *COPIED, "--np", str(1 + seed % 2)),
+        *("--seed", str(seed), "--draft", "self", *COPIED),
         *("--out", str(tmp_path / "r.jsonl")),
     ], ALONE)  # fmt: skip
     (pipeline,) = prepare(experiment.config, experiment.options, ALONE).systems
@@ -108,15 +108,14 @@ def test_what_a_pipelines_drafter_copies_is_what_was_planned(
         zip(experiment.options.shapes, drafting.workload.prompts, strict=True)
     ):
         text = list(prompt[: shape.prompt_len])
-        drafter.propose(DraftRequest(number, 0, 0, tuple(text), ((5,),)), text)
+        drafter.propose(DraftRequest(number, 0, 0, tuple(text), (5,)), text)
     plan = pipeline.plan(Pass.named("async"), (0,))
     assert len(made) == 2, "the whole context, and the copy"
     assert sum(made) == plan.draft_kv - query_bytes(drafting)
 
 
-@pytest.mark.parametrize("np", [1, 2])
 @pytest.mark.parametrize("seed", range(2))
-def test_a_pipelines_drafter_needs_no_more_than_that(np: int, seed: int) -> None:
+def test_a_pipelines_drafter_needs_no_more_than_that(seed: int) -> None:
     random = Random(seed)
     model = tiny_transformer(replace(TINY, num_layers=2))
     lengths = [(random.randint(1, 60), random.randint(1, 30)) for _ in range(4)]
@@ -128,10 +127,10 @@ def test_a_pipelines_drafter_needs_no_more_than_that(np: int, seed: int) -> None
     ]
     served = [replace(request, request_id=i) for i, request in enumerate(served)]
     expected = generate_alone(model, [replace(r, output_ids=[]) for r in served], 100)
-    options = Options(mode="sync", gamma=4, pa=0.0, ps=0.0, np=np, lanes=2)
-    num_cells = max(p + n for p, n in lengths) + options.spare_cells
+    options = Options(mode="sync", gamma=4, pa=0.0, lanes=2)
+    num_cells = max(p + n for p, n in lengths)
     kv = KVSection("snapkv", 12, window_size=4)
-    following = max(n for _, n in lengths) + options.spare_cells
+    following = max(n for _, n in lengths)
     draft = make_draft(model, kv, 2, num_cells, max_following=following)
     drafter = ModelDrafter(draft, kv, TINY.vocab_size)
     parts = [RunStage(make_runner(part, 2, num_cells)) for part in divide(model, 2)]

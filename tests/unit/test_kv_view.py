@@ -42,12 +42,11 @@ class Case:
     window: int | None
     num_new: int
     has_tree: bool
-    has_cells: bool
 
     @property
     def num_cached(self) -> int:
         """Nodes that the lengths of the rows include."""
-        return len(self.rows[0].parents) - self.num_new if not self.has_cells else 0
+        return len(self.rows[0].parents) - self.num_new
 
     def first(self, row: Row) -> int:
         return 0 if self.window is None else max(0, row.before + 1 - self.window)
@@ -70,7 +69,6 @@ class Case:
 
 def draw(chooser: random.Random) -> Case:
     has_tree = chooser.random() < 0.6
-    has_cells = has_tree and chooser.random() < 0.5
     num_nodes = chooser.randint(1, 7)
     num_new = chooser.randint(1, num_nodes) if has_tree else num_nodes
     rows = []
@@ -79,12 +77,10 @@ def draw(chooser: random.Random) -> Case:
         committed = max(0, before - chooser.choice([0, 0, 1, 4]))
         parents = tuple(chooser.randint(-1, i - 1) if has_tree else i - 1 for i in range(num_nodes))
         cells = tuple(range(before, before + num_nodes))
-        if has_cells:
-            cells = tuple(chooser.sample(range(before, ROW_TOKENS), num_nodes))
         rows.append(Row(before, committed, parents, cells))
     sinks = chooser.randint(0, 5)
     rule = chooser.choice([None, SinksAndWindow(sinks, sinks + chooser.randint(1, 30))])
-    return Case(rows, rule, chooser.choice([None, 1, 9, 30]), num_new, has_tree, has_cells)
+    return Case(rows, rule, chooser.choice([None, 1, 9, 30]), num_new, has_tree)
 
 
 def view_of(case: Case) -> KVView:
@@ -96,7 +92,6 @@ def view_of(case: Case) -> KVView:
         tree = DraftTree(
             torch.tensor([row.before for row in case.rows]),
             torch.tensor([row.parents for row in case.rows]),
-            torch.tensor([row.cells for row in case.rows]) if case.has_cells else None,
         )
     numbers, rule = range(len(case.rows)), case.rule or FULL
     committed = Lengths.of([row.committed for row in case.rows], torch.device("cpu"))

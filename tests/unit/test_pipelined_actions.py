@@ -7,7 +7,7 @@ import pytest
 from magicdec.pipelined_speculation.messages import (
     Action,
     Cancel,
-    Candidates,
+    Candidate,
     Commit,
     Draft,
     Launch,
@@ -25,11 +25,11 @@ def begun(eos: int = -1, **settings: Any) -> PipelinedScheduler:
     return scheduler
 
 
-def propose(scheduler: PipelinedScheduler, candidates: list[Candidates]) -> list[Action]:
+def propose(scheduler: PipelinedScheduler, candidate: Candidate) -> list[Action]:
     """The next draft step, and what the drafter gives."""
     (draft,) = scheduler.idle()
     assert isinstance(draft, Draft)
-    return scheduler.drafted(draft.draft, candidates)
+    return scheduler.drafted(draft.draft, candidate)
 
 
 def test_runs_that_turn_out_to_be_right_go_on_and_wrong_ones_are_skipped() -> None:
@@ -39,7 +39,7 @@ def test_runs_that_turn_out_to_be_right_go_on_and_wrong_ones_are_skipped() -> No
     for token in (7, 8, 9):  # runs 2, 3 and 4
         (draft,) = scheduler.idle()
         assert isinstance(draft, Draft)
-        scheduler.drafted(draft.draft, [((token, 1.0),)])
+        scheduler.drafted(draft.draft, (token, 1.0))
     assert scheduler.result(1, [7]) == [Commit(0, (7,), None)], "run 2 has the newest token already"
     assert [run.run for run in scheduler.in_flight] == [2, 3, 4]
     commit, cancel, launch = scheduler.result(2, [1])
@@ -47,42 +47,15 @@ def test_runs_that_turn_out_to_be_right_go_on_and_wrong_ones_are_skipped() -> No
     assert isinstance(launch, Launch) and launch.tokens == (1,)
 
 
-def test_branches_open_where_a_candidate_is_probable_enough() -> None:
-    scheduler = begun(gamma=3, np=3, pa=0.4, ps=0.15)
-    (draft,) = scheduler.idle()
-    assert draft == Draft(0, 0, ((),))
-    assert scheduler.drafted(0, [((10, 0.5), (11, 0.2), (12, 0.15))]) == []
-    (draft,) = scheduler.idle()
-    assert draft == Draft(1, 0, ((10,), (11,)))
-    # A third branch opens below the first; the fourth candidate and the branch 11 have no place.
-    after = [((20, 0.5), (21, 0.3), (22, 0.2)), ((30, 0.3),)]
-    (launch,) = scheduler.drafted(1, after)
+def test_a_message_says_the_run() -> None:
+    scheduler = begun(gamma=2)
+    assert propose(scheduler, (10, 0.5)) == []
+    assert scheduler.idle() == [Draft(1, 0, (10,))]
+    (launch,) = scheduler.drafted(1, (20, 0.5))
     assert isinstance(launch, Launch) and launch.is_speculative
-    assert launch.tokens == (10, 11, 20, 21) and launch.parents == (-1, -1, 0, 0)
-    assert launch.positions == (2, 2, 3, 3)
-    assert launch.cells[0] == 2 and launch.cells[2] == 3, "first branches are at home"
-    assert min(launch.cells[1], launch.cells[3]) >= 20, "others have spare cells"
-    assert launch.context == ((0, 2),)
+    assert (launch.tokens, launch.first, launch.num_outputs) == ((10, 20), 2, 2)
     assert Launch.from_words(launch.to_words()) == launch
-    assert scheduler.idle() == [Draft(2, 0, ((10, 20),))], "the first branches go on"
-
-
-def test_a_branch_goes_on_while_there_are_as_many_rows_as_steps() -> None:
-    scheduler = begun(gamma=3, np=2, pa=0.4, ps=0.15)
-    propose(scheduler, [((10, 0.5), (11, 0.4))])
-    assert propose(scheduler, [((20, 0.9),), ()]) == []
-    assert scheduler.idle() == [Draft(2, 0, ((10, 20),))]
-
-
-def test_the_branch_that_wins_moves_home() -> None:
-    scheduler = begun(gamma=1, np=2, pa=0.4, ps=0.15)
-    (launch,) = propose(scheduler, [((10, 0.5), (11, 0.4))])
-    assert isinstance(launch, Launch) and launch.tokens == (10, 11)
-    assert scheduler.result(1, [11]) == [Commit(0, (11,), None)]
-    commit, following = scheduler.result(2, [99, 30])
-    assert commit == Commit(0, (30,), None) and isinstance(following, Launch)
-    assert following.moves == ((launch.cells[1], 2),)
-    assert following.context == ((0, 3),) and following.cells == (3,)
+    assert scheduler.idle() == [Draft(2, 0, (10, 20))], "it goes on behind what was launched"
 
 
 def test_the_output_ends_at_eos_and_the_lane_goes_to_the_next_request() -> None:
@@ -94,7 +67,7 @@ def test_the_output_ends_at_eos_and_the_lane_goes_to_the_next_request() -> None:
     scheduler.result(0, [2])
     for token in (7, 6, 8, 5):
         scheduler.idle()
-        actions = scheduler.drafted(scheduler._num_drafts - 1, [((token, 1.0),)])
+        actions = scheduler.drafted(scheduler._num_drafts - 1, (token, 1.0))
     assert [launch.tokens for launch in actions if isinstance(launch, Launch)] == [(7, 6, 8, 5)]
     assert scheduler.result(1, [7]) == [Commit(0, (7,), None)]
     commit, prompt = scheduler.result(2, [9, 8, 5, 4])
@@ -106,21 +79,13 @@ def test_the_output_ends_at_eos_and_the_lane_goes_to_the_next_request() -> None:
 def test_nothing_is_drafted_from_an_end_token_on() -> None:
     """It would be no input. If the target goes on, so does the drafter."""
     scheduler = begun(gamma=4, eos=9)
-    assert propose(scheduler, [((7, 1.0),)]) == []
-    (launch,) = propose(scheduler, [((9, 1.0),)])
+    assert propose(scheduler, (7, 1.0)) == []
+    (launch,) = propose(scheduler, (9, 1.0))
     assert isinstance(launch, Launch) and launch.tokens == (7,) and scheduler.idle() == []
     assert scheduler.result(1, [7]) == [Commit(0, (7,), None)] and scheduler.idle() == []
     commit, again = scheduler.result(2, [8])
     assert commit == Commit(0, (8,), None) and isinstance(again, Launch) and again.tokens == (8,)
-    assert scheduler.idle() == [Draft(2, 0, ((),))]
-
-
-def test_a_second_candidate_that_ends_the_output_does_not_end_the_first() -> None:
-    scheduler = begun(gamma=4, np=3, pa=0.1, ps=0.1, eos=9)
-    assert propose(scheduler, [((7, 0.5), (9, 0.3), (6, 0.2))]) == []
-    assert scheduler.idle() == [Draft(1, 0, ((7,), (6,)))]
-    (launch,) = scheduler.drafted(1, [((9, 1.0),), ((9, 1.0),)])
-    assert isinstance(launch, Launch) and launch.tokens == (7, 6) and scheduler.idle() == []
+    assert scheduler.idle() == [Draft(2, 0, ())]
 
 
 def test_a_prompt_is_run_in_chunks_of_which_the_last_predicts() -> None:
@@ -136,8 +101,8 @@ def test_what_can_be_an_input_is_drafted_and_nothing_after_it() -> None:
     scheduler = PipelinedScheduler(Options(gamma=8))
     scheduler.submit([1], 3)
     scheduler.result(0, [2])
-    assert scheduler.idle() == [Draft(0, 0, ((),))]
-    (launch,) = scheduler.drafted(0, [((7, 0.9),)])
+    assert scheduler.idle() == [Draft(0, 0, ())]
+    (launch,) = scheduler.drafted(0, (7, 0.9))
     assert isinstance(launch, Launch) and launch.tokens == (7,) and scheduler.idle() == []
 
 
@@ -146,21 +111,21 @@ def test_a_result_may_come_before_the_draft_of_its_token(
     drafted: int, launched: tuple[int, ...] | None
 ) -> None:
     """A right draft goes on behind the committed token; a wrong one is not launched any more."""
-    scheduler = begun(gamma=2, np=2)
+    scheduler = begun(gamma=2)
     scheduler.idle()
     assert isinstance(scheduler.result(1, [7])[-1], Launch)
-    assert scheduler.drafted(0, [((drafted, 0.9),)]) == []
-    assert scheduler.idle() == [Draft(1, 0, ((),))]
-    actions = scheduler.drafted(1, [((8, 0.9),)])
+    assert scheduler.drafted(0, (drafted, 0.9)) == []
+    assert scheduler.idle() == [Draft(1, 0, ())]
+    actions = scheduler.drafted(1, (8, 0.9))
     assert [a.tokens for a in actions if isinstance(a, Launch)] == ([launched] if launched else [])
 
 
 def test_nothing_is_drafted_while_enough_runs_are_in_flight() -> None:
     scheduler = begun(gamma=1, max_in_flight=2)
-    assert len(propose(scheduler, [((7, 0.9),)])) == 1
+    assert len(propose(scheduler, (7, 0.9))) == 1
     assert len(scheduler.in_flight) == 2 and scheduler.idle() == []
     scheduler.result(1, [7])
-    assert len(scheduler.in_flight) == 1 and scheduler.idle() == [Draft(1, 0, ((),))]
+    assert len(scheduler.in_flight) == 1 and scheduler.idle() == [Draft(1, 0, ())]
 
 
 def test_requests_take_turns_at_drafting() -> None:
@@ -173,7 +138,7 @@ def test_requests_take_turns_at_drafting() -> None:
         (draft,) = scheduler.idle()
         assert isinstance(draft, Draft) and draft.draft == number
         asked.append(draft.request)
-        scheduler.drafted(number, [((7, 0.9),)])
+        scheduler.drafted(number, (7, 0.9))
     assert sorted(asked[:2]) == [0, 1] and asked == asked[:2] * 3
 
 
@@ -183,7 +148,7 @@ def test_synchronous_speculation_runs_the_newest_token_with_its_drafts() -> None
     assert scheduler.result(0, [2]) == [Commit(0, (2,), None)]
     for number, token in enumerate((7, 8)):
         assert isinstance(scheduler.idle()[0], Draft)
-        actions = scheduler.drafted(number, [((token, 0.9),)])
+        actions = scheduler.drafted(number, (token, 0.9))
     (launch,) = actions
     assert isinstance(launch, Launch) and launch.tokens == (2, 7, 8) and launch.num_outputs == 3
     assert scheduler.idle() == [], "its result decides what is drafted next"
@@ -193,7 +158,7 @@ def test_the_threshold_rises_with_each_microbatch_until_a_commit() -> None:
     scheduler = begun(gamma=1, pa=0.5, pr=0.2)
     for number, is_launched in enumerate((True, False, True)):  # the second needs 0.7
         assert isinstance(scheduler.idle()[0], Draft)
-        assert bool(scheduler.drafted(number, [((7, 0.6),)])) == is_launched
+        assert bool(scheduler.drafted(number, (7, 0.6))) == is_launched
         if not is_launched:
             assert scheduler.counts.failed_attempts == 1 and scheduler.idle() == []
             scheduler.result(1, [7])
@@ -219,7 +184,7 @@ def test_an_unsure_draft_is_asked_again_only_if_the_threshold_falls() -> None:
             (draft,) = actions
             assert isinstance(draft, Draft)
             count += 1
-            if scheduler.drafted(draft.draft, [((10, 0.42),)]):
+            if scheduler.drafted(draft.draft, (10, 0.42)):
                 return count
         return -count
 

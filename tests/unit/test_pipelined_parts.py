@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import pairwise
 from threading import Event
 
@@ -24,33 +24,14 @@ from magicdec.pipeline.drafter import (
     DraftRequest,
     LookupDrafter,
     ScriptedDrafter,
-    candidates_of,
+    candidate_of,
 )
 from magicdec.pipeline.head import there
 from magicdec.pipeline.spans import Spans, What
-from magicdec.pipeline.stage import CancelBoard, Canceller, ContextCells, is_appended, listen
-from magicdec.pipelined_speculation.messages import Candidates, Launch
+from magicdec.pipeline.stage import CancelBoard, Canceller, listen
+from magicdec.pipelined_speculation.messages import Candidate
 from magicdec.pipelined_speculation.options import Options
 from magicdec.request import Request, Status
-
-CHAIN = Launch(
-    3, 0, 1, True, 2,
-    tokens=(7, 8), positions=(5, 6), cells=(5, 6), parents=(-1, 0), context=((0, 5),), moves=(),
-)  # fmt: skip
-
-
-def test_only_a_chain_behind_all_cells_before_it_is_appended() -> None:
-    assert is_appended(CHAIN)
-    assert not is_appended(replace(CHAIN, parents=(-1, -1))), "two branches"
-    assert not is_appended(replace(CHAIN, cells=(5, 30))), "a spare cell"
-    assert not is_appended(replace(CHAIN, context=((0, 4), (30, 31)))), "it reads a spare cell"
-    first = replace(CHAIN, positions=(0, 1), cells=(0, 1), context=())
-    assert is_appended(first), "the beginning of a prompt"
-
-
-def test_the_cells_of_a_context_are_counted() -> None:
-    assert ContextCells(((0, 4), (30, 31))).num_visible(9) == 5
-    assert ContextCells(()).num_visible(0) == 0
 
 
 def test_every_stage_hears_of_every_cancellation() -> None:
@@ -68,10 +49,10 @@ def test_every_stage_hears_of_every_cancellation() -> None:
         assert [run for run in range(8) if board.is_cancelled(run)] == [3, 5]
 
 
-def always(rank: int, lengths: list[int]) -> ScriptedDrafter:
+def always(is_right: bool, lengths: list[int]) -> ScriptedDrafter:
     """For targets that write p + 1 behind position p."""
     outputs = [[length + i for i in range(30)] for length in lengths]
-    return ScriptedDrafter(outputs, lengths, [[rank] * 30] * len(lengths), [0.9])
+    return ScriptedDrafter(outputs, lengths, [[is_right] * 30] * len(lengths), 0.9)
 
 
 @pytest.mark.parametrize("lanes", [1, 2])
@@ -80,22 +61,22 @@ def test_the_drafter_is_asked_about_the_text_of_the_request(lanes: int) -> None:
     lengths = [1, 3, 2]
     served = make_requests([tuple(range(length)) for length in lengths], 9)
     options = Options(mode="sync", gamma=2, lanes=lanes)
-    found = serve([FakeStage(2, True)], always(0, lengths), options, served)
+    found = serve([FakeStage(2, True)], always(True, lengths), options, served)
     assert {step.request for step, _ in found.drafted} == {0, 1, 2}
-    for request, known, path, candidates in drafted_in(found.drafted):
+    for request, known, path, candidate in drafted_in(found.drafted):
         text = [*served[request].prompt_ids, *served[request].output_ids]
         place = known + len(path)
-        assert text[known:place] == list(path) and candidates[0][0] == text[place]
+        assert text[known:place] == list(path) and candidate[0] == text[place]
     assert found.scheduler.counts.accepted == found.scheduler.counts.drafted > 0
 
 
 def test_a_head_that_comes_after_another_has_new_numbers() -> None:
     parts, options = [FakeStage(3, index == 1) for index in range(2)], Options(mode="sync")
     first, again, alone = (make_requests([(9,)], num_new) for num_new in (20, 7, 7))
-    found = serve(parts, always(-1, [1]), options, again, before=first)
+    found = serve(parts, always(False, [1]), options, again, before=first)
     assert first[0].output_ids == list(range(1, 21))
     assert again[0].output_ids == list(range(1, 8))
-    assert found.drafted == serve(parts, always(-1, [1]), options, alone).drafted != []
+    assert found.drafted == serve(parts, always(False, [1]), options, alone).drafted != []
     assert [span.run for span in found.stages[0]] == list(range(len(found.stages[0])))
 
 
@@ -104,7 +85,7 @@ def test_a_request_gets_its_lane_when_its_first_run_is_launched() -> None:
     when the last run of its prompt is launched."""
     before, served = make_requests([(9,)] * 4, 3), make_requests([(1, 2, 3), (1, 2), (1,)], 4)
     options = Options(mode="iterative", lanes=1)
-    found = serve([FakeStage(1, True)], always(0, [1]), options, served, 1, before=before)
+    found = serve([FakeStage(1, True)], always(True, [1]), options, served, 1, before=before)
     prompts = [s for s in found.head if s.what is What.PROMPT and s.run >= found.first_run]
     first = [prompts[place].begin_s for place in (0, 3, 5)]
     ends = [0.0, *(request.token_times_s[-1] for request in served)]
@@ -132,7 +113,7 @@ def test_a_head_begins_again_when_a_request_arrives_after_all_have_ended(mode: s
     for request, arrived_s in zip(served, [0.0, 1.0, 1.0, 3.0], strict=True):
         request.arrived_s = arrived_s
     options = Options(mode=mode, gamma=2, lanes=2)
-    drafter = always(0, [3, 1, 2, 4])
+    drafter = always(True, [3, 1, 2, 4])
     parts = [FakeStage(2, index == 1) for index in range(2)]
     out_of_order = [served[place] for place in (3, 1, 0, 2)]
     found = serve(parts, drafter, options, out_of_order, clock=WorkClock(served).now)
@@ -157,7 +138,7 @@ def test_emulated_work_counts_from_what_it_follows(is_emulated: bool) -> None:
             DUE.sleep(step_s)
 
     stage = FakeStage(1, True, wait=emulate, computed=lambda run: dues_s.append(DUE.time_s))
-    drafter = always(0, [1])
+    drafter = always(True, [1])
     drafter.seconds = step_s
     served = make_requests([(9,)], 13)
     serve([stage], drafter, Options(mode="sync", gamma=2), served)
@@ -174,15 +155,16 @@ class LateDrafter(ScriptedDrafter):
 
     request: Request
 
-    def propose(self, asked: DraftRequest, text: list[int]) -> list[Candidates]:
-        while asked.paths and len(self.request.output_ids) < self.request.sampling.max_new_tokens:
+    def propose(self, asked: DraftRequest, text: list[int]) -> Candidate | None:
+        has_path = asked.path is not None
+        while has_path and len(self.request.output_ids) < self.request.sampling.max_new_tokens:
             time.sleep(0.001)
-        time.sleep(0.05 * bool(asked.paths))
+        time.sleep(0.05 * has_path)
         return super().propose(asked, text)
 
 
 def test_a_head_waits_for_a_draft_that_nobody_needs_any_more() -> None:
-    drafter = LateDrafter([[1, 2, 3, 4, 5]], [1], [[0] * 5], [0.9])
+    drafter = LateDrafter([[1, 2, 3, 4, 5]], [1], [[True] * 5], 0.9)
     (drafter.request,) = served = make_requests([(9,)], 5)
     found = serve([FakeStage(1, True)], drafter, Options(gamma=1), served)
     assert served[0].output_ids == [1, 2, 3, 4, 5] and len(found.drafted) == 1
@@ -203,7 +185,7 @@ def test_a_head_that_serves_again_cancels_the_new_runs() -> None:
 
     parts = [FakeStage(1, False, computed=at_first), FakeStage(1, True, wait=at_last)]
     first, again = (make_requests([(9,)], num_new) for num_new in (1, 4))
-    found = serve(parts, always(-1, [1]), Options(gamma=1), again, board=board, before=first)
+    found = serve(parts, always(False, [1]), Options(gamma=1), again, board=board, before=first)
     assert found.first_run == 1 and again[0].output_ids == [1, 2, 3, 4]
     assert board.is_cancelled(3) and not board.is_cancelled(2)
 
@@ -228,10 +210,10 @@ def test_all_ranks_of_a_draft_do_the_same_steps_and_the_first_answers() -> None:
     drafters, spans = [LookupDrafter() for _ in range(3)], [Spans() for _ in range(3)]
     first = DraftLoop(drafters[0], SharedReceiver(asks, passed), answers, spans[0])
     asks.send(DraftRequest(0, 1, 0, (1, 2, 3, 1, 2)).to_message(0))
-    asks.send(DraftRequest(0, 1, 5, (3,), ((), (1,))).to_message(4))
+    asks.send(DraftRequest(0, 1, 5, (3,), (1,)).to_message(4))
     asks.send(Message(Kind.END))
     first.serve()
-    assert candidates_of(answers.receive()) == [((1, 1.0),), ((2, 1.0),)]
+    assert candidate_of(answers.receive()) == (2, 1.0)
     assert answers.receive().kind is Kind.END
     for drafter, kept, found in zip(drafters[1:], passed, spans[1:], strict=True):
         assert len(kept.messages) == 3 and kept.is_closed
@@ -251,7 +233,7 @@ def test_all_ranks_of_a_draft_do_the_same_steps_and_the_first_answers() -> None:
 def test_a_lookup_forgets_the_request_that_had_its_lane() -> None:
     text = [5, 6, 7, 8, 5, 6]
     drafter = LookupDrafter()
-    asked = DraftRequest(0, 0, 0, (1, 2, 3, 1, 2), ((),))
-    assert [[token for token, _ in each] for each in drafter.propose(asked, [*asked.new])] == [[3]]
-    asked = DraftRequest(1, 0, 0, tuple(text), ((), (7,)))
-    assert [[token for token, _ in each] for each in drafter.propose(asked, text)] == [[7], [8]]
+    asked = DraftRequest(0, 0, 0, (1, 2, 3, 1, 2), ())
+    assert drafter.propose(asked, [*asked.new]) == (3, 1.0)
+    asked = DraftRequest(1, 0, 0, tuple(text), (7,))
+    assert drafter.propose(asked, text) == (8, 1.0)

@@ -2,7 +2,7 @@
 saves exactly the layers that it should."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import combinations
@@ -29,12 +29,11 @@ from magicdec.pipeline.drafter import (
     LookupDrafter,
     ModelDrafter,
     ScriptedDrafter,
-    candidates_of,
-    pack_candidates,
+    candidate_of,
+    pack_candidate,
 )
 from magicdec.pipeline.spans import Span, What
-from magicdec.pipeline.stage import SLOTS, CancelBoard, Canceller, RunStage, is_appended
-from magicdec.pipelined_speculation.messages import Launch
+from magicdec.pipeline.stage import SLOTS, CancelBoard, Canceller, RunStage
 from magicdec.pipelined_speculation.options import Options
 from magicdec.request import Request
 from magicdec.sampling.coupled import CoupledSampling
@@ -72,9 +71,8 @@ def one_process(sampling: SamplingSection = GREEDY) -> list[list[int]]:
     return generate_alone(target(), requests(sampling), MAX_TOKENS)
 
 
-def scripted(rank: int) -> ScriptedDrafter:
-    """Always right with rank 0, always wrong with -1."""
-    return ScriptedDrafter(one_process(), LENGTHS, [[rank] * 40] * len(LENGTHS), [0.9])
+def scripted(is_right: bool) -> ScriptedDrafter:
+    return ScriptedDrafter(one_process(), LENGTHS, [[is_right] * 40] * len(LENGTHS), 0.9)
 
 
 KV = {
@@ -95,7 +93,7 @@ def make_drafter(name: str, lanes: int) -> Drafter:
     kind, _, policy = name.partition(" ")
     if kind in ("model", "self"):
         return model_drafter(similar() if kind == "model" else target(), policy, lanes)
-    return LookupDrafter() if name == "lookup" else scripted({"right": 0, "wrong": -1}[name])
+    return LookupDrafter() if name == "lookup" else scripted(name == "right")
 
 
 @pytest.mark.usefixtures("trusted_lookups")
@@ -145,27 +143,25 @@ def test_self_speculation_is_right_as_far_as_it_reads_what_the_target_reads(poli
 
 
 @pytest.mark.parametrize(
-    ("mode", "np", "drafter"),
+    ("mode", "drafter"),
     [
-        ("iterative", 1, "lookup"),
-        ("sync", 1, "similar"),
-        ("sync", 2, "target"),
-        ("async", 1, "lookup"),
-        ("async", 2, "similar"),
-        ("async", 1, "target"),
+        ("iterative", "lookup"),
+        ("sync", "similar"),
+        ("sync", "target"),
+        ("async", "lookup"),
+        ("async", "similar"),
+        ("async", "target"),
     ],
 )
 @pytest.mark.parametrize("section", [SAMPLED, PENALISED, SAMPLED_PENALISED])
 def test_sampled_tokens_are_those_of_one_process(
-    section: SamplingSection, mode: str, np: int, drafter: str
+    section: SamplingSection, mode: str, drafter: str
 ) -> None:
     """The same noise chooses them, whatever is drafted, and the last stage and the drafter know the
-    text that penalties depend on. If the target drafts for itself, every first candidate is
-    right."""
+    text that penalties depend on. If the target drafts for itself, every candidate is right."""
     served, sampling = requests(section), CoupledSampling(section)
-    options = Options(mode=mode, gamma=3, pa=0.05, ps=0.02, np=np, lanes=2)
-    num_cells = MAX_TOKENS + options.spare_cells
-    parts = [RunStage(make_runner(part, 2, num_cells), sampling) for part in divide(target(), 2)]
+    options = Options(mode=mode, gamma=3, pa=0.05, lanes=2)
+    parts = [RunStage(make_runner(part, 2, MAX_TOKENS), sampling) for part in divide(target(), 2)]
     drafts: Drafter = LookupDrafter()
     if drafter != "lookup":
         model = target() if drafter == "target" else similar()
@@ -175,50 +171,13 @@ def test_sampled_tokens_are_those_of_one_process(
     counts = found.scheduler.counts
     if drafter != "lookup" and mode == "sync":
         assert counts.accepted > 10
-    if drafter == "target" and np == 1:
+    if drafter == "target":
         assert counts.accepted == counts.drafted and not counts.invalid_runs
-
-
-@pytest.mark.parametrize(("np", "backend"), [(3, "grouped"), (4, "grouped"), (2, "sdpa")])
-def test_branches_have_cells_of_their_own(np: int, backend: str) -> None:
-    """Spare cells hold branches, and a committed path is moved home. Cells of a skipped run may
-    hold anything."""
-    options = Options(gamma=3, np=np, pa=0.05, ps=0.02, lanes=2)
-    num_cells = MAX_TOKENS + options.spare_cells
-    parts = [
-        RunStage(make_runner(part, 2, num_cells, make_backend(backend)))
-        for part in divide(target(), 2)
-    ]
-    for part in parts:
-        part.runner.cache.k.fill_(torch.nan)
-        part.runner.cache.v.fill_(torch.nan)
-    served, launches = requests(), list[Launch]()
-    parts[0].prepare = watched(parts[0].prepare, launches)  # type: ignore[method-assign]
-    found = serve(parts, branching(np), options, served, CHUNK)
-    assert [request.output_ids for request in served] == one_process()
-    assert sum(not is_appended(launch) for launch in launches) > 3
-    # How many drafts are accepted depends on how far the drafter runs ahead, and so on time.
-    assert any(launch.moves for launch in launches) and found.scheduler.counts.accepted > 0
-
-
-def watched(prepare: Callable[[Launch], None], seen: list[Launch]) -> Callable[[Launch], None]:
-    def watch(launch: Launch) -> None:
-        seen.append(launch)
-        prepare(launch)
-
-    return watch
-
-
-def branching(np: int) -> ScriptedDrafter:
-    """The right token is now the first candidate, now another."""
-    ranks = [[(place * 7 + request) % np for place in range(40)] for request in range(len(LENGTHS))]
-    return ScriptedDrafter(one_process(), LENGTHS, ranks, [0.4, 0.3, 0.2, 0.1][:np])
 
 
 @pytest.mark.parametrize("backend", ["grouped", "sdpa"])
 def test_a_draft_model_gives_what_it_gives_anew(backend: str) -> None:
-    """Whatever paths it was asked for before, in whatever order, and whether it computes several
-    paths at once or one."""
+    """Whatever path it was asked for before, and whether it computes a path at once or not."""
 
     def make() -> ModelDrafter:
         kv = KV["full"]
@@ -228,24 +187,22 @@ def test_a_draft_model_gives_what_it_gives_anew(backend: str) -> None:
     drafter, seen = make(), list[int]()
     forward = drafter.kv.forward
     drafter.kv.forward = lambda *of: seen.append(of[0].numel()) or forward(*of)  # type: ignore
-    text, lengths = list(random_prompts([50], 97)[0]), (20, 20, 21, 21, 24, 24, 50)
-    steps = [((5, 6),), ((5,), (5, 6), (1, 2)), ((5, 6, 7, 8), (1, 2), (5, 9))]
-    steps += [((1, 2, 3), (5, 9), (text[21], 4)), ((), (3,))]
-    steps += [((text[24], text[25]), (text[24],)), ((9, 9), (9, 8), (9, 8, 7))]
+    text = list(random_prompts([50], 97)[0])
+    lengths = (20, 20, 20, 21, 24, 50, 50)
+    steps = [(5, 6), (5, 6, 7), (5, 9), (text[21], 4), (3,), (), (9, 9)]
     kept = [0, 0]
     for lane in (0, 1):
         seen.clear()
-        for end, paths in zip(lengths, steps, strict=True):
-            asked = DraftRequest(0, lane, kept[lane], tuple(text[kept[lane] : end]), paths)
+        for end, path in zip(lengths, steps, strict=True):
+            asked = DraftRequest(0, lane, kept[lane], tuple(text[kept[lane] : end]), path)
             kept[lane] = end
-            for path, mine in zip(paths, drafter.propose(asked, text[:end]), strict=True):
-                alone = DraftRequest(0, 0, 0, tuple(text[:end]), (path,))
-                (theirs,) = make().propose(alone, text[:end])
-                assert [token for token, _ in mine] == [token for token, _ in theirs]
-                assert [p for _, p in mine] == pytest.approx([p for _, p in theirs], abs=1e-5)
-        # Forwards: 5 6; 1 2; text[20] with 5 6 7 8, 1 2 and 9; 3, text[21] and 4; text[22:24] and
-        # 3; text[24:26]; and text[26:50], of which 16 tokens are a chunk, with 9 9, 8 and 7.
-        assert seen == [2, 2, 8, 3, 3, 2, 16, 12]
+            mine = drafter.propose(asked, text[:end])
+            theirs = make().propose(DraftRequest(0, 0, 0, tuple(text[:end]), path), text[:end])
+            assert mine is not None and theirs is not None
+            assert mine[0] == theirs[0] and mine[1] == pytest.approx(theirs[1], abs=1e-5)
+        # Forwards: 5 6; 7; 9; text[20], text[21] and 4; text[22:24] and 3; text[24:50], of which 16
+        # tokens are a chunk; and 9 9.
+        assert seen == [2, 1, 1, 3, 3, 16, 10, 2]
 
 
 def gated_round() -> tuple[Served, CancelBoard]:
@@ -272,7 +229,7 @@ def gated_round() -> tuple[Served, CancelBoard]:
         FakeStage(4, False, wait=in_middle),
         FakeStage(4, True, wait=at_last),
     ]
-    drafter = ScriptedDrafter([[1, 2, 3, 4, 5]], [1], [[-1] * 5], [0.9])
+    drafter = ScriptedDrafter([[1, 2, 3, 4, 5]], [1], [[False] * 5], 0.9)
     options = Options(gamma=1, max_in_flight=3)
     served = make_requests([(9,)], 5)
     found = serve(parts, drafter, options, served, board=board)
@@ -312,7 +269,7 @@ def signs(found: Served) -> list[bool]:
 @pytest.mark.parametrize(("mode", "expected"), [("async", True), ("sync", False)])
 def test_it_is_asynchronous(mode: str, expected: bool) -> None:
     """The stages and the drafter sleep, so that this needs no cores."""
-    drafter = ScriptedDrafter([list(range(1, 30))], [1], [[0] * 29], [0.9], 0.002)
+    drafter = ScriptedDrafter([list(range(1, 30))], [1], [[True] * 29], 0.9, 0.002)
     parts = [FakeStage(2, i == 2, wait=lambda run, layer: time.sleep(0.005)) for i in range(3)]
     found = serve(parts, drafter, Options(mode=mode, gamma=2), make_requests([(9,)], 29))
     assert signs(found) == [expected] * 3
@@ -328,12 +285,14 @@ def test_a_board_knows_what_was_cancelled() -> None:
 
 
 def test_messages_arrive_as_they_were_sent() -> None:
-    asked = DraftRequest(3, 1, 7, (5, 6), ((), (8, 9), (4,)))
+    asked = DraftRequest(3, 1, 7, (5, 6), (8, 9))
     message = asked.to_message(12)
     assert message.run == 12 and DraftRequest.from_message(message) == asked
-    assert DraftRequest.from_message(DraftRequest(0, 0, 0, (1,)).to_message(0)).paths == ()
-    for candidates in ([((3, 0.5), (4, 0.25)), (), ((9, 1.0),)], [()]):
-        assert candidates_of(pack_candidates(2, candidates)) == candidates
+    for path in (None, ()):
+        asked = DraftRequest(0, 0, 0, (1,), path)
+        assert DraftRequest.from_message(asked.to_message(0)) == asked
+    for candidate in ((3, 0.5), None):
+        assert candidate_of(pack_candidate(2, candidate)) == candidate
     assert message.words[:2] == (3, 1)
 
 
@@ -343,6 +302,6 @@ def test_an_error_in_a_thread_ends_the_head() -> None:
             raise RuntimeError("the stage broke")
 
     parts: Sequence[FakeStage] = [FakeStage(2, False, wait=fail), FakeStage(2, True)]
-    drafter = ScriptedDrafter([[1, 2, 3]], [1], [[0] * 3], [0.9])
+    drafter = ScriptedDrafter([[1, 2, 3]], [1], [[True] * 3], 0.9)
     with pytest.raises(RuntimeError, match="the stage broke"):
         serve(parts, drafter, Options(mode="iterative"), make_requests([(9,)], 9))

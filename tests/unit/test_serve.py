@@ -52,7 +52,7 @@ REFUSALS = [  # (ranks, flags, message)
     (2, "--modes ring+draft --draft ngram+self", "--modes ring+draft drafts from one source"),
     (1, "--modes inflight --pa 0.3", f"--pa {UNUSED} inflight uses it; leave it out"),
     (1, "--modes iterative --pa 0.3", f"--pa {UNUSED} iterative uses it"),
-    (1, "--modes iterative --np 2", f"--np {UNUSED} iterative uses it"),
+    (1, "--modes iterative --max_in_flight 2", f"--max_in_flight {UNUSED} iterative uses it"),
     (1, "--modes static --window_ms 5", f"--window_ms {UNUSED} static uses it"),
     (1, "--modes ring --cache_tokens 16", f"--cache_tokens {UNUSED} ring uses it"),
     (1, "--modes ring --batch_ranks all", f"--batch_ranks {UNUSED} ring uses it"),
@@ -169,7 +169,7 @@ def test_every_mode_serves_the_tokens_of_the_first(
     flags = [
         *("--modes", *ALL, "--draft", drafter, "--gamma", "3", "--arrival", "poisson:10"),
         *("--num_requests", "4", "--prefix_len", "uniform:5:40", "--gen_len", "uniform:3:12"),
-        *("--B", str(rows), "--pa", "0", "--ps", "0"),
+        *("--B", str(rows), "--pa", "0"),
         *(word for flag, path in files.items() for word in (flag, str(path))),
     ]
     assert COMMANDS["serve"].parse([*words, *flags], ALONE).run([*words, *flags], ALONE) == 0

@@ -22,7 +22,7 @@ from magicdec.simulator.simulation import (
     Machine,
     Pipeline,
     divisions,
-    draw_ranks,
+    draw_right,
 )
 
 FOUR = Machine((0.02,) * 4, link_s=0.001, cancel_s=0.001, draft_s=0.004)
@@ -37,8 +37,8 @@ def run(
     gen_len: int = 200,
     ring_requests: int | None = None,
 ) -> SimulatedMetrics:
-    ranks = draw_ranks([acceptance], gen_len, seed=1)
-    work = Work(ranks, (1.0,), gen_len, ring_requests=ring_requests)
+    is_right = draw_right(acceptance, gen_len, seed=1)
+    work = Work(is_right, gen_len, ring_requests=ring_requests)
     return run_mode(mode, machine, options or Options(gamma=4), work)[1]
 
 
@@ -88,8 +88,7 @@ def test_a_link_is_occupied_for_the_bytes_of_a_message() -> None:
 
 
 def launch(run: int, num_rows: int) -> Launch:
-    rows = tuple(range(num_rows))
-    return Launch(run, 0, 0, False, 1, rows, rows, rows, (-1, *rows[:-1]), (), ())
+    return Launch(run, 0, 0, False, 1, 0, (0,) * num_rows)
 
 
 def test_messages_take_turns_on_a_link() -> None:
@@ -161,7 +160,7 @@ def test_nothing_is_cancelled_later_than_the_layer_that_runs() -> None:
 def test_times_between_tokens_are_defined_as_in_records() -> None:
     """They are interpolated, as numpy does it. Synchronous speculation commits several tokens at a
     time; the last commit is late, so that one time is larger than all others."""
-    trace, _ = run_mode("sync", FOUR, Options(gamma=4), Work([0] * 12, (1.0,), 12))
+    trace, _ = run_mode("sync", FOUR, Options(gamma=4), Work([True] * 12, 12))
     last_s, commit = trace.commits[-1]
     late = replace(trace, commits=[*trace.commits[:-1], (last_s + 1.0, commit)])
     measured = measure(FOUR, late, Counts())
@@ -198,7 +197,7 @@ Command = Callable[..., tuple[int, str, str]]
 
 def test_the_command_prints_draws_and_records(command: Command, tmp_path: Path) -> None:
     out, chart = tmp_path / "new" / "out.jsonl", tmp_path / "chart.png"
-    words = ("--gen_len", 40, "--np", 2, "--conditional_acceptance", 0.7, 0.2)
+    words = ("--gen_len", 40, "--pr", 0.1, "--conditional_acceptance", 0.7)
     code, shown, _ = command("simulate", *words, "--out", out, "--plot", chart)
     printed = shown.splitlines()
     assert code == 0
@@ -212,8 +211,8 @@ def test_the_command_prints_draws_and_records(command: Command, tmp_path: Path) 
         assert (line["schema_version"], line["kind"]) == (2, "simulation")
         assert rows[line["config"]["mode"]][1] == f"{line['metrics']['tokens_per_s']:.2f}"
     config = lines[0]["config"]
-    assert config["work"]["conditional_acceptance"] == [0.7, 0.2]
-    assert config["options"]["np"] == 2 and len(config["machine"]["stage_s"]) == 4
+    assert config["work"]["conditional_acceptance"] == [0.7]
+    assert config["options"]["pr"] == 0.1 and len(config["machine"]["stage_s"]) == 4
 
 
 def test_many_clusters_are_compared(command: Command, tmp_path: Path) -> None:
@@ -232,7 +231,7 @@ def test_many_clusters_are_compared(command: Command, tmp_path: Path) -> None:
         (("--nodes", "4"), "--model_ms"),
         (("--nodes", "4", "--model_ms", "9", "--stages", "3"), "--stages"),
         (("--acceptance", "1.5"), "--acceptance 1.5"),
-        (("--conditional_acceptance", ".4", ".1", ".1", ".1"), "give at most 3 values"),
+        (("--conditional_acceptance", ".4", ".1"), "--conditional_acceptance has several values"),
         (("--plot_ms", "5"), "--plot_ms does nothing"),
         (("--stages", "2", "4", "--plot", "chart.png"), "--plot is for one cluster"),
         (("--acceptance", "0.5", "0.6"), "--acceptance has several values"),

@@ -13,7 +13,6 @@ import pytest
 import torch
 from conftest import TINY, make_requests, make_runner
 from fake_clock import Clock, Device
-from test_pipelined_parts import CHAIN
 from test_recurrent_order import CHUNK, LIMITS, Ring
 from threaded_pipeline import FakeStage
 from torch import Tensor
@@ -245,7 +244,8 @@ class LaunchedRuns(FakeStage):
 
 def runs(first: int, num_runs: int, wait_s: float) -> Iterator[tuple[float, Message]]:
     for run in range(first, first + num_runs):
-        yield wait_s, Message(Kind.HIDDEN, run, words=replace(CHAIN, run=run).to_words())
+        launch = Launch(run, 0, 1, True, num_outputs=2, first=5, tokens=(7, 8))
+        yield wait_s, Message(Kind.HIDDEN, run, words=launch.to_words())
 
 
 def served(clock: Clock, device: Device) -> Spans:

@@ -71,13 +71,13 @@ extern "C" int magicdec_attention(int storage, int is_widened, const int64_t* sh
                                   const void* k_new, const void* v_new, void* k_pool, void* v_pool,
                                   const int64_t* table, const int64_t* rows, const int64_t* seq_lens,
                                   const int64_t* ranges, const int64_t* base, const int64_t* parents,
-                                  const int64_t* cells, void* out, float* lse, float* mass) {
+                                  void* out, float* lse, float* mass) {
     const Problem p{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], seq_lens, shape[16]};
     if (p.D != HEAD_SIZE) return 1;
     auto call = [&](auto kernel, auto number) {
         using S = decltype(number);
         using Pool = typename decltype(kernel)::Pool;
-        run<decltype(kernel)>(p, {base, parents, cells, shape[17]}, (const S*)q, {shape[8], shape[9]}, (const S*)k_new, {shape[10], shape[11]},
+        run<decltype(kernel)>(p, {base, parents, shape[17]}, (const S*)q, {shape[8], shape[9]}, (const S*)k_new, {shape[10], shape[11]},
                               (const S*)v_new, {shape[12], shape[13]}, {(Pool*)k_pool, (Pool*)v_pool},
                               {table, rows, shape[6]}, {ranges, shape[7], shape[14]}, (S*)out, lse, mass, shape[15]);
         return 0;

@@ -28,9 +28,9 @@ struct Ranges {
     const int64_t* of(int64_t b, int64_t g) const { return data + (b * heads + (heads > 1 ? g : 0)) * count * 2; }
 };
 
-// Draft trees as the caller gives them (kv/tree.py). Without `num_nodes` there are none; `cells` may be null.
+// Draft trees as the caller gives them (kv/tree.py). Without `num_nodes` there are none.
 struct Trees {
-    const int64_t *base, *parents, *cells;  // [B], [B, U], [B, U]
+    const int64_t *base, *parents;  // [B], [B, U]
     int64_t num_nodes;
 };
 
@@ -38,14 +38,13 @@ void make_paths(const Problem& p, const Table& table, const Trees& trees, Paths&
     const int64_t U = trees.num_nodes;
     paths.num_new = p.T, paths.num_nodes = U;
     paths.bases.assign(trees.base, trees.base + p.B);
-    paths.cells.resize(p.B * U), paths.slots.resize(p.B * U), paths.depths.resize(p.B * p.T);
+    paths.slots.resize(p.B * U), paths.depths.resize(p.B * p.T);
     std::vector<int64_t> depths(p.B * U);
     for (int64_t b = 0; b < p.B; ++b)
         for (int64_t u = 0; u < U; ++u) {
             const int64_t i = b * U + u, parent = trees.parents[i];
             depths[i] = parent < 0 ? 0 : depths[b * U + parent] + 1;
-            paths.cells[i] = trees.cells ? trees.cells[i] : trees.base[b] + u;
-            paths.slots[i] = table.slot(p, b, paths.cells[i]);
+            paths.slots[i] = table.slot(p, b, trees.base[b] + u);
             if (u >= U - p.T) paths.depths[b * p.T + u - (U - p.T)] = depths[i];
         }
     paths.longest = *std::max_element(paths.depths.begin(), paths.depths.end()) + 1;

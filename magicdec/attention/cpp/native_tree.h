@@ -9,11 +9,10 @@ struct Paths {
     std::vector<int64_t> bases;   // tokens before the tree [B]
     std::vector<int64_t> depths;  // of the new tokens [B, T]
     std::vector<int64_t> nodes;   // of their paths, from the root on [B, T, longest]
-    std::vector<int64_t> cells;   // of all nodes [B, U]
-    std::vector<int64_t> slots;   // of these cells, in the pool of head 0
+    std::vector<int64_t> slots;   // of all nodes, in the pool of head 0 [B, U]
 
     int64_t position(int64_t b, int64_t t) const { return bases[b] + depths[b * num_new + t]; }
-    int64_t cell(int64_t b, int64_t t) const { return cells[(b + 1) * num_nodes - num_new + t]; }
+    int64_t cell(int64_t b, int64_t t) const { return bases[b] + num_nodes - num_new + t; }
     int64_t slot(int64_t b, int64_t t, int64_t depth) const {
         return slots[b * num_nodes + nodes[(b * num_new + t) * longest + depth]];
     }

@@ -26,7 +26,6 @@ NAMED = {
     "draft": "",
     "layer_split": "",
     "gamma": "gamma ",
-    "np": "np ",
     "emulate_acceptance": "acceptance ",
 }
 HEIGHT, LEGEND_LINE = 2.8, 0.22  # inches
