@@ -55,14 +55,6 @@ COMMANDS = {
         "print a script with which a shell completes commands and flags",
         "front.completion:main",
     ),
-    "nodes": (
-        "check a JSON file of nodes; print each host's torchrun command",
-        "front.nodes:main",
-    ),
-    "split": (
-        "write a checkpoint as one file for each stage of a pipeline",
-        "front.checkpoints:split",
-    ),
     "model get": ("get a model from the Hugging Face hub", "front.checkpoints:get"),
     "model convert": ("write a checkpoint as one file", "front.checkpoints:convert"),
 }

@@ -447,11 +447,10 @@ class StagesSection:
 
     layer_split: str | None = setting(
         None,
-        "Layers of each stage: counts (10,12), shares (0.25,0.75), auto, which minimises the "
-        "slowest stage by times of layers, or mdi_llm, the table of that system. With more ranks "
-        "than stages, the ranks of a stage share its layers by tensor parallelism: auto:2 and "
-        "mdi_llm:2 have two stages. In pipelined speculation, the place of the draft follows a "
-        "slash: 0.1,0.4,0.5/1.0 has the draft on a rank of its own, which is the last, "
+        "Layers of each stage: counts (10,12), shares (0.25,0.75), or auto, which minimises "
+        "the slowest stage by times of layers. With more ranks than stages, the ranks of a stage "
+        "share its layers by tensor parallelism: auto:2 has two stages. In pipelined speculation, "
+        "the place of the draft follows a slash: 0.1,0.4,0.5/1.0 has it on a rank of its own, "
         "0.5,0.5/0.5,0.5 on the last two, and 0.5,0.5/head on the first; a first share of 0 is a "
         "head without layers. Default: equal shares, the draft on the head.",
         metavar="SPLIT",
@@ -512,7 +511,7 @@ class WrittenSection:
     out: Path | None = setting(
         None,
         "The file or directory to write. Default: machine.json for probe, DIR/model.pth for model "
-        "convert (with --quantize DIR/model_int8.pth), checkpoints/ID for model get, "
-        "DIR/chunks/<N>nodes for split; config prints, and report and export need it.",
+        "convert (with --quantize DIR/model_int8.pth), checkpoints/ID for model get; "
+        "config prints, and report and export need it.",
         metavar="PATH",
     )

@@ -13,23 +13,10 @@ from fractions import Fraction
 from itertools import accumulate, pairwise
 
 FLAG = "--layer_split"
-AUTO, MDI_LLM = "auto", "mdi_llm"
+AUTO = "auto"
 SHARE = re.compile(r"\d+\.\d*|\.\d+")
-NAMED = re.compile(rf"({AUTO}|{MDI_LLM})(?::([1-9]\d*))?")
-GRAMMAR = "layers or shares of the stages (10,12 or 0.25,0.75), auto, mdi_llm, or auto:2"
-# Layers of the first stage, by the number of all layers and of stages. The others have equally many
-# of the rest. Source: MDI-LLM's src/sub/config.py, which knows no other combination.
-MDI_LLM_TABLE = {
-    5: {2: 2, 3: 1},
-    7: {2: 3, 3: 1},
-    9: {2: 4, 3: 1},
-    12: {2: 5, 3: 2},
-    22: {2: 10, 3: 6, 4: 4, 5: 2},
-    24: {2: 10, 3: 4},
-    32: {2: 14, 3: 8, 4: 5, 5: 4},
-    36: {2: 16, 3: 10},
-    48: {2: 22, 3: 14},
-}
+NAMED = re.compile(rf"{AUTO}(?::([1-9]\d*))?")
+GRAMMAR = "layers or shares of the stages (10,12 or 0.25,0.75), auto, or auto:2"
 
 
 @dataclass(frozen=True)
@@ -50,22 +37,19 @@ def split_layers(
     times: Sequence[StageTimes] | None = None,
 ) -> tuple[range, ...]:
     """The layers of each stage. `text` has a layer count for each stage (10,12), shares of all
-    layers, which contain a point (0.25,0.75), or the name of a rule: `auto` minimises the slowest
-    stage by `times`, which only it needs, and `mdi_llm` is the rule of that system. None stands for
-    `num_stages` equal shares. Raises ValueError, naming the flag.
+    layers, which contain a point (0.25,0.75), or is `auto`, which minimises the slowest stage by
+    `times`, which only it needs. None stands for `num_stages` equal shares. Raises ValueError,
+    naming the flag.
     """
-    rule = None if text is None else NAMED.fullmatch(text)
-    if (text is None or rule is not None) and num_stages > num_layers:
+    if (text is None or is_auto(text)) and num_stages > num_layers:
         flag_text = "" if text is None else f"{FLAG} {text}: "
         raise ValueError(
             f"{flag_text}{num_stages} stages cannot share {num_layers} layers; use fewer"
         )
     if text is None:
         return _ranges(round_shares([Fraction(1, num_stages)] * num_stages, num_layers))
-    if rule is None:
+    if not is_auto(text):
         return _ranges(read_counts(text, num_layers))
-    if rule[1] == MDI_LLM:
-        return _ranges(mdi_llm_counts(num_stages, num_layers))
     if num_stages == 1:
         return (range(num_layers),)
     if times is None:
@@ -78,29 +62,18 @@ def split_layers(
 
 def is_auto(text: str | None) -> bool:
     """Whether the split follows from times."""
-    return _rule(text) == AUTO
-
-
-def is_mdi_llm(text: str | None) -> bool:
-    """Whether the split follows the rule of MDI-LLM."""
-    return _rule(text) == MDI_LLM
-
-
-def _rule(text: str | None) -> str | None:
-    """The name of the rule that `text` names, if it names one."""
-    match = None if text is None else NAMED.fullmatch(text)
-    return None if match is None else match[1]
+    return text is not None and NAMED.fullmatch(text) is not None
 
 
 def count_stages(text: str | None, world_size: int) -> int:
-    """The number of stages that `text` names. Without it, and with the name of a rule that is not
-    followed by a number (auto:2), every rank is a stage."""
+    """The number of stages that `text` names. Without it, and with `auto` that is not followed by a
+    number (auto:2), every rank is a stage."""
     if text is None:
         return world_size
     rule = NAMED.fullmatch(text)
     if rule is None:
         return len(text.split(","))
-    return world_size if rule[2] is None else int(rule[2])
+    return int(rule[1] or world_size)
 
 
 def read_counts(text: str, num_layers: int) -> list[int]:
@@ -158,29 +131,6 @@ def balance(times: Sequence[StageTimes], num_layers: int) -> list[int]:
         )
         counts[fastest] += 1
     return counts
-
-
-def mdi_llm_counts(num_stages: int, num_layers: int) -> list[int]:
-    """The layers of each stage by MDI-LLM's table.
-
-    All stages but the first have equally many layers. Where the table ends, these are as few as
-    leave the first stage at least two fewer than each of them, but at most as many as leave it one.
-    For 3 and more stages, this rule gives every entry of the table but one. Raises ValueError if it
-    gives the first stage, which also computes the embedding and the head, more than the others.
-    """
-    first = MDI_LLM_TABLE.get(num_layers, {}).get(num_stages)
-    if num_stages == 1:
-        first = num_layers
-    if first is None:
-        others = min(-(-(num_layers + 2) // num_stages), (num_layers - 1) // (num_stages - 1))
-        first = num_layers - (num_stages - 1) * others
-        if first > others:
-            raise ValueError(
-                f"{FLAG} {MDI_LLM} has no entry for {num_layers} layers on {num_stages} stages: "
-                f"all but the first have equally many, which leaves it {first} beside {others}; "
-                f"choose {AUTO}, counts or shares"
-            )
-    return [first, *[(num_layers - first) // max(1, num_stages - 1)] * (num_stages - 1)]
 
 
 def round_seconds(stages_s: Sequence[float], links_s: Sequence[float], num_lanes: int) -> float:

@@ -19,11 +19,9 @@ from dataclasses import dataclass, replace
 
 from magicdec.distributed.layer_split import (
     FLAG,
-    MDI_LLM,
     SHARE,
     StageTimes,
     count_stages,
-    is_mdi_llm,
     split_layers,
 )
 
@@ -183,11 +181,6 @@ def make_layout(text: str | None, world_size: int, num_layers: int) -> Layout:
     head. Times are not known here, so that `auto` gives equal shares until `with_layers` replaces
     them. Raises ValueError, naming the flag."""
     split = read_split(text)
-    if is_mdi_llm(split.stages):
-        raise ValueError(
-            f"{FLAG} {text}: {MDI_LLM} divides the layers of a ring (`magicdec recurrent`); choose "
-            "from counts, shares and auto"
-        )
     num_apart, num_headless = split.num_apart, int(split.head != "")
     num_others = num_apart + num_headless
     num_stages = max(1, split.num_stages(world_size))

@@ -30,8 +30,6 @@ from magicdec.distributed.start import stage_groups_before_run
 from magicdec.hardware.environment import device_of, release_memory
 from magicdec.hardware.threads import use_threads
 from magicdec.memory.model_plan import ModelPlan, StagePart
-from magicdec.model.checkpoint.chunks import ChunkedWeights
-from magicdec.model.checkpoint.source import ModelSource
 from magicdec.pipeline.recurrent import RecurrentPipeline, Speculation, make_speculation
 from magicdec.pipeline.spans import Spans, What
 from magicdec.pipeline.stage import VERIFY, WANTED, Part, Stage, StageLoop
@@ -133,15 +131,6 @@ def explain(counts: Sequence[int], times: Sequence[StageTimes], source: str) -> 
         f"from {' to '.join(dict.fromkeys(f'{each:.3g}' for each in (layers[0], layers[-1])))} ms "
         f"a layer and {beside} ms beside layers ({source})"
     )
-
-
-def check_source(split: str, source: ModelSource) -> None:
-    """Raises ValueError if the model's files fix the split already."""
-    if isinstance(source.weights, ChunkedWeights):
-        raise ValueError(
-            f"{FLAG} {split}: {source.name} holds chunks that were made with {FLAG} "
-            f"{source.weights.layers}; give that"
-        )
 
 
 @dataclass(frozen=True)

@@ -15,26 +15,35 @@ from pathlib import Path
 
 from magicdec.distributed.ranks import run_command
 from magicdec.records.writing import append_file, write_text
-from magicdec.reproduce.systems import TABLES, Missing, Row
+from magicdec.reproduce.magicdec_tables import (
+    COLUMNS,
+    TABLES,
+    Missing,
+    Row,
+    at_demo_size,
+    command_of,
+    predict,
+    read_measured,
+)
 from magicdec.tables import Column, Table, csv_text
 
 FLAG = "--tables"  # names the folder
 DEMO_SIZE = "demo size"  # the source of a line that was not published
 NUMBERS = ("published", "predicted", "measured")
-FILLED = (*NUMBERS, "interval", "exists", "source")  # the columns after those of the system
+FILLED = (*NUMBERS, "interval", "exists", "source")  # the columns after those of the setting
+ALL_COLUMNS = (*COLUMNS, *FILLED)
 SHORT = {"prefix_len": "prefix", "batch_size": "B"}
 
 
 class PublishedTable:
-    """The table `name` of the folder. Its rows have the columns of its system, which say what was
-    measured, and those of `FILLED`: a number that does not exist is empty, `exists` says why, and
-    `interval` is the 95 % interval of what was measured. Raises ValueError if its file cannot be
-    read, or has other columns."""
+    """The table `name` of the folder. Its rows have `COLUMNS`, which say what was measured, and
+    those of `FILLED`: a number that does not exist is empty, `exists` says why, and `interval` is
+    the 95 % interval of what was measured. Raises ValueError if its file cannot be read, or has
+    other columns."""
 
     def __init__(self, name: str, folder: Path) -> None:
         self.name, self.folder, self.path = name, folder, folder / f"{name}.csv"
-        self.about, self.system = TABLES[name]
-        self.columns = (*self.system.columns, *FILLED)
+        self.about = TABLES[name]
         try:
             with self.path.open(newline="", encoding="utf-8") as file:
                 reader = csv.DictReader(file)
@@ -45,8 +54,8 @@ class PublishedTable:
                 f"{FLAG} {folder}: {self.path.name}: {why}; the published tables are in "
                 "results/paper of the repository"
             ) from None
-        if tuple(reader.fieldnames or ()) != self.columns:
-            expected = ",".join(self.columns)
+        if tuple(reader.fieldnames or ()) != ALL_COLUMNS:
+            expected = ",".join(ALL_COLUMNS)
             raise ValueError(f"{FLAG} {folder}: {self.path.name} needs the columns {expected}")
 
     def part(self, is_demo: bool) -> list[Row]:
@@ -63,7 +72,7 @@ class PublishedTable:
         what was measured before stays until it is measured again."""
         published, old_rows = self.part(is_demo=False), self.part(is_demo=True)
         demo: list[Row] = []
-        for setting in map(self.system.at_demo_size, published):
+        for setting in map(at_demo_size, published):
             if any(setting.items() <= row.items() for row in demo):
                 continue
             new_row = setting | dict.fromkeys(FILLED, "") | {"source": DEMO_SIZE}
@@ -75,7 +84,7 @@ class PublishedTable:
         """Predict a line anew, and write into `exists` which numbers it has and why it lacks
         others; `unmeasured` says why its command measured nothing."""
         is_demo = row["source"] == DEMO_SIZE
-        needs = "a run" if is_demo else self.system.needs(row)
+        needs = "a run" if is_demo else f"{row['ranks']} {row['hardware']} GPUs".lstrip()
         reasons = {
             "published": "the packaged models are not of the paper",
             "predicted": "the plan needs a probe of this machine",
@@ -83,7 +92,7 @@ class PublishedTable:
         }
         if not is_demo:
             try:
-                row["predicted"] = self.system.predict(row, self.folder)
+                row["predicted"] = predict(row, self.folder)
             except Missing as reason:
                 row["predicted"], reasons["predicted"] = "", str(reason)
         existing = ", ".join(name for name in NUMBERS if row[name])
@@ -92,7 +101,7 @@ class PublishedTable:
 
     def commands(self, is_demo: bool) -> list[str]:
         """The words after `magicdec` that measure that part; lines may share a run."""
-        return list(dict.fromkeys(self.system.command(row) for row in self.part(is_demo)))
+        return list(dict.fromkeys(command_of(row) for row in self.part(is_demo)))
 
     def measure(self, is_demo: bool, out: Path) -> int:
         """Measure one part of the table and save it. Every record is appended to `out`. Returns how
@@ -105,7 +114,7 @@ class PublishedTable:
                 ended = run_command([*command.split(), "--out", records])
                 error = f"its run ended with {ended.code}: {ended.error}" if ended.code else ""
                 for row in self.part(is_demo):
-                    if self.system.command(row) == command:
+                    if command_of(row) == command:
                         self.enter(row, records, error)
                 append_file("--out", records, out)
             self.save()
@@ -119,15 +128,15 @@ class PublishedTable:
         row["measured"] = row["interval"] = ""
         try:
             if not error:
-                row["measured"], row["interval"] = self.system.read(row, records)
+                row["measured"], row["interval"] = read_measured(row, records)
         except Missing as reason:
             error = str(reason)
         self.refresh(row, error)
 
     def save(self) -> None:
         """Raises ValueError if the file cannot be written."""
-        rows = [[row[name] for name in self.columns] for row in self.rows]
-        write_text(FLAG, self.path, csv_text([self.columns, *rows]))
+        rows = [[row[name] for name in ALL_COLUMNS] for row in self.rows]
+        write_text(FLAG, self.path, csv_text([ALL_COLUMNS, *rows]))
 
     def print(self) -> None:
         """What was published, and below it what was measured with the packaged models."""
@@ -140,11 +149,11 @@ class PublishedTable:
     def _as_table(self, what: str, rows: list[Row]) -> Table:
         """The settings that differ between the lines, and the numbers; the settings that have one
         value in all lines stand in the title, such as `: ranks 8`."""
-        values = {name: {row[name] for row in rows} for name in (*self.system.columns, *FILLED)}
-        shared = [name for name in self.system.columns if len(values[name]) == 1]
+        values = {name: {row[name] for row in rows} for name in ALL_COLUMNS}
+        shared = [name for name in COLUMNS if len(values[name]) == 1]
         settings_of_all = ", ".join(f"{name} {rows[0][name]}" for name in shared if rows[0][name])
         numbers = [name for name in (*NUMBERS, "interval") if values[name] != {""}]
-        names = [*(name for name in self.system.columns if name not in shared), *numbers]
+        names = [*(name for name in COLUMNS if name not in shared), *numbers]
         return Table(
             [Column(SHORT.get(name, name), name in ("model", "draft"), name) for name in names],
             [[row[name] for name in names] for row in rows],

@@ -128,13 +128,6 @@ class Batching(System):
     def computes(self) -> bool:
         return self.is_on_all or self.launch.rank == 0
 
-    def check_files(self) -> None:
-        try:
-            super().check_files()
-        except ValueError as error:
-            text = f"--modes {self.names}, which read the whole model: {error}"
-            raise ValueError(text) from error
-
     def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
         config = self.run.config
         if rank not in config.parallel.rank_group:

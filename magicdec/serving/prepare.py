@@ -76,10 +76,9 @@ def without_draft_ranks(run_config: RunConfig) -> RunConfig:
 
 def check_here(systems: Sequence[System], room: Room) -> str:
     """The line to print: what the ranks of this room need for the pass that needs most. Raises
-    ValueError if that is more than is free, or if a file is not on this host."""
+    ValueError if that is more than is free."""
     plans: dict[Pass, MemoryPlan] = {}
     for system in systems:
-        system.check_files()
         for each in system.passes:
             plans[each] = system.plan(each, room.ranks)
     each, plan = max(plans.items(), key=lambda item: item[1].total)

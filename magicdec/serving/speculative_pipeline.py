@@ -35,7 +35,6 @@ from magicdec.pipeline.auto_split import (
     DecodeStep,
     Timer,
     Timing,
-    check_source,
     time_messages,
 )
 from magicdec.pipeline.clocks import clocks_of, gather_spans
@@ -75,8 +74,6 @@ class SpeculativePipeline(StagedSystem):
         if self.has_drafts:
             check_draft_ranks(models, options, layout)
         self.check_stages(models, layout.tensor_parallel, not all(map(len, layout.layers)))
-        if options.is_measured:
-            check_source(str(options.layer_split), models.source)
         config = self._place_draft(models, layout)
         run = self.complete(replace(models, config=config), cache)
         self.drafting: Prepared | None = None

@@ -16,10 +16,10 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import WorkloadSection
 from magicdec.distributed.channels.connect import Connector
 from magicdec.distributed.channels.message import MessageForm
-from magicdec.distributed.layer_split import FLAG, StageTimes, is_auto, split_layers
+from magicdec.distributed.layer_split import FLAG, StageTimes, split_layers
 from magicdec.distributed.layout import StageGrid, read_split
 from magicdec.model.checkpoint.source import ModelSource
-from magicdec.pipeline.auto_split import Timing, check_source, choose_split
+from magicdec.pipeline.auto_split import Timing, choose_split
 from magicdec.serving.modes import Pass
 from magicdec.serving.system import System
 from magicdec.setup.model_checks import check_shared
@@ -83,7 +83,5 @@ class StagedSystem(System):
 
 def check_split(split: str | None, grid: StageGrid, source: ModelSource) -> None:
     """Raises ValueError for a split that cannot be, before anything is timed."""
-    if split is not None and is_auto(split):
-        check_source(split, source)
     any_times = [StageTimes(0.0, 1.0)] * grid.num_stages
     split_layers(split, grid.num_stages, source.config.num_layers, any_times)

@@ -27,7 +27,6 @@ from magicdec.hardware.timing import RealClock
 from magicdec.memory.check import Room, add_up
 from magicdec.memory.model_plan import ModelPlan
 from magicdec.memory.plan import MemoryPlan, plan_of
-from magicdec.model.checkpoint.source import check_part
 from magicdec.pipeline.spans import Span
 from magicdec.request import Request
 from magicdec.sampling.sampling import make_params
@@ -129,15 +128,6 @@ class System(ABC):
     def names(self) -> str:
         """Of the passes."""
         return " ".join(each.name for each in self.passes)
-
-    def check_files(self) -> None:
-        """Raises ValueError if a part of a checkpoint that this rank reads is not on this host."""
-        for each in self.passes:
-            for plan in self.model_plans(each, self.launch.rank):
-                source = self.run.draft_source if plan.is_draft else self.run.source
-                assert source is not None, "it was found"
-                if plan.is_draft or self.options.emulate_stage_ms is None:
-                    check_part(source, plan.layers, has_ends=any(plan.ends))
 
     @abstractmethod
     def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:

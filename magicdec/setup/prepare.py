@@ -185,12 +185,12 @@ def find(
     run_config: RunConfig, launch: Launch, cache: SetupCache, is_part: bool = False
 ) -> ResolvedRun:
     """Find the models and resolve the config. Raises ValueError as `prepare` does. `is_part`:
-    this rank is a stage of a pipeline, as in `find_model` and `resolve`."""
+    this rank is a stage of a pipeline, as in `resolve`."""
     run_config.check(launch.world_size)
 
     def find_source(section: ModelSection | DraftSection) -> ModelSource:
         name, flag = section.model, flag_of(section, "model")
-        return cache.get(("model", name), lambda: find_model(flag, name, is_part))
+        return cache.get(("model", name), lambda: find_model(flag, name))
 
     source = find_source(run_config.model)
     draft = None if run_config.draft is None else find_source(run_config.draft)

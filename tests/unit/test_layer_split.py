@@ -10,12 +10,10 @@ import pytest
 
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.layer_split import (
-    MDI_LLM_TABLE,
     StageTimes,
     balance,
     count_stages,
     is_auto,
-    mdi_llm_counts,
     round_seconds,
     split_layers,
 )
@@ -89,7 +87,7 @@ def test_ranks_that_do_not_fit_are_refused(world_size: int) -> None:
 
 @pytest.mark.parametrize(
     ("text", "world_size", "expected"),
-    [("auto", 3, 3), ("auto:2", 4, 2), ("mdi_llm", 2, 2), ("mdi_llm:5", 10, 5), ("3,3", 4, 2)],
+    [("auto", 3, 3), ("auto:2", 4, 2), ("3,3", 4, 2)],
 )
 def test_a_rule_has_a_stage_for_each_rank_or_says_how_many(
     text: str, world_size: int, expected: int
@@ -130,27 +128,6 @@ def test_auto_has_the_fastest_slowest_stage_of_all_splits(
 def test_auto_of_equal_stages_and_of_one() -> None:
     assert balance([StageTimes(0.0, 1.0)] * 3, 8) == [2, 3, 3], "the later one gets the layer"
     assert split_layers("auto", 1, 4) == (range(4),), "without times"
-
-
-def test_mdi_llm_is_its_table_and_beyond_it_a_rule() -> None:
-    for num_layers, by_stages in MDI_LLM_TABLE.items():
-        for num_stages, first in by_stages.items():
-            counts = [len(x) for x in split_layers("mdi_llm", num_stages, num_layers)]
-            assert counts[0] == first and sum(counts) == num_layers and len(set(counts[1:])) == 1
-    assert mdi_llm_counts(2, 32) == [14, 18] and mdi_llm_counts(5, 22) == [2, 5, 5, 5, 5]
-    assert mdi_llm_counts(1, 40) == [40]
-    assert mdi_llm_counts(2, 40) == [19, 21] and mdi_llm_counts(4, 40) == [7, 11, 11, 11]
-    assert mdi_llm_counts(2, 6) == [2, 4] and mdi_llm_counts(3, 6) == [2, 2, 2]
-    with pytest.raises(ValueError, match="--layer_split mdi_llm has no entry for 9 layers on 4"):
-        mdi_llm_counts(4, 9)
-
-
-def test_the_rule_of_mdi_llm_is_that_of_its_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All entries for three and more stages but one, which is the claim of its docstring."""
-    entries = [(n, N, first) for n, row in MDI_LLM_TABLE.items() for N, first in row.items()]
-    monkeypatch.setattr("magicdec.distributed.layer_split.MDI_LLM_TABLE", {})
-    other = [(n, N) for n, N, first in entries if mdi_llm_counts(N, n)[0] != first and N > 2]
-    assert other == [(24, 3)]
 
 
 def test_a_round_is_bound_by_the_slowest_stage_or_by_all() -> None:

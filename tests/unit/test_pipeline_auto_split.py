@@ -13,8 +13,6 @@ from serving_command import prepare_as
 
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.layout import Layout, make_layout
-from magicdec.model.checkpoint.source import find_model
-from magicdec.model.checkpoint.split import split_checkpoint
 from magicdec.pipeline.auto_split import STEPS, DecodeStep, RankTimes
 from magicdec.pipeline.stage import RunStage
 from magicdec.serving.modes import Pass
@@ -148,12 +146,3 @@ def test_each_rank_times_a_layer_and_its_own_end_of_the_model(
     computed.clear()
     assert timing.find_times() is None, "the head has no layers"
     assert computed == []
-
-
-def test_files_with_a_split_are_refused(
-    tiny_checkpoint: Path, text_file: Path, tmp_path: Path
-) -> None:
-    split_checkpoint(find_model("--model", str(tiny_checkpoint)), tmp_path, [range(1), range(1, 2)])
-    with pytest.raises(ValueError, match=r"--layer_split auto/head: .* made with --layer_split"):
-        words = "--model", str(tmp_path), "--dataset", str(text_file)
-        prepared(tmp_path, *words, "--layer_split", "auto/head", *NGRAM, world_size=2)

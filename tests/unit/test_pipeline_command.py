@@ -12,8 +12,6 @@ from serving_command import prepare_as
 from magicdec.console import make_progress
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.layout import Layout, make_layout
-from magicdec.model.checkpoint.source import find_model
-from magicdec.model.checkpoint.split import split_checkpoint
 from magicdec.pipeline.metrics import Observed, speculation_metrics
 from magicdec.pipeline.spans import Span, What
 from magicdec.pipelined_speculation.scheduler import Counts
@@ -33,7 +31,6 @@ NEEDS_TOKENS = "--emulate_acceptance 0.5 needs the tokens of a mode that comes b
     [
         (["--layer_split", "0.5,0.5/1.0"], "--layer_split 0.5,0.5/1.0 names 3 ranks, but 2 were"),
         (["--layer_split", "1.0/0.6,0.4"], "ranks compute every layer together; give 0.5,0.5"),
-        (["--layer_split", "mdi_llm"], "mdi_llm: mdi_llm divides the layers of a ring"),
         (["--layer_split", "1.0/0.9"], "compute every layer together; give 1.0"),
         (["--layer_split", "auto", *EMULATED], "--layer_split auto: with --emulate_stage_ms 20.0"),
         (["--modes", "async", "fast"], "--modes fast is not known; choose from sequential,"),
@@ -271,17 +268,3 @@ def test_the_plan_of_each_rank_of_a_draft_is_what_it_holds(policy: str, tmp_path
         held = sum(p.numel() * p.element_size() for p in draft.runner.model.parameters())
         assert (plan.weights, plan.draft_weights) == (0, held)
         assert (plan.kv, plan.draft_kv) == (0, draft.runner.cache.num_bytes)
-
-
-def test_every_rank_of_a_draft_needs_the_files_of_the_draft(
-    tiny_checkpoint: Path, text_file: Path, tmp_path: Path
-) -> None:
-    whole = find_model("--model", str(tiny_checkpoint))
-    _, second = split_checkpoint(whole, tmp_path / "chunks", [range(1), range(1, 2)])
-    second.unlink()
-    models = "--model", str(tiny_checkpoint), "--draft", f"model:{tmp_path / 'chunks'}"
-    words = *models, "--dataset", str(text_file), "--layer_split", "1.0/0.5,0.5"
-    prepared(tmp_path, *words)
-    for rank in (1, 2):
-        with pytest.raises(ValueError, match=second.name):
-            prepared(tmp_path, *words, rank=rank)

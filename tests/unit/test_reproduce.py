@@ -15,12 +15,18 @@ from synthetic_records import parse_record
 from test_compare import make
 
 from magicdec.cli.front import reproduce
-from magicdec.distributed.layout import make_layout
 from magicdec.distributed.ranks import Ended
 from magicdec.records.reading import load_records
 from magicdec.reproduce import published_table
+from magicdec.reproduce.magicdec_tables import (
+    COLUMNS,
+    TABLES,
+    Missing,
+    Row,
+    command_of,
+    read_measured,
+)
 from magicdec.reproduce.published_table import PublishedTable
-from magicdec.reproduce.systems import TABLES, Missing, Row
 
 PAPER = ROOT / reproduce.PUBLISHED
 NAME = "magicdec_speedups_h100"
@@ -30,10 +36,9 @@ def published(name: str) -> list[Row]:
     return PublishedTable(name, PAPER).part(is_demo=False)
 
 
-def flags_of(table: str, row: Row) -> dict[str, str]:
+def flags_of(row: Row) -> dict[str, str]:
     """The first value of each flag of the command of a line; empty for a flag without one."""
-    _, system = TABLES[table]
-    pairs = itertools.pairwise([*system.command(row).split(), "--"])
+    pairs = itertools.pairwise([*command_of(row).split(), "--"])
     return {a: "" if b.startswith("--") else b for a, b in pairs if a.startswith("--")}
 
 
@@ -83,61 +88,12 @@ def test_full_size_needs_its_gpus(tmp_path: Path) -> None:
     )
 
 
-def read(table: str, row: Row, folder: Path, *records: dict[str, Any]) -> str:
-    """The number of a line in these records, or why it has none."""
-    (folder / "records").write_text("\n".join(map(json.dumps, records)))
-    try:
-        return TABLES[table][1].read(row, folder / "records")[0]
-    except Missing as reason:
-        return str(reason)
-
-
-def test_arrivals_alone_predict_what_flover_published(tmp_path: Path) -> None:
-    rows = [*published("flover_constant"), *published("flover_poisson")]
-    pairs = [(float(r["published"]), float(r["predicted"])) for r in rows if r["predicted"]]
-    assert len(pairs) == 4 * 5 + 2 * 14
-    assert max(abs(a / b - 1) for a, b in pairs[:20]) < 0.05
-    assert max(abs(a / b - 1) for a, b in pairs[20:]) < 0.26
-    name, row = "flover_constant", next(r for r in rows if r["quantity"] == "makespan_s")
-    assert flags_of(name, row)["--arrival"] == "constant:500"
-    assert read(name, row, tmp_path, {"metrics": {"makespan_s": 5.678}}) == "5.68"
-    wrong: dict[str, Any] = {"metrics": None}
-    assert read(name, row, tmp_path, wrong) == "the tokens of its run were wrong"
-    row["quantity"] = "speedup_over_instances"
-    assert "no baseline of concurrent instances" in read(name, row, tmp_path, wrong)
-
-
-def test_layers_alone_predict_more_than_mdi_llm_published(tmp_path: Path) -> None:
-    """The slowest of 12 layers on two boards has 7, on three 5. Without a KV cache, three samples
-    of 267 tokens cost two thirds of two samples of 400."""
-    name = "mdi_llm_generation_time"
-    rows = [row for row in published(name) if row["predicted"]]
-    speedups = [(r["published"], r["predicted"]) for r in rows if r["quantity"] == "speedup"]
-    assert speedups == [("1.45", "1.71"), ("1.69", "2.40"), ("3.38", "4.15")]
-    assert float(speedups[2][1]) == pytest.approx(2 * 400**2 / (3 * (800 / 3) ** 2) * 36 / 13, 0.01)
-    records = [
-        {"name": n, "metrics": {"makespan_s": s}} for n, s in (("sequential", 3), ("ring", 2))
-    ]
-    assert [read(name, row, tmp_path, *records) for row in rows[:2]] == ["2.00", "1.50"]
-    assert TABLES[name][1].needs(rows[0]) == "2 Jetson TX2 boards"
-
-
-def test_pairs_of_pipeinfer_take_the_settings_of_its_script(tmp_path: Path) -> None:
-    name, rows = "pipeinfer_speedups", published("pipeinfer_speedups")
-    assert len({(row["model"], row["draft"]) for row in rows}) == 6
-    for row in rows:
-        flags = flags_of(name, row)
-        assert "/" in flags["--model"] and flags["--draft"].startswith("model:")
-        stages = flags["--layer_split"].partition("/")[0].split(",")
-        assert int(flags["--nproc"]) == len(stages) + 1 == 8
-        assert (flags["--gamma"], flags["--np"], flags["--gen_len"]) == ("3", "3", "128")
-        make_layout(flags["--layer_split"], 8, 80)
-    assert [flags_of(name, row)["--pa"] for row in rows[:3]] == ["0.1", "0.5", "0.1"]
-    small = TABLES[name][1].at_demo_size(rows[1])
-    assert flags_of(name, small)["--draft"] == "ngram"
-    speeds = {"iterative": 5.0, "sync": 10.0, "async": 15.0}
-    records = [{"name": n, "metrics": {"request_tokens_per_s": x}} for n, x in speeds.items()]
-    assert read(name, small, tmp_path, *records) == "1.50"
+def test_a_number_that_a_run_lacks_is_said(tmp_path: Path) -> None:
+    (row, *_), records = published(NAME), tmp_path / "records"
+    for metrics, reason in ((None, "tokens of its run were wrong"), ({"speedup": None}, "has no")):
+        records.write_text(json.dumps({"metrics": metrics}))
+        with pytest.raises(Missing, match=reason):
+            read_measured(row, records)
 
 
 def test_the_demo_fits_a_small_machine() -> None:
@@ -145,11 +101,11 @@ def test_the_demo_fits_a_small_machine() -> None:
         table = PublishedTable(name, PAPER)
         table.make_demo()
         small = table.part(is_demo=True)
-        settings = {tuple(row[column] for column in table.system.columns) for row in small}
+        settings = {tuple(row[column] for column in COLUMNS) for row in small}
         assert small and len(settings) == len(small)
         assert all(not row["published"] and not row["predicted"] for row in small)
         for row in small:
-            flags = flags_of(name, row)
+            flags = flags_of(row)
             assert int(flags["--nproc"]) <= 4
             assert int(flags["--prefix_len"]) <= 4096
             assert int(flags["--prefix_len"]) * int(flags.get("--B", "1")) <= 8 * 4096
@@ -212,7 +168,6 @@ def test_a_failed_run_is_named_and_the_others_go_on(
         (["--demo"], "name a table; choose from magicdec_acceptance"),
         ([NAME, "--predict", "--out", "x"], "--out does nothing here"),
         ([NAME, "--predict", "--tables", "nowhere"], "--tables nowhere: magicdec_speedups_h100"),
-        (["mdi_llm_generation_time"], "needs 3 hosts, and this command starts runs on one"),
         ([NAME, "--demo", "--out", "/dev/full"], "--out /dev/full: No space left"),
     ],
 )

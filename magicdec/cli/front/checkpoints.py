@@ -1,13 +1,11 @@
 """The commands around checkpoints: `magicdec model get` fetches one from the Hugging Face hub,
-`magicdec model convert` writes one as one file of weights with checksums beside it, and
-`magicdec split` writes one file for each stage of a pipeline.
+and `magicdec model convert` writes one as one file of weights with checksums beside it.
 
     magicdec model get meta-llama/Llama-3.2-1B
     magicdec model convert checkpoints/meta-llama/Llama-3.2-1B --quantize int8
     magicdec model convert --verify checkpoints/meta-llama/Llama-3.2-1B/model.pth
-    magicdec split checkpoints/meta-llama/Llama-3.2-1B --layer_split 4,6,6 --out chunks
 
-`magicdec download` and `magicdec convert` are the first two in the spelling of the original suite.
+`magicdec download` and `magicdec convert` are these in the spelling of the original suite.
 Running a checkpoint needs no conversion. Heavy imports happen after the flags are read.
 """
 
@@ -21,9 +19,8 @@ from pathlib import Path
 
 from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.parser import Values
-from magicdec.config.sections import ModelSection, StagesSection, WrittenSection
+from magicdec.config.sections import ModelSection, WrittenSection
 from magicdec.config.setting import same, setting
-from magicdec.distributed.layer_split import count_stages, split_layers
 from magicdec.model.checkpoint.hub import DIRECTORY, find_repository
 from magicdec.model.checkpoint.hub import download as fetch_files
 
@@ -36,10 +33,6 @@ ABOUT_CONVERT = (
     "Write a checkpoint as one file, .safetensors or .pth, with a manifest of checksums beside it. "
     "The checkpoint consists of one or more safetensors or .bin files, or of a model.pth that the "
     "original suite's converter wrote."
-)
-ABOUT_SPLIT = (
-    "Write a checkpoint as one file for each stage of a pipeline, with checksums beside it. A host "
-    "needs its own file alone, the index, the config and, as the first one, the tokenizer."
 )
 OUTPUTS = (".safetensors", ".pth")
 DTYPES = ("float32", "bfloat16", "float16")
@@ -97,20 +90,6 @@ class OldConvertSection(ConvertSection):
     checkpoint_dir: Path | None = same(
         ConvertSection, "checkpoint_dir", flags=("--checkpoint_dir",)
     )
-
-
-@dataclass(frozen=True)
-class SplitSection:
-    """The checkpoint to split, and how."""
-
-    checkpoint_dir: Path = setting(
-        ..., "Directory of the checkpoint.", "checkpoint_dir", metavar="DIR"
-    )
-    n_nodes: int | None = setting(
-        None, "Number of stages, which share the layers equally without --layer_split.", least=1
-    )
-    layer_split: str | None = same(StagesSection, "layer_split")
-    out: Path | None = same(WrittenSection, "out")
 
 
 def refusing(run: Callable[[Values], int]) -> Callable[[Values], int]:
@@ -201,44 +180,8 @@ def verify(file: Path) -> int:
     return 1 if damage else 0
 
 
-def find_num_stages(n_nodes: int | None, layer_split: str | None) -> int:
-    """Raises ValueError if neither flag says it, or if they disagree."""
-    if n_nodes is None and layer_split is None:
-        raise ValueError("give --n_nodes, --layer_split or both")
-    num_stages = count_stages(layer_split, n_nodes or 0)
-    if num_stages == 0:
-        raise ValueError(f"--layer_split {layer_split} has no number of stages; give --n_nodes too")
-    if n_nodes not in (None, num_stages):
-        raise ValueError(
-            f"--n_nodes {n_nodes}: --layer_split {layer_split} has {num_stages} stages"
-        )
-    return num_stages
-
-
-@refusing
-def split_stages(values: Values) -> int:
-    from magicdec.console import make_progress
-    from magicdec.model.checkpoint.convert import find_checkpoint
-    from magicdec.model.checkpoint.split import split_checkpoint
-
-    args = values[SplitSection]
-    num_stages = find_num_stages(args.n_nodes, args.layer_split)
-    out = args.out or args.checkpoint_dir / "chunks" / f"{num_stages}nodes"
-    source = find_checkpoint("DIR", args.checkpoint_dir)
-    if out.resolve() == args.checkpoint_dir.resolve():
-        raise ValueError(f"--out {out} is the checkpoint itself; name another directory")
-    layers = split_layers(args.layer_split, num_stages, source.config.num_layers)
-    with make_progress(True).task("writing chunks", len(source.tensors)) as advance:
-        files = split_checkpoint(source, out, layers, lambda name: advance())
-    for file, part in zip(files, layers, strict=True):
-        size = file.stat().st_size / 1e6
-        print(f"{file}: layers {part.start} to {part.stop - 1}, {size:.1f} MB")
-    return 0
-
-
 get = LoneCommand(fetch, ABOUT_DOWNLOAD, {"download": DownloadSection})
 convert = LoneCommand(convert_or_verify, ABOUT_CONVERT, {"convert": ConvertSection()})
-split = LoneCommand(split_stages, ABOUT_SPLIT, {"split": SplitSection})
 old_get = LoneCommand(
     fetch,
     ABOUT_DOWNLOAD,

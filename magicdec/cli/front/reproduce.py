@@ -20,7 +20,7 @@ from magicdec.config.sections import OutputSection
 from magicdec.config.setting import same, setting
 from magicdec.distributed.ranks import is_launched
 from magicdec.records.writing import check_writable
-from magicdec.reproduce.systems import TABLES
+from magicdec.reproduce.magicdec_tables import TABLES
 
 if TYPE_CHECKING:
     from magicdec.reproduce.published_table import PublishedTable
@@ -86,15 +86,9 @@ def reproduce(values: Values) -> int:
 
 
 def check_hardware(table: PublishedTable) -> None:
-    """Raises ValueError if the published runs need several hosts, or more GPUs than this machine
-    has."""
+    """Raises ValueError if the published runs need more GPUs than this machine has."""
     words = [command.split() for command in table.commands(is_demo=False)]
     needed = max(int(each[each.index("--nproc") + 1]) for each in words)
-    if not table.system.on_gpus:
-        raise ValueError(
-            f"{table.name} needs {needed} hosts, and this command starts runs on one; --commands "
-            "prints what they run, --predict and --demo need no others"
-        )
     import torch
 
     num_gpus = torch.cuda.device_count()

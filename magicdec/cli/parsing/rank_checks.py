@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 def check_heads(config: RunConfig, nproc: int) -> None:
     """Raises ValueError for more ranks than the target has attention heads, which they share."""
-    with _checked_source(config, nproc, is_part=False) as source:
+    with _checked_source(config, nproc) as source:
         Shard(0, nproc).heads(source.config.num_heads, source.config.num_kv_heads)
 
 
@@ -48,11 +48,11 @@ def check_nproc(config: RunConfig, options: ServeOptions, nproc: int) -> None:
 
 
 @contextmanager
-def _checked_source(config: RunConfig, nproc: int, is_part: bool = True) -> Iterator[ModelSource]:
+def _checked_source(config: RunConfig, nproc: int) -> Iterator[ModelSource]:
     """The target's source, within which errors name `--nproc` if they name no flag."""
     from magicdec.model.checkpoint.source import find_model
 
-    source = find_model(flag_of(config.model, "model"), config.model.model, is_part=is_part)
+    source = find_model(flag_of(config.model, "model"), config.model.model)
     try:
         yield source
     except ValueError as error:

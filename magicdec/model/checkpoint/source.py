@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint.chunks import ChunkedWeights, open_chunks
 from magicdec.model.checkpoint.gpt_fast import GptFastWeights, is_gpt_fast
 from magicdec.model.checkpoint.quantization import QuantizedWeights, check_range, holds_int8
 from magicdec.model.checkpoint.random_weights import RandomWeights
@@ -31,7 +30,6 @@ from magicdec.model.checkpoint.weight_map import (
     SCALE,
     Piece,
     expected_shapes,
-    find_pieces,
     untie_head,
     weight_map,
 )
@@ -141,13 +139,11 @@ class ModelSource:
         return {n: self.weights.tensors[n] for n in expected_shapes(self.config, self.is_int8)}
 
 
-def find_model(flag: str, name: str, is_part: bool = False) -> ModelSource:
+def find_model(flag: str, name: str) -> ModelSource:
     """The model a user named with `flag` ("--model").
 
     `demo` and `demo-draft` take precedence over directories of that name. Raises ValueError when
-    the name is unknown or the checkpoint is incomplete, broken or does not fit its config. With
-    `is_part`, chunks of a checkpoint may be absent that other hosts have; `check_part` then says
-    whether a stage's are here.
+    the name is unknown or the checkpoint is incomplete, broken or does not fit its config.
     """
     path = demo_directory(name) if name in DEMO_DIRECTORIES else Path(name).expanduser()
     if name.startswith(RANDOM_PREFIX):
@@ -160,18 +156,7 @@ def find_model(flag: str, name: str, is_part: bool = False) -> ModelSource:
     else:
         raise ValueError(f"{flag} {name!r} is not known; choose from {CHOICES}")
     check_weights(source.config, source.weights)
-    if not is_part and isinstance(source.weights, ChunkedWeights):
-        source.weights.check_present(source.tensors)
     return source
-
-
-def check_part(source: ModelSource, layers: range, has_ends: bool) -> None:
-    """Raises ValueError naming the file if a chunk with these layers, or with the embedding, the
-    norm and the head (`has_ends`), is not on this host."""
-    if isinstance(source.weights, ChunkedWeights):
-        source.weights.check_present(
-            sorted(find_pieces(source.config, source.is_int8, layers, has_ends))
-        )
 
 
 def load_transformer(
@@ -233,7 +218,7 @@ def _fill(tensor: Tensor, pieces: list[Piece], source: WeightSource) -> None:
 
 def _stored(path: Path, config: ModelConfig) -> WeightSource:
     """The weights of a directory or a file, whatever their format, by their names."""
-    source: WeightSource = open_chunks(path) or open_weights(path)
+    source = open_weights(path)
     body = find_family(config.architecture).body
     if is_gpt_fast(source):
         return GptFastWeights(source, config)
@@ -242,10 +227,7 @@ def _stored(path: Path, config: ModelConfig) -> WeightSource:
 
 
 def fingerprint(source: ModelSource) -> str:
-    """It is cheap: besides names and shapes, only the one-dimensional tensors are read. Chunks of a
-    checkpoint have that of the whole checkpoint, whichever files are here."""
-    if isinstance(source.weights, ChunkedWeights):
-        return source.weights.model_sha256
+    """It is cheap: besides names and shapes, only the one-dimensional tensors are read."""
     shapes = {name: tensor.shape for name, tensor in source.weights.tensors.items()}
     digest = hashlib.sha256(repr(sorted(shapes.items())).encode())
     config = source.config

@@ -105,17 +105,11 @@ def untie_head(config: ModelConfig) -> ModelConfig:
     return replace(config, tie_word_embeddings=False, head_bias=False)
 
 
-def find_pieces(
-    config: ModelConfig,
-    is_int8: bool = False,
-    layers: range | None = None,
-    has_ends: bool | None = None,
-) -> dict[str, Piece]:
+def find_pieces(config: ModelConfig, is_int8: bool = False) -> dict[str, Piece]:
     """The pieces that make the unsharded model, by the names of their tensors. `is_int8`: those of
     its int8 checkpoint, which has scales and never a tied head."""
     config = untie_head(config) if is_int8 else config
-    layers = range(config.num_layers) if layers is None else layers
-    table = weight_map(config, Shard(), layers, is_int8, has_ends)
+    table = weight_map(config, Shard(), range(config.num_layers), is_int8)
     return {piece.name: piece for pieces in table.values() for piece in pieces}
 
 
