@@ -58,7 +58,6 @@ class ModelRunner:
     num_rows: int
     max_tokens: int
     policy: Visible = FULL  # which tokens a forward sees by default
-    kv_dtype: torch.dtype | None = None  # dtype of the cache; default: the dtype of the weights
     executor: Executor | None = None  # computes a forward in one native call, if the model has one
     block_tokens: int | None = None  # about the tokens of a block; default: the backend's choice
     num_blocks: int | None = None  # of the pool; default: as many as all rows can need
@@ -70,7 +69,7 @@ class ModelRunner:
 
     def __post_init__(self) -> None:
         weight = next(self.model.parameters())
-        self.device, dtype = weight.device, self.kv_dtype or weight.dtype
+        self.device, dtype = weight.device, weight.dtype
         config = self.model.config
         block_size, blocks_per_row, num_blocks = self.storage()
         _, (first, last) = self.model.shard.heads(config.num_heads, config.num_kv_heads)
@@ -100,12 +99,12 @@ class ModelRunner:
         gathers. Shards may be uneven. The first use is a collective: all ranks must take part."""
         return self.group.all_gather_range(self.model.head_rows, self.device)
 
-    def with_cache(self, max_tokens: int, kv_dtype: torch.dtype | None = None) -> ModelRunner:
+    def with_cache(self, max_tokens: int) -> ModelRunner:
         """A runner for the same model with its own cache of `max_tokens` tokens for each row. Both
         runners share their counts."""
         runner = replace(
             self, backend=copy(self.backend), max_tokens=max_tokens,
-            kv_dtype=kv_dtype or self.kv_dtype, block_tokens=None, num_blocks=None,
+            block_tokens=None, num_blocks=None,
         )  # fmt: skip
         runner.counts = self.counts
         runner.offsets = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)

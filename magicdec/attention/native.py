@@ -21,7 +21,7 @@ from magicdec.kernels.build import (
     load_library,
     share_openmp,
 )
-from magicdec.kv.layout import INT8_TILED, PLAIN, TILE, TILED, Layout
+from magicdec.kv.layout import PLAIN, TILE, TILED, Layout
 from magicdec.kv.view import NO_NODES, KVView, Nodes
 
 SOURCE = Path(__file__).parent / "cpp" / "native.cpp"
@@ -31,32 +31,29 @@ HEADERS = (
     SHARED_HEADERS / "amx.h",
     SHARED_HEADERS / "barrier.h",
     SHARED_HEADERS / "bf16.h",
-    SHARED_HEADERS / "int8.h",
     SHARED_HEADERS / "wide.h",
 )
 FLAGS = (*FAST_MATH, "-fopenmp")
 # The dtypes of the pools; native.cpp refers to a dtype by its index in this tuple.
-STORAGE = (torch.float32, torch.bfloat16, torch.int8)
+STORAGE = (torch.float32, torch.bfloat16)
 Shape = ctypes.c_int64 * 18
 
 
 class NativeBackend(AttentionBackend):
-    """Stores K and V as float32 or bfloat16, or as int8 with bfloat16 activations. Computes in
-    float32."""
+    """Stores K and V as float32 or bfloat16. Computes in float32."""
 
     capabilities = Capabilities(
         "native",
         devices=("cpu",),
         needs_compiler=True,
         head_sizes=HeadSizes("a multiple of 16", range(16, 1024, 16)),
-        int8_kv_dtypes=("bfloat16",),
         can_be_recorded=False,
         is_part_of_native_steps=True,
         supports_trees=True,
     )
 
     def __init__(self, is_widened: bool = False) -> None:
-        """`is_widened`: bfloat16 and int8 are widened to float32 in registers, as on CPUs without
+        """`is_widened`: bfloat16 is widened to float32 in registers, as on CPUs without
         dot products for bfloat16, for tests and comparisons."""
         self._is_widened = is_widened
 
@@ -65,8 +62,6 @@ class NativeBackend(AttentionBackend):
         return -(-max_tokens // TILE) * TILE
 
     def layout(self, dtype: torch.dtype) -> Layout:
-        if dtype == torch.int8:
-            return INT8_TILED
         return TILED if dtype == torch.bfloat16 else PLAIN
 
     def plan(self, view: KVView) -> None:
@@ -129,8 +124,8 @@ def attention(
     token sees only the last `window` positions of them; 0 stands for all. If `mass`, float32
     [B, G, blocks], is given, it is filled with the attention weights of each block. `nodes` are
     `KVView.nodes`; with them, k and v are of the last nodes, and the ranges end before the tree."""
-    assert q.dtype in STORAGE[:2], "computes in float32 or bfloat16"
-    assert k_pool.dtype in (q.dtype, torch.int8), "pools have the dtype of q, or int8"
+    assert q.dtype in STORAGE, "computes in float32 or bfloat16"
+    assert k_pool.dtype == q.dtype, "pools have the dtype of q"
     num_rows, num_new, num_heads, size = q.shape
     _, parents = nodes
     strides = q.stride(), k.stride(), v.stride()

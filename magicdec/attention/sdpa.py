@@ -9,16 +9,15 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, CallSize, sum_blocks, visible_mask
 from magicdec.config.capabilities import Capabilities
-from magicdec.kv.layout import INT8_TILED, PLAIN, Layout
+from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.view import KVView
-from magicdec.names import DTYPES
 
 
 class SDPABackend(AttentionBackend):
     """Copies the visible keys and values in every layer. Correct for any block size, row lengths,
     KV policy and dtype."""
 
-    capabilities = Capabilities("sdpa", int8_kv_dtypes=DTYPES, supports_trees=True)
+    capabilities = Capabilities("sdpa", supports_trees=True)
 
     def __init__(self, block_size: int = 64) -> None:
         self._block_size = block_size
@@ -40,7 +39,7 @@ class SDPABackend(AttentionBackend):
         return self._block_size
 
     def layout(self, dtype: torch.dtype) -> Layout:
-        return INT8_TILED if dtype == torch.int8 else PLAIN
+        return PLAIN
 
     def plan(self, view: KVView) -> None:
         self._new = view.cache.slots(view.row_index, view.query_cells())

@@ -130,7 +130,7 @@ def parse(words: Sequence[str]) -> tuple[RunConfig, Grid, GridSection]:
     values = build_parser().read(words)
     config, args = config_of(values, RunConfig()), values[GridSection]
     used = {setting for policy in args.kv_policy for setting in policy_called(policy).settings}
-    idle = [f"kv.{name}" for name in KV_FIELDS if name not in (*used, "draft_kv_dtype")]
+    idle = [f"kv.{name}" for name in KV_FIELDS if name not in used]
     idle += ["grid.budget"] if "budget" not in used else []
     values.refuse_given(idle, f"no policy of --kv_policy {' '.join(args.kv_policy)} uses it")
     drafts = [

@@ -73,7 +73,6 @@ class Capabilities(Requirements):
     """What an attention backend supports (`AttentionBackend.capabilities`)."""
 
     head_sizes: HeadSizes | None = None  # None: all
-    int8_kv_dtypes: tuple[str, ...] = ()  # dtypes of runs in which it reads an int8 KV cache
     keeps_window: bool = True  # it supports the sliding window of a model
     supports_trees: bool = False  # it computes draft trees (`kv.tree.DraftTree`)
     returns_weights: bool = True  # it can return the attention weights of each block of keys
@@ -87,15 +86,6 @@ class Capabilities(Requirements):
         if unmet or self.head_sizes is None or head_dim in self.head_sizes.sizes:
             return unmet
         return f"head size {head_dim} is not {self.head_sizes.name}"
-
-    def int8_kv_obstacle(self, machine: Machine, dtype: str) -> str | None:
-        """Why it cannot read an int8 KV cache in a run of `dtype`; None if it can."""
-        flag, dtypes = f"--attention {self.name}", self.int8_kv_dtypes
-        if not dtypes:
-            return f"{flag} reads none"
-        if dtype not in dtypes:
-            return f"{flag} reads it in --dtype {', '.join(dtypes)}, not {dtype}"
-        return None
 
 
 def capabilities_of(name: str) -> Capabilities:

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from magicdec.config.choices.backend import check_returns_weights, choose_backend, choose_draft_kv
+from magicdec.config.choices.backend import check_returns_weights, choose_backend
 from magicdec.config.choices.choice import Choice
 from magicdec.config.choices.collectives import choose_collectives
 from magicdec.config.choices.layers import (
@@ -83,13 +83,12 @@ def resolve(
         )
     gamma = config.decoding.gamma
     lengths = {"gen_len": config.workload.num_new_tokens, "max_len": None}
-    draft_kv = choose_draft_kv(kv.draft_kv_dtype, dtype, drafting, machine, size)
     resolved = ResolvedConfig(
         run_config=config,
         model=model,
         draft=draft,
         parallel=parallel,
-        kv=dataclasses.replace(kv, draft_kv_dtype=draft_kv),
+        kv=kv,
         attention=ResolvedAttention(backend, config.attention.prefill_chunk),
         decoding=ResolvedDecoding(**vars(config.decoding) | {"num_draft_tokens": gamma}),
         sampling=config.sampling,

@@ -9,8 +9,6 @@ from dataclasses import dataclass, replace
 from magicdec.config.capabilities import (
     check_budget,
     check_standalone,
-    list_policies,
-    policy_called,
     policy_name,
 )
 from magicdec.config.sections import (
@@ -86,7 +84,6 @@ class RunConfig:
         if self.draft is not None:
             check_rank_group("--draft_ranks", self.draft.rank_group, world_size, is_target=False)
             check_standalone(policy)
-        check_draft_kv(kv.draft_kv_dtype, d.model_drafter, policy)
 
     def _refusals(self) -> list[tuple[bool, str]]:
         """What settings must not do together: whether they do, and what to say then."""
@@ -185,18 +182,4 @@ def check_rank_group(
         raise ValueError(
             f"{flag} {' '.join(map(str, ranks))}: name {which} of the launched ranks, each once: "
             f"{' '.join(map(str, sorted(launched)))}"
-        )
-
-
-def check_draft_kv(value: str, drafter: str | None, policy: str) -> None:
-    """Only a draft that has a KV cache of its own can store it in int8."""
-    if value != "int8":
-        return
-    if drafter not in ("self", "model"):
-        raise ValueError("--draft_kv_dtype int8: nothing here drafts with a KV cache; choose auto")
-    if drafter == "self" and not policy_called(policy).is_copied:
-        copying = list_policies(lambda p: p.is_copied)
-        raise ValueError(
-            f"--draft_kv_dtype int8: under --kv_policy {policy} self-speculation reads the "
-            f"target's own cache; choose auto, or --kv_policy {copying}, which copies"
         )

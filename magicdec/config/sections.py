@@ -111,13 +111,6 @@ class KVSection:
         least=1,
     )
 
-    draft_kv_dtype: str = setting(
-        "auto",
-        "The dtype of a draft's own KV cache: a standalone draft's, or what the policy copies. "
-        "int8 has a scale for each token and head; auto is --dtype.",
-        choices=("auto", "int8"),
-    )
-
     @property
     def num_recent_tokens(self) -> int:
         """The size of the recent window, also if the user did not give it."""

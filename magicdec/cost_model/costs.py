@@ -19,7 +19,7 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import Hardware
 from magicdec.model.config import ModelConfig
 
-SCALE_BYTES = 4  # per output channel of an int8 matrix, or per token and head of an int8 KV cache
+SCALE_BYTES = 4  # per output channel of an int8 matrix
 ARGMAX_BYTES = 16  # per token and rank: the best logit and its token id
 
 
@@ -154,12 +154,6 @@ def stored_bytes(
         positions = c.max_position_embeddings * c.hidden_size * (c.positions == "learned")
         stored += embedding_norm + positions * size
     return stored
-
-
-def int8_kv_bytes_per_token(config: ModelConfig, shard: Shard) -> int:
-    """`kv_bytes_per_token` for an int8 cache, which has one scale for K and one for V per head."""
-    entry = kv_bytes_per_token(config, shard, 1)
-    return entry + entry // config.cached_head_dim * SCALE_BYTES
 
 
 def kv_bytes_per_token(config: ModelConfig, shard: Shard, dtype_bytes: int) -> int:

@@ -50,9 +50,7 @@ class RollingRunner(ModelRunner):
         self.evicted = [0] * self.num_rows  # blocks before this one are freed, except the sinks'
         shape = self.cache.shape
         size = (shape.num_layers, shape.num_kv_heads, self.num_sinks, shape.head_dim)
-        dtype = self.cache.k.dtype if self.cache.k.dtype.is_floating_point else torch.float32
-        # As they are read from the cache; an int8 cache returns float32.
-        self.sinks = torch.zeros(self.num_rows, *size, dtype=dtype, device=self.device)
+        self.sinks = torch.zeros(self.num_rows, *size, dtype=self.cache.k.dtype, device=self.device)
 
     @property
     def can_chain(self) -> bool:

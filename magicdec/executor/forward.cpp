@@ -1,7 +1,7 @@
 // The forward of forward.h, as Python calls it. Compiled for one head size, HEAD_SIZE, in a few seconds.
 #include "forward.h"
 
-// `storage` of the KV pools is FLOAT32 or BFLOAT16, the same as of weights and activations, or INT8 with bfloat16. Returns
+// `storage` of the KV pools is FLOAT32 or BFLOAT16, the same as of weights and activations. Returns
 // DONE, INTERRUPTED if `keep_waiting` said so, or UNKNOWN_TOKEN.
 extern "C" int64_t magicdec_forward(int storage, const Model* model, const Cache* cache, Exchange* exchange, Call* call) {
     auto run = [&](auto& forward) { return forward.run(*model, *cache, *exchange, *call); };
@@ -11,15 +11,9 @@ extern "C" int64_t magicdec_forward(int storage, const Model* model, const Cache
     }
 #if defined(__AVX512BF16__)
     using PairKernel = Bf16;
-    using ByteKernel = Int8;
 #else
     using PairKernel = Wide;
-    using ByteKernel = WideInt8;
 #endif
-    if (storage == INT8) {
-        static thread_local Forward<bfloat16, ByteKernel> forward;
-        return run(forward);
-    }
 #if defined(HAS_TILES)
     if (AmxBf16::serves({.T = call->T, .H = model->H, .G = model->G}, call->trees.num_nodes > 0)) {
         static thread_local Forward<bfloat16, AmxBf16> forward;

@@ -1,5 +1,5 @@
-// Converts int8 to bfloat16 in registers, which is exact. Used by linear layers with int8 weights and by attention over an
-// int8 KV cache. In memory an int8 is stored as a sign bit and a magnitude of seven bits.
+// Converts int8 to bfloat16 in registers, which is exact. Used by linear layers with int8 weights.
+// In memory an int8 is stored as a sign bit and a magnitude of seven bits.
 #pragma once
 #include <bit>
 #include <cstdint>

@@ -58,7 +58,7 @@ class KVPool:
             shape.num_blocks,
             shape.num_kv_heads,
             shape.block_size,
-            shape.layout.bytes_per_token(shape.head_dim, dtype.itemsize) // dtype.itemsize,
+            shape.head_dim,
         )
         # Filled with zeros: a kernel may read a masked slot that was never written, and 0 * nan is
         # nan.
@@ -103,12 +103,9 @@ class KVPool:
         layout.write_values(self.v, target, source_layout.read_values(other.v, source))
 
     def copy_within(self, source: Tensor, target: Tensor) -> None:
-        """Copy K and V of all layers from slots `source` to slots `target`, of one shape, without a
-        change of any bit. All are read before any is written. Where a target occurs twice, its
-        sources must be equal."""
-        layout, source, target = self.shape.layout, source.flatten(), target.flatten()
-        layout.copy_keys(self.k, source, target)
-        layout.copy_values(self.v, source, target)
+        """As `copy_from`, within this pool, whose slots are all read before any is written. Where a
+        target occurs twice, its sources must be equal."""
+        self.copy_from(self, source, target)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of K and V at `slots` [B, G, N]: two [B, G, N, D]."""

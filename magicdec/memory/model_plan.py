@@ -7,20 +7,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import torch
-
 from magicdec.attention.backend import backend_class
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import SELF
 from magicdec.cost_model.costs import (
-    int8_kv_bytes_per_token,
     kv_bytes_per_token,
     low_bit_bytes,
     stored_bytes,
 )
 from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.drafting.policies.policy import make_policy, standalone_kv_dtype
+from magicdec.drafting.policies.policy import make_policy
 from magicdec.drafting.rolling_runner import BLOCK_SIZE, blocks_held
 from magicdec.kv.view import WEIGHTS_BLOCK, SinksAndWindow
 from magicdec.model.config import ModelConfig
@@ -146,11 +143,6 @@ class ModelPlan:
         return self.row_tokens or max_tokens(self.config)
 
     @property
-    def kv_dtype(self) -> torch.dtype | None:
-        """The dtype of the cache; None: that of the weights."""
-        return standalone_kv_dtype(self.config.kv) if self.is_draft else None
-
-    @property
     def rolling_rule(self) -> SinksAndWindow | None:
         """What a cache that forgets keeps; None if it keeps everything."""
         policy = make_policy(self.config.kv)
@@ -191,7 +183,7 @@ class ModelPlan:
     def kv_bytes(self) -> int:
         """Bytes of the cache."""
         size, num_blocks = self.storage()
-        return size * num_blocks * self.bytes_per_token(is_int8=self.kv_dtype == torch.int8)
+        return size * num_blocks * self.bytes_per_token
 
     @property
     def policy_bytes(self) -> int:
@@ -206,7 +198,7 @@ class ModelPlan:
             copied = min(chosen + max_following(config, self.tokens), self.tokens)
             block = backend_class(self.backend)().block_size(copied)
             num_tokens = self.num_rows * -(-copied // block) * block
-            return num_tokens * self.bytes_per_token(config.kv.draft_kv_dtype == "int8")
+            return num_tokens * self.bytes_per_token
         if not is_self:
             return 0
         queries, (first, last) = self.shard.heads(self.model.num_heads, self.model.num_kv_heads)
@@ -227,9 +219,8 @@ class ModelPlan:
         numbers = self.part_model.num_layers * (last - first) * self.model.cached_head_dim
         return tokens * numbers * DTYPE_BYTES[self.config.model.dtype]
 
-    def bytes_per_token(self, is_int8: bool = False) -> int:
-        """Bytes of K and V of a token in a cache of the run's dtype or of int8."""
-        if is_int8:
-            return int8_kv_bytes_per_token(self.part_model, self.shard)
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of K and V of a token in the cache."""
         size = DTYPE_BYTES[self.config.model.dtype]
         return kv_bytes_per_token(self.part_model, self.shard, size)

@@ -55,7 +55,7 @@ def first_choice_bytes(plan: ModelPlan) -> int:
         return 0
     B, S, T = w.batch_size, w.prefix_len, policy.rerun_tokens(w.prefix_len)
     forward = forward_bytes(plan, (B, T, S), policy.needs_weights)
-    rerun = B * T * plan.bytes_per_token() + forward if T else 0
+    rerun = B * T * plan.bytes_per_token + forward if T else 0
     call = _call_size(plan, (B, min(policy.observed_tokens, S), S))
     if not call.T:
         return rerun

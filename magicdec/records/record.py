@@ -29,7 +29,7 @@ ENDED = ("failed", "interrupted")  # before all batches were done
 CONFIG_KEYS = {
     "model": ("model", "dtype", "target_dtype"),
     "parallel": ("device",),
-    "kv": ("policy", "budget", "draft_kv_dtype"),
+    "kv": ("policy", "budget"),
     "decoding": ("strategy", "drafter", "num_draft_tokens", "ignore_eos"),
     "workload": ("batch_size", "prefix_len", "gen_len", "num_batches"),
 }

@@ -148,11 +148,11 @@ def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
     backend, executor = make_backend(plan.backend), make_executor(plan.kinds, model, group)
     if plan.rolling_rule is not None:
         return RollingRunner(
-            model, backend, group, plan.num_rows, plan.tokens, plan.rolling_rule, plan.kv_dtype,
-            executor, max_tail=plan.tail,
+            model, backend, group, plan.num_rows, plan.tokens, plan.rolling_rule, executor,
+            max_tail=plan.tail,
         )  # fmt: skip
     return ModelRunner(
-        model, backend, group, plan.num_rows, plan.tokens, kv_dtype=plan.kv_dtype,
+        model, backend, group, plan.num_rows, plan.tokens,
         executor=executor, block_tokens=plan.block_tokens, num_blocks=plan.storage()[1],
         max_following=max_following(plan.config, plan.tokens),
     )  # fmt: skip

@@ -2,7 +2,6 @@
 our own forwards, with the same bits in native attention; and what is kept of an accepted path."""
 
 import random
-from dataclasses import dataclass
 
 import pytest
 import torch
@@ -176,18 +175,17 @@ def drawn(heads: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tens
 
 def run_tree(
     backend: NativeBackend | SDPABackend, cache: KVCache, qkv: tuple[Tensor, Tensor, Tensor],
-    parents: Tensor, cells: Tensor | None, view_of: tuple[Visible, int | None], cuts: list[int],
+    parents: Tensor, view_of: tuple[Visible, int | None], cuts: list[int],
 ) -> Tensor:  # fmt: skip
     """The output of all nodes, level by level. The rows have their bases again afterwards."""
     rows, base, found = list(range(len(BASES))), torch.tensor(BASES), []
     for first, last in zip([0, *cuts], cuts, strict=False):
-        tree = DraftTree(base, parents[:, :last], None if cells is None else cells[:, :last])
+        tree = DraftTree(base, parents[:, :last])
         policy, window = view_of
         view = make_view(cache, rows, policy, last - first, BASES, window, tree)
         backend.plan(view)
         found.append(backend.run(0, *(x[:, first:last] for x in qkv), view))
-        if cells is None:
-            cache.advance(rows, last - first)
+        cache.advance(rows, last - first)
     cache.truncate(rows, BASES)
     return torch.cat(found, 1)
 
@@ -203,72 +201,25 @@ def run_path(
 
 
 @pytest.mark.narrow("values", "pairs")
-@pytest.mark.parametrize("is_scattered", [False, True], ids=["adjacent", "cells"])
 @pytest.mark.parametrize("cuts", [[TREE_NODES], [3, 11, TREE_NODES]], ids=["at once", "by levels"])
 @pytest.mark.parametrize("view_of", VIEWS.values(), ids=VIEWS)
 @pytest.mark.parametrize("flags", [(), NO_AMX], ids=["as this CPU", "no AMX"])
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int8], ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
 def test_a_node_has_the_bits_of_its_path(
-    heads: tuple[int, int, int], dtype: torch.dtype, flags: tuple[str, ...],
-    view_of: tuple[Visible, int | None], cuts: list[int], is_scattered: bool,
-    monkeypatch: pytest.MonkeyPatch,
+    heads: tuple[int, int, int], flags: tuple[str, ...],
+    view_of: tuple[Visible, int | None], cuts: list[int], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     kernel = native.kernel
     monkeypatch.setattr(native, "kernel", lambda size: kernel(size, *flags))
     backend = NativeBackend()
-    cache, qkv = filled(heads, dtype, backend), drawn(heads, torch.bfloat16)
+    cache, qkv = filled(heads, torch.bfloat16, backend), drawn(heads, torch.bfloat16)
     parents = drawn_parents(len(BASES), TREE_NODES, seed=5)
-    cells = None
-    if is_scattered:
-        cells = torch.stack([torch.randperm(40)[:TREE_NODES] + 1045 for _ in BASES])
-    ours = run_tree(backend, cache, qkv, torch.tensor(parents), cells, view_of, cuts)
+    ours = run_tree(backend, cache, qkv, torch.tensor(parents), view_of, cuts)
     for row in range(len(BASES)):
         for node in range(TREE_NODES):
             path = path_of(parents[row], node)
             chain = run_path(backend, cache, qkv, row, path, view_of)
             assert torch.equal(ours[row, node], chain[-1]), (row, node, path)
-
-
-@dataclass(frozen=True)
-class Elsewhere:
-    """A context of 110 tokens in cells of which some have greater numbers than the context has
-    tokens."""
-
-    def ranges(self, committed: Tensor) -> Tensor:
-        return torch.tensor([[[20, 90], [300, 340]]]).expand(len(committed), -1, -1)
-
-    def num_visible(self, committed: int) -> int:
-        return 110
-
-    most_visible = num_visible
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("heads", [(4, 4, 64), (8, 2, 128)], ids=str)
-def test_context_and_nodes_may_lie_in_any_cells(
-    heads: tuple[int, int, int], dtype: torch.dtype
-) -> None:
-    """Two forwards of one tree, against the reference backend."""
-    rows, parents, qkv = (
-        [2, 4, 5],
-        torch.tensor(drawn_parents(5, TREE_NODES, 7)[2:]),
-        drawn(heads, dtype),
-    )
-    cells = torch.stack([torch.randperm(150)[:TREE_NODES] + 350 for _ in rows])
-    found = []
-    for backend in (NativeBackend(), SDPABackend(), GroupedBackend()):
-        cache = filled(heads, dtype, NativeBackend())
-        cache.truncate(rows, [110] * 3)
-        for first, last in ((0, 6), (6, TREE_NODES)):
-            tree = DraftTree(torch.tensor([110] * 3), parents[:, :last], cells[:, :last])
-            view = make_view(cache, rows, Elsewhere(), last - first, tree=tree)
-            backend.plan(view)
-            found.append(backend.run(0, *(x[:3, first:last] for x in qkv), view).float())
-    tolerance = 2e-5 if dtype == torch.float32 else 3e-2
-    for ours, theirs, others in zip(found[:2], found[2:4], found[4:], strict=True):
-        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
-        torch.testing.assert_close(others, theirs, atol=tolerance, rtol=tolerance)
 
 
 @pytest.mark.parametrize("view_of", VIEWS.values(), ids=VIEWS)

@@ -39,7 +39,7 @@ from magicdec.drafting.model_drafter import fold
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.drafting.self_drafter import SelfDrafter
 from magicdec.engine import Engine
-from magicdec.kv.cache import BatchRows, KVCache, Lengths
+from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.model.config import RopeConfig
 from magicdec.names import KV_POLICIES
 from magicdec.request import Batch
@@ -105,13 +105,6 @@ DRAFT_SECTIONS = [
     KVSection("streaming_llm", 5000, 16),
     KVSection("snapkv", 20, window_size=4),
 ]
-INT8_SECTIONS = [
-    ("self", KVSection("snapkv", 20, window_size=3, draft_kv_dtype="int8")),
-    ("self", KVSection("snapkv", 20, window_size=3, reselect_every=7, draft_kv_dtype="int8")),
-    ("model", KVSection("snapkv", 20, window_size=4, draft_kv_dtype="int8")),
-    ("model", KVSection("full", draft_kv_dtype="int8")),
-    ("model", KVSection("streaming_llm", 33, 16, draft_kv_dtype="int8")),
-]
 # Every second section for a shape: together, every policy for every shape.
 EACH = [
     (kv, shape)
@@ -149,29 +142,6 @@ def test_a_draft_model_emits_the_baseline_tokens(
     assert speculate(target, kv, draft=draft, backend=backend).accepts_all == (
         is_same and reads_all(kv)
     )
-
-
-@pytest.mark.parametrize(("drafter", "kv"), INT8_SECTIONS, ids=str)
-def test_drafts_from_an_int8_cache_are_lossless(
-    drafter: str, kv: KVSection, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It changes the drafts, but not the tokens."""
-    made: list[torch.dtype] = []
-    original = KVCache.__init__
-
-    def record(cache: KVCache, *args: object) -> None:
-        original(cache, *args)  # type: ignore[arg-type]
-        made.append(cache.k.dtype)
-
-    monkeypatch.setattr(KVCache, "__init__", record)
-    target = tiny_transformer()
-    draft = target if drafter == "model" else None
-    found = speculate(target, kv, draft=draft, num_new=40, backend=SDPABackend, block_size=64)
-    assert made[0] == torch.float32 and made[-1] == torch.int8
-    if kv.policy == "full":
-        assert found.rate > 0.5
-    else:
-        assert min(found.counts) < 4 and max(found.counts) > 0
 
 
 @pytest.mark.narrow("values", "pairs")

@@ -50,13 +50,12 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 def make_pair(
-    config: ModelConfig, dtype: torch.dtype, lengths: Sequence[int], is_int8: bool = False
+    config: ModelConfig, dtype: torch.dtype, lengths: Sequence[int]
 ) -> tuple[ModelRunner, ModelRunner]:
     """Two runners with the same weights and cached tokens: layer by layer, and native."""
     model = pack(tiny_transformer(config, dtype=dtype))
     group, place = Group((0,), 0), (len(lengths), MOST)
-    kv_dtype = torch.int8 if is_int8 else None
-    first = ModelRunner(model, NativeBackend(), group, *place, kv_dtype=kv_dtype)
+    first = ModelRunner(model, NativeBackend(), group, *place)
     second = replace(first, backend=NativeBackend(), executor=Executor(model, group))
     for runner in (first, second):
         for row in range(len(lengths)):
@@ -230,12 +229,6 @@ def test_attention_weights_and_queries_are_shown(dtype: torch.dtype) -> None:
     for layer in range(TINY.num_layers):
         for ours, theirs in zip(*(each[layer] for each in seen), strict=True):
             assert torch.equal(ours, theirs)
-
-
-@pytest.mark.skipif(torch.bfloat16 not in DTYPES, reason="this CPU has no bfloat16 dot products")
-def test_an_int8_cache_is_read() -> None:
-    pair = make_pair(TINY, torch.bfloat16, [130, 3], is_int8=True)
-    check_same(pair, chain, ids_for(2, 1), SinksAndWindow(4, 50), 5)
 
 
 def test_ranges_of_single_heads_are_read() -> None:

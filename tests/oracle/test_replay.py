@@ -319,13 +319,6 @@ def test_replayed_steps_follow_windows_and_new_choices(policy: str, reselect_eve
     assert (read.kv_tokens_read, read.num_forwards) == (counts.kv_tokens_read, counts.num_forwards)
 
 
-def test_replayed_steps_draft_from_an_int8_cache() -> None:
-    engine, snapshots = started(block_size=64)
-    kv = replace(section_of("snapkv"), draft_kv_dtype="int8")
-    expected, accepted, _ = run(engine, snapshots, "self", kv, 4, None)
-    assert run(engine, snapshots, "self", kv, 4, Recorder())[:2] == (expected, accepted)
-
-
 TOUCHES: dict[str, Callable[[torch.Tensor], object]] = {
     "item": lambda x: x.sum().item(),
     "tolist": lambda x: x.tolist(),

@@ -142,7 +142,7 @@ def test_every_source_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_new_source_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    more = ["--draft", "self", "--draft_kv_dtype", "int8"]
+    more = ["--draft", "self", "--draft_weights", "int8"]
     monkeypatch.setattr(module, "SOURCES", (["--draft", "self"], more))
     sources = module.find_sources(read("--draft", "self", "--budget", "65", "257"))
     plain = [["--draft", "self", "--budget", budget] for budget in ("65", "257")]

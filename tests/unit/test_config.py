@@ -268,41 +268,7 @@ def test_a_draft_has_the_attention_that_its_own_head_size_allows() -> None:
         resolve(asked, Machine(2, has_compiler=True), 64, 72)
 
 
-INT8_KV = "--draft_kv_dtype int8"
 FAST = Machine(2, has_compiler=True, has_bfloat16_products=True)
-
-
-@pytest.mark.parametrize(
-    ("flags", "driver", "message"),
-    [
-        ("", DRIVER, "under --kv_policy streaming_llm self-speculation reads the target's own"),
-        ("--kv_policy snapkv --draft_budget -1", DRIVER, "under --kv_policy full self-spec"),
-        ("--drafter ngram", DRIVER, "nothing here drafts with a KV cache"),
-    ],
-)
-def test_an_int8_cache_must_be_a_drafts_own(flags: str, driver: RunConfig, message: str) -> None:
-    with pytest.raises(ValueError, match=f"{INT8_KV}: {message}"):
-        parsed(*INT8_KV.split(), *flags.split(), driver=driver).check(1)
-    parsed(*flags.split(), driver=driver).check(1)
-
-
-def test_an_int8_cache_must_be_read() -> None:
-    asked = parsed(*INT8_KV.split(), "--kv_policy", "snapkv")
-    asked.check(1)
-    assert resolve(asked, FAST).kv.draft_kv_dtype == "int8"
-    assert resolve(parsed("--dtype", "float32"), FAST).kv.draft_kv_dtype == "float32"
-    assert resolve(parsed(*INT8_KV.split(), driver=LONGSPEC), FAST).kv.draft_kv_dtype == "int8"
-    for flags, machine, size, message in (
-        ("--attention grouped", FAST, 64, "--attention grouped reads none; choose auto, or"),
-        ("--dtype float32", FAST, 64, "--attention native reads it in --dtype bfloat16, not fl"),
-        ("", FAST, 72, "head size 72 is not a multiple of 16; choose auto"),
-    ):
-        config = parsed(*INT8_KV.split(), "--kv_policy", "snapkv", *flags.split())
-        with pytest.raises(ValueError, match=f"{INT8_KV}: {message}"):
-            resolve(config, machine, size)
-        if size == 64:
-            reference = dataclasses.replace(config.attention, backend="sdpa")
-            resolve(dataclasses.replace(config, attention=reference), machine, size)
 
 
 def test_a_budget_of_minus_one_is_the_full_cache() -> None:

@@ -40,7 +40,6 @@ SELFSPEC: dict[str, Any] = {
     "kv": {
         "policy": "streaming_llm", "budget": 257, "num_sink_tokens": 16, "window_size": 32,
         "pooling": "avg", "reselect_every": 0, "recent_window": None,
-        "draft_kv_dtype": "bfloat16",
     },
     "attention": {"backend": "native", "backend_reason": "auto: native", "prefill_chunk": 512},
     "decoding": {

@@ -35,8 +35,7 @@ SETTINGS: dict[str, Any] = {
 @pytest.mark.parametrize("policy", KV_POLICIES)
 def test_settings_tell_records_apart_where_the_policy_reads_them(policy: str) -> None:
     """What a policy reads: the fields that change what `build` makes of the section."""
-    conditions = {"draft_kv_dtype"}  # a dtype: what is measured stays the same thing
-    assert set(SETTINGS) | {"policy"} | conditions == {f.name for f in fields(KVSection)}
+    assert set(SETTINGS) | {"policy"} == {f.name for f in fields(KVSection)}
     section = replace(KVSection(policy), recent_window=20)
     for name, value in SETTINGS.items():
         changed = replace(section, **{name: value})

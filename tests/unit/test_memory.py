@@ -136,18 +136,14 @@ def speculative(drafter: str, kv: KVSection, backend: str = "auto") -> RunConfig
     return replace(config, attention=attention, workload=replace(SMALL, prefix_len=300))
 
 
-NARROW = ("baseline", "snapkv", "int8 snapkv draft", "rolling draft")
+NARROW = ("baseline", "snapkv", "snapkv draft", "rolling draft")
 PLAIN = RunConfig(decoding=DecodingSection("autoregressive"))
-INT8 = KVSection("snapkv", 40, draft_kv_dtype="int8")
 RUNS = {
     "baseline": PLAIN,
     "sdpa": replace(PLAIN, attention=AttentionSection("sdpa")),
     "streaming": speculative("self", KVSection(budget=33)),
     "snapkv": speculative("self", KVSection("snapkv", 40)),
     "snapkv sdpa": speculative("self", KVSection("snapkv", 40), "sdpa"),
-    "int8 snapkv": speculative("self", INT8, "sdpa"),
-    "int8 rolling draft": speculative("model", KVSection(budget=33, draft_kv_dtype="int8"), "sdpa"),
-    "int8 snapkv draft": speculative("model", INT8, "sdpa"),
     "rolling draft": speculative("model", KVSection(budget=33)),
     "full draft": speculative("model", KVSection("full")),
     "snapkv draft": speculative("model", KVSection("snapkv", 40)),

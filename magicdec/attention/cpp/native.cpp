@@ -5,8 +5,8 @@
 // are distributed over threads and merged by log-sum-exp (Flash-Decoding, Dao et al. 2023). Storage is float32 or
 // bfloat16, arithmetic is float32. On request the same pass also sums the attention weights by blocks of keys, without
 // changing a bit of the output. native_plan.h plans, native_team.h computes and merges. native_float32.h and, for the
-// chunks of a prefill, native_chunk.h have the arithmetic for float32; native_tile.h, native_wide.h and native_int8.h the
-// one for bfloat16 and a draft's int8 KV cache; native_bf16.h and native_amx.h are for CPUs with bfloat16 dot products
+// chunks of a prefill, native_chunk.h have the arithmetic for float32; native_tile.h and native_wide.h the
+// one for bfloat16; native_bf16.h and native_amx.h are for CPUs with bfloat16 dot products
 // and with tile registers.
 //
 // Shapes: B rows, T new tokens, H query heads, G KV heads, D head size; M = T * H/G packed queries, token-major.
@@ -63,9 +63,8 @@ extern "C" int64_t magicdec_keys_read() { return keys_read; }
 // range_heads, num_blocks, window (0: none) and nodes of a tree (0: no trees). `ranges` [B, range_heads, num_ranges, 2] are the visible keys, including
 // new ones; range_heads is G, or 1 if they are the same for all heads. With trees (`Trees` of native_plan.h) the new tokens are
 // nodes; they lie in the cells of the last T nodes, and the ranges end before the trees. `mass` [B, G, num_blocks] float32 receives the
-// attention probability of each block of keys, summed over the queries, or is null. `is_widened`: bfloat16 and
-// int8 are widened, whatever this CPU has. `storage` of the pools is FLOAT32 or BFLOAT16, the same as of all other tensors,
-// or INT8 with bfloat16 tensors. Compiled for one head size, HEAD_SIZE, in some seconds. Returns 0, or 1 if D is another
+// attention probability of each block of keys, summed over the queries, or is null. `is_widened`: bfloat16 is
+// widened, whatever this CPU has. `storage` of the pools is FLOAT32 or BFLOAT16, the same as of all other tensors. Compiled for one head size, HEAD_SIZE, in some seconds. Returns 0, or 1 if D is another
 // size.
 extern "C" int magicdec_attention(int storage, int is_widened, const int64_t* shape, const void* q,
                                   const void* k_new, const void* v_new, void* k_pool, void* v_pool,
@@ -84,13 +83,12 @@ extern "C" int magicdec_attention(int storage, int is_widened, const int64_t* sh
     };
     if (storage == FLOAT32) return call(Float32{}, float{});
 #if defined(__AVX512BF16__)
-    if (!is_widened && storage == INT8) return call(Int8{}, bfloat16{});
 #if defined(HAS_TILES)
     if (!is_widened && AmxBf16::serves(p, shape[17] > 0)) return call(AmxBf16{}, bfloat16{});
 #endif
     if (!is_widened) return call(Bf16{}, bfloat16{});
 #endif
-    return storage == INT8 ? call(WideInt8{}, bfloat16{}) : call(Wide{}, bfloat16{});
+    return call(Wide{}, bfloat16{});
 }
 
 // Attention weights that keys received from the newest tokens, out [B, G, length - first]: see `receive`. `shape` is B, T,

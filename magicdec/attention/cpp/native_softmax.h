@@ -1,4 +1,4 @@
-// Scores of one query to weights, with AVX-512, for native_bf16.h, native_int8.h and native_registers.h.
+// Scores of one query to weights, with AVX-512, for native_bf16.h and native_registers.h.
 
 // 2^x for x <= 0: a polynomial (Taylor series of 2^f on [-1/2, 1/2], relative error 2e-7) times a power of two.
 inline __m512 exp2_negative(__m512 x) {

@@ -1,5 +1,5 @@
-// Tiles of keys and values in bfloat16 pairs or int8, and attention over them: what is the same for all ways to multiply a
-// tile (native_bf16.h and native_int8.h with bfloat16 dot products, native_wide.h without, native_registers.h).
+// Tiles of keys and values in bfloat16 pairs, and attention over them: what is the same for all ways to multiply a
+// tile (native_bf16.h with bfloat16 dot products, native_wide.h without, native_registers.h).
 //
 // The KV pools have a layout for small GEMMs (Tiled of kv/layout.py). For every TILE tokens of a head, keys are stored as
 // [pair of dimensions][token] and values as [pair of tokens][dimension], where an entry holds the two elements of a pair.

@@ -1,4 +1,4 @@
-// Attention over tiles of bfloat16 pairs or int8 (native_tile.h) for every CPU: they are widened to float32 in registers
+// Attention over tiles of bfloat16 pairs (native_tile.h) for every CPU: they are widened to float32 in registers
 // (kernels/wide.h). Queries, weights and sums are float32.
 
 // Tiles of bfloat16 pairs, widened for the chunk of a prefill; as FloatRows of native_chunk.h.
@@ -38,10 +38,10 @@ struct WideScratch {
 
 // Softmax of one query's scores for a tile, in place: weights of the visible lanes [from, to), relative to the running
 // `maximum`, and zeros in the others. Updates `maximum` and `total`; `scale` is the factor for earlier sums, and `sums` get
-// the weights' sums by LANES keys, or are null. If there are `value_scales`, they multiply the weights at last. Not inlined, so that
+// the weights' sums by LANES keys, or are null. Not inlined, so that
 // a query has the same bits wherever this is called.
 __attribute__((noinline)) void soften_wide(float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
-                                           float* scale, float* sums, const float* value_scales) {
+                                           float* scale, float* sums) {
     constexpr int V = TILE / W;
     typedef int32_t lanes __attribute__((vector_size(W * 4)));
     const bool is_whole = from <= 0 && to >= TILE;  // mostly
@@ -72,7 +72,7 @@ __attribute__((noinline)) void soften_wide(float* scores, int64_t from, int64_t 
             for (int j = 1; j < LANES / W; ++j) part += s[i * LANES / W + j];
             sums[i] = sum_across(part);
         }
-    for (int i = 0; i < V; ++i) store(scores + W * i, value_scales ? s[i] * load(value_scales + W * i) : s[i]);
+    for (int i = 0; i < V; ++i) store(scores + W * i, s[i]);
 }
 
 // Calls body.operator()<V>(i) for vectors i, i + 1, .. i + V - 1 of COUNT, with V at most MOST.
@@ -98,14 +98,14 @@ struct WideProducts : Pools {
             vec s[N][V] = {};
             Tiles::multiply(::Left{q, HEAD_SIZE, 1}, tile.keys, TILE, W * i, PAIRS, InOrder{next}, s);
             for (int n = 0; n < N; ++n)
-                for (int v = 0; v < V; ++v) store(scores + n * TILE + W * (i + v), Tiles::scaled(tile, W * (i + v), s[n][v]));
+                for (int v = 0; v < V; ++v) store(scores + n * TILE + W * (i + v), s[n][v]);
         });
     }
 
     template <int C, typename AnyTile>
     void soften(const AnyTile& tile, float* scores, int64_t from, int64_t to, float factor, float* maximum, float* total,
                 float* scale, float*, float* sums) const {
-        soften_wide(scores, from, to, factor, maximum, total, scale, sums, Tiles::value_scales(tile));
+        soften_wide(scores, from, to, factor, maximum, total, scale, sums);
     }
 
     template <int N, typename AnyTile>
@@ -129,29 +129,6 @@ struct WidePairs : WideProducts<WidePairs, PairPools> {
                          vec (&sums)[N][V]) {
         ::multiply(left, entries + column, stride, pairs, sums, ahead);
     }
-    static vec scaled(const Tile&, int, vec scores) { return scores; }
-    static const float* value_scales(const Tile&) { return nullptr; }
-};
-
-struct WideBytes : WideProducts<WideBytes, Int8Pools> {
-    template <int N, int V>
-    static void multiply(::Left left, const uint8_t* bytes, int64_t stride, int column, int64_t pairs, InOrder ahead,
-                         vec (&sums)[N][V]) {
-        for (int64_t pair = 0; pair < pairs; ++pair, left.x += 2) {
-            const uint8_t* row = bytes + pair / 2 * 4 * stride;
-            for (int i = 0; i < V; ++i) {
-                const int at = column + W * i;
-                vec x[2];
-                widen(row + at / 16 * 64, pair % 2, at % 16, x);
-                if (at % 16 == 0 && pair % 2 == 0) ahead(row);
-                for (int odd = 0; odd < 2; ++odd)
-                    for (int n = 0; n < N; ++n)
-                        sums[n][i] = fused(broadcast(left.x[n * left.row + odd]), x[odd], sums[n][i]);
-            }
-        }
-    }
-    static vec scaled(const Int8Tile& tile, int column, vec scores) { return scores * load(tile.key_scales + column); }
-    static const float* value_scales(const Int8Tile& tile) { return tile.value_scales; }
 };
 
 template <typename Tiles, int64_t TOKEN_SIZE>
@@ -166,11 +143,9 @@ struct WideKernel : Tiles {
     static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const typename Tiles::Pool* k_pool,
                           const typename Tiles::Pool* v_pool, const Query* q, Scratch& scratch, float* maximum,
                           float* total, float* acc, const Mass& mass) {
-        if constexpr (std::is_same_v<typename Tiles::Pool, bfloat16>)
-            if (p.is_prefill() && !mass.data)
-                return attend_chunk(scratch.tile, p, task, segments, k_pool, v_pool, q, scratch.chunk, maximum, total, acc);
+        if (p.is_prefill() && !mass.data)
+            return attend_chunk(scratch.tile, p, task, segments, k_pool, v_pool, q, scratch.chunk, maximum, total, acc);
         return attend_tiles<WideKernel>(Tiles{}, p, task, segments, k_pool, v_pool, q, scratch, maximum, total, acc, mass);
     }
 };
 using Wide = WideKernel<WidePairs, HEAD_SIZE>;
-using WideInt8 = WideKernel<WideBytes, HEAD_SIZE + 4>;

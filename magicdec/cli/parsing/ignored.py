@@ -22,7 +22,7 @@ OF_DRAFTING = tuple(
     )
 )
 # Fields of the KV section that are not a policy's settings.
-OF_EVERY_POLICY = ("policy", "budget", "draft_kv_dtype")
+OF_EVERY_POLICY = ("policy", "budget")
 
 
 def refuse_ignored(config: RunConfig, values: Values, used: Sequence[str] = ()) -> None:
@@ -55,7 +55,7 @@ def why_ignored(config: RunConfig, setting: str) -> str | None:
         return "no other model drafts"
     if setting == "decoding.draft_weights" and decoding.drafter == "ngram":
         return "prompt lookup has no weights"
-    if section == "kv" and name != "draft_kv_dtype" and decoding.drafter == "ngram":
+    if section == "kv" and decoding.drafter == "ngram":
         return "prompt lookup reads no KV cache"
     if setting == "sampling.seed" and config.sampling.temperature == 0:
         return "--temperature 0 is greedy"

@@ -1,5 +1,5 @@
-"""What `--attention auto` means on a machine, and the choices that depend on the backend: the dtype
-of a draft's KV cache, and CUDA graphs. Imports no torch itself, but reading the capabilities of a
+"""What `--attention auto` means on a machine, and the choice of CUDA graphs, which depends on the
+backend. Imports no torch itself, but reading the capabilities of a
 backend does. Knows a backend only by its `Capabilities`.
 """
 
@@ -11,8 +11,6 @@ from magicdec.config.capabilities import capabilities_of, list_backends, policy_
 from magicdec.config.choices.choice import Choice, How, asked_for, first_obstacle
 from magicdec.config.machine import Machine
 from magicdec.names import AUTO_BACKENDS, PORTABLE_BACKEND, REFERENCE_BACKEND
-
-INT8_TILE = 16  # int8 KV is stored in tiles: head sizes are multiples of this
 
 
 def choose_backend(
@@ -62,24 +60,6 @@ def _choose_on_cpu(
             return Choice(name, "; ".join([f"auto: {name}", *obstacles]), how)
         obstacles.append(obstacle)
     raise AssertionError("the last of AUTO_BACKENDS serves every model")
-
-
-def choose_draft_kv(value: str, dtype: str, backend: str, machine: Machine, head_dim: int) -> str:
-    """The dtype of a draft's own KV cache in a run of `dtype`. `backend` serves the draft. Raises
-    ValueError if the user asked for an int8 cache that this backend cannot read."""
-    if value != "int8":
-        return dtype
-    if head_dim % INT8_TILE:
-        raise ValueError(
-            f"--draft_kv_dtype int8: head size {head_dim} is not a multiple of {INT8_TILE}; "
-            "choose auto"
-        )
-    obstacle = capabilities_of(backend).int8_kv_obstacle(machine, dtype)
-    if obstacle:
-        raise ValueError(
-            f"--draft_kv_dtype int8: {obstacle}; choose auto, or --attention {REFERENCE_BACKEND}"
-        )
-    return value
 
 
 def check_returns_weights(backend: str, policy: str) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
-
 from magicdec.config.sections import KVSection
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.policies.policy import KVPolicy
@@ -22,7 +20,7 @@ class FullKV(FullView, KVPolicy):
     def build(cls, kv: KVSection) -> FullKV:
         return cls()
 
-    def draft_kv(self, runner: ModelRunner, kv_dtype: torch.dtype | None) -> DraftKV:
+    def draft_kv(self, runner: ModelRunner) -> DraftKV:
         return DraftKV(runner, self)
 
     def draft_reads(self, context: int) -> tuple[int, Visible]:

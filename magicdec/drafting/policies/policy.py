@@ -7,8 +7,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-import torch
-
 from magicdec.config.sections import KVSection
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.kv.prompt_queries import PromptQueries
@@ -28,7 +26,7 @@ class KVPolicy(ABC):
     """The choice follows from verifications of the same cache, so that a standalone draft, which is
     never verified itself, cannot use it."""
     is_copied: ClassVar[bool] = False
-    """Drafts read a copy, in a cache of its own, which may be int8."""
+    """Drafts read a copy, in a cache of its own."""
     can_roll: ClassVar[bool] = False
     """A standalone draft needs to keep no more than the budget (`RollingRunner`)."""
 
@@ -43,9 +41,8 @@ class KVPolicy(ABC):
         name of the budget's flag; None: the driver's."""
 
     @abstractmethod
-    def draft_kv(self, runner: ModelRunner, kv_dtype: torch.dtype | None) -> DraftKV:
-        """What drafts of `runner`'s model read. `kv_dtype` is that of a cache which the policy
-        keeps beside the runner's; None: as the runner's."""
+    def draft_kv(self, runner: ModelRunner) -> DraftKV:
+        """What drafts of `runner`'s model read."""
 
     def rolling_rule(self) -> SinksAndWindow:
         """The rule of a rolling cache, of a policy that `can_roll`."""
@@ -99,18 +96,10 @@ def make_policy(kv: KVSection) -> KVPolicy:
 
 def make_draft_kv(runner: ModelRunner, kv: KVSection) -> DraftKV:
     """What drafts of `runner`'s model read in a run with that KV section."""
-    kv_dtype = torch.int8 if kv.draft_kv_dtype == "int8" else None
-    return make_policy(kv).draft_kv(runner, kv_dtype)
+    return make_policy(kv).draft_kv(runner)
 
 
 def keep_queries(runner: ModelRunner, kv: KVSection) -> None:
     """Let prefill keep the queries that the first choice of the run's policy is made by."""
     num_tokens = make_policy(kv).observed_tokens
     runner.prompt_queries = PromptQueries(num_tokens) if num_tokens else None
-
-
-def standalone_kv_dtype(kv: KVSection) -> torch.dtype | None:
-    """The dtype of a standalone draft's cache; None: as its weights. Under a policy that copies,
-    drafts read the copy, and this cache holds the whole context to choose from."""
-    is_int8 = kv.draft_kv_dtype == "int8" and not load_policy(kv.policy).is_copied
-    return torch.int8 if is_int8 else None

@@ -42,7 +42,7 @@ class Retrieval(BlockSelection):
     def state_numbers(self, num_blocks: int, head_dim: int, queries_per_head: int) -> int:
         return (num_blocks + queries_per_head) * head_dim
 
-    def draft_kv(self, runner: ModelRunner, kv_dtype: torch.dtype | None) -> DraftKV:
+    def draft_kv(self, runner: ModelRunner) -> DraftKV:
         return RetrievedBlocks(runner, self)
 
 

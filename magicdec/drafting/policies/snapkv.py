@@ -61,8 +61,8 @@ class SnapKV(KVPolicy):
                 f"--window_size {kv.window_size}"
             )
 
-    def draft_kv(self, runner: ModelRunner, kv_dtype: torch.dtype | None) -> DraftKV:
-        return CopiedKV(runner, self, kv_dtype)
+    def draft_kv(self, runner: ModelRunner) -> DraftKV:
+        return CopiedKV(runner, self)
 
     def draft_reads(self, context: int) -> tuple[int, Visible]:
         return self.copied_tokens(context), FULL
@@ -107,11 +107,9 @@ class CopiedKV(DraftKV):
     tokens are chosen that stay in the window until the next choice or, if there is none, until the
     end of the text."""
 
-    def __init__(
-        self, source: ModelRunner, policy: SnapKV, kv_dtype: torch.dtype | None = None
-    ) -> None:
+    def __init__(self, source: ModelRunner, policy: SnapKV) -> None:
         super().__init__(source, SinksAndWindow(0, policy.budget))
-        self.source, self.policy, self.kv_dtype = source, policy, kv_dtype
+        self.source, self.policy = source, policy
         self.chosen_at = [0] * source.num_rows  # context length at the last choice
         # Tokens at positions before this one see everything that was chosen.
         self.lasts_until = [0] * source.num_rows
@@ -136,7 +134,7 @@ class CopiedKV(DraftKV):
 
     def admit(self, requests: Sequence[Request]) -> None:
         if self.runner is self.source:
-            self.runner = self.source.with_cache(self.row_tokens, self.kv_dtype)
+            self.runner = self.source.with_cache(self.row_tokens)
         for request in requests:
             assert request.row is not None, "an admitted request has a row"
             self.runner.cache.release(request.row)

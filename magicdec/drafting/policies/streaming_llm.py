@@ -9,8 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-import torch
-
 from magicdec.config.sections import KVSection
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.policies.policy import KVPolicy, check_sinks
@@ -40,7 +38,7 @@ class StreamingLLM(SinksAndWindow, KVPolicy):
     def check(cls, kv: KVSection, num_draft_tokens: int, flag: str | None) -> None:
         check_sinks(kv, flag)
 
-    def draft_kv(self, runner: ModelRunner, kv_dtype: torch.dtype | None) -> DraftKV:
+    def draft_kv(self, runner: ModelRunner) -> DraftKV:
         return DraftKV(runner, self)
 
     def rolling_rule(self) -> StreamingLLM:

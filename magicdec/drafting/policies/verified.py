@@ -48,7 +48,7 @@ class VerifiedKV(BlockSelection):
     def state_numbers(self, num_blocks: int, head_dim: int, queries_per_head: int) -> int:
         return num_blocks
 
-    def draft_kv(self, runner: ModelRunner, kv_dtype: torch.dtype | None) -> DraftKV:
+    def draft_kv(self, runner: ModelRunner) -> DraftKV:
         return WeighedBlocks(runner, self)
 
 

@@ -83,7 +83,6 @@ def conditions(record: RunRecord) -> dict[str, Any]:
         "gen_len": config["workload"]["gen_len"],
         "dtype": config["model"]["dtype"],
         "weights": weight_dtypes(config),
-        "draft KV": config["kv"]["draft_kv_dtype"],
         "sampling": sampling(config),
         "ignore_eos": config["decoding"]["ignore_eos"],
     }
