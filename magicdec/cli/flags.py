@@ -28,7 +28,7 @@ from magicdec.distributed.ranks import INTERRUPTED, find_world_size, is_other_st
 from magicdec.distributed.watching.processes import report_error
 from magicdec.distributed.watching.watch import naming_lost, stop_watching, watch_ranks
 from magicdec.model.checkpoint.hub import with_local_models
-from magicdec.records.writing import check_directory, check_files
+from magicdec.records.writing import check_files
 
 LEADER_FIRST_S = 20.0
 # What `--help` shows; `--help_all` shows the rest.
@@ -116,8 +116,6 @@ def check_outputs(output: OutputSection) -> None:
     """Raises ValueError if the files of the run cannot be written."""
     tokens = None if output.save_tokens is None else Path(output.save_tokens)
     check_files({"--out": Path(output.results), "--save_tokens": tokens})
-    if output.profile is not None:
-        check_directory("--profile", Path(output.profile))
 
 
 def announce_backend(config: ResolvedConfig, launch: Launch) -> None:

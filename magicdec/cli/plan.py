@@ -58,7 +58,13 @@ class PlanSection(AcceptanceSection):
     dtype: str = same(ModelSection, "dtype", "bfloat16", choices=DTYPES)
     target_dtype: str = same(ModelSection, "target_dtype")
     draft_weights: str | None = same(DecodingSection, "draft_weights")
-    machine: Path | None = same(DecodingSection, "machine")
+    machine: Path | None = setting(
+        None,
+        "The file that `magicdec probe` wrote on this machine with the same ranks and threads: the "
+        "machine of a prediction.",
+        metavar="FILE",
+        other_defaults="machine.json in advise, which probes if it is not there",
+    )
     bandwidth: float | None = setting(
         None, "GB/s that one rank reads. With --flops it replaces --machine.", above=0
     )

@@ -35,7 +35,7 @@ from magicdec.study.study import MOST_CELLS, Grid, Settings, Study, checked, rea
 
 NAMES = tuple(DRIVERS)
 # Flags that are for one run, or for all ranks of the command.
-OF_ONE_RUN = ("save_tokens", "printoutput", "profile", "out", "nproc", "config")
+OF_ONE_RUN = ("save_tokens", "printoutput", "out", "nproc", "config")
 
 
 class Flags:

@@ -97,11 +97,6 @@ class RunConfig:
                 "longspec",
             ),
             (
-                d.machine is not None and not is_auto,
-                f"--machine {d.machine} is for --gamma auto, which predicts step times from it; "
-                f"--gamma is {d.gamma}",
-            ),
-            (
                 has_tree and is_auto,
                 f"{tree} and --gamma auto: auto chooses among chains; give one of them",
             ),

@@ -168,14 +168,6 @@ class DecodingSection:
         "model's own, or a standalone draft's as they are stored; latency times these, too.",
         choices=LOW_BIT,
     )
-    machine: str | None = setting(
-        None,
-        "The file that `magicdec probe` wrote on this machine with the same ranks and threads: the "
-        "machine of a prediction. --gamma auto takes its first step times from it; by default they "
-        "are measured.",
-        metavar="FILE",
-        other_defaults="machine.json in advise, which probes if it is not there",
-    )
     cuda_graphs: str = setting(
         "auto",
         "Record each kind of step once and replay it as a CUDA graph. auto does so on CUDA.",
@@ -365,11 +357,6 @@ class OutputSection:
     benchmark: bool = setting(
         False,
         "Time draft and verify separately on CUDA too, by events on its stream.",
-    )
-    profile: str | None = setting(
-        None,
-        "Trace an unmeasured pass of each strategy into this directory, a file per rank.",
-        metavar="DIR",
     )
 
 

@@ -3,7 +3,7 @@ Imports no torch.
 
 Two speedups: of decode steps, and net, from the end of prefill to the last token. What lies between
 the two is the choice of a KV policy and a standalone draft's own prefill; allocation, top-k and
-softmax are left out. `--gamma auto` starts from `StepEstimate` where a machine file is given.
+softmax are left out.
 Source: MagicDec (Chen et al. 2024), section 3.
 """
 
@@ -143,25 +143,3 @@ def break_even_context(
             return None
     first = high // 2 + 1  # half of it does not pay, or is 0
     return first + bisect_left(range(first, high), True, key=pays)
-
-
-@dataclass(frozen=True)
-class StepEstimate:
-    """`draft` is the model that drafts: the target itself in self-speculation, None if no model
-    drafts. `budget` is the number of committed tokens that it reads at most; None for all."""
-
-    target: Deployment
-    draft: Deployment | None
-    budget: int | None
-    most_draft_tokens: int
-
-    def __call__(self, rows: int, context: int) -> list[float]:
-        """Seconds of a step of `rows` with `context` cached tokens each, and 0, 1, ..., most draft
-        tokens."""
-        num_read = context if self.budget is None else min(context, self.budget)
-        seconds, draft_s = [self.target.seconds(rows, 1, context)], 0.0
-        for count in range(1, self.most_draft_tokens + 1):
-            if self.draft is not None:
-                draft_s += self.draft.seconds(rows, 1, num_read + count - 1)
-            seconds.append(draft_s + self.target.seconds(rows, count + 1, context))
-        return seconds

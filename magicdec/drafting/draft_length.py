@@ -95,9 +95,9 @@ class AutoLength(DraftLength):
     """Chooses among chains every few steps on the first rank, which broadcasts the choice.
 
     It is kept for all passes of a run. The times of a batch size and context length, and the
-    acceptance, are used for later batches too. `estimate` replaces the measurement before decoding.
-    With `per_row`, a step may draft for some rows and not for others, if that yields more tokens a
-    second although each group takes a forward. (Padding costs as much as drafting for all rows.)
+    acceptance, are used for later batches too. With `per_row`, a step may draft for some rows and
+    not for others, if that yields more tokens a second although each group takes a forward.
+    (Padding costs as much as drafting for all rows.)
     """
 
     def __init__(
@@ -105,11 +105,10 @@ class AutoLength(DraftLength):
         most: int,
         group: Group,
         device: torch.device,
-        estimate: Estimate | None = None,
         per_row: bool = False,
     ) -> None:
         self.most, self.group, self.device = most, group, device
-        self.estimate, self.per_row = estimate, per_row
+        self.per_row = per_row
         self.choices = range(most + 1)
         # Acceptance of the tokens that were asked for, whether they were drafted or not: it does
         # not depend on the draft length, while that of drafted tokens would be of confident ones.
@@ -125,12 +124,7 @@ class AutoLength(DraftLength):
     def begin(self, batch: Batch, measure: Measure) -> None:
         rows, longest = len(batch.requests), max(r.num_cached for r in batch.requests)
         key = math.ceil(math.log2(rows)), round(2 * math.log2(max(longest, 1)))
-        if key not in self._times and self.estimate is not None:
-            of_all, of_one = (self.estimate(count, longest) for count in (rows, 1))
-            self._times[key] = StepTimes(rows, of_all, of_one)
-            # A step of each kind comes soon, so that measured times correct both.
-            self._since = dict.fromkeys(self._since, ALREADY)
-        elif key not in self._times:
+        if key not in self._times:
             started = time.perf_counter()
             of_all = measure(batch)
             one = Batch(batch.requests[:1])
@@ -234,10 +228,9 @@ def make_draft_length(
     decoding: DecodingSection,
     group: Group,
     device: torch.device,
-    estimate: Estimate | None = None,
     per_row: bool = False,
 ) -> DraftLength:
     """The draft length that `--gamma` asks for."""
     if decoding.gamma == "auto":
-        return AutoLength(decoding.num_draft_steps, group, device, estimate, per_row)
+        return AutoLength(decoding.num_draft_steps, group, device, per_row)
     return FixedLength(decoding.num_draft_steps)

@@ -7,7 +7,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -21,38 +21,33 @@ BANDWIDTH_BYTES = 1 << 28  # of all ranks of a host: 8 times the last-level cach
 GPU_BANDWIDTH_BYTES = 1 << 31  # 30 times the last-level cache of a large GPU
 GPU_SUMS = 20  # of the buffer in one measurement: a single one takes half a millisecond
 
-Mark = Callable[[str], AbstractContextManager[object]]
-
 
 class PhaseTimer:
     """Seconds spent in each named phase. Used as a context manager: `with timer("draft"): ...`.
 
     On CUDA a phase is timed by two events on the stream, and nothing waits for the device until
-    `seconds` is read. `mark(name)` is a context manager around each phase, for profilers.
+    `seconds` is read.
     """
 
-    def __init__(
-        self, device: torch.device, enabled: bool = True, mark: Mark = nullcontext
-    ) -> None:
-        self.device, self.enabled, self.mark = device, enabled, mark
+    def __init__(self, device: torch.device, enabled: bool = True) -> None:
+        self.device, self.enabled = device, enabled
         self._seconds: dict[str, list[float]] = defaultdict(list)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        with self.mark(name):
-            if not self.enabled:
-                yield
-            elif self.device.type == "cuda":
-                first, last = (torch.cuda.Event(enable_timing=True) for _ in "ab")
-                first.record()
-                yield
-                last.record()
-                self._events.append((name, first, last))
-            else:
-                started = time.perf_counter()
-                yield
-                self._seconds[name].append(time.perf_counter() - started)
+        if not self.enabled:
+            yield
+        elif self.device.type == "cuda":
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in "ab")
+            first.record()
+            yield
+            last.record()
+            self._events.append((name, first, last))
+        else:
+            started = time.perf_counter()
+            yield
+            self._seconds[name].append(time.perf_counter() - started)
 
     @property
     def seconds(self) -> dict[str, list[float]]:

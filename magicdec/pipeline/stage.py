@@ -43,7 +43,6 @@ from magicdec.distributed.channels.message import (
     Message,
     Receiver,
     Sender,
-    sleep_until,
     wait_for_stream,
     words_of,
 )
@@ -93,11 +92,10 @@ class StageLoop:
 @dataclass
 class Stage:
     """Of a ring. `runner` has the layers of one stage. Every row has room for `runner.max_tokens`
-    tokens from its first message on, until it is freed. A message takes at least `pad_s`."""
+    tokens from its first message on, until it is freed."""
 
     runner: ModelRunner
     is_last: bool
-    pad_s: float = 0.0
 
     @property
     def num_layers(self) -> int:
@@ -114,14 +112,11 @@ class Stage:
         needs it. After the last layer this is of the last token alone, unless status is VERIFY.
         Returns when it is computed, so that times are right and a message is there when it says
         so."""
-        due_s = time.perf_counter() + self.pad_s
         for row in rows:
             if not self.runner.cache.blocks[row]:
                 self.runner.allocate(row)
         out = self.compute(x, rows, last_only=status != VERIFY)
         wait_for_stream(out.device)
-        if self.pad_s:
-            sleep_until(due_s)
         return out if status or not self.is_last else None
 
     def compute(self, x: Tokens, rows: Sequence[int], last_only: bool) -> Tensor:

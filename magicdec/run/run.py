@@ -9,13 +9,9 @@ strategy decodes.
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from magicdec.autotune import settle
 from magicdec.console import Progress, make_progress
@@ -80,7 +76,7 @@ class Run:
         self.prompts = self.resident.prompts(self.config, room, self.make_runner)
         self.engine = self.prompts.engine
         self.draft = make_draft(prepared, self.groups, self.resident.models)
-        self.draft_length = make_draft_length(d, group, self.device, prepared.step_estimate)
+        self.draft_length = make_draft_length(d, group, self.device)
         has_baseline = d.baseline and d.strategy != BASELINE
         self.passes = [BASELINE, d.strategy] if has_baseline else [d.strategy]
         self.prefill = PrefillSamples(prefill_ms=[], ttft_ms=[], num_tokens=[])
@@ -142,8 +138,6 @@ class Run:
             # neither of them.
             for name in self.passes if batch % 2 == 0 else reversed(self.passes):
                 self.measure_pass(name, snapshots)
-        if self.config.output.profile is not None:
-            self.profile(snapshots, Path(self.config.output.profile))
 
     def warm_up(self, snapshots: list[Request]) -> None:
         """Decode the first batch with every strategy, as often as the config says."""
@@ -152,19 +146,6 @@ class Run:
             for name in self.passes * rounds:
                 self.decode_unmeasured(name, snapshots, PhaseTimer(self.device, enabled=False))
                 advance()
-
-    def profile(self, snapshots: list[Request], directory: Path) -> None:
-        """Trace every strategy once, on the last measured batch. Writes one file in Chrome's trace
-        format for each strategy and rank, in which the phases are ranges. Raises OSError if a file
-        cannot be written."""
-        directory.mkdir(parents=True, exist_ok=True)
-        kinds, rank = torch.profiler.ProfilerActivity, self.groups.rank
-        activities = [kinds.CPU, kinds.CUDA] if self.device.type == "cuda" else [kinds.CPU]
-        for name in self.passes:
-            timer = PhaseTimer(self.device, enabled=False, mark=mark_phase)
-            with torch.profiler.profile(activities=activities) as profiler:
-                self.decode_unmeasured(name, snapshots, timer)
-            profiler.export_chrome_trace(str(directory / f"{name}.rank{rank}.json"))
 
     def decode_unmeasured(self, name: str, snapshots: list[Request], timer: PhaseTimer) -> None:
         """A pass that changes no number in the record. Like the measured ones, it starts from the
@@ -280,16 +261,6 @@ class Run:
         if not correctness.identical:
             self.prompts.forget()  # the replays have taken the place of a batch
         return correctness
-
-
-@contextmanager
-def mark_phase(name: str) -> Iterator[None]:
-    """Mark a phase as a range in the profiler's trace and, on CUDA, as an NVTX range, which Nsight
-    Systems shows."""
-    has_cuda = torch.cuda.is_available()
-    nvtx: Any = torch.cuda.nvtx.range(name) if has_cuda else nullcontext()
-    with torch.profiler.record_function(name), nvtx:
-        yield
 
 
 def execute(prepared: Prepared, is_leader: bool) -> Outcome:

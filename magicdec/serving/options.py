@@ -138,13 +138,6 @@ class ServeOptions(StagesSection):
         metavar="METRIC:MS",
         parse=parse_goodput,
     )
-    pad_stage_ms: float | None = setting(
-        None,
-        "Stages of a ring compute, and then sleep until a message has taken so long. Default: they "
-        "do not sleep.",
-        metavar="MS",
-        above=0,
-    )
     emulate_draft_ms: float | None = setting(
         None,
         "A step of the emulated drafter takes so long. Default: no time.",
@@ -422,11 +415,6 @@ def _check_emulation(options: ServeOptions, config: RunConfig) -> None:
         raise ValueError(
             f"{flag}: stages that sleep emit no tokens that a draft could guess; give "
             "--emulate_acceptance"
-        )
-    if options.pad_stage_ms is not None:
-        raise ValueError(
-            f"--pad_stage_ms {options.pad_stage_ms} is for stages that compute; leave out "
-            "--emulate_stage_ms"
         )
     _refuse_sampling(config, f"{flag}, whose stages choose no tokens")
 

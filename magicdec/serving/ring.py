@@ -160,7 +160,7 @@ class OpenRing:
         ring = self.ring
         plan = ring.model_plans(each, ring.launch.rank)[0]
         runner = make_runner(plan, ring.run.source, self.groups.target, self.models)
-        return Stage(runner, runner.model.is_last, (ring.options.pad_stage_ms or 0.0) / 1e3)
+        return Stage(runner, runner.model.is_last)
 
     def _connect(self, depth: int, chunk: int) -> tuple[MessageForm, Ends]:
         """The ends of this rank, and the form of messages. At most `depth` of them are under way,

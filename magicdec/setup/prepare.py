@@ -5,10 +5,8 @@ Owns the order of the checks. Every rank prepares on its own, and all ranks reac
 
 from __future__ import annotations
 
-import datetime
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, TypeVar
 
 from magicdec.config.machine import Machine
@@ -16,73 +14,17 @@ from magicdec.config.resolve import resolve, with_steps
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DraftSection, ModelSection, flag_of
-from magicdec.config.threads import agreed_threads, describe_threads
-from magicdec.cost_model.costs import Deployment
-from magicdec.cost_model.plan import DTYPE_BYTES
-from magicdec.cost_model.speculation import StepEstimate
+from magicdec.config.threads import agreed_threads
 from magicdec.distributed.groups import Launch, check_equal
 from magicdec.executor.descriptions import layer_obstacle
-from magicdec.hardware.ceiling_file import MachineFile, load_machine
-from magicdec.hardware.environment import describe_environment, probe_machine
+from magicdec.hardware.environment import probe_machine
 from magicdec.memory.check import check_memory, check_together, free_device_memory, planned
 from magicdec.memory.plan import MemoryPlan, Models
 from magicdec.model.checkpoint.source import ModelSource, find_model, fingerprint
-from magicdec.model.config import ModelConfig
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
-from magicdec.names import FULL_KV_POLICY, LOW_BIT
 from magicdec.records.workload import ModelRecord, WorkloadRecord
 from magicdec.setup.model_checks import check_bos, check_draft, check_fits, check_interpreter
 from magicdec.workload.workload import Workload, build_workload, encode_corpus
-
-
-def estimate_steps(
-    config: ResolvedConfig, target: ModelConfig, draft: ModelConfig | None, launch: Launch
-) -> StepEstimate | None:
-    """The estimate from the file that `--machine` names; None without that flag. Raises ValueError,
-    naming the flag, for a file that cannot be used here."""
-    if config.decoding.machine is None:
-        return None
-    path, dtype = Path(config.decoding.machine), config.model.dtype
-    machine = load_machine(path)
-    check_machine(path, machine, config, launch)
-    hardware, local = machine.hardware(dtype), launch.local_world_size
-
-    def deployment(model: ModelConfig, ranks: int, weights: str) -> Deployment:
-        nodes = -(-ranks // local)
-        low_bit = weights if weights in LOW_BIT else None
-        return Deployment(model, hardware, DTYPE_BYTES[dtype], ranks, nodes, low_bit)
-
-    of_target = deployment(target, launch.world_size, config.model.target_dtype)
-    drafting = None
-    if config.decoding.model_drafter == "self":
-        drafting = replace(of_target, low_bit=config.low_bit or of_target.low_bit)
-    if draft is not None and config.draft is not None:
-        section = config.draft
-        drafting = deployment(draft, len(section.rank_group), section.draft_dtype)
-    budget = None if config.kv.policy == FULL_KV_POLICY else config.kv.budget
-    return StepEstimate(of_target, drafting, budget, config.decoding.most_draft_tokens)
-
-
-def check_machine(path: Path, machine: MachineFile, config: ResolvedConfig, launch: Launch) -> None:
-    """Raise ValueError if the file was measured on another machine or with other ranks. All ranks
-    of a file have the same number of threads."""
-    threads = config.parallel.threads
-    if not isinstance(threads, int):
-        raise ValueError(
-            f"--machine {path} is for ranks of one number of threads, not for --threads "
-            f"{describe_threads(threads)}; give --threads one number, or leave --machine out"
-        )
-    now = datetime.datetime.now(datetime.timezone.utc)
-    here = describe_environment(launch, config.parallel.device, now)
-    conditions = {"cpu": here.cpu, "gpu": here.gpu, "world_size": here.world_size}
-    conditions["threads"] = threads
-    for key, value in conditions.items():
-        recorded = machine.description.get(key)
-        if recorded != value:
-            raise ValueError(
-                f"--machine {path} was measured with {key} {recorded}, this run has {value}; "
-                "`magicdec probe` writes a file for it"
-            )
 
 
 @dataclass(frozen=True)
@@ -117,7 +59,6 @@ class Prepared(ResolvedRun):
     memory: str = ""  # the memory plan as one line of text
     plan: MemoryPlan = MemoryPlan(0, 0)  # the plan of all ranks together
     free: int | None = None  # bytes of free memory that this rank read
-    step_estimate: StepEstimate | None = None  # the first step times of `--gamma auto`
     corpus: tuple[int, ...] = ()  # in which prompt lookup searches beside the text
 
     @property
@@ -263,7 +204,6 @@ def complete(
         memory=memory,
         plan=planned(config, models),
         free=free,
-        step_estimate=estimate_steps(config, models.target, models.draft, launch),
         corpus=corpus,
     )
 

@@ -124,8 +124,8 @@ PROPERTIES = (
         f"{STAGES}test_a_message_that_decodes_takes_until_the_device_is_done",
         (
             Fault("a stage timed until its work is launched", "pipeline/stage.py",
-                  "        wait_for_stream(out.device)\n        if self.pad_s:",
-                  "        if self.pad_s:"),
+                  "        wait_for_stream(out.device)\n        return out if status",
+                  "        return out if status"),
         ),
     ),
     Property(

@@ -311,13 +311,11 @@ def test_the_recent_window_is_a_share_of_the_budget_unless_given() -> None:
 def test_resolve_leaves_no_auto_and_no_gap(config: RunConfig) -> None:
     resolved = resolve(config, Machine(num_cpus=8, world_size=2, local_world_size=2))
     open_ends = {
-        ("decoding", "machine"),
         ("decoding", "pa"),
         ("decoding", "lookup_corpus"),
         ("decoding", "tree"),
         ("decoding", "tree_nodes"),
         ("output", "save_tokens"),
-        ("output", "profile"),
         ("kv", "recent_window"),
         ("decoding", "draft_weights"),
     }

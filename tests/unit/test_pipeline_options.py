@@ -63,7 +63,6 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> PreparedServin
             ["--modes", "ring+draft", "--draft", "model:demo-draft", "--emulate_stage_ms", "5"],
             *(2, "that --draft model:demo-draft could guess in --modes ring+draft"),
         ),
-        (["--pad_stage_ms", "9", "--emulate_stage_ms", "9"], 2, "--pad_stage_ms 9.0 is for stages"),
         (["--plot_ms", "5"], 2, "--plot_ms does nothing without --plot"),
         (["--plot", "g.bmp"], 2, "--plot g.bmp: the name must end in .png or .svg or .pdf"),
     ],

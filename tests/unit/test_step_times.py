@@ -2,10 +2,8 @@
 that computes while the host goes on, as CUDA does; both are imitated under a fake clock. Also
 phases, warm-ups of prefill, and traced passes."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -13,7 +11,6 @@ import pytest
 import torch
 from conftest import (
     TINY,
-    Launch,
     decode,
     make_requests,
     make_runner,
@@ -170,22 +167,3 @@ def test_prefill_is_warmed_up_by_a_chunk_of_each_length(length: int, chunks: lis
     engine = Engine(runner, 16)
     warm_up_prefill(engine, prompt, 16)
     assert seen == chunks and engine.scheduler.schedule() is None, "nothing is left to decode"
-
-
-def test_profile_writes_a_trace_a_strategy_and_rank(
-    launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
-) -> None:
-    """The traces are readable and contain the phases; the record's times come from other passes."""
-    few = "--device cpu --dtype float32 --B 1 --prefix_len 20 --gen_len 6 --num_batches 1 --gamma 2"
-    place = ("--model", tiny_checkpoint, "--dataset", text_file, "--profile", "traces")
-    budget = ("--draft_budget", 18, "--warmup_batches", 0, "--out", "runs.jsonl")
-    done = launch("selfspec_benchmark.py", *few.split(), *place, *budget, num_ranks=2)
-    assert done.returncode == 0, done.stderr
-    phases = {"autoregressive": {"decode"}, "speculative": {"draft", "verify"}}
-    for name, expected in phases.items():
-        for rank in (0, 1):
-            trace = json.loads((tmp_path / "traces" / f"{name}.rank{rank}.json").read_text())
-            assert expected <= {event.get("name") for event in trace["traceEvents"]}
-    record = json.loads((tmp_path / "runs.jsonl").read_text())
-    assert record["config"]["output"]["profile"] == "traces"
-    assert record["samples"]["autoregressive"]["num_tokens"] == [5], "one pass was measured"

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +20,6 @@ from synthetic_records import parse_record
 from test_compare import make
 from test_config import parsed
 from test_session import PARALLEL
-from test_step_estimate import make_config, save
 from threaded_pipeline import FakeStage
 
 from magicdec.cli.front.config_of import flags_of
@@ -33,7 +31,6 @@ from magicdec.distributed.channels.connect import Connector
 from magicdec.distributed.channels.message import MessageForm
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.layout import Layout
-from magicdec.hardware.ceiling_file import load_machine
 from magicdec.hardware.threads import ThreadCount
 from magicdec.kernels.build import share_openmp
 from magicdec.pipeline.head import PipelineRank, connect_ranks
@@ -43,7 +40,6 @@ from magicdec.records.table import print_record
 from magicdec.report.settings import settings
 from magicdec.serving import prepare as serving
 from magicdec.setup import prepare as setup
-from magicdec.setup.prepare import check_machine
 from magicdec.setup.session import RankSession
 
 
@@ -155,18 +151,6 @@ def test_hosts_with_other_lists_are_refused(
     message = "--threads: rank 0 has 2,1, rank 1 has 1,2"
     with pytest.raises(ValueError, match=message):
         prepare(parsed("--threads", "1,2", "--model", "nowhere"), launch=Launch(1, 2, 0, 1))
-
-
-def test_a_machine_file_is_for_ranks_of_one_number(tmp_path: Path) -> None:
-    """Its rates are those of ranks that all had as many threads."""
-    path, launch = save(tmp_path / "machine.json", world_size=2), Launch(0, 2, 0, 2)
-    config = make_config(path)
-    check_machine(path, load_machine(path), config, launch)
-    several = replace(config, parallel=replace(config.parallel, threads=(1, 2)))
-    with pytest.raises(
-        ValueError, match=r"ranks of one number of threads, not for --threads 1,2; give"
-    ):
-        check_machine(path, load_machine(path), several, launch)
 
 
 def recorded(threads: Any) -> Any:

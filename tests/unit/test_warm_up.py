@@ -2,14 +2,17 @@
 shows that of any system."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from fake_clock import Clock
+from torch import Tensor
 
 from magicdec.cli.serve import COMMANDS, RecordFile
 from magicdec.distributed.groups import Launch
 from magicdec.pipeline.head import Head
 from magicdec.pipeline.spans import What
+from magicdec.pipeline.stage import Stage
 from magicdec.serving.measure import Measured
 from magicdec.serving.prepare import prepare
 
@@ -69,7 +72,14 @@ def test_a_ring_counts_what_comes_after_it(
     monkeypatch.setattr("time.perf_counter", clock)
     monkeypatch.setattr("time.sleep", clock.advance)
     drafting = "--modes ring+draft --draft ngram --gamma 3" if has_drafts else "--modes ring"
-    flags = "--B", 1, "--pad_stage_ms", 20, *drafting.split()
+    compute = Stage.compute
+
+    def slow(*args: Any, **more: Any) -> Tensor:
+        clock.advance(stage_s)
+        return compute(*args, **more)
+
+    monkeypatch.setattr(Stage, "compute", slow)
+    flags = "--B", 1, *drafting.split()
     measurement = measured(tiny_checkpoint, tmp_path, *flags)
     (record,), (trace,) = measurement.records, measurement.traces
     assert trace is not None and record.ring is not None and record.metrics is not None

@@ -22,12 +22,12 @@ from typing import TYPE_CHECKING
 from magicdec.cli.drivers import RUN
 from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.parser import Values
+from magicdec.cli.plan import PlanSection
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
     NGRAM,
     NONE,
     SELF,
-    DecodingSection,
     DraftChoice,
     KVSection,
     ModelSection,
@@ -123,7 +123,7 @@ class AdviceSection:
     gen_len: int | None = same(WorkloadSection, "gen_len")
     num_batches: int = same(WorkloadSection, "num_batches", 3)
     nproc: int | None = same(ParallelSection, "nproc")
-    machine: Path = same(DecodingSection, "machine", Path("machine.json"))
+    machine: Path = same(PlanSection, "machine", Path("machine.json"))
     out: Path = same(OutputSection, "results", Path(OutputSection.results))
 
     @property

@@ -17,7 +17,7 @@ from magicdec.names import BASELINE, FULL_KV_POLICY
 OF_DRAFTING = tuple(
     f"decoding.{name}"
     for name in (
-        *("num_draft_tokens", "tree", "pa", "draft_weights", "machine", "baseline"),
+        *("num_draft_tokens", "tree", "pa", "draft_weights", "baseline"),
         "lookup_corpus",
     )
 )
