@@ -14,15 +14,15 @@ from magicdec.hardware.environment import describe_environment
 from magicdec.records.record import RunRecord, append_record
 from magicdec.records.table import print_record
 from magicdec.records.writing import write_text
-from magicdec.run.outcome import Interrupted, Outcome, unfinished_record
+from magicdec.run.outcome import Outcome, unfinished_record
 from magicdec.run.run import execute
 from magicdec.setup.prepare import Prepared
 
 
 def conclude(prepared: Prepared) -> int:
     """Execute the run, report it and return the exit code. If the run raises an exception, the
-    leading rank writes a record of the failure, and the exception ends this rank. Ctrl-C leaves a
-    record of the batches that were done."""
+    leading rank writes a record of the failure, and the exception ends this rank. Ctrl-C leaves
+    none."""
     is_leader = prepared.launch.rank == 0
     path = Path(prepared.config.output.results)
     started = datetime.datetime.now(datetime.timezone.utc)
@@ -31,9 +31,7 @@ def conclude(prepared: Prepared) -> int:
         print(labelled("memory", prepared.memory), flush=True)
     try:
         outcome = execute(prepared, is_leader)
-    except KeyboardInterrupt as stop:
-        if is_leader and isinstance(stop, Interrupted) and stop.outcome is not None:
-            publish(prepared, stop.outcome, path)
+    except KeyboardInterrupt:
         return 130
     except Exception as error:
         if is_leader:

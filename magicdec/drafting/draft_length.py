@@ -30,15 +30,12 @@ from magicdec.request import Batch
 Measure = Callable[[Batch], Sequence[float]]
 """Gives the seconds of a step of the batch with 0, 1, 2, ... draft tokens. Changes nothing."""
 
-Estimate = Callable[[int, int], Sequence[float]]
-"""Predicted seconds of a step with 0, 1, 2, ... draft tokens, by rows and cached tokens of each."""
 
 WINDOW = 32  # most steps between two decisions: a decision takes about 5 % of a short step
 MARGIN = 1.03  # predicted speedup needed to draft: the best of many predictions is too optimistic
 PROBE_COST = 0.005  # share of the time that may go into steps of the kind that was not chosen
 MIN_PROBE_STEPS = 32
 COST_UNIT = 10**4  # a cost of 1 as it is broadcast
-ALREADY = 10**9  # steps: more than are ever waited for
 
 
 class DraftLength(ABC):

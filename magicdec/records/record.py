@@ -22,9 +22,8 @@ from magicdec.records.workload import WorkloadRecord
 from magicdec.records.writing import append_line, to_json
 
 SCHEMA_VERSION = 2
-STATUSES = ("ok", "ok_with_ties", "diverged", "failed", "interrupted")
+STATUSES = ("ok", "ok_with_ties", "diverged", "failed")
 PASSED = ("ok", "ok_with_ties")
-ENDED = ("failed", "interrupted")  # before all batches were done
 # The keys of `config` that tables and comparisons need in every record.
 CONFIG_KEYS = {
     "model": ("model", "dtype", "target_dtype"),
@@ -33,8 +32,7 @@ CONFIG_KEYS = {
     "decoding": ("strategy", "drafter", "num_draft_tokens", "ignore_eos"),
     "workload": ("batch_size", "prefix_len", "gen_len", "num_batches"),
 }
-UNJUDGED = "`interrupted` and the outputs differ"
-WITHOUT_METRICS = f"if `diverged` or `failed`; if {UNJUDGED}"
+WITHOUT_METRICS = "if `diverged` or `failed`"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,19 +68,17 @@ class RunRecord(MeasuredRecord):
     status: str = recorded(
         "`ok`: the run finished, and all tokens are identical or were not compared; "
         "`ok_with_ties`: some sequences differ, and the rounding of the run explains it; "
-        "`diverged`: it does not explain it; `failed`: an error ended the run; "
-        "`interrupted`: the user did, and the record is of the batches that were done",
+        "`diverged`: it does not explain it; `failed`: an error ended the run",
         choices=STATUSES,
     )
     error: str | None = recorded(
-        "type and message of the error that ended the run, or how much of it was done",
-        null="unless `failed` or `interrupted`",
+        "type and message of the error that ended the run", null="unless `failed`"
     )
     workload: WorkloadRecord | None = recorded(
         "the prompts and the models", null="if `failed` before they were found"
     )
     correctness: Correctness | None = recorded(
-        "the comparison with the baseline's tokens", null=f"if `failed`; if {UNJUDGED}"
+        "the comparison with the baseline's tokens", null="if `failed`"
     )
     metrics: Metrics | None = recorded(
         "performance of the requested strategy", null=WITHOUT_METRICS
@@ -95,10 +91,10 @@ class RunRecord(MeasuredRecord):
     samples: dict[str, SamplesRecord] | None = recorded(
         "raw times and counts of each pass that ran, by its name (`autoregressive`, "
         "`speculative`), the baseline first",
-        null=f"if `failed`; if {UNJUDGED}",
+        null="if `failed`",
     )
     prefill_samples: PrefillSamples | None = recorded(
-        "raw times of prefill, which the passes share", null=f"if `failed`; if {UNJUDGED}"
+        "raw times of prefill, which the passes share", null="if `failed`"
     )
     memory: MemoryRecord | None = recorded(
         "the planned and the measured memory of all ranks together",
@@ -127,14 +123,13 @@ def contradiction(record: RunRecord) -> str | None:
     status, correctness = record.status, record.correctness
     if status not in STATUSES:
         return f"status is {status}; choose from {', '.join(STATUSES)}"
-    if (record.error is not None) != (status in ENDED):
-        return f"an error belongs to status {' and '.join(ENDED)}, and only to these"
+    if (record.error is not None) != (status == "failed"):
+        return "an error belongs to status failed, and only to it"
     by_tokens = None if correctness is None else correctness.status
-    if status not in ENDED and status != by_tokens:
+    if status != "failed" and status != by_tokens:
         return f"status is {status}, which its correctness contradicts"
-    is_identical = status == "interrupted" and by_tokens == "ok"
     has_metrics = (record.metrics, record.baseline_metrics) != (None, None)
-    if status not in PASSED and not is_identical and has_metrics:
+    if status not in PASSED and has_metrics:
         return "it has metrics, which exist only where correctness passed"
     if record.workload is None and status != "failed":
         return "it has no workload"

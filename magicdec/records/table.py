@@ -88,9 +88,7 @@ def _verdict(record: RunRecord) -> str:
     c = record.correctness
     if record.status == "failed":
         return f"failed: {record.error}"
-    if record.status == "interrupted":
-        return f"{record.error}; the rows below are of these batches"
-    assert c is not None, "only a record of a run that ended early has none"
+    assert c is not None, "only a record of a run that failed has none"
     if c.reference is None:
         return f"{c.num_tokens} tokens; not compared with another way of decoding them"
     compared = f"{c.num_tokens} tokens compared with {c.reference}"

@@ -8,8 +8,8 @@ Nothing here needs the other ranks, which may have ended.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.memory.sampler import NOT_MEASURED, MemoryTaken, describe_memory
@@ -20,7 +20,6 @@ from magicdec.records.metrics import run_metrics
 from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples, PrefillSamples
 from magicdec.request import Request
-from magicdec.run.check import differences, identical, uncompared
 from magicdec.setup.prepare import Prepared
 from magicdec.workload.answers import answer_scores
 
@@ -37,14 +36,6 @@ class Outcome:
 
     record: RunRecord
     requests: list[Request] = field(default_factory=list)
-
-
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C has ended a run. `outcome` has the batches that were done; None if there is none."""
-
-    def __init__(self, outcome: Outcome | None) -> None:
-        super().__init__()
-        self.outcome = outcome
 
 
 @dataclass(frozen=True)
@@ -105,12 +96,10 @@ def unfinished_record(
     prepared: Prepared | None,
     environment: Environment,
     error: str,
-    status: str = "failed",
 ) -> RunRecord:
-    """The record of a run of which nothing was measured that counts. `prepared` is None if it was
-    refused before."""
+    """The record of a run that has failed. `prepared` is None if it was refused before."""
     return RunRecord(
-        status=status,
+        status="failed",
         config=config.to_dict(),
         environment=environment,
         error=error,
@@ -122,33 +111,3 @@ def unfinished_record(
 def hash_output(token_ids: Sequence[int]) -> str:
     """The hash of an output, as a record holds it (`SamplesRecord.output_hashes`)."""
     return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()[:16]
-
-
-def outcome_of_done(
-    prepared: Prepared, measured: Measured, is_compared: bool, environment: Environment
-) -> Outcome:
-    """The outcome of the batches that every pass has decoded. Its record has metrics if all tokens
-    are identical or nothing is compared. Differences are not judged, because that takes as long as
-    the run."""
-    num_done, num_batches = len(measured.prefill.num_tokens), prepared.config.workload.num_batches
-    requests, error = measured.requests, f"interrupted after {num_done} of {num_batches} batches"
-    if is_compared and differences(measured.finished[BASELINE], requests):
-        error += "; some of their outputs differ from the baseline's, and were not judged"
-        record = unfinished_record(prepared.config, prepared, environment, error, "interrupted")
-        return Outcome(record, requests)
-    correctness = identical(BASELINE, requests) if is_compared else uncompared(requests)
-    record = make_record(prepared, measured, correctness, environment)
-    return Outcome(replace(record, status="interrupted", error=error), requests)
-
-
-def first_batches(
-    samples: PassSamples, count: int, seconds: Mapping[str, list[float]]
-) -> PassSamples:
-    """The samples of the first `count` batches, with their part of the `seconds` of the phases."""
-    values = {name: getattr(samples, name) for name in BY_BATCH}
-    first = replace(samples, **{name: v and v[:count] for name, v in values.items()})
-    drafted = [number for batch in first.num_drafted for number in batch]
-    drafting = sum(number > 0 for number in drafted)
-    ends = {"draft": drafting, "verify": drafting, "decode": len(drafted) - drafting}
-    first.observe_phases({name: seconds.get(name, [])[:end] for name, end in ends.items()})
-    return first

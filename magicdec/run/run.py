@@ -30,19 +30,16 @@ from magicdec.hardware.timing import (
 )
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.memory.model_plan import Kinds, ModelPlan, max_tokens
-from magicdec.memory.sampler import NOT_MEASURED, MemoryTaken, MemoryWatch
+from magicdec.memory.sampler import MemoryTaken, MemoryWatch
 from magicdec.names import BASELINE, REFERENCE_BACKEND
 from magicdec.records.correctness import Correctness
 from magicdec.records.samples import PassSamples, PrefillSamples, to_ms
 from magicdec.request import Request
 from magicdec.run.check import WIDER, Replays, check_outputs, uncompared
 from magicdec.run.outcome import (
-    Interrupted,
     Measured,
     Outcome,
-    first_batches,
     make_record,
-    outcome_of_done,
 )
 from magicdec.run.resident import Resident, Room
 from magicdec.runner import ModelRunner
@@ -225,22 +222,6 @@ class Run:
             samples.observe_phases(self.timers[name].seconds)
         return Measured(self.samples, self.finished, self.prefill, memory)
 
-    def measured_batches(self) -> Measured | None:
-        """The measurements of the batches that every pass has decoded; None if there is none."""
-        count = min(len(samples.peak_memory_bytes) for samples in self.samples.values())
-        if count == 0:
-            return None
-        num_requests = count * self.config.workload.batch_size
-        return Measured(
-            {
-                name: first_batches(samples, count, self.timers[name].seconds)
-                for name, samples in self.samples.items()
-            },
-            {name: requests[:num_requests] for name, requests in self.finished.items()},
-            PrefillSamples(**{key: values[:count] for key, values in vars(self.prefill).items()}),
-            NOT_MEASURED,
-        )
-
     @property
     def is_compared(self) -> bool:
         """Whether the outputs are compared with the baseline's. Sampled tokens differ between
@@ -264,8 +245,7 @@ class Run:
 
 
 def execute(prepared: Prepared, is_leader: bool) -> Outcome:
-    """Execute the run on this rank. Exceptions propagate; the caller writes them to a record.
-    Raises `Interrupted`, with the batches that are done, on Ctrl-C."""
+    """Execute the run on this rank. Exceptions propagate; the caller writes them to a record."""
     with session_of(prepared) as session:
         return execute_in(session, prepared, make_progress(is_leader))
 
@@ -283,14 +263,7 @@ def execute_in(
     config = settle(prepared.config, models.target, models.draft, group, device)
     run = Run(replace(prepared, config=config), session, progress, resident, room)
     bandwidth = read_bandwidth(group, device)
-    try:
-        run.measure()
-    except KeyboardInterrupt:
-        environment = session.describe_environment(bandwidth)
-        done, outcome = run.measured_batches(), None
-        if done is not None:
-            outcome = outcome_of_done(run.prepared, done, run.is_compared, environment)
-        raise Interrupted(outcome) from None
+    run.measure()
     # The larger of two measurements counts, because a busy host rarely slows down both.
     bandwidth = max(bandwidth, read_bandwidth(group, device))
     taken = run.memory.measured(group)

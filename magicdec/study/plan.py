@@ -87,8 +87,9 @@ def grouped(cells: Iterable[Cell], key: Callable[[Cell], object]) -> list[list[C
 def left(order: Sequence[Cell], records: Sequence[RunRecord], retries_failed: bool) -> list[int]:
     """The numbers of the runs that have not run to their end. Of equal ones, the first count as
     done. A failure is an end, unless it is to be tried again."""
-    unended = {"interrupted", "failed"} if retries_failed else {"interrupted"}
-    done = Counter(config_key(r.config) for r in records if r.status not in unended)
+    done = Counter(
+        config_key(r.config) for r in records if not (retries_failed and r.status == "failed")
+    )
     numbers = []
     for number, cell in enumerate(order):
         done[cell.key] -= 1

@@ -106,7 +106,6 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
         good, correctness__reference=None, correctness__identical=None, baseline_metrics=None
     )
     bad, wrong = parse_record(failed()), parse_record(diverged())
-    ended = with_fields(good, status="interrupted", error="KeyboardInterrupt: after 1 of 2")
     ties = with_fields(good, status="ok_with_ties", correctness=with_ties()["correctness"])
     stale = [drawn(0.3), drawn(0.81)]
     every = ("--require_all",)
@@ -130,7 +129,6 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
         ([wrong], [good], (), 1, "0 of 1 baselines covered, 1 not covered"),
         ([good], [good, bad], every, 3, "1 of 2 baselines covered"),
         ([good], [wrong], (), 3, "not comparable: the baseline's run diverged"),
-        ([ended], [good], (), 3, "the new run interrupted: KeyboardInterrupt"),
         ([ties], [good], (), 0, "[ok_with_ties]: acceptance rate"),
         ([good], [ties], (), 0, "1 same"),
         ([good], [good, with_fields(drawn(0.3), config__model__dtype="bfloat16")], (), 0, "same"),

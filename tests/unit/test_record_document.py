@@ -128,7 +128,7 @@ BROKEN: list[tuple[str, Any, str]] = [
     ("status", "diverged", "status is diverged, which its correctness contradicts"),
     ("status", "passed", "status is passed; choose from ok, ok_with_ties, diverged, failed"),
     ("correctness", None, "status is ok, which its correctness contradicts"),
-    ("error", "E: no", "an error belongs to status failed and interrupted, and only to these"),
+    ("error", "E: no", "an error belongs to status failed, and only to it"),
 ]
 
 

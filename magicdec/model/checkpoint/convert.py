@@ -36,7 +36,7 @@ from magicdec.records.writing import to_json, write_text
 # Files that a checkpoint needs besides its weights; copied when the output is in another directory.
 COMPANIONS = (
     *("config.json", "generation_config.json"),
-    *("tokenizer.json", "tokenizer.model", "original/tokenizer.model", "tokenizer_config.json"),
+    *("tokenizer.json", "tokenizer.model", "tokenizer_config.json"),
 )
 SAFETENSORS_NAMES = {name: code for code, name in TORCH_NAMES.items()}
 MANIFEST_VERSION = 1
@@ -210,7 +210,6 @@ def copy_companions(source: ModelSource, directory: Path) -> None:
     for name in COMPANIONS:
         theirs, ours = source.tokenizer_directory / name, directory / name
         if theirs.is_file() and not ours.exists():
-            ours.parent.mkdir(exist_ok=True)
             shutil.copyfile(theirs, ours)
 
 

@@ -79,7 +79,7 @@ def _reason(error: BaseException, revision: str, token: str | None) -> str:
 
 
 # The first tokenizer that is found is needed to run; the extras are for other programs.
-TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "original/tokenizer.model")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model")
 OTHER_FILES = (
     *("config.json", "generation_config.json", "tokenizer_config.json"),
     "special_tokens_map.json",

@@ -112,8 +112,7 @@ def match(record: RunRecord, baselines: Sequence[RunRecord]) -> list[Match] | Co
         name += f" [{record.status}]"
     if not record.passed:
         text = f"the new run {record.status}: {record.error or 'outputs differ'}"
-        verdict = INCOMPARABLE if record.status == "interrupted" else REGRESSION
-        return Comparison(name, verdict, text)
+        return Comparison(name, REGRESSION, text)
     try:
         alike = alike_baselines(record, baselines)
         if not any(has_drafted(each) for each in (record, *alike)):
