@@ -140,7 +140,7 @@ def test_a_native_chain_stops_where_the_forwards_do(dtype: torch.dtype) -> None:
 def test_a_native_forward_of_a_tree_has_the_bits_of_its_layers(
     name: str, dtype: torch.dtype
 ) -> None:
-    """At once and level by level. In bfloat16 each node has the bits of its path as a chain, too."""
+    """At once and level by level. In bfloat16 a node has the bits of its path as a chain, too."""
     lengths, rows, count = [70, 3, 126], [0, 1, 2], 40
     pair = make_pair(MODELS[name], dtype, lengths)
     parents, ids = torch.tensor(drawn_parents(3, count, 4)), ids_for(3, count)
