@@ -18,7 +18,6 @@ ATTENTION_BACKENDS = {
     "triton": "magicdec.attention.triton:TritonBackend",
     "varlen": "magicdec.attention.varlen:VarlenBackend",
     "flash_attn": "magicdec.attention.flash_attn:FlashAttnBackend",
-    "flashinfer": "magicdec.attention.flashinfer:FlashInferBackend",
 }
 # What `--attention auto` takes on a CPU: the first of these that can serve the model there. The
 # last serves every model. On CUDA a measurement chooses among all backends.

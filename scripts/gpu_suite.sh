@@ -52,7 +52,7 @@ def shown(name):
         return f"{name} {version(name)}"
     except PackageNotFoundError:
         return f"{name} missing"
-optional = ("triton", "transformers", "flash_attn", "flashinfer-python", "nvidia-ml-py")
+optional = ("triton", "transformers", "flash_attn", "nvidia-ml-py")
 print("torch", torch.__version__, "CUDA", torch.version.cuda, *map(shown, optional), file=sys.stderr)
 needed = "numpy safetensors tokenizers sentencepiece rich pydantic pytest pytest_timeout hypothesis"
 missing = [name for name in needed.split() if not find_spec(name)]

@@ -41,7 +41,7 @@ class Scale:
     demo_dtypes: tuple[str, ...]
 
 
-GPU_BACKENDS = ("triton", "varlen", "flash_attn", "flashinfer", "grouped")
+GPU_BACKENDS = ("triton", "varlen", "flash_attn", "grouped")
 # In order of importance, because the last ones are left out when time runs out.
 FULL = Scale(
     model="random:llama-3.1-8b",

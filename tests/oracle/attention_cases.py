@@ -18,7 +18,6 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.flash_attn import FlashAttnBackend
-from magicdec.attention.flashinfer import FlashInferBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
@@ -41,9 +40,8 @@ BACKENDS = ON_CPUS | {
     "triton": TritonBackend,
     "varlen": VarlenBackend,
     "flash_attn": FlashAttnBackend,
-    "flashinfer": FlashInferBackend,
 }
-LIBRARIES = (VarlenBackend, FlashAttnBackend, FlashInferBackend)  # bfloat16, on a GPU
+LIBRARIES = (VarlenBackend, FlashAttnBackend)  # bfloat16, on a GPU
 HEADS = [(4, 4, 64), (6, 2, 16), (5, 1, 80), (7, 7, 32), (4, 2, 96), (8, 1, 128), (2, 2, 256)]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 DTYPES = [torch.float32, torch.bfloat16]

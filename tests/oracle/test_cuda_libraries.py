@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_transformer
-from cuda_libraries import flash_attn_2, flash_attn_3, flashinfer, varlen_attn
+from cuda_libraries import flash_attn_2, flash_attn_3, varlen_attn
 from lossless import speculate
 from test_attention import BACKENDS, DTYPES, POLICIES, Scattered
 from test_attention import test_a_forward_sees_neither_the_future_nor_another_row as sees_no_other
@@ -24,8 +24,6 @@ from torch import Tensor
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.flash_attn import FlashAttnBackend
 from magicdec.attention.flash_attn import missing_parts as flash_attn_missing
-from magicdec.attention.flashinfer import FlashInferBackend
-from magicdec.attention.flashinfer import missing_parts as flashinfer_missing
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.triton import TritonBackend
 from magicdec.attention.varlen import VarlenBackend, as_one_text
@@ -39,7 +37,7 @@ from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import KVView, Visible, make_view
 
 HEADS = [(4, 4, 64), (6, 2, 16), (8, 1, 128)]
-LIBRARIES = ["varlen", "flash_attn 2", "flash_attn 3", "flashinfer"]
+LIBRARIES = ["varlen", "flash_attn 2", "flash_attn 3"]
 
 
 def install(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
@@ -47,7 +45,7 @@ def install(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     if name == "varlen":
         monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
         return name
-    make = {"flash_attn 2": flash_attn_2, "flash_attn 3": flash_attn_3, "flashinfer": flashinfer}
+    make = {"flash_attn 2": flash_attn_2, "flash_attn 3": flash_attn_3}
     module = make[name]()
     module.__spec__ = ModuleSpec(module.__name__, None)
     monkeypatch.setitem(sys.modules, module.__name__, module)
@@ -205,12 +203,11 @@ def test_version_3_of_flash_attn_is_preferred(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("flash_attn", "flash_attn_interface", "flashinfer"):
+    for name in ("flash_attn", "flash_attn_interface"):
         monkeypatch.setitem(sys.modules, name, None)
     assert flash_attn_missing() == (
         "flash-attn is not installed; pip install flash-attn (it is built with nvcc)"
     )
-    assert flashinfer_missing() == "flashinfer is not installed; pip install flashinfer-python"
 
     def of_torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False): ...
 
@@ -229,7 +226,7 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) ->
     assert "has no varlen_attn; install torch 2.12 or later" in str(varlen_missing())
     for name, build in zip(
         list_backends(lambda c: "cpu" not in c.devices),
-        (VarlenBackend, FlashAttnBackend, FlashInferBackend),
+        (VarlenBackend, FlashAttnBackend),
         strict=True,
     ):
         with pytest.raises(ValueError, match=f"--attention {name}: "):

@@ -447,7 +447,6 @@ def test_auto_attention_is_native_where_it_can_be() -> None:
         ("varlen", "cuda", 84, "bfloat16", "head size 84 is not a multiple of 8, at most 256"),
         ("flash_attn", "cpu", 64, "bfloat16", "flash_attn is for --device cuda"),
         ("flash_attn", "cuda", 64, "bfloat16", "flash-attn is not installed"),
-        ("flashinfer", "cuda", 80, "bfloat16", "head size 80 is not 64, 128 or 256"),
     ],
 )
 def test_an_attention_backend_that_cannot_serve_is_refused(
@@ -469,7 +468,7 @@ def test_an_attention_backend_that_cannot_serve_is_refused(
 
 def test_attention_backends_for_a_gpu_are_served() -> None:
     machine = Machine(num_cpus=2, has_cuda=True)
-    for name in ("triton", "varlen", "flash_attn", "flashinfer"):
+    for name in ("triton", "varlen", "flash_attn"):
         assert choose_backend(name, "cuda", machine, 128, "bfloat16") == name
     assert named("triton", "cuda", machine, 80)[0] == "triton"
 
@@ -533,7 +532,7 @@ def test_a_backend_that_was_measured_decides_on_graphs_again() -> None:
     assert again.decoding.cuda_graphs.why.endswith("--attention grouped needs lengths on the host")
 
 
-@pytest.mark.parametrize("name", ["varlen", "flash_attn", "flashinfer"])
+@pytest.mark.parametrize("name", ["varlen", "flash_attn"])
 def test_the_verified_policy_needs_a_backend_that_tells(name: str) -> None:
     machine, message = Machine(2, has_cuda=True), f"--attention {name} does not return attention"
     flags = ("--attention", name, "--dtype", "bfloat16", "--kv_policy")

@@ -70,7 +70,7 @@ def nothing_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_fastest_wins_and_the_others_are_named() -> None:
-    times = {"sdpa": 3e-3, "grouped": 2e-3, "triton": 0.5e-3, "flashinfer": 1e-3}
+    times = {"sdpa": 3e-3, "grouped": 2e-3, "triton": 0.5e-3, "varlen": 1e-3}
     asked = []
 
     def timer(name: str) -> Measured:
@@ -81,7 +81,7 @@ def test_the_fastest_wins_and_the_others_are_named() -> None:
     assert (choice, choice.how) == ("triton", How.MEASURED)
     assert sorted(asked) == sorted(times), "each once"
     assert choice.why == (
-        "auto: triton 0.500 ms, flashinfer 1.000 ms, grouped 2.000 ms, sdpa 3.000 ms a layer, "
+        "auto: triton 0.500 ms, varlen 1.000 ms, grouped 2.000 ms, sdpa 3.000 ms a layer, "
         "for a step; x: why"
     )
 
@@ -129,7 +129,7 @@ def test_an_error_of_the_reference_is_nobodys_fault_but_the_runs() -> None:
 def test_candidates_are_what_can_serve(
     nothing_missing: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    everything = ["sdpa", "grouped", "triton", "varlen", "flash_attn", "flashinfer"]
+    everything = ["sdpa", "grouped", "triton", "varlen", "flash_attn"]
     assert list_candidates(BFLOAT16, MODEL) == (everything, {})
 
     float32 = replace(BFLOAT16, model=replace(BFLOAT16.model, dtype="float32"))
@@ -151,9 +151,9 @@ def test_candidates_are_what_can_serve(
     assert set(left_out.values()) == {"it does not keep to a sliding window"}
     assert list_candidates(BFLOAT16, replace(MODEL, sliding_window=1 << 20))[0] == everything
 
-    monkeypatch.setattr(autotune, "missing_backends", lambda names: {"flashinfer": "not installed"})
+    monkeypatch.setattr(autotune, "missing_backends", lambda names: {"flash_attn": "not installed"})
     candidates, left_out = list_candidates(BFLOAT16, MODEL)
-    assert candidates == everything[:-1] and left_out == {"flashinfer": "not installed"}
+    assert candidates == everything[:-1] and left_out == {"flash_attn": "not installed"}
 
 
 class Slow(SDPABackend):
@@ -262,7 +262,7 @@ def test_recorded_steps_are_measured_recorded(
     reason = found.attention.backend.why
     assert given == ({Eager()} if graphs == "off" else {"graphs of cpu"})
     why = "it needs lengths on the host, and no CUDA graph could hold it"
-    left_out = f"; grouped: {why}; flashinfer: {why}"
+    left_out = f"; grouped: {why}"
     assert reason.endswith(left_out) == (graphs != "off")
 
 
@@ -327,7 +327,7 @@ def test_latency_is_measured_by_the_largest_step_of_its_grid() -> None:
     config = largest_step(BASELINE, replace(grid, drafts=drafts))
     drafted, verification = target_step(config, MODEL).reads
     assert (drafted.times, drafted.policy.num_visible(1000) <= 129) == (3, True)
-    assert verification.returns_weights and "flashinfer" not in list_candidates(config, MODEL)[0]
+    assert verification.returns_weights and "varlen" not in list_candidates(config, MODEL)[0]
     graphs = resolve(replace(BASELINE.run_config, decoding=DecodingSection(cuda_graphs="on")), GPU)
     assert largest_step(graphs, grid).decoding.cuda_graphs == "on"
     decode = largest_step(BASELINE, replace(grid, new_tokens=(1,)))
