@@ -430,9 +430,9 @@ class StagesSection:
         "Layers of each stage: counts (10,12), shares (0.25,0.75), or auto, which minimises "
         "the slowest stage by times of layers. With more ranks than stages, the ranks of a stage "
         "share its layers by tensor parallelism: auto:2 has two stages. In pipelined speculation, "
-        "the place of the draft follows a slash: 0.1,0.4,0.5/1.0 has it on a rank of its own, "
-        "0.5,0.5/0.5,0.5 on the last two, and 0.5,0.5/head on the first; a first share of 0 is a "
-        "head without layers. Default: equal shares, the draft on the head.",
+        "the place of the draft follows a slash: 0.1,0.4,0.5/1.0 has it on a rank of its own, and "
+        "0.5,0.5/head on the first; a first share of 0 is a head without layers. Default: equal "
+        "shares, the draft on the head.",
         metavar="SPLIT",
     )
     emulate_stage_ms: float | None = setting(

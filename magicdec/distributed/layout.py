@@ -19,13 +19,13 @@ from dataclasses import dataclass, replace
 
 from magicdec.distributed.layer_split import (
     FLAG,
-    SHARE,
     StageTimes,
     count_stages,
     split_layers,
 )
 
 ON_HEAD = "head"
+APART = ("1.0", "1")  # behind the slash: the draft has a rank of its own, the last
 
 
 @dataclass(frozen=True)
@@ -65,11 +65,10 @@ class StageGrid:
 @dataclass(frozen=True)
 class Layout:
     """Of pipelined speculation. `layers` are those of each rank; a rank without layers is a head
-    that only schedules, or the draft's. `draft_ranks` is where drafts are made, if any are: several
-    ranks share every layer of the draft."""
+    that only schedules, or the draft's. Drafts, if there are any, are made on `draft_rank`."""
 
     layers: tuple[range, ...]
-    draft_ranks: tuple[int, ...]
+    draft_rank: int
     tensor_parallel: int = 1
 
     @property
@@ -80,11 +79,6 @@ class Layout:
     def grid(self) -> StageGrid:
         ranks = [rank for rank, layers in enumerate(self.layers) if len(layers)]
         return StageGrid(len(ranks) // self.tensor_parallel, self.tensor_parallel, ranks[0])
-
-    @property
-    def draft_rank(self) -> int:
-        """The first of the draft's ranks, which answers the head."""
-        return self.draft_ranks[0]
 
     @property
     def stages(self) -> list[int]:
@@ -107,9 +101,8 @@ class Layout:
         if len(self.layers[rank]):
             shard = "" if len(group) == 1 else f" shard {group.index(rank)}"
             parts.append(f"stage {self.grid.stage_of(rank)}{shard}")
-        if rank in self.draft_ranks:
-            place = self.draft_ranks.index(rank)
-            parts.append("draft" if len(self.draft_ranks) == 1 else f"draft shard {place}")
+        if rank == self.draft_rank:
+            parts.append("draft")
         return ", ".join(parts)
 
 
@@ -127,23 +120,19 @@ class SplitText:
         return f"{self.head}{self.stages}{'' if self.draft is None else f'/{self.draft}'}"
 
     @property
-    def num_apart(self) -> int:
-        """The number of ranks that only draft, by the equal shares of the draft behind the slash.
-        Raises ValueError, naming the flag, if something else is there."""
-        if self.draft is None or self.draft == ON_HEAD:
-            return 0
-        words = self.draft.split(",")
-        if not all(is_equal_share(word, len(words)) for word in words):
-            share = f"{1 / len(words):.3g}" if len(words) > 1 else "1.0"
+    def is_apart(self) -> bool:
+        """Whether the draft has a rank of its own. Raises ValueError, naming the flag, for another
+        place behind the slash."""
+        if self.draft not in (None, ON_HEAD, *APART):
             raise ValueError(
-                f"{FLAG} {self}: behind the slash is {ON_HEAD}, or equal shares of the draft, "
-                f"whose ranks compute every layer together; give {','.join([share] * len(words))}"
+                f"{FLAG} {self}: behind the slash is {ON_HEAD}, or {APART[0]} for a rank of the "
+                "draft's own"
             )
-        return len(words)
+        return self.draft in APART
 
     def num_stages(self, world_size: int) -> int:
-        """The number of stages on so many ranks. Raises ValueError as `num_apart` does."""
-        return count_stages(self.stages, world_size - self.num_apart - bool(self.head))
+        """The number of stages on so many ranks. Raises ValueError as `is_apart` does."""
+        return count_stages(self.stages, world_size - self.is_apart - bool(self.head))
 
 
 def read_split(text: str | None) -> SplitText:
@@ -154,14 +143,6 @@ def read_split(text: str | None) -> SplitText:
     has_head_layers = not comma or first.strip("0.") != ""
     head, stages = ("", target) if has_head_layers else (f"{first},", rest)
     return SplitText(head, stages, draft if slash else None)
-
-
-def is_equal_share(word: str, count: int) -> bool:
-    """Whether `word` is 1 / `count` in as many digits as it has."""
-    if word != "1" and not SHARE.fullmatch(word):
-        return False
-    digits = len(word.partition(".")[2])
-    return 0 < float(word) == round(1 / count, digits)
 
 
 def make_grid(flag_text: str, num_stages: int, num_ranks: int, num_others: int = 0) -> StageGrid:
@@ -181,14 +162,14 @@ def make_layout(text: str | None, world_size: int, num_layers: int) -> Layout:
     head. Times are not known here, so that `auto` gives equal shares until `with_layers` replaces
     them. Raises ValueError, naming the flag."""
     split = read_split(text)
-    num_apart, num_headless = split.num_apart, int(split.head != "")
+    num_apart, num_headless = int(split.is_apart), int(split.head != "")
     num_others = num_apart + num_headless
     num_stages = max(1, split.num_stages(world_size))
     grid = make_grid(f"{FLAG} {text}", num_stages, world_size - num_others, num_others)
     layers = split_layers(split.stages, num_stages, num_layers, [StageTimes(0.0, 1.0)] * num_stages)
     computing = (each for each in layers for _ in range(grid.tensor_parallel))
     empty = (range(0),)
-    draft_ranks = tuple(range(world_size - num_apart, world_size)) or (0,)
+    draft_rank = world_size - 1 if num_apart else 0
     return Layout(
-        (*empty * num_headless, *computing, *empty * num_apart), draft_ranks, grid.tensor_parallel
+        (*empty * num_headless, *computing, *empty * num_apart), draft_rank, grid.tensor_parallel
     )

@@ -5,8 +5,7 @@ probable token after a path that follows the committed text of a request.
 ModelDrafter: a whole model drafts on a KV cache of its own, of which it reads what a KV policy
 says. The model is a smaller one, or the target itself: then this is self-speculation, with a cache
 of its own because the target's KV is divided among the ranks of the stages. Its tokens are chosen
-as the target's are. Ranks that share the model have a ModelDrafter each, which do the same: what is
-computed never depends on candidates.
+as the target's are.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ from magicdec.pipeline.spans import Spans, What
 from magicdec.pipelined_speculation.messages import Candidate
 from magicdec.prefill import take
 from magicdec.request import Request, SamplingParams
-from magicdec.runner import gather_vocab
 from magicdec.sampling.coupled import CoupledSampling
 from magicdec.scheduling.plan import Part
 
@@ -86,9 +84,6 @@ class Drafter(Protocol):
 
 
 class DraftLoop:
-    """Ranks that share a draft model have a loop each. All of them do the same steps in the same
-    order, and so meet in the collectives of each forward."""
-
     def __init__(self, drafter: Drafter, inbound: Receiver, outbound: Sender, spans: Spans) -> None:
         self.drafter, self.inbound, self.outbound, self.spans = drafter, inbound, outbound, spans
         self.texts: dict[int, list[int]] = {}  # the committed text of each lane
@@ -251,9 +246,8 @@ class ModelDrafter:
 
     def _learn(self, logits: Tensor, held: HeldText, first: int) -> None:
         """The candidates after the first `first` drafted tokens and after each that follows, from
-        this rank's logits [1, T, V]. They are the same on every rank."""
-        whole = gather_vocab(logits, self.runner.vocab_places, self.runner.group)
-        logits = whole[0, :, : self.vocab_size]
+        logits [1, T, V]."""
+        logits = logits[0, :, : self.vocab_size]
         counts = range(first, first + len(logits))
         if self.sampling.has_penalties:
             texts = [[*held.output, *held.tokens[:count]] for count in counts]

@@ -94,8 +94,8 @@ class Wires:
     outbound: Sender | None = None
     results: Receiver | None = None  # of the head
     asks: Sender | None = None  # of the head, to the drafter
-    draft_steps: Receiver | None = None  # of the drafter, on each of its ranks
-    answers: Sender | None = None  # of the first of these
+    draft_steps: Receiver | None = None  # of the drafter
+    answers: Sender | None = None
     answered: Receiver | None = None  # of the head
     board: CancelBoard | None = None  # of a stage of one rank
     canceller: Canceller | None = None  # of the head
@@ -115,10 +115,8 @@ def connect_ranks(connector: Connector, layout: Layout, has_drafter: bool) -> Wi
     sender, wires.results = connector.edge(stages[-1], 0, numbers)
     wires.outbound = sender or wires.outbound
     if has_drafter:
-        first = layout.draft_rank
-        wires.asks, wires.draft_steps = connector.edge(0, first, numbers)
-        wires.answers, wires.answered = connector.edge(first, 0, numbers)
-        wires.draft_steps = share(connector, layout.draft_ranks, wires.draft_steps, numbers)
+        wires.asks, wires.draft_steps = connector.edge(0, layout.draft_rank, numbers)
+        wires.answers, wires.answered = connector.edge(layout.draft_rank, 0, numbers)
     board = connect_cancellations(connector, layout, wires, numbers)
     for rank in stages:
         ranks, change = layout.group_of(rank), board.void_if_cancelled
@@ -349,7 +347,7 @@ class PipelineRank:
             ends = Ends(there(wires.inbound), wires.outbound or Nowhere())
             loops.append(StageLoop(self.stage, ends, spans).serve)
         if self.drafter is not None:
-            inbound, outbound = there(wires.draft_steps), wires.answers or Nowhere()
+            inbound, outbound = there(wires.draft_steps), there(wires.answers)
             loops.append(DraftLoop(self.drafter, inbound, outbound, spans).serve)
         loops = [count.during()(loop) for loop in loops]
         if self.rank == 0:

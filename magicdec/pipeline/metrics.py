@@ -232,9 +232,6 @@ class SpeculationMetrics(Part):
     draft_rank: int | None = recorded(
         "the rank that drafts; of several, the first", null="if no mode drafts"
     )
-    draft_ranks: list[int] | None = recorded(
-        "all ranks that draft, which share each layer", null="if no mode drafts"
-    )
     busy: list[float] = recorded(
         "share of the time in which a rank computes layers or drafts; the rest is idle",
         label="busy by rank, %", scale=100,
@@ -245,7 +242,7 @@ class SpeculationMetrics(Part):
         label="stages, ms", digits=2,
     )  # fmt: skip
     draft_ms: float | None = recorded(
-        "mean time of a step of the drafter, on the first of its ranks", "ms",
+        "mean time of a step of the drafter", "ms",
         label="draft step, ms", digits=2,
         null="if nothing was drafted",
     )  # fmt: skip
@@ -316,7 +313,6 @@ def speculation_metrics(observed: Observed, counts: Counts, has_drafts: bool) ->
         most_in_flight=most,
         num_layers=[len(each) for each in layout.layers],
         draft_rank=layout.draft_rank if has_drafts else None,
-        draft_ranks=list(layout.draft_ranks) if has_drafts else None,
         busy=[each / seconds if seconds else 0.0 for each in busy_s],
         idle_s=[seconds - each for each in busy_s],
         stage_ms=[

@@ -292,7 +292,7 @@ class ServeOptions(StagesSection):
                 f"{flag_text}: a ring has no head without layers; leave the first share of 0 out, "
                 "or ring out of --modes"
             )
-        num_ranks = world_size - split.num_apart
+        num_ranks = world_size - split.is_apart
         if num_ranks < 1:
             raise ValueError(f"{flag_text} leaves no rank for a stage of the {world_size} ranks")
         return make_grid(flag_text, split.num_stages(world_size), num_ranks)

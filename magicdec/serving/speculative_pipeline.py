@@ -17,15 +17,13 @@ from typing import Any
 
 import torch
 
-from magicdec.config.choices.collectives import check_stage_group
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NONE, SELF, DraftSection
 from magicdec.console import Progress
 from magicdec.distributed.channels.message import Kind, Message, MessageForm
 from magicdec.distributed.groups import Group, ParallelGroups
-from magicdec.distributed.layer_split import FLAG
-from magicdec.distributed.layout import ON_HEAD, Layout, make_layout
+from magicdec.distributed.layout import Layout, make_layout
 from magicdec.distributed.start import make_stage_groups
 from magicdec.memory.model_plan import ModelPlan, StagePart
 from magicdec.memory.plan import model_plans_of
@@ -49,11 +47,9 @@ from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.coupled import CoupledSampling
 from magicdec.serving.modes import Pass
-from magicdec.serving.options import ServeOptions
 from magicdec.serving.staged import StagedSystem
 from magicdec.serving.system import Extras, Trace, Watch
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
-from magicdec.setup.model_checks import check_shared
 from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache
 from magicdec.simulator.simulation import DRAFT_PROBABILITY, draw_right
 
@@ -71,8 +67,6 @@ class SpeculativePipeline(StagedSystem):
         models = self._find_models(run_config, cache)
         model, world_size = models.source.config, self.launch.world_size
         layout = make_layout(options.layer_split, world_size, model.num_layers)
-        if self.has_drafts:
-            check_draft_ranks(models, options, layout)
         self.check_stages(models, layout.tensor_parallel, not all(map(len, layout.layers)))
         config = self._place_draft(models, layout)
         run = self.complete(replace(models, config=config), cache)
@@ -102,12 +96,11 @@ class SpeculativePipeline(StagedSystem):
         return self.find_part(replace(run_config, decoding=decoding), workload, cache)
 
     def _place_draft(self, models: ResolvedRun, layout: Layout) -> ResolvedConfig:
-        """The config of this rank's stage, with the draft on the ranks of the layout. If these are
-        several, native steps must be able to call their collectives."""
+        """The config of this rank's stage, with the draft on its rank of the layout."""
         ranks = layout.group_of(self.rank)
         config = self.of_stage(models, ranks, layout.tensor_parallel)
-        draft = models.config.draft if len(layout.draft_ranks) > 1 else models.alone().draft
-        return replace(config, draft=draft and replace(draft, rank_group=layout.draft_ranks))
+        draft = models.alone().draft
+        return replace(config, draft=draft and replace(draft, rank_group=(layout.draft_rank,)))
 
     def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
         layers, plans = self.layout.layers[rank], list[ModelPlan]()
@@ -135,7 +128,7 @@ class SpeculativePipeline(StagedSystem):
         models = LoadedModels(device, progress, self.options.emulated_stage_s)
         groups = make_stage_groups(
             launch, layout.grid, device, run.config.parallel.collectives,
-            None if self.drafting is None else layout.draft_ranks,
+            None if self.drafting is None else (layout.draft_rank,),
         )  # fmt: skip
         stage, drafter = None, None
         if len(layout.layers[self.rank]):
@@ -143,7 +136,7 @@ class SpeculativePipeline(StagedSystem):
                 self.model_plans(each, self.rank)[0], run.source, groups.target, models
             )
             stage = RunStage(runner, self.sampling)
-        if self.has_drafts and self.rank in layout.draft_ranks:
+        if self.has_drafts and self.rank == layout.draft_rank:
             drafter = self._make_drafter(groups.draft, models)
         width, dtype = run.source.config.hidden_size, getattr(torch, run.config.model.dtype)
         connector = self.connector(MessageForm(width, dtype, 0), device)
@@ -223,23 +216,6 @@ def with_own_model(run_config: RunConfig) -> RunConfig:
     own = DraftSection(model=run_config.model.model)
     decoding = replace(run_config.decoding, drafter="model", draft_weights=weights)
     return replace(run_config, draft=own, decoding=decoding)
-
-
-def check_draft_ranks(models: ResolvedRun, options: ServeOptions, layout: Layout) -> None:
-    """Raises ValueError if several ranks are to draft what they cannot share."""
-    count, split = len(layout.draft_ranks), f"{FLAG} {options.layer_split}"
-    draft = models.draft_source
-    if count == 1:
-        return
-    if draft is None:
-        is_emulated = options.emulate_acceptance is not None
-        drafter = "--emulate_acceptance" if is_emulated else f"--draft {options.draft}"
-        raise ValueError(
-            f"{split}: {drafter} has no layers that {count} ranks could share; give 1.0 or "
-            f"{ON_HEAD} behind the slash"
-        )
-    check_stage_group(split, models.config.parallel)
-    check_shared(f"{split}, draft {draft.name}", count, draft.config)
 
 
 class RunTiming(Timing):

@@ -10,11 +10,6 @@ SPLITS = {
     3: ["0.3,0.3,0.4/head", "0.5,0.5/1.0", "0,0.5,0.5/head"],
     4: ["0.25,0.25,0.25,0.25/head", "0.3,0.3,0.4/1.0", "0,0.5,0.5/1.0"],
 }
-SHARED = {  # several ranks draft, which takes a model
-    2: [],
-    3: ["1.0/0.5,0.5"],
-    4: ["0.5,0.5/0.5,0.5", "0,1.0/0.5,0.5"],
-}
 MODES = ("iterative", "sync", "async")
 CHOICES: dict[str, list[Any]] = {  # of a flag; None: leave it out, True: it has no value
     "--temperature": [None, None, 0.8],
@@ -50,9 +45,7 @@ def draw(chooser: random.Random, is_repeated: bool) -> tuple[int, list[str]]:
         values["--draft"] = None  # it would do nothing
     if values["--draft"] in (None, "ngram"):
         values["--budget"] = None  # no draft has a KV cache
-    has_model = values["--draft"] not in (None, "ngram")
-    splits = SPLITS[num_ranks] + SHARED[num_ranks] * has_model
-    values["--layer_split"] = chooser.choice(splits)
+    values["--layer_split"] = chooser.choice(SPLITS[num_ranks])
     longest = chooser.choice([40, 300])
     values["--prefix_len"] = f"uniform:4:{60 if is_repeated else longest}"
     values["--gen_len"] = 12 if is_repeated else f"uniform:1:{chooser.choice([12, 60])}"

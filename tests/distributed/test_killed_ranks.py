@@ -32,7 +32,7 @@ RUNS = (
 )
 DRAFTS = (
     *("pipeline", "--prefix_len", 70, "--gen_len", 12, "--draft", "self", "--pa", 0),
-    *("--layer_split", "1.0/0.5,0.5", "--modes", "sequential", "sync"),
+    *("--layer_split", "0.5,0.5/1.0", "--modes", "sequential", "sync"),
 )
 SHARED = ("--collectives", "shared_memory")
 CASES = {  # (phase, killed rank, ranks, command and its flags)

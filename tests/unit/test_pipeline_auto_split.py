@@ -71,7 +71,7 @@ class Choice:
             system = prepared(tmp_path, "--layer_split", split, *words, **place)
         layout = make_layout(split, len(times), 6)
         assert system.layout.stages == layout.stages
-        assert system.layout.draft_ranks == layout.draft_ranks
+        assert system.layout.draft_rank == layout.draft_rank
         (self.step,) = steps
         self.split, self.reason = system.layer_split, system.split
 

@@ -60,26 +60,25 @@ def test_refuses_in_one_line(words: list[str], message: str, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    ("split", "sizes", "draft_ranks", "stages"),
+    ("split", "sizes", "draft_rank", "stages"),
     [
-        (None, [3, 3], (0,), [0, 1]),
-        ("0.1,0.4,0.5/1.0", [1, 2, 3, 0], (3,), [0, 1, 2]),
-        ("0,1.0/head", [0, 6], (0,), [1]),
-        ("0,2,4/1", [0, 2, 4, 0], (3,), [1, 2]),
-        ("6/1.0", [6, 0], (1,), [0]),
-        ("0,6/.33,.33,.33", [0, 6, 0, 0, 0], (2, 3, 4), [1]),
-        ("auto/0.5,0.5", [3, 3, 0, 0], (2, 3), [0, 1]),
-        ("1.0", [6, 6], (0,), [0]),
-        ("2,4/head", [2, 2, 4, 4], (0,), [0, 2]),
-        ("0,auto:2/0.5,0.5", [0, 3, 3, 3, 3, 0, 0], (5, 6), [1, 3]),
+        (None, [3, 3], 0, [0, 1]),
+        ("0.1,0.4,0.5/1.0", [1, 2, 3, 0], 3, [0, 1, 2]),
+        ("0,1.0/head", [0, 6], 0, [1]),
+        ("0,2,4/1", [0, 2, 4, 0], 3, [1, 2]),
+        ("6/1.0", [6, 0], 1, [0]),
+        ("auto/1.0", [3, 3, 0], 2, [0, 1]),
+        ("1.0", [6, 6], 0, [0]),
+        ("2,4/head", [2, 2, 4, 4], 0, [0, 2]),
+        ("0,auto:2/1.0", [0, 3, 3, 3, 3, 0], 5, [1, 3]),
     ],
 )
 def test_every_rank_has_its_part(
-    split: str | None, sizes: list[int], draft_ranks: tuple[int, ...], stages: list[int]
+    split: str | None, sizes: list[int], draft_rank: int, stages: list[int]
 ) -> None:
     layout = make_layout(split, len(sizes), 6)
     assert [len(layers) for layers in layout.layers] == sizes
-    assert layout.draft_ranks == draft_ranks and layout.stages == stages
+    assert layout.draft_rank == draft_rank and layout.stages == stages
     held = [layer for stage in layout.stages for layer in layout.layers[stage]]
     assert held == list(range(6))
     assert layout.with_layers([layout.layers[stage] for stage in layout.stages]) == layout
@@ -148,7 +147,7 @@ def test_metrics_follow_from_the_spans() -> None:
     assert use.mean_in_flight == pytest.approx((1.25 + 1.25) / 2) and use.most_in_flight == 2
     assert use.busy == pytest.approx([1.25 / 2, 0.5 / 2]), "its draft and its stage overlap"
     assert use.idle_s == pytest.approx([0.75, 1.5]) and use.draft_busy == pytest.approx(0.375)
-    assert (use.draft_rank, use.draft_ranks) == (0, [0])
+    assert use.draft_rank == 0
     assert use.stage_ms == pytest.approx([500, 250]) and use.draft_ms == pytest.approx(750)
     assert use.link_ms == pytest.approx(250) and use.acceptance_rate == 0
 
@@ -220,51 +219,16 @@ def prepared(
     return system
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["--draft", "ngram"], "--draft ngram has no layers that 2 ranks could share; give"),
-        (["--emulate_acceptance", "1"], "1.0/0.5,0.5: --emulate_acceptance has no layers that 2"),
-    ],
-)
-def test_several_ranks_draft_with_a_model_only(
-    words: list[str], message: str, tmp_path: Path
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        prepared(tmp_path, "--layer_split", "1.0/0.5,0.5", *words)
-
-
-def test_a_draft_has_at_most_as_many_ranks_as_heads(tmp_path: Path) -> None:
-    split = "1.0/" + ",".join(["0.05"] * 20)
-    refused = rf"--layer_split {split}, draft demo-draft: 20 ranks cannot share \d+ attention heads"
-    with pytest.raises(ValueError, match=refused):
-        prepared(tmp_path, "--layer_split", split, world_size=21)
-
-
-def test_native_steps_of_several_ranks_need_collectives_that_they_can_call(tmp_path: Path) -> None:
-    """Those of one rank need none."""
-    for split, expected in (("1.0/0.5,0.5", "auto: off, --collectives gloo"), ("0,1.0/1.0", None)):
-        words = ("--layer_split", split, "--collectives", "gloo", "--dtype", "float32")
-        system = prepared(tmp_path, *words)
-        assert system.drafting is not None and system.drafting.config.draft is not None
-        choices = [system.drafting.config.draft, system.run.config.model]
-        of_draft, of_target = (choice.native_steps.why for choice in choices)
-        assert of_draft == (expected or of_target) and "gloo" not in of_target
-
-
 @pytest.mark.parametrize("policy", ["full", "streaming_llm"])
-def test_the_plan_of_each_rank_of_a_draft_is_what_it_holds(policy: str, tmp_path: Path) -> None:
-    words = ("--layer_split", "1.0/0.5,0.5", "--linear", "torch", "--kv_policy", policy)
-    system = prepared(tmp_path, *words, "--dtype", "float32")
-    drafting, plans = system.drafting, [system.plan(SYNC, [rank]) for rank in range(3)]
-    assert drafting is not None
-    assert [plan.draft_weights > 0 for plan in plans] == [False, True, True]
-    for index, plan in enumerate(plans[1:]):
-        group = Group((1, 2), index)
-        groups = ParallelGroups(1 + index, 3, group, draft=group)
-        loaded = LoadedModels(torch.device("cpu"), make_progress(False))
-        draft = make_draft(drafting, groups, loaded)
-        assert draft is not None and draft.runner is not None
-        held = sum(p.numel() * p.element_size() for p in draft.runner.model.parameters())
-        assert (plan.weights, plan.draft_weights) == (0, held)
-        assert (plan.kv, plan.draft_kv) == (0, draft.runner.cache.num_bytes)
+def test_the_plan_of_the_draft_is_what_its_rank_holds(policy: str, tmp_path: Path) -> None:
+    words = ("--layer_split", "1.0/1.0", "--linear", "torch", "--kv_policy", policy)
+    system = prepared(tmp_path, *words, "--dtype", "float32", world_size=2)
+    drafting, plans = system.drafting, [system.plan(SYNC, [rank]) for rank in range(2)]
+    assert drafting is not None and plans[0].draft_weights == 0
+    group = Group((1,), 0)
+    loaded = LoadedModels(torch.device("cpu"), make_progress(False))
+    draft = make_draft(drafting, ParallelGroups(1, 2, group, draft=group), loaded)
+    assert draft is not None and draft.runner is not None
+    held = sum(p.numel() * p.element_size() for p in draft.runner.model.parameters())
+    assert (plans[1].weights, plans[1].draft_weights) == (0, held)
+    assert (plans[1].kv, plans[1].draft_kv) == (0, draft.runner.cache.num_bytes)

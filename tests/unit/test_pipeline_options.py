@@ -55,7 +55,7 @@ def prepared(tmp_path: Path, *words: str, world_size: int = 2) -> PreparedServin
         (["--modes", "ring", "--window_ms", "5"], 2, "--window_ms does nothing here"),
         (["--modes", "inflight", "--layer_split", "3,3"], 2, "no mode of --modes inflight uses it"),
         (["--layer_split", "0,1.0/head"], 2, "0,1.0/head: a ring has no head without layers"),
-        (["--layer_split", "1.0/0.5,0.5"], 2, "1.0/0.5,0.5 leaves no rank for a stage"),
+        (["--layer_split", "1.0/0.5,0.5"], 2, "behind the slash is head, or 1.0 for a rank"),
         (["--emulate_link_ms", "1"], 1, "--emulate_link_ms 1.0: one rank has no link"),
         (["--gamma", "3"], 2, "--gamma does nothing here"),
         (["--draft", "ngram", "--budget", "99"], 2, "--budget does nothing here"),

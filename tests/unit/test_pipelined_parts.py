@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from threading import Event
 
@@ -12,22 +12,15 @@ from threaded_pipeline import FakeStage, drafted_in, serve
 
 from magicdec.distributed.channels.message import (
     DUE,
-    Kind,
     Loopback,
-    Message,
-    Nowhere,
-    SharedReceiver,
-    Traffic,
 )
 from magicdec.pipeline.drafter import (
-    DraftLoop,
     DraftRequest,
     LookupDrafter,
     ScriptedDrafter,
-    candidate_of,
 )
 from magicdec.pipeline.head import there
-from magicdec.pipeline.spans import Spans, What
+from magicdec.pipeline.spans import What
 from magicdec.pipeline.stage import CancelBoard, Canceller, listen
 from magicdec.pipelined_speculation.messages import Candidate
 from magicdec.pipelined_speculation.options import Options
@@ -188,45 +181,6 @@ def test_a_head_that_serves_again_cancels_the_new_runs() -> None:
     found = serve(parts, always(False, [1]), Options(gamma=1), again, board=board, before=first)
     assert found.first_run == 1 and again[0].output_ids == [1, 2, 3, 4]
     assert board.is_cancelled(3) and not board.is_cancelled(2)
-
-
-@dataclass
-class Kept:
-    """A sender that keeps what was sent."""
-
-    messages: list[Message] = field(default_factory=list)
-    traffic = Traffic()
-    is_closed = False
-
-    def send(self, message: Message) -> None:
-        self.messages.append(message)
-
-    def close(self) -> None:
-        self.is_closed = True
-
-
-def test_all_ranks_of_a_draft_do_the_same_steps_and_the_first_answers() -> None:
-    asks, answers, passed = Loopback(), Loopback(), [Kept() for _ in range(2)]
-    drafters, spans = [LookupDrafter() for _ in range(3)], [Spans() for _ in range(3)]
-    first = DraftLoop(drafters[0], SharedReceiver(asks, passed), answers, spans[0])
-    asks.send(DraftRequest(0, 1, 0, (1, 2, 3, 1, 2)).to_message(0))
-    asks.send(DraftRequest(0, 1, 5, (3,), (1,)).to_message(4))
-    asks.send(Message(Kind.END))
-    first.serve()
-    assert candidate_of(answers.receive()) == (2, 1.0)
-    assert answers.receive().kind is Kind.END
-    for drafter, kept, found in zip(drafters[1:], passed, spans[1:], strict=True):
-        assert len(kept.messages) == 3 and kept.is_closed
-        inbound = Loopback()
-        for message in kept.messages:
-            inbound.send(message)
-        DraftLoop(drafter, inbound, Nowhere(), found).serve()
-        assert (
-            drafter.lookups[1].index.tokens
-            == drafters[0].lookups[1].index.tokens
-            == [1, 2, 3, 1, 2, 3]
-        )
-        assert [span.run for span in found] == [span.run for span in spans[0]] == [4]
 
 
 @pytest.mark.usefixtures("trusted_lookups")
