@@ -229,9 +229,7 @@ class SpeculationMetrics(Part):
     )
     most_in_flight: int = recorded("the most of them at one time", label="runs in flight, most")
     num_layers: list[int] = recorded("layers of the target on each rank")
-    draft_rank: int | None = recorded(
-        "the rank that drafts; of several, the first", null="if no mode drafts"
-    )
+    draft_rank: int | None = recorded("the rank that drafts", null="if no mode drafts")
     busy: list[float] = recorded(
         "share of the time in which a rank computes layers or drafts; the rest is idle",
         label="busy by rank, %", scale=100,

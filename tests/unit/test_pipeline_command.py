@@ -113,7 +113,7 @@ def finished(times_s: list[float]) -> Request:
     return request
 
 
-LAYOUT = Layout((range(2), range(2, 4)), (0,))
+LAYOUT = Layout((range(2), range(2, 4)), 0)
 
 
 def observed() -> Observed:
@@ -181,7 +181,7 @@ def crowded() -> Observed:
     ]
     stages[1][2] = replace(stages[1][2], value=1)
     drafts = [Span(What.DRAFT, 0, 1.0, 1.5)]
-    layout = Layout((range(2), range(2, 4), range(0)), (2,))
+    layout = Layout((range(2), range(2, 4), range(0)), 2)
     return Observed(layout, [[*head, *stages[0]], stages[1], drafts], 0.0, 10.0)
 
 

@@ -277,7 +277,7 @@ def test_a_rank_is_idle_from_the_first_token_on(clock: Clock) -> None:
     second.append([1], 1000.0)
     second.append([2, 3], 1006.0)
     head = [Span(What.RESULT, run, 1019.0, 1019.0) for run in range(4)]
-    layout, spans = Layout((range(0), range(3)), (0,)), served(clock, Device("cpu", clock))
+    layout, spans = Layout((range(0), range(3)), 0), served(clock, Device("cpu", clock))
     observed = Observed.of_requests(layout, [head, spans], [first, second])
     use = speculation_metrics(observed, Counts(), has_drafts=False)
     assert use.idle_s == [14.5, 14.5 - 3.5 * STAGE_S]

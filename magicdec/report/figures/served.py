@@ -148,10 +148,10 @@ def stages_of(record: Any, part: str) -> list[dict[str, Any]]:
     metrics = getattr(record, part)
     if metrics is None or metrics.busy is None:
         return []
-    word, drafting = ("stage", ()) if part == "ring" else ("rank", metrics.draft_ranks or ())
+    word, drafting = ("stage", None) if part == "ring" else ("rank", metrics.draft_rank)
     parts = record.occupancy or [[busy] for busy in metrics.busy]
     return [
-        {"name": f"{record.name}, {word} {stage}{' (drafts)' * (stage in drafting)}",
+        {"name": f"{record.name}, {word} {stage}{' (drafts)' * (stage == drafting)}",
          "stage": stage, "busy": busy, "parts": parts[stage]}
         for stage, busy in enumerate(metrics.busy)
     ]  # fmt: skip
