@@ -104,7 +104,7 @@ class LLM:
         self.model = run.source.config
         _, self.tokenizer = find_tokenizer(run.source, cache)
         device, group = torch.device(run.config.parallel.device), Group((0,), 0)
-        torch.set_num_threads(run.config.parallel.threads_of(0))
+        torch.set_num_threads(run.config.parallel.threads)
         config = settle(run.config, self.model, None, group, device)
         models, longest = LoadedModels(device, make_progress(False)), row_tokens(config)
         plan = ModelPlan(

@@ -170,9 +170,8 @@ def prepare(
         check_scores,
         check_window,
     )
-    from magicdec.setup.prepare import SetupCache, check_threads_equal, find
+    from magicdec.setup.prepare import SetupCache, find
 
-    check_threads_equal(launch, asked)
     run = find(asked, launch, SetupCache())
     config, source, model = run.config, run.source, run.source.config
     check_interpreter(config)

@@ -8,7 +8,7 @@ has no `auto` is that of the user.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,7 +24,6 @@ from magicdec.config.sections import (
     SamplingSection,
     WorkloadSection,
 )
-from magicdec.config.threads import Threads, threads_of
 from magicdec.names import BASELINE
 
 
@@ -54,15 +53,7 @@ class ResolvedParallel:
     rank_group: tuple[int, ...]
     device: str
     collectives: Choice | None  # None for one rank
-    threads: Threads
-
-    def threads_of(self, rank: int) -> int:
-        """The number of CPU threads of that rank of the run."""
-        return threads_of(self.threads, rank)
-
-    def threads_on(self, ranks: Iterable[int]) -> int:
-        """Those of these ranks together, which one process has while the others wait."""
-        return sum(map(self.threads_of, ranks))
+    threads: int  # of each rank of this host
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,6 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.config.setting import check_values
-from magicdec.config.threads import check_threads
 from magicdec.names import BASELINE, NGRAM_AND
 
 MODEL = f"{MODEL_PREFIX}NAME"
@@ -72,7 +71,6 @@ class RunConfig:
         for section in dataclasses.fields(self):
             if (values := getattr(self, section.name)) is not None:
                 check_values(values)
-        check_threads(self.parallel.threads, world_size)
         check_lengths(w.prefix_len, w.gen_len, w.max_len)
         for applies, refusal in self._refusals():
             if applies:

@@ -11,7 +11,6 @@ from pathlib import Path
 from magicdec.config.capabilities import policy_called, policy_name
 from magicdec.config.setting import flag_of as flag_of
 from magicdec.config.setting import setting
-from magicdec.config.threads import Threads, parse_threads
 from magicdec.config.tree_shape import TreeShape, parse_expansion
 from magicdec.names import (
     ATTENTION_BACKENDS,
@@ -56,11 +55,10 @@ class ParallelSection:
         "of one host. Stages of a pipeline on CUDA may also take gloo or shared_memory.",
         choices=("auto", *COLLECTIVES),
     )
-    threads: Threads | None = setting(
+    threads: int | None = setting(
         None,
-        "CPU threads of each rank: one number for all of them, or one for each, such as 2,1,1. "
-        "Default: the host's cores divided by its ranks.",
-        parse=parse_threads,
+        "CPU threads of each rank. Default: the host's cores divided by its ranks.",
+        least=1,
     )
     nproc: int | None = setting(
         None,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from magicdec.config.sections import KVSection
 from magicdec.names import FULL_KV_POLICY
-from magicdec.records.environment import Environment, threads_of_ranks
+from magicdec.records.environment import Environment
 from magicdec.records.fields import recorded
 from magicdec.records.metric_tables import fixed
 from magicdec.records.metrics import percentile
@@ -204,7 +204,7 @@ def _title(record: LatencyRecord) -> str:
     return (
         f"{c['model']['model']} ({c['model']['dtype']}, weights {c['model']['target_dtype']}): "
         f"forwards at fixed cache lengths, "
-        f"{c['grid']['repeats']} repeats; ranks {e.world_size} x threads {threads_of_ranks(c, e)}, "
+        f"{c['grid']['repeats']} repeats; ranks {e.world_size} x threads {e.threads}, "
         f"{c['parallel'].get('collectives') or c['parallel']['device']}, "
         f"{c['attention']['backend']}, {e.read_bandwidth_bytes_per_s / 1e9:.1f} GB/s read"
     )

@@ -200,7 +200,7 @@ class Timing(ABC):
         """The times as measured with the threads of the run. All ranks with a stage must call it;
         those of a stage measure together, with their all-reduces."""
         launch, parallel = self.run.launch, self.config.parallel
-        with use_threads(parallel.threads_of(launch.rank)):
+        with use_threads(parallel.threads):
             if len(self.stages[0]) == 1:
                 group = Group((launch.rank,), 0)
                 return self.time_layers(ParallelGroups(launch.rank, launch.world_size, group))

@@ -4,11 +4,8 @@ and measured memory of all its ranks, as a record describes them. Imports no tor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
-from magicdec.config.threads import describe_threads
 from magicdec.records.fields import Part, recorded
 
 GPU_NULL = (
@@ -66,15 +63,6 @@ class Environment(Part):
         "bytes/s",
         null="if `failed`; in `inflight`",
     )
-
-
-def threads_of_ranks(config: Mapping[str, Any], environment: Environment) -> int | str:
-    """The CPU threads of each rank of a record: one number, or, where ranks have different ones,
-    the numbers of all as `--threads` takes them. `config` is the record's."""
-    recorded_threads = config["parallel"].get("threads")
-    if isinstance(recorded_threads, list | tuple):
-        return describe_threads(recorded_threads)
-    return environment.threads
 
 
 @dataclass(frozen=True, kw_only=True)

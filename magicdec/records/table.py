@@ -14,7 +14,6 @@ from typing import Any
 from magicdec.names import BASELINE, FULL_KV_POLICY
 from magicdec.records.comparison.conditions import policy_of
 from magicdec.records.correctness import Correctness, Divergence
-from magicdec.records.environment import threads_of_ranks
 from magicdec.records.fields import Recorded
 from magicdec.records.metric_tables import metric_rows
 from magicdec.records.performance import Metrics
@@ -73,7 +72,7 @@ def _title(record: RunRecord) -> str:
         f"{c['model']['model']} ({_dtypes(c['model'])}){dataset}: "
         f"B {w['batch_size']}, prefix {w['prefix_len']}, {w['gen_len']} new tokens, "
         f"{batches} batch{'es' * (batches != 1)}; "
-        f"ranks {e.world_size} x threads {threads_of_ranks(c, e)}, "
+        f"ranks {e.world_size} x threads {e.threads}, "
         f"{parallel.get('collectives') or parallel['device']}{read}"
     )
 

@@ -8,7 +8,7 @@ import shlex
 
 from magicdec.names import BASELINE, FULL_KV_POLICY
 from magicdec.records.comparison.conditions import policy_of
-from magicdec.records.environment import Environment, threads_of_ranks
+from magicdec.records.environment import Environment
 from magicdec.records.record import RunRecord
 
 Setting = str | int | float | bool | None
@@ -47,7 +47,7 @@ def settings(record: RunRecord) -> dict[str, Setting]:
         "gen_len": workload["gen_len"],
         "dataset": None if record.workload is None else record.workload.dataset,
         "ranks": environment.world_size,
-        "threads": threads_of_ranks(config, environment),
+        "threads": environment.threads,
         "device": environment.gpu or environment.cpu or config["parallel"]["device"],
         "attention": (config.get("attention") or {}).get("backend"),
         "temperature": (config.get("sampling") or {}).get("temperature"),

@@ -191,7 +191,7 @@ class Run:
             peak_memory_bytes(self.device),
             sum(counts.draft_kv_tokens_read for _, counts in used),
             sum(counts.draft_rows for _, counts in used),
-            threads.of_rank(rank, self.config.parallel.threads_of(rank)),
+            threads.of_rank(rank, self.config.parallel.threads),
         )
         read, peak, draft_tokens, draft_rows, of_threads = zip(
             *self.groups.target.all_gather_object(of_rank), strict=True

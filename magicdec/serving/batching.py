@@ -250,7 +250,7 @@ def of_first_rank_alone(models: ResolvedRun) -> ResolvedRun:
     """The run of the first rank, which needs no other, with the threads of all ranks of its host,
     since these wait."""
     config = models.alone()
-    threads = config.parallel.threads_on(models.launch.local_ranks)
+    threads = config.parallel.threads * len(models.launch.local_ranks)
     parallel = replace(config.parallel, rank_group=(0,), collectives=None, threads=threads)
     draft = None if config.draft is None else replace(config.draft, rank_group=(0,))
     config = replace(config, parallel=parallel, draft=draft)

@@ -114,7 +114,7 @@ class Experiment:
             if self.launch.world_size > 1:  # all ranks have given back what they do not use
                 all_gather(None, self.launch.world_size)
             self.system = system
-            torch.set_num_threads(system.run.config.parallel.threads_of(self.launch.rank))
+            torch.set_num_threads(system.run.config.parallel.threads)
         system.open(each, self.session.device, self.progress)
         return system
 

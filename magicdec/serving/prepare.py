@@ -12,7 +12,6 @@ from importlib.metadata import version
 from typing import Any
 
 from magicdec.config.run_config import RunConfig
-from magicdec.config.threads import agreed_threads
 from magicdec.distributed.groups import Launch, check_equal
 from magicdec.memory.check import Room, check_together, find_room
 from magicdec.memory.plan import MemoryPlan
@@ -46,8 +45,6 @@ class PreparedServing:
 def prepare(run_config: RunConfig, options: ServeOptions, launch: Launch) -> PreparedServing:
     """Find and check the models, divide them, make the prompts and plan the memory. Raises
     ValueError, one line naming the flag, for errors that a user can correct."""
-    threads = {"--threads": agreed_threads(run_config.parallel.threads)}
-    check_equal(launch, threads, "threads")
     cache, by_system = SetupCache(), dict[tuple[str, bool], list[Pass]]()
     # Stages first: they can read a checkpoint of which this host has a part.
     for each in sorted(options.passes, key=lambda each: each.ranks is not Ranks.STAGES):

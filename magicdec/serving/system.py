@@ -166,7 +166,7 @@ class System(ABC):
     @property
     def expected_threads(self) -> int:
         """The CPU threads with which this rank computes in the passes; 0 if it waits."""
-        return self.run.config.parallel.threads_of(self.launch.rank) if self.computes else 0
+        return self.run.config.parallel.threads if self.computes else 0
 
     @abstractmethod
     def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:

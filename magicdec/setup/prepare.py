@@ -14,8 +14,7 @@ from magicdec.config.resolve import resolve, with_steps
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DraftSection, ModelSection, flag_of
-from magicdec.config.threads import agreed_threads
-from magicdec.distributed.groups import Launch, check_equal
+from magicdec.distributed.groups import Launch
 from magicdec.executor.descriptions import layer_obstacle
 from magicdec.hardware.environment import probe_machine
 from magicdec.memory.check import check_memory, check_together, free_device_memory, planned
@@ -112,14 +111,8 @@ class SetupCache:
 def prepare(run_config: RunConfig, launch: Launch) -> Prepared:
     """Resolve the config and check everything. Raises ValueError, one line naming the flag, for
     errors that a user can correct."""
-    check_threads_equal(launch, run_config)
     cache = SetupCache()
     return complete(find(run_config, launch, cache), cache)
-
-
-def check_threads_equal(launch: Launch, run_config: RunConfig) -> None:
-    """Raises ValueError, on every rank, if ranks were given different lists of `--threads`."""
-    check_equal(launch, {"--threads": agreed_threads(run_config.parallel.threads)}, "threads")
 
 
 def find(

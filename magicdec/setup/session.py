@@ -57,7 +57,7 @@ class RankSession:
     def begin(self) -> None:
         """A run begins: its time stamp, and the number of threads that it computes with."""
         self.started = datetime.datetime.now(datetime.timezone.utc)
-        torch.set_num_threads(self.parallel.threads_of(self.launch.rank))
+        torch.set_num_threads(self.parallel.threads)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, *traceback: object

@@ -226,8 +226,8 @@ def test_a_run_whose_decoding_changes_the_threads_ends(
 def test_each_rank_has_its_own_and_one_process_those_of_its_host(config: RunConfig) -> None:
     """Ranks 2 and 3 are on another host."""
     whole, each = prepare(config, ALONE), Pass.named("inflight")
-    parallel = replace(PARALLEL, threads=(4, 1, 2, 3))
-    for is_on_all, threads in ((True, [4, 1, 2, 3]), (False, [5, 0, 0, 0])):
+    parallel = replace(PARALLEL, threads=3)
+    for is_on_all, threads in ((True, [3, 3, 3, 3]), (False, [6, 0, 0, 0])):
         expected = []
         for launch in (Launch(rank, 4, rank % 2, 2) for rank in range(4)):
             run = replace(whole, config=replace(whole.config, parallel=parallel), launch=launch)

@@ -23,7 +23,6 @@ from magicdec.config.capabilities import policy_called
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import MODEL_PREFIX, NONE, WrittenSection
 from magicdec.config.setting import Declared, same, setting
-from magicdec.config.threads import describe_threads
 from magicdec.config.toml_file import to_toml
 from magicdec.latency.record import LatencyRecord
 from magicdec.names import SEQUENTIAL
@@ -164,8 +163,6 @@ def value_of(each: Declared, value: Any) -> Any:
         return True if value != each.default else None
     if isinstance(value, dict):
         return [f"{name}:{bound:g}" for name, bound in value.items()]
-    if each.name == "threads":
-        return value if isinstance(value, int) else describe_threads(value)
     texts = value if isinstance(value, list | tuple) else [value]
     choices = each.setting.choices
     if choices and not set(texts) <= set(choices):
