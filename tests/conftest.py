@@ -41,7 +41,7 @@ from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting import mixed, ngram, suffix_index
 from magicdec.drafting.drafter import DraftModel
-from magicdec.drafting.policies.policy import keep_queries, make_policy, standalone_kv_dtype
+from magicdec.drafting.policies.policy import keep_queries, make_policy
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.engine import Engine, Observer
@@ -199,12 +199,11 @@ def make_draft(
     others; small chunks and blocks, so that short texts cross them."""
     policy, rows = make_policy(kv), (num_rows, max_tokens)
     place = model, backend or GroupedBackend(), group
-    kv_dtype = standalone_kv_dtype(kv)
     if not isinstance(policy, StreamingLLM):
-        runner = ModelRunner(*place, *rows, kv_dtype=kv_dtype, max_following=max_following)
+        runner = ModelRunner(*place, *rows, max_following=max_following)
         return DraftModel(runner, source, chunk)
     tail = chunk + max_drafts
-    runner = RollingRunner(*place, *rows, policy, kv_dtype, max_tail=tail, block_size=block_size)
+    runner = RollingRunner(*place, *rows, policy, max_tail=tail, block_size=block_size)
     return DraftModel(runner, source, chunk, is_rolling=True)
 
 

@@ -58,8 +58,8 @@ PROPERTIES = (
         f"{THREADS}test_each_rank_has_its_own_and_one_process_those_of_its_host",
         (
             Fault("one process expected to have a rank's threads", "serving/batching.py",
-                  "threads = config.parallel.threads_on(models.launch.local_ranks)",
-                  "threads = config.parallel.threads_of(0)"),
+                  "threads = config.parallel.threads * len(models.launch.local_ranks)",
+                  "threads = config.parallel.threads"),
         ),
     ),
     Property(
