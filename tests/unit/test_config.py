@@ -52,7 +52,7 @@ def mapped(*argv: object, driver: RunConfig) -> RunConfig:
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ("--threads 0", "--threads 0: give one number for all 3 ranks, or 3 numbers"),
+        ("--threads 0", "--threads 0 is too small; it must be at least 1"),
         ("--prefix_len 9 --max_len 9", "--max_len minus --prefix_len is 0; it must be at least 1"),
         (
             "--prefix_len 9 --gen_len 3 --max_len 13",

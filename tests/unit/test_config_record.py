@@ -59,7 +59,7 @@ SELFSPEC: dict[str, Any] = {
     },
     "output": {
         "results": "results/runs.jsonl", "save_tokens": None, "printoutput": False,
-        "benchmark": False, "profile": None,
+        "benchmark": False,
     },
 }  # fmt: skip
 LONGSPEC_CHANGES: dict[str, Any] = {

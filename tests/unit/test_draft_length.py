@@ -233,32 +233,6 @@ def test_one_measurement_serves_a_batch_size_and_context() -> None:
     assert measured[7:] == [4, 1]
 
 
-@pytest.mark.parametrize("name", WORLDS)
-@pytest.mark.parametrize(("decode", "draft"), [(1.0, 1.0), (0.6, 1.5), (1.5, 0.6)])
-def test_an_estimate_replaces_the_measurement_and_is_corrected(
-    name: str, decode: float, draft: float
-) -> None:
-    """Also one that is wrong by these factors. Nothing is measured beforehand; a batch of 128
-    tokens a row is nearly as fast as with measured times."""
-    world, ratios = WORLDS[name], []
-
-    def estimate(rows: int, context: int) -> list[float]:
-        assert context == 100
-        seconds = [world.seconds(rows, count) for count in range(MOST + 1)]
-        return [decode * seconds[0], *(draft * s for s in seconds[1:])]
-
-    def refuse(batch: Batch) -> Sequence[float]:
-        raise AssertionError("an estimate is there")
-
-    for seed in range(20):
-        measured, estimated = make_length(), AutoLength(MOST, Group((0,), 0), CPU, estimate)
-        estimated.begin(make_batch(4), refuse)
-        seconds = [world.run(length, 4, 128, seed) for length in (measured, estimated)]
-        ratios.append(seconds[0] / seconds[1])
-    assert estimated.calibration_s == 0
-    assert fmean(ratios) >= 0.95, ratios
-
-
 def test_no_more_is_drafted_than_is_still_wanted() -> None:
     length = make_length()
     CHEAP.run(length, 2, 100)

@@ -30,8 +30,8 @@ NEEDS_TOKENS = "--emulate_acceptance 0.5 needs the tokens of a mode that comes b
     ("words", "message"),
     [
         (["--layer_split", "0.5,0.5/1.0"], "--layer_split 0.5,0.5/1.0 names 3 ranks, but 2 were"),
-        (["--layer_split", "1.0/0.6,0.4"], "ranks compute every layer together; give 0.5,0.5"),
-        (["--layer_split", "1.0/0.9"], "compute every layer together; give 1.0"),
+        (["--layer_split", "1.0/0.6,0.4"], "1.0/0.6,0.4: behind the slash is head, or 1.0"),
+        (["--layer_split", "1.0/0.9"], "1.0/0.9: behind the slash is head, or 1.0"),
         (["--layer_split", "auto", *EMULATED], "--layer_split auto: with --emulate_stage_ms 20.0"),
         (["--modes", "async", "fast"], "--modes fast is not known; choose from sequential,"),
         (["--modes", "async", "async"], "--modes names async twice; name each once"),

@@ -78,7 +78,7 @@ def test_bad_input_is_refused_in_one_line(
 @pytest.mark.parametrize(
     "name",
     [
-        *("magicdec", "model's norm_eps", "model's weights", "n_samples", "--threads"),
+        *("magicdec", "model's norm_eps", "model's weights", "n_samples"),
         *("layers of ring", "layers of iterative", "messages of iterative"),
     ],
 )
