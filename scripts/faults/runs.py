@@ -33,8 +33,8 @@ PROPERTIES = (
                   "            result = self._verify(proposal, True)\n"
                   "        return self._read(result)"),
             Fault("the end of a phase marked before its work on CUDA", "hardware/timing.py",
-                  "                yield\n                last.record()",
-                  "                last.record()\n                yield"),
+                  "            yield\n            last.record()",
+                  "            last.record()\n            yield"),
             Fault("draft lengths learn from times without the step", "decoding/speculative.py",
                   "        seconds = time.perf_counter() - started",
                   "        seconds = time.perf_counter() - time.perf_counter()"),
