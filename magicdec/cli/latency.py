@@ -177,7 +177,7 @@ def prepare(
     check_interpreter(config)
     for weights in grid.draft_weights:
         check_copy(weights, config.model.target_dtype)
-        check_low_bit(weights, config.parallel.device)
+        check_low_bit(weights, config.parallel.device, run.machine)
         check_groups(weights, f"--model {source.name}", launch.world_size, model)
     for kv in grid.drafts:
         check_returns_weights(config.attention.backend, kv.resolve().policy)

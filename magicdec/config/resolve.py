@@ -69,7 +69,7 @@ def resolve(
     if config.decoding.model_drafter == "self":
         check_returns_weights(backend, kv.policy)
         check_copy(low_bit, weights)
-    check_low_bit(low_bit, device)
+    check_low_bit(low_bit, device, machine)
     draft, drafting, size = None, backend, head_dim
     if config.draft is not None:
         size = draft_head_dim

@@ -108,12 +108,13 @@ inline void unrolled(Body body) {
 struct Left { const uint32_t* data; int64_t stride, block = 0; };  // `block`: entries to the second block of rows
 struct Right { const uint32_t* data; int64_t stride; };
 
-// Prefetches memory in the order of its addresses, some cache lines for each tile that is loaded.
+// Prefetches memory in the order of its addresses, some cache lines for each tile that is loaded; into the L2 cache, because
+// L1 has too few buffers for what is under way.
 struct Ahead {
     const char* at = nullptr;
     int64_t lines = 0;
     void operator()() {
-        for (const char* end = at + 64 * lines; at < end; at += 64) _mm_prefetch(at, _MM_HINT_T0);
+        for (const char* end = at + 64 * lines; at < end; at += 64) _mm_prefetch(at, _MM_HINT_T1);
     }
 };
 

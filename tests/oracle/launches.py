@@ -3,8 +3,10 @@ torch counted when they are dispatched; or executed by the interpreter as operat
 a recorder of steps sees."""
 
 import os
+import re
 import subprocess
 import sys
+import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,7 +77,7 @@ class Operators(TorchDispatchMode):
 
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-POINTERS |= {torch.int32: "*i32", torch.int64: "*i64"}
+POINTERS |= {torch.int32: "*i32", torch.int64: "*i64", torch.int8: "*i8", torch.uint8: "*u8"}
 
 
 def compile_launch(kernel: Any, launch: Launch, capability: int, is_aligned: bool = True) -> Any:
@@ -102,6 +104,20 @@ def compile_launch(kernel: Any, launch: Launch, capability: int, is_aligned: boo
     options = {n: v for n, v in launch.options.items() if n not in kernel.arg_names}
     source = ASTSource(kernel, signature, constants, attributes)
     return compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """What machine code takes for each thread: registers (REG), and memory for what is spilled
+    (STACK, LOCAL). By the disassembler that Triton includes."""
+    import triton
+
+    disassembler = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        words = [disassembler, "--dump-resource-usage", file.name]
+        usage = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+    return {name: int(number) for name, number in re.findall("([A-Z]+):([0-9]+)", usage)}
 
 
 def compile_apart(code: str, cache: Path) -> None:

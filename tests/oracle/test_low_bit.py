@@ -335,5 +335,8 @@ def test_what_cannot_be_is_refused_in_one_line(
 
 def test_int4_is_refused_where_nothing_multiplies_it() -> None:
     asked = replace(SELF_SPEC, decoding=replace(SELF_SPEC.decoding, draft_weights="int4"))
-    with pytest.raises(ValueError, match="--draft_weights int4 is for --device cpu; choose int8"):
-        resolve(asked, Machine(1, has_cuda=True))
+    assert resolve(asked, Machine(1, has_cuda=True)).decoding.draft_weights == "int4"
+    bare = Machine(1, has_cuda=True, missing_backends={"triton": "triton is not installed"})
+    message = "--draft_weights int4 --device cuda: triton is not installed; or choose int8"
+    with pytest.raises(ValueError, match=message):
+        resolve(asked, bare)

@@ -186,26 +186,18 @@ def chosen_cases(size: int) -> list[dict[str, Any]]:
 
 
 COMPILE = """
-import re, subprocess, tempfile
-from pathlib import Path
-import triton
-from launches import compile_launch
+import re
+from launches import compile_launch, resources
 from test_triton import chosen_cases, launch_case
 from magicdec.attention import triton_kernels
 
-CUOBJDUMP = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
 SHARED = {80: 99, 90: 227}  # KiB; 8.0 has more, 8.6 has no more
 for case in chosen_cases(SIZE):
     for launch in launch_case(case):
         made = compile_launch(getattr(triton_kernels, launch.kernel), launch, case["capability"])
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(made.asm["cubin"])
-            file.flush()
-            words = [CUOBJDUMP, "--dump-resource-usage", file.name]
-            usage = subprocess.run(words, capture_output=True, text=True, check=True).stdout
-        numbers = dict(re.findall("([A-Z]+):([0-9]+)", usage))
+        numbers = resources(made.asm["cubin"])
         what = launch.kernel, case, numbers
-        assert numbers["STACK"] == numbers["LOCAL"] == "0", what
+        assert numbers["STACK"] == numbers["LOCAL"] == 0, what
         assert made.metadata.shared <= SHARED[case["capability"]] * 1024, what
         if launch.kernel == "attend":
             code = made.asm["ttgir"]

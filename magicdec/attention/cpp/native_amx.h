@@ -1,23 +1,21 @@
 // The bfloat16 path of native.cpp on the matrix unit AMX, over the same pools as native_bf16.h. A product takes about the
-// same time for 16 queries as for one. It serves short chunks where several query heads share a KV head; native_registers.h has prefill.
+// same time for 16 queries as for one. It serves short chunks; native_registers.h has prefill.
 //
-// Keys are processed in stretches, which end at multiples of STRETCH, and these in groups of 32 tokens, which begin at
-// multiples of 32. A token outside the range has weight 0; what the pool holds for it is finite (kv/pool.py). The result
-// for a query is the same to the bit whatever other queries are computed with it.
-constexpr int64_t STRETCH = 128;          // keys that are processed together; a multiple of TILE
+// Keys are processed in tiles, which end at multiples of TILE, and these in groups of 32 tokens, which begin at multiples
+// of 32. A token outside the range has weight 0; what the pool holds for it is finite (kv/pool.py). The result for a query
+// is the same to the bit whatever other queries are computed with it.
 constexpr int64_t GROUP = 2 * amx::STEP;  // tokens of one product of weights and values
-constexpr int64_t FEW_QUERIES = 3;        // short chunks are served from this many query heads per KV head
 
 // Per thread. Queries are in equal blocks of rows, of which the last may have a few more rows than there are queries.
 struct AmxScratch {
-    alignas(64) float scores[MAX_QUERIES * STRETCH];
-    alignas(64) uint32_t weights[MAX_QUERIES * STRETCH / 2];  // bfloat16 pairs
+    alignas(64) float scores[MAX_QUERIES * TILE];
+    alignas(64) uint32_t weights[MAX_QUERIES * TILE / 2];  // bfloat16 pairs
     alignas(64) float acc[MAX_QUERIES * HEAD_SIZE];
-    PathRoom<bfloat16, STRETCH, HEAD_SIZE> path;
+    PathRoom<bfloat16, TILE, HEAD_SIZE> path;
 };
 
-// Keys of one segment that are processed together, in whole groups. `keys` is the pool's tile in which they begin, in its
-// group `first`; `values` is where that group begins. Tokens before `low` and from `high` on do not belong to the segment.
+// Keys of one segment that are processed together, in whole groups. `keys` is the pool's tile in which they lie, from its
+// group `first` on; `values` is where that group begins. Tokens before `low` and from `high` on do not belong to the segment.
 struct Stretch {
     const uint32_t *keys, *values;
     int64_t first, groups, low, high;
@@ -29,12 +27,7 @@ struct Stretch {
                 reinterpret_cast<const uint32_t*>(v_pool) + tile + first * amx::STEP * HEAD_SIZE,
                 first, (high + GROUP - 1) / GROUP, low, high};
     }
-    // The keys of a group.
-    const uint32_t* keys_of(int64_t group) const {
-        constexpr int64_t per_tile = TILE / GROUP;
-        return keys + (first + group) / per_tile * TILE * PAIRS + (first + group) % per_tile * GROUP;
-    }
-    bool begins_tile(int64_t group) const { return (first + group) % (TILE / GROUP) == 0; }
+    const uint32_t* keys_of(int64_t group) const { return keys + (first + group) * GROUP; }
 };
 
 class AmxQueries {
@@ -46,7 +39,7 @@ public:
 
     // Queries [first, first + count) of these, at most amx::ROWS, with the sums that they have so far.
     AmxQueries part(int64_t first, int64_t count) const {
-        return {q + first * PAIRS, count, scores + first * STRETCH, weights + first * STRETCH / 2,
+        return {q + first * PAIRS, count, scores + first * TILE, weights + first * TILE / 2,
                 acc + first * HEAD_SIZE};
     }
 
@@ -54,46 +47,24 @@ public:
     void score(const Stretch& keys, const uint32_t* next) const {
         amx::Ahead ahead = {reinterpret_cast<const char*>(next), amx::STEP};
         for (int64_t b = 0; b < blocks; b += 2)
-            for (int64_t g = 0, taken; g < keys.groups; g += taken) {
-                const bool is_tile = b + 1 == blocks && keys.begins_tile(g) && g + 2 <= keys.groups;
-                taken = is_tile ? 2 : 1;
-                if (is_tile)
-                    score_part<1, 4>(b, g, keys, ahead);
-                else if (b + 1 == blocks)
-                    score_part<1, 2>(b, g, keys, ahead);
-                else
-                    score_part<2, 2>(b, g, keys, ahead);
+            if (b + 1 == blocks && keys.groups == TILE / GROUP) {
+                score_part<1, 4>(b, 0, keys, ahead);
+            } else {
+                for (int64_t g = 0; g < keys.groups; ++g)
+                    b + 1 == blocks ? score_part<1, 2>(b, g, keys, ahead) : score_part<2, 2>(b, g, keys, ahead);
             }
     }
 
     // Softmax of query m's scores: weights of the visible tokens [from, to), relative to the running `maximum`. Updates
-    // `maximum` and `total`, and scales the sums of before. `sums` receives the weights of each vector of keys, or is
-    // null. All exponents are to base 2.
-    float to_weights(int64_t m, int64_t groups, int64_t from, int64_t to, float* maximum, float* total, float* sums) const {
-        const __m512 factor = _mm512_set1_ps(LOG2_E / std::sqrt(float(HEAD_SIZE)));
-        const float* scores = this->scores + m * STRETCH;
-        uint32_t* weights = this->weights + m * STRETCH / 2;
-        const int64_t vectors = 2 * groups;
-        __m512 top = _mm512_set1_ps(HIDDEN);
-        for (int64_t i = 0; i < vectors; ++i)
-            top = _mm512_mask_max_ps(top, seen(i, from, to), top,
-                                     _mm512_mul_ps(_mm512_load_ps(scores + LANES * i), factor));
-        const float highest = std::max(*maximum, _mm512_reduce_max_ps(top));
-        const __m512 shift = _mm512_set1_ps(highest);
-        __m512 sum = _mm512_setzero_ps();
-        for (int64_t i = 0; i < vectors; i += 2) {
-            __m512 w[4] = {_mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps(), _mm512_setzero_ps()};
-            for (int j = 0; j < 2; ++j) {
-                const __m512 score = _mm512_mul_ps(_mm512_load_ps(scores + LANES * (i + j)), factor);
-                w[j] = _mm512_maskz_mov_ps(seen(i + j, from, to), exp2_negative(_mm512_sub_ps(score, shift)));
-                sum = _mm512_add_ps(sum, w[j]);
-            }
-            store_weights<2>(w, weights + 8 * i);
-            if (sums) _mm_storel_pi(reinterpret_cast<__m64*>(sums + i), sum_each(w));
-        }
-        const float scale = _mm512_cvtss_f32(exp2_negative(_mm512_set1_ps(*maximum - highest)));
-        *total = *total * scale + _mm512_reduce_add_ps(sum);
-        *maximum = highest;
+    // `maximum` and `total`, and scales the sums of before. `sums` receives the weights of each vector of keys, or is null.
+    float soften(int64_t m, int64_t groups, int64_t from, int64_t to, float* maximum, float* total, float* sums) const {
+        float scale;
+        by_vectors(groups * GROUP, [&]<int C>() {
+            __m512 w[4];
+            to_weights<C>(scores + m * TILE, from, to, LOG2_E / std::sqrt(float(HEAD_SIZE)), maximum, total, &scale, w);
+            store_weights<C>(w, weights + m * TILE / 2);
+            if (sums) store_sums<C>(w, sums);
+        });
         if (scale != 1.0f)
             for (int d = 0; d < HEAD_SIZE; ++d) acc[m * HEAD_SIZE + d] *= scale;
         return scale;
@@ -121,23 +92,19 @@ private:
         registers.load(rows);
     }
 
-    static __mmask16 seen(int64_t vector, int64_t from, int64_t to) {
-        return first_lanes(to - LANES * vector) & ~first_lanes(from - LANES * vector);
-    }
-
     template <int BLOCKS, int C>
     void score_part(int64_t b, int64_t group, const Stretch& keys, amx::Ahead& ahead) const {
         amx::zero_sums<BLOCKS * C>();
         amx::add_products<BLOCKS, C>({q + b * rows * PAIRS, PAIRS * 4, rows * PAIRS},
                                      {keys.keys_of(group), TILE * 4}, PAIRS / amx::STEP, ahead);
-        amx::store_sums<BLOCKS, C>(scores + b * rows * STRETCH + group * GROUP, STRETCH * 4, rows * STRETCH);
+        amx::store_sums<BLOCKS, C>(scores + b * rows * TILE + group * GROUP, TILE * 4, rows * TILE);
     }
 
     template <int BLOCKS, int C>
     void weigh_part(int64_t b, int d, const Stretch& keys, amx::Ahead& ahead) const {
         float* sums = acc + b * rows * HEAD_SIZE + d;
         amx::load_sums<BLOCKS, C>(sums, HEAD_SIZE * 4, rows * HEAD_SIZE);
-        amx::add_products<BLOCKS, C>({weights + b * rows * STRETCH / 2, STRETCH * 2, rows * STRETCH / 2},
+        amx::add_products<BLOCKS, C>({weights + b * rows * TILE / 2, TILE * 2, rows * TILE / 2},
                                      {keys.values + d, HEAD_SIZE * 4}, keys.groups, ahead);
         amx::store_sums<BLOCKS, C>(sums, HEAD_SIZE * 4, rows * HEAD_SIZE);
     }
@@ -152,10 +119,9 @@ private:
 
 struct AmxBf16 : Bf16 {
     using Scratch = AmxScratch;
-    // Whether it is used. For few queries native_bf16.h is as fast or faster, because both
-    // wait for memory. The number of tokens must not decide between decoding and verification, which agree to the bit.
+    // Whether it is used. The number of tokens does not decide between decoding and verification, which agree to the bit.
     static bool serves(const Problem& p, bool has_trees = false) {
-        return (has_trees || !p.is_prefill()) && p.group() >= FEW_QUERIES && PAIRS % amx::STEP == 0 && may_use_tiles();
+        return (has_trees || !p.is_prefill()) && PAIRS % amx::STEP == 0 && may_use_tiles();
     }
 
     // Like attend_piece of native_float32.h, but q is [queries][PAIRS] bfloat16 pairs and not scaled.
@@ -176,8 +142,8 @@ struct AmxBf16 : Bf16 {
             some.score(keys, next.keys);
             for (int64_t m = first; m < last; ++m) {
                 const auto [from, to] = p.seen(task, m, position, count, are_before);
-                alignas(16) float sums[STRETCH / LANES];
-                const float scale = some.to_weights(m - first, keys.groups, keys.low + from, keys.low + to, maximum + m,
+                alignas(16) float sums[TILE / LANES];
+                const float scale = some.soften(m - first, keys.groups, keys.low + from, keys.low + to, maximum + m,
                                                     total + m, mass.data ? sums : nullptr);
                 if (!mass.data) continue;
                 mass.rescale(m, met, scale);  // one vector holds one block of keys
@@ -191,7 +157,7 @@ struct AmxBf16 : Bf16 {
             const int64_t following = i + 1 == task.segment_end ? task.next : head + segments[i + 1].slot;
             for (int64_t at = 0, count; at < stop; at += count) {
                 const int64_t position = segment.first + at;
-                count = std::min(position / STRETCH * STRETCH + STRETCH - segment.first, stop) - at;
+                count = std::min(position / TILE * TILE + TILE - segment.first, stop) - at;
                 read += count;
                 if (at + count > segment.num_before) {
                     by_path<AmxBf16>(p, task, segment, at, count, k_pool, v_pool, x.path,

@@ -46,12 +46,11 @@ def choose_weights(flag: str, value: str, dtype: str) -> str:
     )
 
 
-def check_low_bit(low_bit: str | None, device: str) -> None:
+def check_low_bit(low_bit: str | None, device: str, machine: Machine) -> None:
     """Raises ValueError if a draft's matrices should be int4 where nothing multiplies them well."""
-    if low_bit == "int4" and device != "cpu":
-        raise ValueError(
-            f"--draft_weights {low_bit} is for --device cpu; choose int8, or leave it out"
-        )
+    missing = machine.missing_backends.get(ELEMENTWISE_ON_CUDA)
+    if low_bit == "int4" and device == "cuda" and missing:
+        raise ValueError(f"--draft_weights {low_bit} --device cuda: {missing}; or choose int8")
 
 
 def check_copy(low_bit: str | None, weights: str) -> None:

@@ -3,7 +3,8 @@ for the small GEMMs of decoding (`packed.cpp`).
 
 Int8 layers have int8 weights and a float32 scale per output channel, y = (x w) * scale + bias. Int4
 layers have a bfloat16 scale for each output channel and GROUP inputs. Both compute with torch's
-operators in any dtype on any device. Packed layers have bfloat16, int8, int4 or float32 weights.
+operators in any dtype on any device, and a few rows on CUDA by a Triton kernel where it is
+installed. Packed layers have bfloat16, int8, int4 or float32 weights.
 CPUs without bfloat16 dot products widen bfloat16 and int8 in registers. Only packed int4 layers
 round activations: to int8, with a scale for each row and group. A call reads the weights once for
 any number of rows. The result of a row is the same to the bit whatever other rows are in the batch,
@@ -22,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from magicdec.kernels.build import SHARED_HEADERS, load_library, share_openmp
+from magicdec.model.linear import triton
 
 SOURCE = Path(__file__).with_name("packed.cpp")
 HEADERS = (
@@ -171,11 +173,14 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         num_outputs, width = len(self.weight), x.shape[-1]
-        out = x.new_empty(*x.shape[:-1], num_outputs)
-        step = max(1, CONVERTED // width)
-        for first in range(0, num_outputs, step):
-            part = slice(first, first + step)
-            out[..., part] = self.multiply(x, part)
+        if triton.serves(x.device.type, x.numel() // width, x.dtype):
+            out = triton.multiply(x, self.weight, self.scale)
+        else:
+            out = x.new_empty(*x.shape[:-1], num_outputs)
+            step = max(1, CONVERTED // width)
+            for first in range(0, num_outputs, step):
+                part = slice(first, first + step)
+                out[..., part] = self.multiply(x, part)
         return out + self.bias if self.adds_bias and self.bias is not None else out
 
     def multiply(self, x: Tensor, part: slice) -> Tensor:

@@ -1,0 +1,116 @@
+"""The Triton kernel for int8 and int4 weights, interpreted if there is no GPU: its products, which
+layers call it, and its machine code."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from launches import Recorder, compile_apart
+from test_low_bit import exact
+from torch import Tensor
+
+from magicdec.model.checkpoint.quantization import channel_scales, quantize, quantize_groups
+from magicdec.model.linear import triton
+from magicdec.model.linear.packed import GROUP, Int4Linear, Int8Linear
+
+pytest.importorskip("triton")
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+BF16, F32 = torch.bfloat16, torch.float32
+SHAPES = [(2048, 2048), (16384, 2048), (128256, 2048), (4096, 14336)]  # outputs, inputs
+
+
+def make_layer(kind: str, shape: tuple[int, int], bias: Tensor | None) -> tuple[Int8Linear, Tensor]:
+    """A layer with random weights and their values in float64."""
+    weights = torch.randn(shape)
+    if kind == "int4":
+        numbers, scales = quantize_groups(weights)
+        return Int4Linear(numbers, scales, bias).to(DEVICE), exact(numbers, scales)
+    scales = channel_scales(weights)
+    numbers = quantize(weights, scales.unsqueeze(1))
+    return Int8Linear(numbers, scales, bias).to(DEVICE), numbers.double() * scales.unsqueeze(1)
+
+
+@pytest.mark.parametrize("rows", [(1,), (2, 3), (17,), (4, 16)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        ("int4", (64, 32)), ("int4", (97, 96)), ("int4", (130, 352)), ("int4", (4100, 64)),
+        ("int8", (64, 32)), ("int8", (97, 45)), ("int8", (4100, 64)),
+    ],
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", [BF16, F32], ids=str)
+def test_a_layer_multiplies_and_a_row_keeps_its_bits(
+    dtype: torch.dtype, kind: str, shape: tuple[int, int], rows: tuple[int, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Inputs and outputs that fill no tile, and two tiles of rows. `serves` is for CUDA alone."""
+    torch.manual_seed(0)
+    monkeypatch.setattr(triton, "serves", lambda *of_call: True)
+    bias, x = torch.randn(shape[0]).to(dtype), torch.randn(*rows, shape[1]).to(dtype)
+    layer, weights = make_layer(kind, shape, bias)
+    out = layer(x.to(DEVICE)).cpu()
+    expected = F.linear(x.double(), weights, bias.double())
+    assert out.shape == expected.shape and out.dtype == dtype
+    bound = 2**-6 if dtype == BF16 else 1e-6
+    assert (out.double() - expected).abs().max() <= bound * expected.abs().max()
+    last = layer(x.flatten(0, -2)[-1:].to(DEVICE)).cpu()
+    assert torch.equal(last[0], out.flatten(0, -2)[-1])
+
+
+def test_few_rows_on_cuda_are_served() -> None:
+    """Others are torch's, and all where Triton is not installed."""
+    assert triton.serves("cuda", triton.FEW_ROWS, BF16) and triton.serves("cuda", 1, F32)
+    assert not triton.serves("cuda", triton.FEW_ROWS + 1, BF16)
+    assert not triton.serves("cuda", 1, torch.float64) and not triton.serves("cpu", 1, BF16)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "is_installed", lambda: False)
+        assert not triton.serves("cuda", 1, BF16)
+
+
+def launch_all(recorder: Recorder) -> None:
+    """The products of Llama-3.2-1B's and Llama-3.1-8B's shapes, and of small ones, for 5 rows."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(triton, "kernels", lambda device: recorder)
+        for outputs, inputs in (*SHAPES, (704, 96)):
+            for dtype in (BF16, F32):
+                x = torch.empty(1, 5, inputs, dtype=dtype, device="meta")
+                shapes = (inputs // 2, torch.uint8), (inputs, torch.int8)
+                scales = (torch.empty(outputs, inputs // GROUP, dtype=BF16), torch.empty(outputs))
+                for (width, stored), scale in zip(shapes, scales, strict=True):
+                    weight = torch.empty(outputs, width, dtype=stored, device="meta")
+                    assert triton.multiply(x, weight, scale).shape == (1, 5, outputs)
+
+
+def test_a_product_is_one_launch() -> None:
+    """Which follows from shapes alone: the tensors hold no numbers."""
+    recorder = Recorder()
+    launch_all(recorder)
+    grids = {launch.grid for launch in recorder.launches}
+    assert len(recorder.launches) == 4 * (len(SHAPES) + 1)
+    assert grids == {(128, 1), (512, 1), (2004, 1), (256, 1), (44, 1)}
+
+
+COMPILE = """
+from launches import Recorder, compile_launch, resources
+from test_low_bit_triton import launch_all
+from magicdec.model.linear import triton_kernels
+
+recorder = Recorder()
+launch_all(recorder)
+for launch in recorder.launches:
+    for capability in (80, 90):
+        made = compile_launch(triton_kernels.multiply_rows, launch, capability)
+        numbers, what = resources(made.asm["cubin"]), (launch, capability)
+        assert numbers["STACK"] == numbers["LOCAL"] == 0, (what, numbers)
+        assert made.metadata.shared <= 99 * 1024, what
+        if launch.options["WIDTH"] > 1024:
+            assert "async_wait" in made.asm["ttgir"], "the next weights are not loaded ahead"
+"""
+
+
+def test_the_kernel_fits_gpus_that_are_not_here(tmp_path: Path) -> None:
+    """Compiled to machine code: nothing is spilled, shared memory is there, weights are loaded
+    ahead."""
+    compile_apart(COMPILE, tmp_path)
