@@ -5,7 +5,15 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from synthetic_samples import Array, add_batch, baseline_pass, draw_chances, draw_pass, prefill_of
+from synthetic_samples import (
+    Array,
+    Step,
+    add_batch,
+    baseline_pass,
+    draw_chances,
+    draw_pass,
+    prefill_of,
+)
 
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
@@ -120,10 +128,14 @@ def _missing(samples: PassSamples, chance: float, rng: np.random.Generator) -> P
     """The pass of a draft that misses each token that it had right with that chance."""
     found = PassSamples.empty()
     for batch, wanted in enumerate(samples.sequence_tokens):
-        gamma = max(samples.num_drafted[batch])
-        rows = [_walk(right, gamma, wanted[i], rng, chance) for i, right in _rights(samples, batch)]
+        if 0 in samples.num_drafted[batch]:
+            rows = [_decoded(row, wanted[i], rng, chance) for i, row in _lookups(samples, batch)]
+        else:
+            gamma = max(samples.num_drafted[batch])
+            rights = _rights(samples, batch)
+            rows = [_walk(right, gamma, wanted[i], rng, chance) for i, right in rights]
         steps = [[row[i] for row in rows if i < len(row)] for i in range(max(map(len, rows)))]
-        add_batch(found, gamma, steps, wanted, [len(row) for row in rows])
+        add_batch(found, steps, wanted, [len(row) for row in rows])
     found.draft_kv_tokens, found.draft_rows = samples.draft_kv_tokens, samples.draft_rows
     found.bytes_read, found.peak_memory_bytes = samples.bytes_read, samples.peak_memory_bytes
     found.output_hashes = samples.output_hashes
@@ -147,15 +159,46 @@ def _rights(samples: PassSamples, batch: int) -> list[tuple[int, list[bool]]]:
     return list(enumerate(rights))
 
 
+def _lookups(samples: PassSamples, batch: int) -> list[tuple[int, list[tuple[int, int]]]]:
+    """(proposed, accepted) of each sequence in each of its steps, some of which have no drafts."""
+    left = list(samples.sequence_tokens[batch])
+    found = [list[tuple[int, int]]() for _ in left]
+    of_batch = samples.num_proposed[batch], samples.num_accepted[batch], samples.num_emitted[batch]
+    for proposed, accepted, emitted in zip(*of_batch, strict=True):
+        running = [i for i, tokens in enumerate(left) if tokens > 0]
+        nothing = [0] * len(running)
+        pairs = zip(proposed or nothing, accepted or nothing, strict=True)
+        for i, pair, tokens in zip(running, pairs, emitted, strict=True):
+            left[i] -= tokens
+            found[i].append(pair)
+    return list(enumerate(found))
+
+
+def _decoded(
+    steps: list[tuple[int, int]], num_tokens: int, rng: np.random.Generator, chance: float
+) -> list[Step]:
+    """The same steps of a sequence with fewer accepted tokens. Those that are lacking in the end
+    are decoded without drafts."""
+    found, left = list[Step](), num_tokens
+    for proposed, accepted in [*steps, *[(0, 0)] * num_tokens]:
+        if left == 0:
+            break
+        right = min(accepted, proposed)
+        count = next((i for i in range(right) if rng.random() < chance), accepted)
+        found.append((proposed, count, min(count + 1, left)))
+        left -= found[-1][2]
+    return found
+
+
 def _walk(
     right: list[bool], gamma: int, num_tokens: int, rng: np.random.Generator, chance: float
-) -> list[tuple[int, int]]:
-    """(accepted, emitted) of each verification of a sequence of `num_tokens` tokens."""
+) -> list[Step]:
+    """Each verification of a sequence of `num_tokens` tokens."""
     kept = [is_right and rng.random() >= chance for is_right in right] + [True] * gamma
-    steps, place = [], 0
+    steps, place = list[Step](), 0
     while place < num_tokens:
         count = next((i for i in range(gamma) if not kept[place + i]), gamma)
         emitted = min(count + 1, num_tokens - place)
-        steps.append((count, emitted))
+        steps.append((gamma, count, emitted))
         place += emitted
     return steps

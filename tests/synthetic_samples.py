@@ -10,6 +10,8 @@ from magicdec.records.samples import PassSamples, PrefillSamples
 
 Rng = np.random.Generator
 Array = np.ndarray[Any, Any]
+Step = tuple[int, int, int]
+"""Of a row: how many tokens were proposed, accepted and emitted."""
 
 
 def pass_samples(**values: Any) -> PassSamples:
@@ -27,18 +29,21 @@ def draw_chances(rng: Rng, num: int, mean: float, spread: float) -> Array:
 
 def add_batch(
     samples: PassSamples,
-    gamma: int,
-    steps: Sequence[Sequence[tuple[int, int]]],
+    steps: Sequence[Sequence[Step]],
     tokens: Sequence[int],
     num_steps: Sequence[float],
 ) -> None:
-    """A batch whose steps take 1 ms each and have these (accepted, emitted) tokens of each running
-    row. The sequences have so many tokens after the first, and took part in so many steps."""
+    """A batch whose steps take 1 ms each, with the counts of each running row. The sequences have
+    so many tokens after the first, and took part in so many steps."""
     samples.begin_ms.append(0.0)
     samples.step_ms.append([1.0] * len(steps))
-    samples.num_drafted.append([gamma] * len(steps))
-    samples.num_accepted.append([[a for a, _ in step] if gamma else [] for step in steps])
-    samples.num_emitted.append([[e for _, e in step] for step in steps])
+    drafted = [max(proposed for proposed, _, _ in step) for step in steps]
+    columns = [list(zip(*step, strict=True)) for step in steps]
+    samples.num_drafted.append(drafted)
+    for counts, column in ((samples.num_proposed, 0), (samples.num_accepted, 1)):
+        each = zip(columns, drafted, strict=True)
+        counts.append([list(of_step[column]) if most else [] for of_step, most in each])
+    samples.num_emitted.append([[e for _, _, e in step] for step in steps])
     samples.sequence_tokens.append(list(tokens))
     samples.num_tokens.append(sum(tokens))
     samples.sequence_ms.append([float(count) for count in num_steps])
@@ -59,11 +64,11 @@ def draw_pass(
         emitted = np.minimum(counts + 1, num_tokens - before)
         is_running = emitted > 0
         steps = [
-            list(zip(c[running].tolist(), e[running].tolist(), strict=True))
+            [(gamma, a, n) for a, n in zip(c[running].tolist(), e[running].tolist(), strict=True)]
             for c, e, running in zip(counts, emitted, is_running, strict=True)
             if running.any()
         ]
-        add_batch(samples, gamma, steps, [num_tokens] * len(rows), is_running.sum(axis=0))
+        add_batch(samples, steps, [num_tokens] * len(rows), is_running.sum(axis=0))
     return samples
 
 
@@ -71,8 +76,8 @@ def baseline_pass(samples: PassSamples) -> PassSamples:
     """What decodes the same tokens without drafts, in steps of 1 ms."""
     baseline = PassSamples.empty()
     for tokens in samples.sequence_tokens:
-        steps = [[(0, 1)] * sum(n > i for n in tokens) for i in range(max(tokens))]
-        add_batch(baseline, 0, steps, tokens, tokens)
+        steps = [[(0, 0, 1)] * sum(n > i for n in tokens) for i in range(max(tokens))]
+        add_batch(baseline, steps, tokens, tokens)
     return baseline
 
 

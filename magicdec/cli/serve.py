@@ -282,9 +282,11 @@ class RecordFile:
 
     def __init__(self, path: Path) -> None:
         self.path, self.count = path, 0
+        self.records: list[ServingRecord] = []  # lost ones too
 
     def append(self, record: ServingRecord) -> None:
         """Append the record, or say why it is lost."""
+        self.records.append(record)
         try:
             append_line(self.path, to_json(record))
             self.count += 1
@@ -316,7 +318,13 @@ class Experiment:
         record_file = RecordFile(out)
         try:
             measured = self.measure(prepared, record_file)
-        except KeyboardInterrupt:
+        except BaseException as error:
+            if record_file.records:  # of the modes before
+                from magicdec.serving.showing import tables
+
+                print_tables(tables(record_file.records))
+            if not isinstance(error, KeyboardInterrupt):
+                raise
             if launch.rank == 0:
                 print(f"interrupted; {record_file.count} records are in {out}", file=sys.stderr)
             return INTERRUPTED

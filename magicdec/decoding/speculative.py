@@ -80,7 +80,7 @@ class Speculative:
         started = time.perf_counter()
         plan = DraftPlan((), ())
         if self.drafter is not None:
-            plan = self.drafter.plan(batch.requests, count, self.draft_length.token_cost)
+            plan = self.drafter.plan(batch.requests, count, self.draft_length)
         if any(plan.counts):
             output = self._speculate(batch, plan.counts)
         else:

@@ -39,7 +39,7 @@ COST_UNIT = 10**4  # a cost of 1 as it is broadcast
 
 
 class DraftLength(ABC):
-    """By default it measures and learns nothing."""
+    """By default it measures nothing, and counts acceptance if it has something to count with."""
 
     most: int
     """The largest number of tokens that a step drafts."""
@@ -51,11 +51,17 @@ class DraftLength(ABC):
     token_cost: float | None = None
     """The time that each token of a draft takes, its verification included, in steps of decoding;
     None if it is not known. The same on every rank."""
+    acceptance: Acceptance | None = None
+    """What was accepted of that which a model drafted, in earlier passes too; None if nobody needs
+    to know. The same on every rank."""
 
     def begin(self, batch: Batch, measure: Measure) -> None:
         """Prepare for decoding `batch`, in which some requests may have been running for a while.
         The time of this call is not part of any decode step."""
-        return None
+        if self.acceptance is not None:
+            # Of a request that begins, nothing is known yet: not what it accepted in another pass.
+            running = {r.request_id for r in batch.requests if len(r.output_ids) > 1}
+            self.acceptance.keep_rows(running)
 
     def forget_times(self) -> None:
         """Called after the warm-up: the next batch of each shape is measured again."""
@@ -77,12 +83,14 @@ class DraftLength(ABC):
         may be fewer than `lengths` said. `accepted` is the number that each row accepted, empty if
         nothing was drafted. `judged` are the tokens of each row that say what is accepted: those
         that were asked of a model, also if it drafted fewer."""
-        return None
+        if self.acceptance is not None and any(judged):
+            requests = [r.request_id for r in batch.requests]
+            self.acceptance.observe(requests, judged, accepted or [0] * len(requests))
 
 
 class FixedLength(DraftLength):
-    def __init__(self, most: int) -> None:
-        self.most, self.choices = most, (most,)
+    def __init__(self, most: int, acceptance: Acceptance | None = None) -> None:
+        self.most, self.choices, self.acceptance = most, (most,), acceptance
 
     def lengths(self, batch: Batch) -> list[int]:
         return [self.most] * len(batch.requests)
@@ -96,6 +104,8 @@ class AutoLength(DraftLength):
     not for others, if that yields more tokens a second although each group takes a forward.
     (Padding costs as much as drafting for all rows.)
     """
+
+    acceptance: Acceptance
 
     def __init__(
         self,
@@ -128,9 +138,8 @@ class AutoLength(DraftLength):
             self._times[key] = StepTimes(rows, of_all, of_all if rows == 1 else measure(one))
             self.calibration_s += time.perf_counter() - started
         self.times = self._times[key]
-        # Of a request that begins, nothing is known yet: not what it accepted in another pass.
-        self.acceptance.keep_rows({r.request_id for r in batch.requests if len(r.output_ids) > 1})
         self._left = 0
+        super().begin(batch, measure)
 
     def forget_times(self) -> None:
         self._times.clear()
@@ -147,9 +156,11 @@ class AutoLength(DraftLength):
             is_kept = before == (self._then, self._split)
             self._left = self._window = min(2 * self._window, WINDOW) if is_kept else 2
         self._left -= 1
+        by_request = self._split if count == self._then else {}
+        if count == 0 and not by_request:
+            return [0] * len(ids)
         # A step with g drafts may emit g + 1 tokens: no more than the longest row still wants.
         most = max(r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests) - 1
-        by_request = self._split if count == self._then else {}
         return [min(by_request.get(request, count), most) for request in ids]
 
     def decide(self, batch: Batch) -> list[int]:
@@ -213,12 +224,11 @@ class AutoLength(DraftLength):
         self._since[not is_drafting] += 1
         self._since[is_drafting] = 0
         self.times.correct(len(batch.requests), num_drafted, seconds)
-        requests = [r.request_id for r in batch.requests]
         if is_drafting:
             self.chains.observe(max(judged), num_drafted)
-            self.acceptance.observe(requests, judged, accepted or [0] * len(requests))
-        elif self._split:
-            self.acceptance.fade(requests)  # so that these rows are tried again
+            super().observe(batch, num_drafted, accepted, seconds, judged)
+        elif self._split:  # so that these rows are tried again
+            self.acceptance.fade([r.request_id for r in batch.requests])
 
 
 def make_draft_length(
@@ -230,4 +240,5 @@ def make_draft_length(
     """The draft length that `--gamma` asks for."""
     if decoding.gamma == "auto":
         return AutoLength(decoding.num_draft_steps, group, device, per_row)
-    return FixedLength(decoding.num_draft_steps)
+    most, is_mixed = decoding.num_draft_steps, decoding.looks_up and bool(decoding.model_drafter)
+    return FixedLength(most, Acceptance(most) if is_mixed else None)

@@ -13,6 +13,7 @@ from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.config.tree_shape import TreeShape
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_kv import AcceptedPath, DraftKV
+from magicdec.drafting.draft_length import DraftLength
 from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.names import DRAFTERS, load_named
 from magicdec.request import Request
@@ -100,10 +101,10 @@ class Drafter(ABC):
         return self.pending
 
     def plan(
-        self, requests: Sequence[Request], num_draft_tokens: int, token_cost: float | None = None
+        self, requests: Sequence[Request], num_draft_tokens: int, draft_length: DraftLength
     ) -> DraftPlan:
-        """Decide on the next draft, where `num_draft_tokens` are asked for. `token_cost` is the
-        time of each, in decode steps; None if it is not known. The same on every rank."""
+        """Decide on the next draft, where `num_draft_tokens` are asked for. `draft_length` knows
+        what they cost and how many are accepted. The same on every rank."""
         counts = [num_draft_tokens] * len(requests)
         return DraftPlan(counts, counts)
 

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from magicdec.config.tree_shape import TreeShape
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_kv import AcceptedPath
+from magicdec.drafting.draft_length import DraftLength
 from magicdec.drafting.drafter import Drafter, DraftPlan, DraftSetup, make_drafter
 from magicdec.drafting.forecast import Acceptance
 from magicdec.drafting.ngram import STEP_COST, TOKEN_COST, NgramDrafter, best_length
@@ -31,17 +32,13 @@ LOOKUP_ALONE = 0  # as `pending`: the model does not draft
 
 
 class MixedDrafter(Drafter):
-    """`model` is asked for at most `most` tokens, and lookups are as long as its table allows."""
+    """Lookups are as long as their table allows."""
 
-    def __init__(
-        self, target: ModelRunner, lookup: NgramDrafter, model: Drafter, most: int
-    ) -> None:
+    def __init__(self, target: ModelRunner, lookup: NgramDrafter, model: Drafter) -> None:
         self.target, self.lookup, self.model = target, lookup, model
         self.draft_kv, self.can_capture = model.draft_kv, model.can_capture
         self.watch, self.watch_queries = model.watch, model.watch_queries
-        self.acceptance = Acceptance(most)
         self._choices: Sequence[int] = ()  # numbers of tokens that the model may be asked for
-        self._requests: dict[int, tuple[Request, int, int]] = {}  # drafted by the model, by row
         self._uses_model, self._is_looked_up = True, dict[int, bool]()
         # For each row of the cache: whether its drafts are those of a lookup.
         self._looked_up = torch.zeros(target.num_rows, dtype=torch.bool, device=target.device)
@@ -52,7 +49,7 @@ class MixedDrafter(Drafter):
         assert decoding.drafter is not None, "the run drafts"
         model = make_drafter(decoding.drafter.removeprefix(NGRAM_AND), setup)
         lookup = NgramDrafter.build(setup)
-        return cls(setup.runner, lookup, model, decoding.num_draft_steps)
+        return cls(setup.runner, lookup, model)
 
     def admit(self, requests: Sequence[Request]) -> None:
         self.lookup.admit(requests)
@@ -63,8 +60,6 @@ class MixedDrafter(Drafter):
     def release(self, rows: Sequence[int]) -> None:
         self.lookup.release(rows)
         self.model.release(rows)
-        for row in rows:
-            self._requests.pop(row, None)
 
     def lengths(self, choices: Sequence[int]) -> Sequence[int]:
         self._choices = choices
@@ -75,56 +70,44 @@ class MixedDrafter(Drafter):
         return (LOOKUP_ALONE, *of_model)
 
     def plan(
-        self, requests: Sequence[Request], num_draft_tokens: int, token_cost: float | None = None
+        self, requests: Sequence[Request], num_draft_tokens: int, draft_length: DraftLength
     ) -> DraftPlan:
         """Compares a step of lookups alone with one in which the model drafts `num_draft_tokens`,
-        by the tokens that they are expected to emit in their time. `token_cost` is that of a token
-        which the model drafts and the target verifies."""
-        self._learn(requests)
+        by the tokens that they are expected to emit in their time."""
         of_lookup = self.lookup.look_up(requests, self.lookup.most)
-        cost = TOKEN_COST + DRAFT_COST if token_cost is None else token_cost
+        cost = draft_length.token_cost
+        cost = TOKEN_COST + DRAFT_COST if cost is None else cost
         alone, worth = best_length(of_lookup, min(TOKEN_COST, cost / 2))
-        of_model = [self._survivals(request)[:num_draft_tokens] for request in requests]
+        plan = DraftPlan([min(alone, len(each)) for each in of_lookup], [0] * len(requests))
+        self._uses_model = False
+        if num_draft_tokens == 0:
+            return plan
+        acceptance = draft_length.acceptance or Acceptance(num_draft_tokens)
+        of_model = [
+            list(accumulate(acceptance.rates(request.request_id)[:num_draft_tokens], mul))
+            for request in requests
+        ]
         cut = [each[:num_draft_tokens] for each in of_lookup]
         takes = [sum(a) > sum(b) for a, b in zip(cut, of_model, strict=True)]
         chosen = (a if take else b for take, a, b in zip(takes, cut, of_model, strict=True))
         expected = 1 + sum(map(sum, chosen)) / len(requests)
-        step_s = 1 + STEP_COST + cost * num_draft_tokens
-        self._uses_model = num_draft_tokens > 0 and (alone == 0 or expected / step_s >= worth)
-        if not self._uses_model:
-            return DraftPlan([min(alone, len(each)) for each in of_lookup], [0] * len(requests))
+        if alone and expected / (1 + STEP_COST + cost * num_draft_tokens) < worth:
+            return plan
+        self._uses_model = True
         rows = [request.row for request in requests if request.row is not None]
         self._is_looked_up = dict(zip(rows, takes, strict=True))
-        of_rows = zip(requests, rows, takes, strict=True)
-        self._requests = {
-            row: (request, len(request.output_ids), num_draft_tokens)
-            for request, row, take in of_rows
-            if not take
-        }
         judged = [0 if take else num_draft_tokens for take in takes]
         pairs = zip(cut, judged, strict=True)
         return DraftPlan([count or len(each) for each, count in pairs], judged)
 
-    def _survivals(self, request: Request) -> list[float]:
-        return list(accumulate(self.acceptance.rates(request.request_id), mul))
-
-    def _learn(self, requests: Sequence[Request]) -> None:
-        """Count what rows have accepted of the model's last drafts: they have emitted one token
-        more."""
-        for request in requests:
-            drafted = self._requests.pop(request.row, None) if request.row is not None else None
-            if drafted is not None and drafted[0] is request:
-                accepted = len(request.output_ids) - drafted[1] - 1
-                self.acceptance.observe([request.request_id], [drafted[2]], [accepted])
-
     def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
         self.lookup.prepare(requests, num_draft_tokens)
+        if not self._uses_model:
+            return LOOKUP_ALONE
         rows = [request.row for request in requests if request.row is not None]
         looked_up = [self._is_looked_up.get(row, False) for row in rows]
         device = self.target.device
         self._looked_up.index_copy_(0, upload(rows, device), upload(looked_up, device, torch.bool))
-        if not self._uses_model:
-            return LOOKUP_ALONE
         return self.model.prepare(requests, num_draft_tokens)
 
     def propose(

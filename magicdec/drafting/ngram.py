@@ -10,6 +10,7 @@ import torch
 
 from magicdec.config.tree_shape import TreeShape
 from magicdec.device_batch import DeviceBatch
+from magicdec.drafting.draft_length import DraftLength
 from magicdec.drafting.drafter import Drafter, DraftPlan, DraftSetup
 from magicdec.drafting.suffix_index import Lookup, Rates, SuffixIndex
 from magicdec.kv.cache import upload
@@ -57,10 +58,11 @@ class NgramDrafter(Drafter):
         return sorted({0, self.most, *(1 << n for n in range(self.most.bit_length()))})
 
     def plan(
-        self, requests: Sequence[Request], num_draft_tokens: int, token_cost: float | None = None
+        self, requests: Sequence[Request], num_draft_tokens: int, draft_length: DraftLength
     ) -> DraftPlan:
+        cost = draft_length.token_cost
         survivals = self.look_up(requests, min(num_draft_tokens, self.most))
-        count, _ = best_length(survivals, TOKEN_COST if token_cost is None else token_cost)
+        count, _ = best_length(survivals, TOKEN_COST if cost is None else cost)
         counts = [min(count, len(each)) for each in survivals]
         return DraftPlan(counts, counts)
 

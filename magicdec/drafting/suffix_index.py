@@ -9,10 +9,10 @@ long as its counts support: SuffixDecoding (Oliaro et al. 2024).
 from __future__ import annotations
 
 from array import array
-from collections import Counter
 from collections.abc import Sequence
 
 LEAST_MATCH, MOST_MATCH = 3, 32  # tokens of a match; more are not compared
+TOKEN_BITS = 21  # of a token id plus 1, within an n-gram
 MOST_PLACES = 16  # places that are compared, the newest ones
 MOST_TOKENS = 1 << 17  # tokens that an index remembers at least; it forgets from twice as many on
 LEAST_SURVIVAL = 0.1  # a proposal ends where it is accepted so far with less than this probability
@@ -37,37 +37,45 @@ class SuffixIndex:
         self.extend(tokens)
 
     def _clear(self) -> None:
-        self.tokens: list[int] = []
+        self.tokens = array("i")
         # Of each n-gram, the place after its newest occurrence, and for each place the one before
-        # it. No token follows the newest n-gram, so it is not there yet.
-        self._newest: dict[tuple[int, ...], int] = {}
-        self._before = array("i")
+        # it. No token follows the newest n-gram, `end`, so it is not there yet. An n-gram is one
+        # number, which is faster to look up than a tuple.
+        self.newest: dict[int, int] = {}
+        self.before, self.end = array("i"), 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        text, begin = self.tokens, len(self.tokens)
-        text += tokens
-        for place in range(begin, len(text)):
-            ngram = tuple(text[max(0, place - LEAST_MATCH) : place])
-            self._before.append(self._newest.get(ngram, -1))
-            self._newest[ngram] = place
-        if len(text) >= 2 * self.most_tokens:
+        newest, before, ngram = self.newest, self.before, self.end
+        mask = (1 << TOKEN_BITS * LEAST_MATCH) - 1
+        for place, token in enumerate(tokens, len(self.tokens)):
+            before.append(newest.get(ngram, -1))
+            newest[ngram] = place
+            ngram = (ngram << TOKEN_BITS | token + 1) & mask
+        self.end = ngram
+        self.tokens.extend(tokens)
+        if len(self.tokens) >= 2 * self.most_tokens:
+            rest = self.tokens[-self.most_tokens :]
             self._clear()
-            self.extend(text[-self.most_tokens :])
+            self.extend(rest)
 
     def places(self, end: Sequence[int]) -> list[tuple[int, int]]:
         """(length, place) of the newest earlier occurrences of the last tokens of `end`: how many
         of these match, and the place of the token that followed."""
-        found: list[tuple[int, int]] = []
-        place = self._newest.get(tuple(end[-LEAST_MATCH:]), -1) if len(end) >= LEAST_MATCH else -1
+        ngram, found = 0, list[tuple[int, int]]()
+        if len(end) < LEAST_MATCH:
+            return found
+        for token in end[-LEAST_MATCH:]:
+            ngram = ngram << TOKEN_BITS | token + 1
+        place = self.newest.get(ngram, -1)
         while place >= 0 and len(found) < MOST_PLACES:
             found.append((self._matching(end, place), place))
-            place = self._before[place]
+            place = self.before[place]
         return found
 
     def _matching(self, end: Sequence[int], place: int) -> int:
-        """How many of the last tokens of `end` are those before a place."""
+        """How many of the last tokens of `end` are those before a place; the n-gram is."""
         text, most = self.tokens, min(len(end), place)
-        for length in range(most):
+        for length in range(LEAST_MATCH, most):
             if text[place - 1 - length] != end[-1 - length]:
                 return length
         return most
@@ -112,11 +120,12 @@ class Lookup:
 
     def extend(self, tokens: Sequence[int]) -> None:
         """Append `tokens`, by which the last proposal is judged."""
-        for (token, evidence), actual in zip(self._guess, tokens, strict=False):
-            self.rates.observe(evidence, token == actual)
-            if token != actual:
-                break
-        self._guess = []
+        if self._guess:
+            for (token, evidence), actual in zip(self._guess, tokens, strict=False):
+                self.rates.observe(evidence, token == actual)
+                if token != actual:
+                    break
+            self._guess = []
         self.index.extend(tokens)
         self.length += len(tokens)
 
@@ -127,13 +136,19 @@ class Lookup:
         evidence does; without any it is empty."""
         text, proposal, survival = self.index.tokens, list[tuple[int, float]](), 1.0
         self._guess = []
+        for index in self._searched:
+            if self.index.end in index.newest:
+                break
+        else:
+            return proposal
         places = self._places(text[-MOST_MATCH:])
         while places and len(self._guess) < count:
             followers = [
                 known[place] if place < len(known) else self._guess[place - len(known)][0]
                 for _, known, place in places
             ]
-            ((token, votes),) = Counter(followers).most_common(1)
+            token = max(followers, key=followers.count)
+            votes = followers.count(token)
             agreement = 2 if votes < len(places) else int(votes > 1)
             voters = [p for p, follower in zip(places, followers, strict=True) if follower == token]
             evidence = length_class(max(length for length, _, _ in voters)), agreement
@@ -157,7 +172,7 @@ class Lookup:
         places = self._places([*self.index.tokens[-MOST_MATCH:], *path])
         return None if not places else places[0][1][places[0][2]]
 
-    def _places(self, end: Sequence[int]) -> list[tuple[int, list[int], int]]:
+    def _places(self, end: Sequence[int]) -> list[tuple[int, array[int], int]]:
         """(length, tokens, place) where the longest matches are, and those at least half as long:
         the longest first."""
         places = [

@@ -31,6 +31,7 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.device_batch import DeviceBatch
 from magicdec.distributed.channels.message import DUE, Ends, Kind, Message, wait_for_stream
 from magicdec.distributed.groups import Group, ParallelGroups
+from magicdec.drafting.draft_length import FixedLength
 from magicdec.drafting.drafter import Drafter, DraftSetup, make_drafter
 from magicdec.hardware.timing import Clock, GroupClock, RealClock
 from magicdec.kv.cache import BatchRows, Lengths
@@ -66,6 +67,7 @@ class Speculation:
     def __init__(self, runner: ModelRunner, drafter: Drafter, num_draft_tokens: int) -> None:
         self.runner, self.drafter = runner, drafter
         self.num_draft_tokens, self.counts = num_draft_tokens, DraftCounts()
+        self.draft_length = FixedLength(num_draft_tokens)
         self.is_padded = False  # whether each message has so many drafts, for a timing
         of_draft = () if drafter.draft_kv is None else (drafter.draft_kv.runner,)
         self._vocab_size = max(r.model.config.vocab_size for r in (runner, *of_draft))
@@ -84,7 +86,7 @@ class Speculation:
         batch, count = Batch(tuple(self._known[row] for row in rows)), self.num_draft_tokens
         with self._timed():
             on_device = DeviceBatch.of(batch, self._vocab_size, self.runner.device)
-            plan = self.drafter.plan(batch.requests, count)
+            plan = self.drafter.plan(batch.requests, count, self.draft_length)
             count = count if self.is_padded else max(plan.counts)
             pending = self.drafter.prepare(batch.requests, count)
             proposal = self.drafter.propose(on_device, count, pending)

@@ -29,7 +29,8 @@ from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.decoding.recorder import Eager
 from magicdec.decoding.strategy import Setup, make_strategy
-from magicdec.drafting.draft_length import Measure
+from magicdec.drafting.draft_length import DraftLength, Measure
+from magicdec.drafting.forecast import Acceptance
 from magicdec.drafting.policies.policy import keep_queries
 from magicdec.engine import Engine
 from magicdec.request import Batch, Request, Status
@@ -66,15 +67,16 @@ MODEL = tiny_transformer(seed=1)
 lone_outputs: dict[tuple[object, ...], list[int]] = {}
 
 
-class RandomLength:
+class RandomLength(DraftLength):
     """Draft lengths from 0 to `most` in any order, in some steps another for each row. Now and
     then, steps are measured when requests join, which changes nothing."""
 
-    most, choices, calibration_s = MOST_DRAFTS, range(MOST_DRAFTS + 1), None
-    token_cost = None
+    most, choices = MOST_DRAFTS, range(MOST_DRAFTS + 1)
 
     def __init__(self, random: Random, per_row: bool = True) -> None:
         self.random, self.per_row = random, per_row
+        self.acceptance = Acceptance(MOST_DRAFTS)
+        self.acceptance = Acceptance(MOST_DRAFTS)
 
     def begin(self, batch: Batch, measure: Measure) -> None:
         if self.random.random() < 0.15:
@@ -87,9 +89,6 @@ class RandomLength:
         lengths = [self.random.choice((0, 0, *self.choices)) for _ in batch.requests]
         is_ragged = self.per_row and self.random.random() < 0.4
         return lengths if is_ragged else lengths[:1] * len(lengths)
-
-    def observe(self, batch: Batch, *measured: object) -> None:
-        """Nothing to learn."""
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,9 @@ from magicdec.attention.native import NativeBackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.decoding.strategy import Setup
 from magicdec.device_batch import DeviceBatch
-from magicdec.drafting.draft_length import AutoLength, Measure
+from magicdec.drafting.draft_length import AutoLength, DraftLength, Measure
 from magicdec.drafting.drafter import DraftSetup, make_drafter
+from magicdec.drafting.forecast import Acceptance
 from magicdec.drafting.mixed import LOOKUP_ALONE, MixedDrafter
 from magicdec.drafting.ngram import NgramDrafter
 from magicdec.engine import Engine
@@ -35,13 +36,13 @@ from magicdec.sampling.model_tokens import Proposal
 MOST, NEW = 5, [120, 9, 90, 61]
 
 
-class Scripted:
-    """A draft length that follows a list and learns nothing."""
+class Scripted(DraftLength):
+    """A draft length that follows a list."""
 
-    most, choices, calibration_s, token_cost = MOST, range(MOST + 1), None, None
+    most, choices = MOST, range(MOST + 1)
 
     def __init__(self, counts: Sequence[int]) -> None:
-        self.counts = cycle(counts)
+        self.counts, self.acceptance = cycle(counts), Acceptance(MOST)
 
     def begin(self, batch: Batch, measure: Measure) -> None:
         seconds = measure(batch)
@@ -49,9 +50,6 @@ class Scripted:
 
     def lengths(self, batch: Batch) -> list[int]:
         return [next(self.counts)] * len(batch.requests)
-
-    def observe(self, batch: Batch, *measured: object) -> None:
-        pass
 
 
 def run(
@@ -130,6 +128,7 @@ class Judged(Scripted):
     rows: list[tuple[int, int]]
 
     def observe(self, batch: Batch, *measured: Any) -> None:
+        super().observe(batch, *measured)
         self.rows += zip(measured[3], measured[1], strict=False)
 
 

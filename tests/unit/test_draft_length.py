@@ -265,6 +265,10 @@ def test_the_section_decides() -> None:
     fixed = make_draft_length(DecodingSection(num_draft_tokens=3), group, CPU)
     assert isinstance(fixed, FixedLength) and fixed.most == 3 and fixed.calibration_s is None
     assert fixed.lengths(make_batch(2)) == [3, 3]
+    assert fixed.acceptance is None, "nobody needs to know"
+    mixed = make_draft_length(DecodingSection("speculative", "ngram+self", 3), group, CPU)
+    mixed.observe(make_batch(2), 3, [3, 0], 1.0, [3, 0])
+    assert mixed.acceptance is not None and mixed.acceptance.accepted == [1, 1, 1]
     auto = make_draft_length(DecodingSection(num_draft_tokens="auto"), group, CPU)
     assert isinstance(auto, AutoLength) and auto.most == 8
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from magicdec.config.sections import DecodingSection
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting import suffix_index
+from magicdec.drafting.draft_length import FixedLength
 from magicdec.drafting.ngram import NgramDrafter, best_length
 from magicdec.drafting.suffix_index import (
     LEAST_MATCH,
@@ -45,7 +46,7 @@ def test_places_are_those_of_a_search(parts: list[list[int]], path: list[int]) -
         index.extend(part)
         tokens += part
         end = [*tokens, *path][-MOST_MATCH:]
-        assert index.tokens == tokens
+        assert list(index.tokens) == tokens
         assert index.places(end) == expected_places(tokens, end)
 
 
@@ -56,8 +57,8 @@ def test_a_bounded_index_knows_the_newest_tokens(tokens: list[int], most: int) -
     for token in tokens:
         index.extend([token])
         assert len(index.tokens) < 2 * most
-        assert len(index._newest) < 2 * most and len(index._before) == len(index.tokens)
-    assert index.tokens == tokens[len(tokens) - len(index.tokens) :]
+        assert len(index.newest) < 2 * most and len(index.before) == len(index.tokens)
+    assert list(index.tokens) == tokens[len(tokens) - len(index.tokens) :]
     assert len(index.tokens) >= min(most, len(tokens))
     end = tokens[-MOST_MATCH:]
     assert index.places(end) == SuffixIndex(index.tokens).places(end)
@@ -160,14 +161,15 @@ def test_a_drafter_follows_the_output_of_each_request(
     lookups = [Lookup(None, general) for _ in requests]
     for lookup, request in zip(lookups, requests, strict=True):
         lookup.extend(request.prompt_ids)
-    on_device = DeviceBatch.of(batch, 100, CPU)
+    on_device, length = DeviceBatch.of(batch, 100, CPU), FixedLength(4)
+    length.token_cost = 0.05
     for i, emitted in enumerate(outputs):
         requests[i % 2].output_ids += emitted
         proposals = []
         for lookup, request in zip(lookups, requests, strict=True):
             lookup.extend(request.output_ids[lookup.length - len(request.prompt_ids) :])
             proposals.append(lookup.propose(4))
-        plan = drafter.plan(requests, 4, token_cost=0.05)
+        plan = drafter.plan(requests, 4, length)
         longest = best_length([[p for _, p in each] for each in proposals], 0.05)[0]
         assert max(plan.counts) == longest
         assert drafter.prepare(requests, longest) == 1

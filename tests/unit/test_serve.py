@@ -50,6 +50,7 @@ REFUSALS = [  # (ranks, flags, message)
     (1, "--draft other", "--draft other is not known; choose from self, model:NAME, ngram, "),
     (2, "--modes async --draft ngram+self", "--modes async drafts from one source; choose"),
     (2, "--modes ring+draft --draft ngram+self", "--modes ring+draft drafts from one source"),
+    (1, "--modes inflight+draft --draft self --pa 0.3", f"--pa {UNUSED} inflight+draft uses it"),
     (1, "--modes inflight --pa 0.3", f"--pa {UNUSED} inflight uses it; leave it out"),
     (1, "--modes iterative --pa 0.3", f"--pa {UNUSED} iterative uses it"),
     (1, "--modes iterative --pr 0.1", f"--pr {UNUSED} iterative uses it"),
@@ -239,15 +240,16 @@ def test_a_lost_record_still_prints_the_table(
     assert f"0 records appended to {out}" in said.err
 
 
-def test_an_interruption_leaves_readable_records(
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_the_modes_before_a_failure_are_recorded_and_printed(
     words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], error: type[BaseException],
 ) -> None:  # fmt: skip
     original, out = Batching.serve, tmp_path / "out.jsonl"
 
     def interrupted(batching: Batching, each: Pass, *work: Any) -> Extras:
         if each.mode == "inflight":
-            raise KeyboardInterrupt
+            raise error
         return original(batching, each, *work)
 
     monkeypatch.setattr(Batching, "serve", interrupted)
@@ -263,10 +265,13 @@ def test_an_interruption_leaves_readable_records(
         "3",
     ]
     monkeypatch.setattr("sys.argv", ["magicdec inflight", *words])
-    with pytest.raises(SystemExit) as ended:
+    with pytest.raises((SystemExit, RuntimeError)) as ended:
         serve.inflight()
-    assert ended.value.code == 130
-    assert f"interrupted; 1 records are in {out}" in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert "sequential" in said.out and "output tokens/s" in said.out
+    if error is KeyboardInterrupt:
+        assert isinstance(ended.value, SystemExit) and ended.value.code == 130
+        assert f"interrupted; 1 records are in {out}" in said.err
     (record,) = read(out)
     assert record["config"]["workload"]["mode"] == "sequential" and record["metrics"]
 
