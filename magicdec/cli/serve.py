@@ -50,7 +50,8 @@ from magicdec.serving.modes import (
 )
 from magicdec.serving.options import WINDOWED, ServeOptions, check_passes
 from magicdec.tables import print_tables
-from magicdec.workload.request_shapes import BURST, TRACE
+from magicdec.workload.prompt_sets import is_prompt_set
+from magicdec.workload.request_shapes import BURST, TRACE, UNIFORM
 
 if TYPE_CHECKING:
     from magicdec.serving.measure import Measured
@@ -178,7 +179,13 @@ class Command:
         world_size: int,
     ) -> ServeOptions:
         """The options with their requests."""
-        if options.arrival.startswith(f"{TRACE}:"):
+        dataset, has_trace = config.workload.dataset, options.arrival.startswith(f"{TRACE}:")
+        if is_prompt_set(dataset) and (has_trace or options.prefix_len.startswith(UNIFORM)):
+            raise ValueError(
+                f"--dataset {dataset}: its prompts have their own lengths; --prefix_len is "
+                f"the largest of them; leave {UNIFORM} and {TRACE} out"
+            )
+        if has_trace:
             lengths = ("serving.prefix_len", "serving.gen_len")
             values.refuse_given(lengths, "the trace has the lengths")
         gamma = config.decoding.num_draft_tokens

@@ -265,7 +265,8 @@ class WorkloadSection:
     dataset: str = setting(
         "demo",
         "The prompts: demo, pg19, or a path to .jsonl/.json/.parquet/.txt text. With known "
-        "answers: recall, recall:<any of these>, ruler:<task>.",
+        "answers: recall, recall:<any of these>, ruler:<task>. Of a prompt set, as a path or a "
+        "name on the hub: sharegpt:<set>, speed_bench:<set>, longbench:<set>.",
     )
     batch_size: int = setting(
         4,

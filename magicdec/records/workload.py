@@ -37,7 +37,7 @@ class WorkloadRecord(ModelRecord):
         "its prefixes"
     )
     num_prompts: int = recorded("number of decoded prompts, over all batches")
-    prefix_len: int = recorded("length of a prompt", "tokens")
+    prefix_len: int = recorded("length of a prompt, or of the longest", "tokens")
     num_available: int | None = recorded(
         "number of prefixes that the prompts were drawn from", null=GENERATED
     )
@@ -46,7 +46,7 @@ class WorkloadRecord(ModelRecord):
     )
     seed: int = recorded("as in `config.workload`")
     sources: list[list[int]] | None = recorded(
-        "book index and chunk index of each prompt, in the order of the prompts", null=GENERATED
+        "index of the book or item, and of the chunk in it, of each prompt in order", null=GENERATED
     )
     sha256: str = recorded(
         "hash over all prompts' token ids and boundaries; runs with equal hashes had the same "

@@ -189,16 +189,21 @@ class SpeculativePipeline(StagedSystem):
 
     def _scripted(self, acceptance: float) -> ScriptedDrafter:
         shapes, outputs = self.options.shapes, self.expected
+        prompts = self.run.workload.prompts
+        lengths = [min(len(p), s.prompt_len) for p, s in zip(prompts, shapes, strict=False)]
         if outputs is None:  # of emulated stages
             vocab_size = self.run.source.config.vocab_size
-            outputs = [following_tokens(s.prompt_len, s.output_len, vocab_size) for s in shapes]
+            outputs = [
+                following_tokens(length, shape.output_len, vocab_size)
+                for length, shape in zip(lengths, shapes, strict=True)
+            ]
         is_right = [
             draw_right(acceptance, shape.output_len, self.run.workload.seed + index)
             for index, shape in enumerate(shapes)
         ]
         return ScriptedDrafter(
             outputs,
-            [shape.prompt_len for shape in shapes],
+            lengths,
             is_right,
             DRAFT_PROBABILITY,
             seconds=(self.options.emulate_draft_ms or 0.0) / 1e3,

@@ -77,7 +77,7 @@ class Prepared(ResolvedRun):
             tokenizer=self.tokenizer_name,
             dataset=w.dataset,
             num_prompts=len(w.prompts),
-            prefix_len=len(w.prompts[0]),
+            prefix_len=max(map(len, w.prompts)),
             num_available=w.num_available,
             skip_tokens=w.skip_tokens,
             seed=w.seed,
@@ -155,8 +155,8 @@ def complete(
 ) -> Prepared:
     """Check the run against its models, make its prompts and plan its memory. Raises ValueError as
     `prepare` does. `agree` lets all ranks refuse if one does. `num_prompts` are the number of
-    prompts and the flag that says it, where these are not whole batches. `check` makes the line
-    about memory."""
+    prompts and the flag that says it, where requests are served: these are not whole batches, and
+    keep the lengths of a prompt set. `check` makes the line about memory."""
     config, launch, source, draft = run.config, run.launch, run.source, run.draft_source
     flag = flag_of(config.run_config.model, "model")
     check_interpreter(config)
@@ -177,7 +177,7 @@ def complete(
         ("workload", name, w.dataset, bos, w.prefix_len, count, w.seed, gen_len),
         lambda: build_workload(
             w.dataset, tokenizer, bos, w.prefix_len, count, w.seed,
-            gen_len=gen_len, counted_by=counted_by,
+            gen_len=gen_len, counted_by=counted_by, is_whole=num_prompts is not None,
         ),
     )  # fmt: skip
     corpus, path = tuple[int, ...](), config.decoding.lookup_corpus

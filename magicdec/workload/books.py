@@ -1,14 +1,17 @@
 """Books: the texts of a named dataset or of a user's file. A reader yields records, each with its
-place in the file; a record is an object with a `text`."""
+place in the file; a record of a book is an object with a `text`."""
 
 from __future__ import annotations
 
 import json
 import lzma
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
+
+from magicdec.workload.prompt_sets import HUB_NAME, PROMPT_SETS, string_at
 
 DEMO_FILE = Path(__file__).parents[1] / "demo" / "text.jsonl.xz"
 PG19_REPOSITORY = "emozilla/pg19"
@@ -35,6 +38,21 @@ def read_corpus(path: str, max_books: int, encode: Callable[[str], list[int]]) -
     return read_values("--lookup_corpus", path, max_books, ids_of)
 
 
+def read_prompts(dataset: str, most: int) -> list[str]:
+    """The texts of the first `most` items of a prompt set, of which some may be empty. Raises
+    ValueError as `read_values` does."""
+    kind, _, name = dataset.partition(":")
+    reader, of_hub = FILE_READERS.get(Path(name).suffix.lower()), HUB_NAME.fullmatch(name)
+    if reader is not None:
+        return _values("--dataset", dataset, reader(Path(name)), most, PROMPT_SETS[kind])
+    if of_hub is None:
+        raise ValueError(
+            f"--dataset {dataset!r} is not known; give {kind}: with a path ending in "
+            f"{', '.join(FILE_READERS)}, or with OWNER/NAME or OWNER/NAME:CONFIG of the hub"
+        )
+    return _values("--dataset", dataset, _read_hub(*of_hub.groups()), most, PROMPT_SETS[kind])
+
+
 def read_values(
     flag: str, dataset: str, max_books: int, value_of: Callable[[Any, str], T]
 ) -> list[T]:
@@ -45,22 +63,29 @@ def read_values(
     """
     suffix = Path(dataset).suffix.lower()
     if dataset not in NAMED_READERS and suffix not in FILE_READERS:
+        sets = ", ".join(f"{kind}:<set>" for kind in PROMPT_SETS)
         raise ValueError(
             f"{flag} {dataset!r} is not known; choose from {', '.join(NAMED_READERS)}, "
-            f"recall, ruler:<task>, or a path ending in {', '.join(FILE_READERS)}"
+            f"recall, ruler:<task>, {sets}, or a path ending in {', '.join(FILE_READERS)}"
         )
+    named = NAMED_READERS.get(dataset)
+    records = FILE_READERS[suffix](Path(dataset)) if named is None else named()
+    return _values(flag, dataset, records, max_books, value_of)
+
+
+def _values(
+    flag: str, dataset: str, records: Records, most: int, value_of: Callable[[Any, str], T]
+) -> list[T]:
     try:
-        named = NAMED_READERS.get(dataset)
-        records = FILE_READERS[suffix](Path(dataset)) if named is None else named()
-        books = [value_of(record, place) for place, record in islice(records, max_books)]
+        values = [value_of(record, place) for place, record in islice(records, most)]
     except (OSError, ValueError, TypeError) as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         if isinstance(error, OSError) and error.strerror:
             reason = f"cannot be read ({error.strerror})"
         raise ValueError(f"{flag} {dataset}: {reason}") from error
-    if not books:
-        raise ValueError(f"{flag} {dataset}: is empty; it holds no books")
-    return books
+    if not values:
+        raise ValueError(f"{flag} {dataset}: is empty")
+    return values
 
 
 def _read_demo() -> Records:
@@ -68,16 +93,20 @@ def _read_demo() -> Records:
         yield from _parse_json(stream)
 
 
-def _read_pg19() -> Records:
+def _read_hub(repository: str, config: str | None = None, split: str | None = None) -> Records:
+    """The rows of a data set on the hub, of its first split unless one is named."""
     try:
         import datasets
+        from huggingface_hub.utils import logging
 
-        rows = datasets.load_dataset(PG19_REPOSITORY, split="test", streaming=True)
-        yield from ((f"book {number}", row) for number, row in enumerate(rows))
+        logging.set_verbosity_error()  # it would print a line for each retry
+        rows = datasets.load_dataset(repository, config, split=split, streaming=True)
+        rows = rows if split else next(iter(rows.values()))
+        yield from ((f"row {number}", row) for number, row in enumerate(rows))
     except Exception as error:  # the package may be missing; its layers share no narrower base
         lines = str(error).splitlines() or [""]
         raise ValueError(
-            f"{PG19_REPOSITORY} on the Hugging Face hub cannot be read ({type(error).__name__}: "
+            f"{repository} on the Hugging Face hub cannot be read ({type(error).__name__}: "
             f"{lines[0]}); give the path of a local copy instead"
         ) from error
 
@@ -109,7 +138,7 @@ def _read_parquet(path: Path) -> Records:
     import pyarrow.parquet
 
     with path.open("rb") as raw, pyarrow.parquet.ParquetFile(raw) as file:
-        batches = file.iter_batches(batch_size=16, columns=["text"])
+        batches = file.iter_batches(batch_size=16)
         rows = chain.from_iterable(batch.to_pylist() for batch in batches)
         yield from ((f"row {number}", row) for number, row in enumerate(rows))
 
@@ -119,7 +148,10 @@ def _read_txt(path: Path) -> Records:
         yield "the file", {"text": text}
 
 
-NAMED_READERS: dict[str, Callable[[], Records]] = {"demo": _read_demo, "pg19": _read_pg19}
+NAMED_READERS: dict[str, Callable[[], Records]] = {
+    "demo": _read_demo,
+    "pg19": partial(_read_hub, PG19_REPOSITORY, split="test"),
+}
 FILE_READERS: dict[str, Callable[[Path], Records]] = {
     ".jsonl": _read_json,
     ".json": _read_json,
@@ -129,11 +161,4 @@ FILE_READERS: dict[str, Callable[[Path], Records]] = {
 
 
 def _text_of(record: object, place: str) -> str:
-    text = record.get("text") if isinstance(record, dict) else None
-    if not isinstance(text, str):
-        raise ValueError(f"{place} has no 'text' that is a string")
-    try:
-        text.encode("utf-8")  # a lone surrogate, valid in JSON, cannot be tokenized
-    except UnicodeEncodeError as error:
-        raise ValueError(f"{place}: 'text' is not valid Unicode ({error.reason})") from error
-    return text
+    return string_at(record, "text", place)

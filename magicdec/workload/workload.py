@@ -13,9 +13,10 @@ from pathlib import Path
 from magicdec.model.tokenizer import Tokenizer
 from magicdec.workload import ruler
 from magicdec.workload.answers import Answer, recall_prompts
-from magicdec.workload.books import read_books, read_corpus
+from magicdec.workload.books import read_books, read_corpus, read_prompts
+from magicdec.workload.prompt_sets import cut_middle, is_prompt_set
 
-MOST_BOOKS = 50  # that are read
+MOST_BOOKS, MOST_ITEMS = 50, 5000  # that are read: of books, and of a prompt set
 SKIP_TOKENS = 8000  # tokens skipped in each book: title page, contents, preface
 SKIP_TOKENS_BY_NAME = {"demo": 0}  # the demo text is sampled from a model and has no front matter
 
@@ -48,11 +49,13 @@ def build_workload(
     seed: int,
     gen_len: int = 64,
     counted_by: str = "--B x --num_batches",
+    is_whole: bool = False,
 ) -> Workload:
     """Distinct prefixes of `prefix_len` tokens: chunks of books after their front matter, drawn at
     random without replacement. BOS, if any, replaces the first token of each. `dataset` is
-    `ruler:TASK`, `recall`, `recall:BOOKS`, or a name or file of books. `gen_len`: tokens of the
-    continuation that `recall` expects. `counted_by`: the flags that `num_prompts` comes from.
+    `ruler:TASK`, `recall`, `recall:BOOKS`, a prompt set, or a name or file of books. `gen_len`:
+    tokens of the continuation that `recall` expects. `counted_by`: the flags that `num_prompts`
+    comes from. `is_whole`: prompts of a set keep their lengths, of at most `prefix_len`.
 
     Raises ValueError when the dataset is unknown, cannot be read (see `read_books`) or has fewer
     than `num_prompts` prefixes, or when the prefix is too short for it.
@@ -64,6 +67,10 @@ def build_workload(
         )
         digest = _hash_prompts(prompts)
         return Workload(dataset, prompts, None, None, None, seed, digest, strings)
+    if is_prompt_set(dataset):
+        return _of_prompt_set(
+            dataset, tokenizer, bos_token_id, prefix_len, num_prompts, seed, counted_by, is_whole
+        )
     books = dataset
     if kind == "recall":
         books = name if colon else "demo"
@@ -85,6 +92,34 @@ def build_workload(
         prompts, answers = recall_prompts(prompts, gen_len, seed)
     digest = _hash_prompts(prompts)
     return Workload(name, prompts, sources, len(places), skip, seed, digest, answers)
+
+
+def _of_prompt_set(
+    dataset: str, tokenizer: Tokenizer, bos: int | None, prefix_len: int, num_prompts: int,
+    seed: int, counted_by: str, is_whole: bool,
+) -> Workload:  # fmt: skip
+    """Items of a prompt set in random order, those without a prompt left out. Whole ones of at most
+    `prefix_len` tokens, or longer ones cut in their middle to exactly so many, BOS included."""
+    texts = [(i, text) for i, text in enumerate(read_prompts(dataset, MOST_ITEMS)) if text]
+    random.Random(seed).shuffle(texts)
+    kind, _, name = dataset.partition(":")
+    name, start = f"{kind}:{Path(name).name}", [] if bos is None else [bos]
+    places, prompts = list[tuple[int, int]](), list[tuple[int, ...]]()
+    for index, text in texts:
+        if len(prompts) == num_prompts:
+            break
+        ids = [*start, *tokenizer.encode(text)]
+        if len(ids) <= prefix_len if is_whole else len(ids) >= prefix_len:
+            places.append((index, 0))
+            prompts.append(tuple(ids) if is_whole else cut_middle(ids, prefix_len))
+    if len(prompts) < num_prompts:
+        bound = "most" if is_whole else "least"
+        raise ValueError(
+            f"--dataset {name} holds {len(prompts)} prompts of at {bound} --prefix_len "
+            f"{prefix_len} tokens; {num_prompts} are needed ({counted_by})"
+        )
+    digest = _hash_prompts(tuple(prompts))
+    return Workload(name, tuple(prompts), tuple(places), len(texts), 0, seed, digest)
 
 
 def encode_corpus(path: str, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:

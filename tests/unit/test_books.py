@@ -61,8 +61,8 @@ def test_lines_after_the_last_book_are_not_read(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "data", "message"),
     [
-        ("b.jsonl", b"", ": is empty; it holds no books"),
-        ("b.txt", b" \n", ": is empty; it holds no books"),
+        ("b.jsonl", b"", ": is empty"),
+        ("b.txt", b" \n", ": is empty"),
         ("b.jsonl", b'{"text": "a"}\n\n{"text"\n', ": line 3 is not JSON (Expecting ':'"),
         ("b.json", b'\n[{"text": "a"},\n]', ": line 3 is not JSON ("),
         ("b.jsonl", b'{"text": "a"}\n{"body": "b"}', ": line 2 has no 'text' that is a string"),
@@ -88,8 +88,9 @@ def test_bad_parquet_columns(tmp_path: Path, values: dict[str, list[Any]]) -> No
 
 
 def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
+    sets = "sharegpt:<set>, speed_bench:<set>, longbench:<set>"
     paths = "or a path ending in .jsonl, .json, .parquet, .txt"
-    choices = f"choose from demo, pg19, recall, ruler:<task>, {paths}"
+    choices = f"choose from demo, pg19, recall, ruler:<task>, {sets}, {paths}"
     for name in ("pg20", "books.csv", ""):
         with pytest.raises(
             ValueError, match=re.escape(f"--dataset {name!r} is not known; {choices}")
@@ -104,8 +105,8 @@ def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
 def test_pg19_comes_from_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     import datasets
 
-    def load(repository: str, split: str, streaming: bool) -> list[dict[str, str]]:
-        assert (repository, split, streaming) == ("emozilla/pg19", "test", True)
+    def load(repository: str, config: None, split: str, streaming: bool) -> list[dict[str, str]]:
+        assert (repository, config, split, streaming) == ("emozilla/pg19", None, "test", True)
         return [{"text": b} for b in BOOKS]
 
     monkeypatch.setattr(datasets, "load_dataset", load)

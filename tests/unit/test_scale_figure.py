@@ -1,0 +1,94 @@
+"""scripts/scale_figure.py: two cells by hand, as docs/scale.md has them, a ring beside the
+simulator, and what has room."""
+
+from typing import Any
+
+import pytest
+from conftest import ROOT
+
+from magicdec.pipelined_speculation.options import Options
+from magicdec.simulator.run import Work, run_mode
+from magicdec.simulator.simulation import Machine
+
+
+@pytest.fixture
+def scale(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import scale_figure
+
+    return scale_figure
+
+
+@pytest.fixture
+def cluster(scale: Any) -> Any:
+    return scale.Cluster(scale.SPECS["h100"], scale.NETWORKS[0])
+
+
+READ, COMPUTE = 0.8 * 3.35e12, 0.6 * 989e12
+
+
+def test_8b_by_hand(scale: Any, cluster: Any) -> None:
+    """One request of 4096 tokens on 8 GPUs: a KV head a rank, 7.50 billion weights read."""
+    weights = 2 * 7_504_924_672 / 8 / READ
+    kv = 4097 * 2 * 32 * 128 * 2 / READ
+    sums = 65 * 8e-6 + (64 * 4096 * 2 + 16) * 2 * 7 / 8 / 450e9
+    expected = weights + kv + sums + 32 * 5e-6
+    one = scale.Division(1, 1, 8)
+    speed = cluster.speed("llama-3.1-8b", one, 4096, 1, 0, 0.0)
+    assert speed == pytest.approx(1 / expected, rel=1e-3)
+
+
+def test_70b_with_drafts_by_hand(scale: Any, cluster: Any) -> None:
+    """256 requests of 32768 tokens on 8 nodes: 32 rows of a replica, two drafts of 512 tokens."""
+
+    def seconds(T: int, S: int) -> float:
+        linear = max(2 * 69.5e9 / 8 / READ, 2 * 32 * T * 69.5e9 / 8 / COMPUTE)
+        kv = 32 * (S + T) * 2 * 80 * 128 * 2 / READ
+        return linear + kv + 161 * 8e-6 + 160 * 1.75 * 32 * T * 8192 * 2 / 450e9 + 80 * 5e-6
+
+    step = seconds(1, 512) + seconds(1, 513) + seconds(3, 32768)
+    way = scale.Division(8, 1, 8)
+    speed = cluster.speed("llama-3.1-70b", way, 32768, 256, 2, 0.7)
+    assert speed == pytest.approx(256 * (1 + 0.7 + 0.49) / step, rel=2e-3)
+
+
+@pytest.mark.parametrize("rows", [4, 8])
+def test_a_ring_is_that_of_the_simulator(scale: Any, cluster: Any, rows: int) -> None:
+    ring, model, S = scale.Division(1, 4, 8), "llama-3.1-405b", 32768
+    stage_s, hop_s = cluster.seconds(model, 8, 1, 1, S) / 4, cluster.hop_s(model, ring, 1)
+    machine = Machine((stage_s,) * 4, link_s=hop_s)
+    work = Work([0], [0.7], 16, ring_requests=rows)
+    _, metrics = run_mode("ring", machine, Options(), work)
+    # Rows one by one, without what groups of several rows would share.
+    assert cluster.seconds(model, 8, 2, 1, S) > cluster.seconds(model, 8, 1, 1, S)
+    expected = rows / max(4 * (stage_s + hop_s), rows * stage_s)
+    assert metrics.tokens_per_s == pytest.approx(expected, rel=1e-6)
+    least = rows / cluster.step_s(model, ring, rows, [(1, S)])
+    assert least >= expected if rows > 4 else least == pytest.approx(expected)
+
+
+def test_a_model_needs_room(scale: Any, cluster: Any) -> None:
+    """405 billion weights in bfloat16 are more than 8 H100 have, and fewer than 16 have."""
+    model = "llama-3.1-405b"
+    assert not cluster.fits(model, scale.Division(1, 1, 8), 1, 4096)
+    assert cluster.fits(model, scale.Division(1, 2, 8), 1, 4096)
+    assert cluster.fits(model, scale.Division(1, 1, 16), 1, 4096)
+    assert not cluster.fits(model, scale.Division(1, 2, 8), 256, 131072)
+    assert scale.answer(cluster, model, 4096, 8, 1, 0.7) is None
+
+
+def test_hops_cross_nodes_where_stages_do(scale: Any, cluster: Any) -> None:
+    model = "llama-3.1-8b"
+    inside = cluster.hop_s(model, scale.Division(1, 2, 4), 1)
+    mixed = cluster.hop_s(model, scale.Division(1, 4, 4), 1)
+    between = cluster.hop_s(model, scale.Division(1, 2, 8), 1)
+    assert 0 < inside < mixed < between
+    assert mixed == pytest.approx((inside + between) / 2)
+
+
+def test_drafts_take_gpus_of_a_pipeline(scale: Any, cluster: Any) -> None:
+    """On 16 GPUs two stages of 8 leave none for the draft."""
+    for gpus in (16, 32):
+        fitting = [scale.Division(1, 2, 8)]
+        best = scale.best_pipeline(cluster, "llama-3.1-70b", 4096, gpus, 1, 0.7, fitting, 1.0)
+        assert (best is None) == (gpus == 16)
