@@ -15,7 +15,7 @@ from pathlib import Path
 
 from magicdec.distributed.ranks import run_command
 from magicdec.records.writing import append_file, write_text
-from magicdec.reproduce.systems import TABLES, Missing, Row
+from magicdec.reproduce.systems import TABLES, Missing, Row, file_of
 from magicdec.tables import Column, Table, csv_text
 
 FLAG = "--tables"  # names the folder
@@ -36,15 +36,12 @@ class PublishedTable:
         self.about, self.system = TABLES[name]
         self.columns = (*self.system.columns, *FILLED)
         try:
-            with self.path.open(newline="", encoding="utf-8") as file:
+            with file_of(folder, name).open(newline="", encoding="utf-8") as file:
                 reader = csv.DictReader(file)
                 self.rows: list[Row] = list(reader)
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             why = getattr(error, "strerror", None) or error
-            raise ValueError(
-                f"{FLAG} {folder}: {self.path.name}: {why}; the published tables are in "
-                "results/paper of the repository"
-            ) from None
+            raise ValueError(f"{FLAG} {folder}: {self.path.name}: {why}") from None
         if tuple(reader.fieldnames or ()) != self.columns:
             expected = ",".join(self.columns)
             raise ValueError(f"{FLAG} {folder}: {self.path.name} needs the columns {expected}")

@@ -24,6 +24,7 @@ from magicdec.model.presets.presets import PRESETS, find_config
 from magicdec.names import SEQUENTIAL
 
 Row = dict[str, str]
+PACKAGED = Path(__file__).with_name("published")
 DEMO, DEMO_DRAFT = "demo", "demo-draft"  # the packaged models
 # Published models that are no presets, by their names on the hub.
 HUB = {
@@ -103,9 +104,15 @@ def hub_name(model: str) -> str:
     return PRESETS[model].repo_id if model in PRESETS else HUB.get(model, model)
 
 
+def file_of(folder: Path, table: str) -> Path:
+    """The file of a table in the folder, or the packaged one where the folder has none."""
+    path = folder / f"{table}.csv"
+    return path if path.exists() else PACKAGED / path.name
+
+
 def read_published(folder: Path, table: str, **values: str) -> list[Row]:
     """The rows of a table that have a published number and these values in their columns."""
-    with (folder / f"{table}.csv").open(newline="", encoding="utf-8") as file:
+    with file_of(folder, table).open(newline="", encoding="utf-8") as file:
         rows = list(csv.DictReader(file))
     return [row for row in rows if row["published"] and values.items() <= row.items()]
 
