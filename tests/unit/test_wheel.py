@@ -77,4 +77,3 @@ def test_the_python_example_of_the_readme_works(environment: Path, tmp_path: Pat
     example = re.sub("^    ", "", found[0], flags=re.MULTILINE)
     shown = output_of([environment / "bin" / "python", "-c", example], tmp_path)
     assert len(shown.splitlines()[0].split()) >= 40
-
