@@ -1,4 +1,4 @@
-# make demo | report | test | test-all | test-layers | check. Everything installs into .venv on the way; nothing else on the machine is touched.
+# make demo | report | test | test-all | test-layers | check | docs | dist. Everything installs into .venv on the way; nothing else on the machine is touched.
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
@@ -7,7 +7,7 @@ BIN := $(VENV)/bin
 # spin while they wait for each other take seven times as long there.
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: demo report test test-all test-layers check install clean
+.PHONY: demo report test test-all test-layers check docs dist install clean
 
 install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
@@ -15,8 +15,8 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 	$(BIN)/pip install --quiet -c constraints.txt -e .
 	touch $@
 
-$(VENV)/.installed-test: $(VENV)/.installed
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[test]'
+$(VENV)/.installed-test $(VENV)/.installed-docs $(VENV)/.installed-release: $(VENV)/.installed-%: $(VENV)/.installed
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[$*]'
 	touch $@
 
 demo: $(VENV)/.installed
@@ -49,5 +49,15 @@ check: $(VENV)/.installed-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# The documentation as a site, build/site/index.html. A link that leads nowhere is an error.
+docs: $(VENV)/.installed-docs
+	$(BIN)/python -m sphinx -q -E -W --keep-going -c docs/site . build/site
+
+# A source distribution and the wheel that is built from it.
+dist: $(VENV)/.installed-release
+	rm -rf dist
+	$(BIN)/python -m build
+	$(BIN)/twine check --strict dist/*
+
 clean:
-	rm -rf $(VENV) build
+	rm -rf $(VENV) build dist

@@ -27,13 +27,18 @@ from magicdec.records.record import RunRecord, append_records
 from magicdec.records.writing import check_files, check_writable, write_text
 
 COMMITTED = Path("results/baselines/acceptance.jsonl")
+PACKAGED = Path(__file__).parents[1] / "gate" / "baselines" / COMMITTED.name
 
 
 @dataclass(frozen=True)
 class BaselineSection:
     """The baseline file, and how its cases are run."""
 
-    baseline: Path = setting(COMMITTED, "The baseline file.")
+    baseline: Path = setting(
+        COMMITTED,
+        "The baseline file. Where there is no file of the default name, `gate` reads the packaged "
+        "one.",
+    )
     processes: int = setting(
         2,
         "Processes that run cases side by side, and share the CPU cores; each holds a KV cache of "
@@ -59,7 +64,8 @@ def run_gate(values: Values) -> int:
     """Run the cases, compare, and return the exit code. Raises ValueError for a file that cannot be
     read or written, or that has a case of no config."""
     args, rule = values[GateSection], values[RuleSection]
-    baselines = _read(args.baseline)
+    is_packaged = args.baseline == COMMITTED and not COMMITTED.exists()
+    baselines = _read(PACKAGED if is_packaged else args.baseline)
     check_files({"--out": args.out, "--junit": rule.junit, "--summary": rule.summary})
     cases = quick(baselines) if args.quick else baselines
     configs = [config_of(baseline) for baseline in cases]

@@ -20,7 +20,9 @@ class Environment(Part):
 
     time_utc: str = recorded("start of the run, ISO 8601, UTC")
     argv: list[str] = recorded("the command line, the program without its folder")
-    magicdec: str = recorded("version of this package")
+    magicdec: str = recorded(
+        "version of this package when it was installed: the newest git tag, and the commits since"
+    )
     revision: str | None = recorded(
         "git commit of this package, followed by `-dirty` if files differ from it",
         null="if the package is not a checkout",

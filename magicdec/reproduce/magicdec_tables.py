@@ -35,11 +35,18 @@ TABLES = {
     "magicdec_throughput_latency": "throughput against time per token on 8 A100",
 }
 """What each table shows."""
+PACKAGED = Path(__file__).with_name("published")
 DEMO, DEMO_DRAFT = "demo", "demo-draft"  # the packaged models
 OWN_CACHE = ("self", "none")  # the drafts that are no model
 # Published peak rates of one GPU in bfloat16 (bytes/s, operations/s), and assumed links (bytes/s).
 GPUS = {"A100": (2039e9, 312e12, 300e9), "H100": (3352e9, 989e12, 450e9)}
 LATENCY_S, OVERHEAD_S = 15e-6, 160e-6 / 32  # of a link and of one of 32 layers; as in docs/plan.md
+
+
+def file_of(folder: Path, table: str) -> Path:
+    """The file of a table in the folder, or the packaged one where the folder has none."""
+    path = folder / f"{table}.csv"
+    return path if path.exists() else PACKAGED / path.name
 
 
 class Missing(Exception):

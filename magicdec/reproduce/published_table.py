@@ -22,6 +22,7 @@ from magicdec.reproduce.magicdec_tables import (
     Row,
     at_demo_size,
     command_of,
+    file_of,
     predict,
     read_measured,
 )
@@ -45,15 +46,12 @@ class PublishedTable:
         self.name, self.folder, self.path = name, folder, folder / f"{name}.csv"
         self.about = TABLES[name]
         try:
-            with self.path.open(newline="", encoding="utf-8") as file:
+            with file_of(folder, name).open(newline="", encoding="utf-8") as file:
                 reader = csv.DictReader(file)
                 self.rows: list[Row] = list(reader)
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             why = getattr(error, "strerror", None) or error
-            raise ValueError(
-                f"{FLAG} {folder}: {self.path.name}: {why}; the published tables are in "
-                "results/paper of the repository"
-            ) from None
+            raise ValueError(f"{FLAG} {folder}: {self.path.name}: {why}") from None
         if tuple(reader.fieldnames or ()) != ALL_COLUMNS:
             expected = ",".join(ALL_COLUMNS)
             raise ValueError(f"{FLAG} {folder}: {self.path.name} needs the columns {expected}")

@@ -167,7 +167,7 @@ def test_a_failed_run_is_named_and_the_others_go_on(
         (["magicdec_nothing"], "table magicdec_nothing is not known; choose from"),
         (["--demo"], "name a table; choose from magicdec_acceptance"),
         ([NAME, "--predict", "--out", "x"], "--out does nothing here"),
-        ([NAME, "--predict", "--tables", "nowhere"], "--tables nowhere: magicdec_speedups_h100"),
+        ([NAME, "--predict", "--tables", "/dev/null"], f"--tables /dev/null/{NAME}.csv: Not a dir"),
         ([NAME, "--demo", "--out", "/dev/full"], "--out /dev/full: No space left"),
     ],
 )

@@ -41,7 +41,7 @@ class TableSection:
     out: Path = same(OutputSection, "results", Path(OutputSection.results))
     tables: Path = setting(
         PUBLISHED,
-        "The folder of the published tables, whose files are rewritten.",
+        "The folder to which tables are written. A table that it lacks begins as the packaged one.",
         metavar="DIR",
     )
 
