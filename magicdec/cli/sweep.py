@@ -128,12 +128,9 @@ def choose(configs: list[RunConfig], names: Sequence[str]) -> list[RunConfig]:
     from magicdec.study.cells import name_of
 
     by_name = {name_of(config): config for config in configs} if names else {}
-    unknown = next((name for name in names if name not in by_name), None)
-    if unknown is not None:
-        raise ValueError(
-            f"--only {unknown}: no run of the study has this name, which follows from its flags; "
-            "--dry_run prints the names"
-        )
+    for name in names:
+        if name not in by_name:
+            raise ValueError(f"--only {name} is no run of this study; --dry_run prints the names")
     return [by_name[name] for name in names] or configs
 
 

@@ -9,16 +9,18 @@ a run is measured.
 from __future__ import annotations
 
 import hashlib
+import io
 import os
 import random
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import redirect_stderr, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -37,7 +39,6 @@ from magicdec.study.study import Study
 
 FIRST_WORD_S = 10.0  # until the user is told that nothing starts; then after twice the time
 STOP_S = 60.0  # for jobs that were asked to stop
-MOST_TASKS = 1000  # of an array job; Slurm's own default allows one more
 GONE = "ended"  # all that is known of a job which is not in the queue any more
 LOST = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED")  # ended, but another try may succeed
 ENDED = (GONE, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE", *LOST)
@@ -56,6 +57,7 @@ class LocalJobs:
     sweep`, `nproc` the ranks of a node. `wanted` is how many records end each run that is left."""
 
     at_once, poll_s = 1, 0.5
+    before: Sequence[str] = ()  # words before the command of a job
 
     def __init__(
         self,
@@ -217,28 +219,31 @@ class LocalJobs:
         """The name of the study's jobs."""
         return f"{self.out.stem}-{hashlib.sha256(bytes(self.out.absolute())).hexdigest()[:8]}"
 
-    @property
-    def logs(self) -> Path:
-        return file_of(self.out, "").parent / "logs"
-
     def make_executor(self) -> Any:
         """submitit's executor. Raises ValueError for what keeps jobs from running here."""
         if self.slurm.nodes > 1:
             raise ValueError(f"--executor local: [slurm] nodes = {self.slurm.nodes}, but this is "
                              "one machine; choose 1, or --executor slurm")  # fmt: skip
-        executor = import_submitit().LocalExecutor(self.logs)
+        executor = import_submitit().LocalExecutor(Path(f"{self.out}.jobs", "logs"))
         executor.update_parameters(timeout_min=self.slurm.time)
+        gpus = os.environ.get("CUDA_VISIBLE_DEVICES")  # which submitit hides from a job
+        given = [] if gpus is None else [f"CUDA_VISIBLE_DEVICES={gpus}"]
+        self.before = ("env", "-u", "CUDA_VISIBLE_DEVICES", *given)
         return executor
 
-    def submit(self, executor: Any, groups: Sequence[Names], *before: str) -> None:
-        """Submit a job for each of these groups of runs; `before` comes before its command."""
+    def submit(self, executor: Any, groups: Sequence[Names]) -> None:
+        """Submit a job for each of these groups of runs."""
         # submitit pickles what a job calls into the folder of this study, and the job unpickles it:
         # the name `os.execvp` and words. Whoever can write there can change the study anyway. The
         # process becomes the command, so that signals reach it, and no result is pickled: what a
         # job has done is known from its records alone.
-        commands = [[*(before or local_words()), *self.command(names)] for names in groups]
+        commands = [[*self.before, *self.command(names)] for names in groups]
         calls = [partial(os.execvp, words[0], words) for words in commands]
-        jobs = executor.submit_array(calls) if calls else []
+        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this program alone
+        try:
+            jobs = executor.submit_array(calls) if calls else []
+        finally:
+            signal.signal(signal.SIGINT, before)
         self.submitted |= {job.job_id: job for job in jobs}
         self.jobs |= {job.job_id: names for job, names in zip(jobs, groups, strict=True)}
 
@@ -249,7 +254,8 @@ class LocalJobs:
     def cancel(self) -> None:
         """Ask all jobs to stop."""
         for job in self.jobs:
-            self.submitted[job].cancel(check=False)
+            if not self.submitted[job].done():  # whose id is that of a process which passes it on
+                os.kill(int(job), signal.SIGTERM)
 
 
 class SlurmJobs(LocalJobs):
@@ -259,16 +265,15 @@ class SlurmJobs(LocalJobs):
     at_once, poll_s = 10**9, 3.0  # how many run at a time is left to Slurm
 
     def make_executor(self) -> Any:
-        missing = next((n for n in ("sbatch", "squeue", "scancel") if not shutil.which(n)), None)
-        if missing is not None:
-            raise ValueError(f"--executor slurm: this machine has no {missing}; start it where "
-                             "Slurm's commands are, or choose --executor local")  # fmt: skip
+        if shutil.which("sbatch") is None:
+            raise ValueError("--executor slurm: this machine has no sbatch; start it where Slurm's "
+                             "commands are, or choose --executor local")  # fmt: skip
         submitit = import_submitit()
         queued = squeue("--me", "--name", self.label, "--format", "%A").stdout.split()
         if queued:
             raise ValueError(f"--executor slurm: jobs of this study are in Slurm's queue; wait for "
                              f"them, or end them: scancel {' '.join(set(queued))}")  # fmt: skip
-        executor = submitit.SlurmExecutor(self.logs)
+        executor = submitit.SlurmExecutor(Path(f"{self.out}.jobs", "logs"))
         executor.update_parameters(
             job_name=self.label,
             **self.slurm.options,
@@ -279,13 +284,13 @@ class SlurmJobs(LocalJobs):
         )
         return executor
 
-    def submit(self, executor: Any, groups: Sequence[Names], *before: str) -> None:
-        from submitit.core.utils import FailedJobError, FailedSubmissionError
+    def submit(self, executor: Any, groups: Sequence[Names]) -> None:
+        from submitit.core.utils import FailedJobError
 
         try:
-            for first in range(0, len(groups), MOST_TASKS):
-                super().submit(executor, groups[first : first + MOST_TASKS], "env")
-        except (FailedJobError, FailedSubmissionError) as error:
+            with redirect_stderr(io.StringIO()):  # on which submitit says the same
+                super().submit(executor, groups)
+        except FailedJobError as error:
             reason = " ".join(str(error).split())
             raise ValueError(f"--executor slurm: Slurm refuses the jobs: {reason}") from None
 
@@ -305,15 +310,6 @@ class SlurmJobs(LocalJobs):
 def squeue(*words: str) -> subprocess.CompletedProcess[str]:
     command = ["squeue", "--noheader", *words]
     return subprocess.run(command, capture_output=True, text=True, check=False)
-
-
-def local_words() -> list[str]:
-    """What gives a job on this machine the GPUs that this program sees. submitit hides them."""
-    gpus = os.environ.get("CUDA_VISIBLE_DEVICES")
-    return [
-        "env",
-        *(["-u", "CUDA_VISIBLE_DEVICES"] if gpus is None else [f"CUDA_VISIBLE_DEVICES={gpus}"]),
-    ]
 
 
 def import_submitit() -> Any:
