@@ -69,12 +69,8 @@ class LocalJobs:
         retries_failed: bool,
     ) -> None:
         self.configs = {name_of(config): config for config in configs}
-        self.settings, self.slurm, self.words, self.nproc = (
-            study.settings,
-            study.slurm,
-            words,
-            nproc,
-        )
+        self.settings, self.slurm = study.settings, study.slurm
+        self.words, self.nproc = words, nproc
         self.retries_failed, self.out = retries_failed, Path(study.settings.out)
         self.merged = {hash(record.to_json()) for record in results_in(self.out)}
         self.wanted, self.num_bad, self.tries = dict[str, int](), 0, Counter[Names]()
