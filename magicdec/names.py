@@ -53,6 +53,12 @@ ARRIVALS = {
     "uniform": "magicdec.workload.request_shapes:uniform",
     "poisson": "magicdec.workload.request_shapes:poisson",
 }
+# What runs the jobs of a study, where it does not run in the program that was started.
+IN_PROCESS = "in_process"
+EXECUTORS = {
+    "local": "magicdec.study.executor:LocalJobs",
+    "slurm": "magicdec.study.executor:SlurmJobs",
+}
 SEQUENTIAL = "sequential"  # one process, one request after the other
 # The kinds of records, which all commands append to one file, by their key `kind`.
 RECORDS = {

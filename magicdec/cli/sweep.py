@@ -26,10 +26,10 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import ParallelSection
 from magicdec.config.setting import declared, same, setting
 from magicdec.distributed.groups import read_launch
-from magicdec.distributed.ranks import INTERRUPTED, find_world_size
+from magicdec.distributed.ranks import INTERRUPTED, find_world_size, is_launched
 from magicdec.distributed.watching.watch import naming_lost
 from magicdec.model.checkpoint.hub import with_local_models
-from magicdec.names import most_like
+from magicdec.names import EXECUTORS, IN_PROCESS, load_named, most_like
 from magicdec.records.writing import check_writable
 from magicdec.study.study import MOST_CELLS, Grid, Settings, Study, checked, read_study
 
@@ -96,13 +96,18 @@ def main() -> NoReturn:
     launch = read_launch()
     try:
         flags, study = parse(sys.argv[1:])
-        configs = list(make_configs(study, find_world_size(flags.nproc, launch)))
+        has_jobs = (flags.print_sbatch or flags.executor != IN_PROCESS) and not flags.dry_run
+        nodes = study.slurm.nodes if has_jobs else 1
+        world_size = find_world_size(flags.nproc, launch) * nodes
+        configs = choose(list(make_configs(study, world_size)), flags.only)
         if launch.rank == 0:
             check_writable("--out", Path(study.settings.out))
+        if has_jobs:
+            sys.exit(run_jobs(flags, study, configs))
         run_on_ranks(flags.nproc, sys.argv[1:], launch)
         from magicdec.study.plan import make_plan
 
-        plan = make_plan(configs, study.settings, launch, flags.retry_failed)
+        plan = make_plan(configs, study.settings, launch, flags.retry_failed, bool(flags.only))
     except ValueError as error:
         refuse(error, launch)
     except KeyboardInterrupt:
@@ -116,6 +121,35 @@ def main() -> NoReturn:
         sys.exit(0)
     with naming_lost(launch):
         sys.exit(conclude(plan, study.settings, launch))
+
+
+def choose(configs: list[RunConfig], names: Sequence[str]) -> list[RunConfig]:
+    """The runs of these names; without a name, all. Raises ValueError for a name without a run."""
+    from magicdec.study.cells import name_of
+
+    by_name = {name_of(config): config for config in configs} if names else {}
+    for name in names:
+        if name not in by_name:
+            raise ValueError(f"--only {name} is no run of this study; --dry_run prints the names")
+    return [by_name[name] for name in names] or configs
+
+
+def run_jobs(flags: SweepFlags, study: Study, configs: list[RunConfig]) -> int:
+    """Run the study in jobs, or print their script; returns the exit code. Raises ValueError for
+    what the user can correct."""
+    if is_launched():
+        raise ValueError(
+            f"--executor {flags.executor}: a launcher, such as torchrun, started this as a rank; "
+            "start it once, and say with --nproc how many ranks a job has on a node"
+        )
+    words = [word for word in sys.argv[1:] if word != "--print_sbatch"]
+    kind = load_named(EXECUTORS, "slurm" if flags.print_sbatch else flags.executor)
+    jobs = kind(configs, study, words, flags.nproc or 1, flags.retry_failed)
+    if not flags.print_sbatch:
+        return int(jobs.conclude())
+    groups = jobs.groups()
+    print(jobs.script(groups) if groups else "# All runs are done.")
+    return 0
 
 
 @dataclass(frozen=True)
@@ -132,6 +166,22 @@ class SweepFlags(Settings):
     )
     nproc: int | None = same(ParallelSection, "nproc")
     retry_failed: bool = setting(False, "Run again what has failed.")
+    executor: str = setting(
+        IN_PROCESS,
+        "What runs the study. in_process: this program, one run after the other; slurm: array jobs "
+        "of Slurm, with the options of [slurm] in the study file; local: the same jobs as "
+        "processes of this machine, one at a time. The last two need submitit.",
+        choices=(IN_PROCESS, *EXECUTORS),
+    )
+    print_sbatch: bool = setting(
+        False, "Print what --executor slurm submits as a script for sbatch, and run nothing."
+    )
+    only: tuple[str, ...] = setting(
+        (),
+        "Run these runs alone, by the names that --dry_run prints. Each writes to a file of its "
+        "own, NAME.jsonl in the folder that is named as --out with .jobs behind it.",
+        is_set=True,
+    )
     dry_run: bool = setting(False, "Print the runs in their order, and run nothing.")
     yes: bool = setting(False, f"Allow more than {MOST_CELLS} runs.")
 

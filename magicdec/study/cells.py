@@ -6,9 +6,11 @@ records. Every rank makes the same cells.
 
 from __future__ import annotations
 
+import hashlib
 import json
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch
 from magicdec.memory.model_plan import max_tokens
 from magicdec.names import BASELINE
-from magicdec.records.reading import read_records
+from magicdec.records.reading import Unreadable, parse_line, read_records
 from magicdec.records.record import RunRecord
 from magicdec.run.resident import prefill_key
 from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, complete, find
@@ -25,9 +27,11 @@ from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, complete, 
 
 @dataclass(frozen=True)
 class Cell:
-    """One run of a study. `prepared` is None if it was refused, for the reason in `refusal`."""
+    """One run of a study. `prepared` is None if it was refused, for the reason in `refusal`.
+    `names` has a `name_of` for each way in which the study writes it."""
 
     resolved: ResolvedRun
+    names: tuple[str, ...]
     prepared: Prepared | None = None
     refusal: str = ""
 
@@ -90,17 +94,42 @@ def make_cells(configs: Iterable[RunConfig], launch: Launch) -> list[Cell]:
         resolved = find(config, launch, cache)
         try:
             # Each rank checks alone: the ranks of a study agree on all refusals at once.
-            cell = Cell(resolved, complete(resolved, cache, lambda launch, check: check()))
+            prepared, refusal = complete(resolved, cache, lambda launch, check: check()), ""
         except ValueError as error:
-            cell = Cell(resolved, refusal=" ".join(str(error).split()))
-        cells.setdefault(cell.key, cell)
+            prepared, refusal = None, " ".join(str(error).split())
+        cell = Cell(resolved, (name_of(config),), prepared, refusal)
+        known = cells.get(cell.key)
+        cells[cell.key] = replace(known, names=known.names + cell.names) if known else cell
     return list(cells.values())
 
 
-def records_of(path: Path, cells: Sequence[Cell]) -> list[RunRecord]:
-    """The records of these cells in a results file, in its order; none if there is no file, or if
-    it ends within its first line. Raises ValueError for a file of something else."""
+def name_of(config: RunConfig) -> str:
+    """Names a run by what the user wrote, before anything is resolved: `auto` may become something
+    else on another machine."""
+    sections = asdict(config) | {"output": None}
+    text = json.dumps(sections, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def file_of(results: Path, name: str) -> Path:
+    """The file of a run that is measured in a job. No other job writes to it, so that a file system
+    without locks will do."""
+    return Path(f"{results}.jobs") / f"{name}.jsonl"
+
+
+def whole_records(path: Path) -> list[RunRecord]:
+    """The records of such a file, without a line that a killed job has left unfinished, or that is
+    just being written."""
+    records = list[RunRecord]()
+    for line in path.read_bytes().split(b"\n")[:-1] if path.is_file() else ():
+        with suppress(Unreadable):
+            records.append(parse_line(line, RunRecord))
+    return records
+
+
+def results_in(path: Path) -> list[RunRecord]:
+    """The records of runs in a results file, in its order; none if there is no file, or if it ends
+    within its first line. Raises ValueError for a file of something else."""
     if not path.is_file() or b"\n" not in path.read_bytes():
         return []
-    keys = {cell.key for cell in cells}
-    return [record for record in read_records(path, RunRecord) if config_key(record.config) in keys]
+    return list(read_records(path, RunRecord))

@@ -17,14 +17,17 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TypeVar
 
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch, exchange_texts
 from magicdec.memory.check import needed
 from magicdec.records.record import RunRecord
 from magicdec.run.resident import Room
-from magicdec.study.cells import Cell, config_key, make_cells, records_of
+from magicdec.study.cells import Cell, config_key, file_of, make_cells, results_in, whole_records
 from magicdec.study.study import Settings
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -35,18 +38,27 @@ class StudyPlan:
     order: list[Cell]
     todo: list[int]
     rooms: dict[str, Room]  # of the caches, by the key of the cell
+    files: dict[str, list[Path]]  # to which its records are appended, by the key of the cell
 
 
 def make_plan(
-    configs: Iterable[RunConfig], settings: Settings, launch: Launch, retries_failed: bool
+    configs: Iterable[RunConfig],
+    settings: Settings,
+    launch: Launch,
+    retries_failed: bool,
+    is_job: bool = False,
 ) -> StudyPlan:
-    """Raises ValueError as `make_cells` does, and for a results file that cannot be read."""
-    cells = make_cells(configs, launch)
+    """In a job, each run has a results file of its own. Raises ValueError as `make_cells` does, and
+    for a results file that cannot be read."""
+    cells, results = make_cells(configs, launch), Path(settings.out)
     order = in_order(cells, settings)
     rooms = make_rooms(cells)
+    files = {c.key: [file_of(results, n) for n in c.names] if is_job else [results] for c in cells}
     todo: list[int] = []
     if launch.rank == 0:
-        todo = left(order, records_of(Path(settings.out), cells), retries_failed)
+        written = [whole_records(paths[0]) for paths in files.values() if is_job]
+        records = [r for of_run in written for r in of_run] if is_job else results_in(results)
+        todo = left(order, records, retries_failed)
     mine = {
         "refusals": {cell.key: cell.refusal for cell in cells},
         "kept": [key for key, room in rooms.items() if room.is_kept],
@@ -59,7 +71,7 @@ def make_plan(
         agreed[cell.key] = replace(cell, prepared=None, refusal=refusal) if refusal else cell
     kept_keys = set.intersection(*(set(of_rank["kept"]) for of_rank in facts))
     rooms = {key: replace(room, is_kept=key in kept_keys) for key, room in rooms.items()}
-    return StudyPlan([agreed[cell.key] for cell in order], facts[0]["todo"], rooms)
+    return StudyPlan([agreed[cell.key] for cell in order], facts[0]["todo"], rooms, files)
 
 
 def in_order(cells: Sequence[Cell], settings: Settings) -> list[Cell]:
@@ -77,8 +89,8 @@ def in_order(cells: Sequence[Cell], settings: Settings) -> list[Cell]:
     return order
 
 
-def grouped(cells: Iterable[Cell], key: Callable[[Cell], object]) -> list[list[Cell]]:
-    groups: dict[Hashable, list[Cell]] = {}
+def grouped(cells: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
+    groups: dict[Hashable, list[T]] = {}
     for cell in cells:
         groups.setdefault(repr(key(cell)), []).append(cell)
     return list(groups.values())
@@ -87,15 +99,18 @@ def grouped(cells: Iterable[Cell], key: Callable[[Cell], object]) -> list[list[C
 def left(order: Sequence[Cell], records: Sequence[RunRecord], retries_failed: bool) -> list[int]:
     """The numbers of the runs that have not run to their end. Of equal ones, the first count as
     done. A failure is an end, unless it is to be tried again."""
-    done = Counter(
-        config_key(r.config) for r in records if not (retries_failed and r.status == "failed")
-    )
+    done = Counter(config_key(r.config) for r in records if is_done(r, retries_failed))
     numbers = []
     for number, cell in enumerate(order):
         done[cell.key] -= 1
         if done[cell.key] < 0:
             numbers.append(number)
     return numbers
+
+
+def is_done(record: RunRecord, retries_failed: bool) -> bool:
+    """Whether the run has run to its end. A failure is an end, unless it is to be tried again."""
+    return not (retries_failed and record.status == "failed")
 
 
 def make_rooms(cells: Sequence[Cell]) -> dict[str, Room]:

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from magicdec.console import Advance, Progress
 from magicdec.records.record import RunRecord
@@ -30,7 +31,7 @@ class StudyProgress:
 
     def begin(self, number: int, cell: Cell) -> None:
         self.started = time.monotonic()
-        self.name = f"{number + 1}/{self.num_runs} {describe(cell)}"
+        self.name = f"{number + 1}/{self.num_runs} {describe(cell.resolved.config.to_dict())}"
         self.label = f"{self.name}{self.left}; "
 
     def end(self, cell: Cell, record: RunRecord) -> None:
@@ -54,8 +55,8 @@ class StudyProgress:
             yield advance
 
 
-def describe(cell: Cell) -> str:
-    config = cell.resolved.config.to_dict()
+def describe(config: dict[str, Any]) -> str:
+    """What a resolved config runs, in a few words."""
     w = config["workload"]
     return (
         f"{config['model']['model']}, {method_of(config)}, B {w['batch_size']}, "
@@ -76,12 +77,13 @@ def shown(record: RunRecord) -> str:
 
 
 def print_order(plan: StudyPlan) -> None:
-    """Every run in its order, with what keeps it from running."""
+    """Every run in its order, with its name for `--only` and with what keeps it from running."""
     todo = set(plan.todo)
     for number, cell in enumerate(plan.order):
         state = "" if number in todo else " (done)"
         refusal = f" (cannot run: {cell.refusal})" if cell.refusal else ""
-        print(f"{number + 1}/{len(plan.order)} {describe(cell)}{state}{refusal}")
+        what = f"{describe(cell.resolved.config.to_dict())}; {cell.names[0]}"
+        print(f"{number + 1}/{len(plan.order)} {what}{state}{refusal}")
 
 
 def say(line: str) -> None:

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from magicdec.config.sections import OutputSection
 from magicdec.config.setting import declared, same, setting
@@ -19,6 +19,7 @@ from magicdec.config.toml_file import TomlFile
 from magicdec.names import most_like
 
 MOST_CELLS = 10_000  # unless the user confirms more
+S = TypeVar("S", bound=Hashable)
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,49 @@ class Settings:
 
 
 @dataclass(frozen=True)
+class SlurmOptions:
+    """What the jobs of a study ask of Slurm: the table [slurm] of its file."""
+
+    partition: str | None = setting(None, "Partition; Slurm's default if it is not given.")
+    account: str | None = setting(None, "Account that is charged.")
+    time: int = setting(60, "Minutes after which Slurm ends a job.", least=1)
+    nodes: int = setting(1, "Nodes of a job, each with the ranks of --nproc.", least=1)
+    gpus_per_node: int | None = setting(None, "GPUs on each node.", least=0)
+    cpus_per_task: int | None = setting(None, "CPUs for the ranks of a node.", least=1)
+    mem_gb: int | None = setting(None, "Memory on each node, in GiB.", least=1)
+    more: tuple[str, ...] = setting(
+        (), "Further options of sbatch, such as qos=high or exclusive.", can_be_empty=True
+    )
+    runs_per_job: int = setting(
+        1, "Runs in a job. They share the model and their prompts, as in a study.", least=1
+    )
+    jobs_at_once: int = setting(256, "Jobs that may run at the same time.", least=1)
+    retries: int = setting(3, "Times that a job is submitted again if Slurm ended it.", least=0)
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Those of `sbatch` by name, with an underscore for a dash; without those of `more`."""
+        own = ("partition", "account", "time", "nodes", "gpus_per_node", "cpus_per_task")
+        values = {name: getattr(self, name) for name in own} | {"ntasks_per_node": 1}
+        values["mem"] = None if self.mem_gb is None else f"{self.mem_gb}G"
+        return {name: value for name, value in values.items() if value is not None}
+
+    @property
+    def more_options(self) -> dict[str, Any]:
+        pairs = (each.removeprefix("--").partition("=") for each in self.more)
+        return {name: value if equals else True for name, equals, value in pairs}
+
+    @property
+    def srun_options(self) -> list[str]:
+        """What `srun` does not take from its job."""
+        return [] if self.cpus_per_task is None else [f"--cpus-per-task={self.cpus_per_task}"]
+
+
+@dataclass(frozen=True)
 class Study:
     grids: tuple[Grid, ...]
     settings: Settings = Settings()
+    slurm: SlurmOptions = SlurmOptions()
 
     @property
     def num_cells(self) -> int:
@@ -76,8 +117,10 @@ def read_study(path: Path, drivers: Iterable[str]) -> Study:
     """The study of a TOML file. Raises ValueError, one line naming the file and the key."""
     file = TomlFile("", path)
     raw = dict(file.values)
-    common, grids = raw.pop("common", {}), raw.pop("grid", [])
-    settings = _settings(file, raw)
+    common, grids, slurm = raw.pop("common", {}), raw.pop("grid", []), raw.pop("slurm", {})
+    settings = _read(file, Settings, raw, ("common", "grid", "slurm"))
+    if not isinstance(slurm, dict):
+        raise ValueError(f"{path}: slurm must be a table of options of jobs, [slurm]")
     if not isinstance(common, dict):
         raise ValueError(f"{path}: common must be a table of flags, [common]")
     if not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):
@@ -90,20 +133,22 @@ def read_study(path: Path, drivers: Iterable[str]) -> Study:
             for number, grid in enumerate(grids, 1)
         ),
         settings,
+        _read(file, SlurmOptions, slurm),
     )
 
 
-def _settings(file: TomlFile, raw: dict[str, Any]) -> Settings:
-    settings, values = declared(Settings), {}
+def _read(file: TomlFile, section: type[S], raw: dict[str, Any], others: Sequence[str] = ()) -> S:
+    """The section with the values of a table. `others` are keys that mean something else there."""
+    settings, values = declared(section), {}
     for key, value in raw.items():
         if key not in settings:
-            hint = most_like(key, [*settings, "common", "grid"])
+            hint = most_like(key, [*settings, *others])
             raise ValueError(f"{file.place_of(key)}: unknown key {key}; {hint}")
         try:
             values[key] = settings[key].read(value)
         except ValueError as error:
             raise ValueError(f"{file.place_of(key)}: {error}") from None
-    return Settings(**values)
+    return section(**values)
 
 
 def _grid(

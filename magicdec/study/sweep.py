@@ -30,10 +30,8 @@ from magicdec.study.study import Settings
 class Sweep:
     """One rank's part of a study."""
 
-    def __init__(
-        self, plan: StudyPlan, launch: Launch, results: Path, progress: StudyProgress
-    ) -> None:
-        self.plan, self.launch, self.results = plan, launch, results
+    def __init__(self, plan: StudyPlan, launch: Launch, progress: StudyProgress) -> None:
+        self.plan, self.launch = plan, launch
         self.progress, self.is_leader = progress, launch.rank == 0
         self.sessions: dict[object, RankSession] = {}
         self.resident: Resident | None = None
@@ -50,7 +48,7 @@ class Sweep:
             else:
                 record = self.run_cell(cell, self.session(cell))
             if self.is_leader:
-                append_record(self.results, record)
+                self.append(cell, record)
                 self.progress.end(cell, record)
             self.records.append(record)
         close_groups()
@@ -81,9 +79,13 @@ class Sweep:
             record = self.failed(cell, f"{type(error).__name__}: {error}")
             if self.launch.world_size > 1:
                 if self.is_leader:
-                    append_record(self.results, record)
+                    self.append(cell, record)
                 raise
             return record
+
+    def append(self, cell: Cell, record: RunRecord) -> None:
+        for path in self.plan.files[cell.key]:
+            append_record(path, record)
 
     def failed(self, cell: Cell, error: str) -> RunRecord:
         """The record of a cell that did not run to its end."""
@@ -97,7 +99,7 @@ def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:
     """Run what is left, report it, and return the exit code: 0 if nothing failed, 1 if something
     did, 130 on Ctrl-C."""
     is_leader, path = launch.rank == 0, Path(settings.out)
-    sweep = Sweep(plan, launch, path, StudyProgress(make_progress(is_leader), plan))
+    sweep = Sweep(plan, launch, StudyProgress(make_progress(is_leader), plan))
     if is_leader:
         say(f"{len(plan.order)} runs, {len(plan.order) - len(plan.todo)} of them done before")
     is_interrupted = False

@@ -82,7 +82,7 @@ def variants(base: RunConfig) -> list[RunConfig]:
 
 def run_study(asked: list[RunConfig], path: Path) -> tuple[StudyPlan, list[RunRecord]]:
     plan = make_plan(asked, Settings(str(path)), ALONE, retries_failed=False)
-    sweep = Sweep(plan, ALONE, path, StudyProgress(Silent(), plan))
+    sweep = Sweep(plan, ALONE, StudyProgress(Silent(), plan))
     sweep.run()
     return plan, sweep.records
 
