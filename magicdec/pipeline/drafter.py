@@ -253,6 +253,7 @@ class ModelDrafter:
         self.runner.allocate(lane)
         (part,) = Part.whole([request])
         logits = take(self.runner, part, self.prefill_chunk)
+        assert logits is not None, "a whole text is complete"
         self.kv.admit([request])
         held = HeldText(number, tuple(text), len(text))
         (held.candidates,) = self._candidates(logits, held, [()])

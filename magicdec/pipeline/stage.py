@@ -120,14 +120,14 @@ class Stage:
         for row in rows:
             if not self.runner.cache.blocks[row]:
                 self.runner.allocate(row)
-        out = self.compute(x, rows, last_only=status != VERIFY)
+        out = self.compute(x, rows, None if status == VERIFY else min(status, 1))
         wait_for_stream(out.device)
         if self.pad_s:
             sleep_until(due_s)
         return out if status or not self.is_last else None
 
-    def compute(self, x: Tokens, rows: Sequence[int], last_only: bool) -> Tensor:
-        return self.runner.forward(x, rows, last_only=last_only)
+    def compute(self, x: Tokens, rows: Sequence[int], num_outputs: int | None) -> Tensor:
+        return self.runner.forward(x, rows, num_outputs=num_outputs)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -353,8 +353,7 @@ class RunStage:
             x = message.payload
         rows, run = [launch.lane], self.runner.forward
         if is_appended(launch):
-            last_only = launch.num_outputs < num_rows
-            out = run(x, rows, last_only=last_only, cancellation=cancellation)
+            out = run(x, rows, num_outputs=launch.num_outputs, cancellation=cancellation)
         else:
             context, tree = ContextCells(launch.context), tree_of(launch, self.runner.device)
             out = run(x, rows, context, tree=tree, cancellation=cancellation)
