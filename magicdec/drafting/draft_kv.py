@@ -95,7 +95,7 @@ class DraftKV:
         tree = None if parents is None else DraftTree(num_held.tensor, parents)
         visible = self.select(rows, committed)
         return self.runner.forward(
-            token_ids, rows, visible, num_held, num_outputs, is_draft=True, tree=tree
+            token_ids, rows, visible, num_held, num_outputs=num_outputs, is_draft=True, tree=tree
         )
 
     def chain(

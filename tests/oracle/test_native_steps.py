@@ -126,10 +126,14 @@ def test_rows_with_different_numbers_of_new_tokens_share_a_forward(
     layered, native = make_pair(MODELS[name], dtype, [70, 3, 131, 64], is_int8)
     results = []
     for runner in (layered, native):
-        weights: list[Tensor] = []
+        weights = list[Tensor]()
+
+        def watch(layer: int, of_layer: Tensor, to: list[Tensor] = weights) -> None:
+            to.append(of_layer)
+
         before = runner.counts.copy()
         chunk = runner.defer(ids_for(1, 41), [1], num_outputs=0)
-        verified = runner.defer(ids_for(2, 4), [0, 3], watch=lambda layer, w: weights.append(w))
+        verified = runner.defer(ids_for(2, 4), [0, 3], watch=watch)
         assert (chunk.out is None) == (verified.out is None) == (runner.executor is not None)
         logits = runner.forward(ids_for(1, 1), [2])
         assert chunk.out is not None and chunk.out.shape[1] == 0 and verified.out is not None
