@@ -19,7 +19,7 @@ from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_kv import AcceptedPath
 from magicdec.drafting.drafter import Drafter, DraftPlan, DraftSetup, make_drafter
 from magicdec.drafting.forecast import Acceptance
-from magicdec.drafting.ngram import STEP_COST, TOKEN_COST, NgramDrafter, best_lengths
+from magicdec.drafting.ngram import STEP_COST, TOKEN_COST, NgramDrafter, best_length
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.names import NGRAM_AND
 from magicdec.request import Request
@@ -39,7 +39,6 @@ class MixedDrafter(Drafter):
         self.target, self.lookup, self.model = target, lookup, model
         self.draft_kv, self.can_capture = model.draft_kv, model.can_capture
         self.watch, self.watch_queries = model.watch, model.watch_queries
-        lookup.by_row = lookup.by_row and not (self.watch or self.watch_queries)
         self.acceptance = Acceptance(most)
         self._choices: Sequence[int] = ()  # numbers of tokens that the model may be asked for
         self._requests: dict[int, tuple[Request, int, int]] = {}  # drafted by the model, by row
@@ -84,16 +83,16 @@ class MixedDrafter(Drafter):
         self._learn(requests)
         of_lookup = self.lookup.look_up(requests, self.lookup.most)
         cost = TOKEN_COST + DRAFT_COST if token_cost is None else token_cost
-        alone, worth = best_lengths(of_lookup, min(TOKEN_COST, cost / 2), self.lookup.by_row)
+        alone, worth = best_length(of_lookup, min(TOKEN_COST, cost / 2))
         of_model = [self._survivals(request)[:num_draft_tokens] for request in requests]
         cut = [each[:num_draft_tokens] for each in of_lookup]
         takes = [sum(a) > sum(b) for a, b in zip(cut, of_model, strict=True)]
         chosen = (a if take else b for take, a, b in zip(takes, cut, of_model, strict=True))
         expected = 1 + sum(map(sum, chosen)) / len(requests)
         step_s = 1 + STEP_COST + cost * num_draft_tokens
-        self._uses_model = num_draft_tokens > 0 and (not any(alone) or expected / step_s >= worth)
+        self._uses_model = num_draft_tokens > 0 and (alone == 0 or expected / step_s >= worth)
         if not self._uses_model:
-            return DraftPlan(alone, [0] * len(requests))
+            return DraftPlan([min(alone, len(each)) for each in of_lookup], [0] * len(requests))
         rows = [request.row for request in requests if request.row is not None]
         self._is_looked_up = dict(zip(rows, takes, strict=True))
         of_rows = zip(requests, rows, takes, strict=True)

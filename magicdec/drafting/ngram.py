@@ -28,15 +28,9 @@ class NgramDrafter(Drafter):
     has_probabilities = False
 
     def __init__(
-        self,
-        num_rows: int,
-        most: int,
-        device: torch.device,
-        corpus: Sequence[int] = (),
-        by_row: bool = False,
+        self, num_rows: int, most: int, device: torch.device, corpus: Sequence[int] = ()
     ) -> None:
-        """With `by_row`, a verification takes other numbers of tokens from each row, unpadded."""
-        self.most, self.rates, self.by_row = most, Rates(), by_row
+        self.most, self.rates = most, Rates()
         self.corpus = SuffixIndex(corpus, len(corpus)) if corpus else None
         self.lookups: dict[int, Lookup] = {}  # by row
         self.proposals: dict[int, list[tuple[int, float]]] = {}  # of the last plan, by row
@@ -46,8 +40,7 @@ class NgramDrafter(Drafter):
     def build(cls, setup: DraftSetup) -> NgramDrafter:
         runner = setup.runner
         most = setup.decoding.most_draft_tokens
-        by_row = runner.executor is not None
-        return cls(runner.num_rows, most, runner.device, setup.corpus, by_row)
+        return cls(runner.num_rows, most, runner.device, setup.corpus)
 
     def admit(self, requests: Sequence[Request]) -> None:
         for request in requests:
@@ -67,8 +60,8 @@ class NgramDrafter(Drafter):
         self, requests: Sequence[Request], num_draft_tokens: int, token_cost: float | None = None
     ) -> DraftPlan:
         survivals = self.look_up(requests, min(num_draft_tokens, self.most))
-        cost = TOKEN_COST if token_cost is None else token_cost
-        counts, _ = best_lengths(survivals, cost, self.by_row)
+        count, _ = best_length(survivals, TOKEN_COST if token_cost is None else token_cost)
+        counts = [min(count, len(each)) for each in survivals]
         return DraftPlan(counts, counts)
 
     def look_up(self, requests: Sequence[Request], most: int) -> list[list[float]]:
@@ -107,35 +100,18 @@ class NgramDrafter(Drafter):
         return Proposal(self._tokens[batch.rows.index, :num_draft_tokens])
 
 
-def best_lengths(
-    survivals: Sequence[Sequence[float]],
-    token_cost: float,
-    by_row: bool,
-    step_cost: float = STEP_COST,
-) -> tuple[list[int], float]:
-    """How many tokens of each row to verify so that a step emits most tokens in its time, and how
-    many times as fast as decoding that is; none and 1.0 if it is not faster by a margin.
+def best_length(
+    survivals: Sequence[Sequence[float]], token_cost: float, step_cost: float = STEP_COST
+) -> tuple[int, float]:
+    """How many tokens to verify so that a step emits most tokens in its time, and how many times as
+    fast as decoding that is; (0, 1.0) if it is not faster by a margin.
 
-    `survivals` are, for each row, the probabilities that it accepts its first 1, 2, ... tokens;
-    they fall. A step takes 1 + step_cost decode steps, and token_cost for one more token of every
-    row. Unless `by_row`, rows with fewer tokens are padded, which costs the same."""
-    num_rows, counts = len(survivals), [0] * len(survivals)
-    # What is added at a time, the likeliest first: a token of one row, or the next one of all.
-    if by_row:
-        tokens = [(p, [row]) for row, each in enumerate(survivals) for p in each]
-        tokens.sort(key=lambda token: -token[0])
-        token_cost /= num_rows
-    else:
-        longest = max(map(len, survivals), default=0)
-        having = [[r for r, p in enumerate(survivals) if n < len(p)] for n in range(longest)]
-        tokens = [(sum(survivals[r][n] for r in rows), rows) for n, rows in enumerate(having)]
-    best, number, expected = MARGIN, 0, 1.0
-    for num_taken, (gain, _) in enumerate(tokens, 1):
-        expected += gain / num_rows
-        speed = expected / (1 + step_cost + token_cost * num_taken)
+    `survivals` are, for each row, the probabilities that it accepts its first 1, 2, ... tokens. A
+    step takes as long as that many decode steps: 1 + step_cost + token_cost * tokens."""
+    best, count, expected = MARGIN, 0, 1.0
+    for number in range(1, 1 + max(map(len, survivals), default=0)):
+        expected += sum(p[number - 1] for p in survivals if number <= len(p)) / len(survivals)
+        speed = expected / (1 + step_cost + token_cost * number)
         if speed > best:
-            best, number = speed, num_taken
-    for _, rows in tokens[:number]:
-        for row in rows:
-            counts[row] += 1
-    return counts, best if number else 1.0
+            best, count = speed, number
+    return (count, best) if count else (0, 1.0)

@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import accumulate, product
-from operator import mul
 
 import pytest
 import torch
@@ -14,7 +12,7 @@ from hypothesis import strategies as st
 from magicdec.config.sections import DecodingSection
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting import suffix_index
-from magicdec.drafting.ngram import MARGIN, STEP_COST, NgramDrafter, best_lengths
+from magicdec.drafting.ngram import NgramDrafter, best_length
 from magicdec.drafting.suffix_index import (
     LEAST_MATCH,
     MOST_MATCH,
@@ -132,36 +130,23 @@ def test_probabilities_rise_with_the_match_and_are_learned() -> None:
             assert not last or last[0][1] < first[0][1] / 2
 
 
-@given(
-    rows=st.lists(st.lists(st.floats(0, 1), max_size=4), min_size=1, max_size=3),
-    cost=st.floats(0.01, 0.5),
-    by_row=st.booleans(),
-)
-def test_what_a_step_verifies_is_worth_its_time(
-    rows: list[list[float]], cost: float, by_row: bool
-) -> None:
-    """The best numbers, by trying all: of each row, or one of all rows, which are padded."""
-    survivals = [list(accumulate(row, mul)) for row in rows]
-    counts, speed = best_lengths(survivals, cost, by_row)
-    speeds = {}
-    for each in product(*(range(len(row) + 1) for row in rows)):
-        num_tokens = sum(each) / len(rows) if by_row else max(each)
-        expected = sum(sum(p[:n]) for p, n in zip(survivals, each, strict=True)) / len(rows)
-        speeds[each] = (1 + expected) / (1 + STEP_COST + cost * num_tokens)
-    best = max(speeds.values())
-    if best <= MARGIN:
-        assert speed == 1.0 and not any(counts)
-    elif best > MARGIN * 1.0001:
-        assert speed == pytest.approx(best) and speeds[tuple(counts)] == pytest.approx(best)
+def test_what_a_step_verifies_is_worth_its_time() -> None:
+    """The best number, by trying all."""
+    certain, doubtful = [0.9**n for n in range(1, 20)], [0.3, 0.1]
+    assert best_length([doubtful], 0.3) == (0, 1.0) and best_length([[]], 0.1) == (0, 1.0)
+    for survivals, cost in (([certain], 0.1), ([certain, [], doubtful], 0.1), ([certain] * 4, 0.4)):
+        speeds = [
+            (1 + sum(sum(p[:n]) for p in survivals) / len(survivals)) / (1.05 + cost * n)
+            for n in range(1, 20)
+        ]
+        count, speed = best_length(survivals, cost)
+        assert speed == pytest.approx(max(speeds)) and speeds[count - 1] == pytest.approx(speed)
+    assert best_length([certain, [], []], 0.1)[0] < best_length([certain], 0.1)[0], "others pay"
 
 
-@given(
-    prompts=st.lists(TEXT, min_size=2, max_size=2),
-    outputs=st.lists(TEXT, min_size=4),
-    by_row=st.booleans(),
-)
+@given(prompts=st.lists(TEXT, min_size=2, max_size=2), outputs=st.lists(TEXT, min_size=4))
 def test_a_drafter_follows_the_output_of_each_request(
-    prompts: list[list[int]], outputs: list[list[int]], by_row: bool
+    prompts: list[list[int]], outputs: list[list[int]]
 ) -> None:
     """Steps that emit some tokens for one request or for both. Rows with fewer are padded."""
     requests = make_requests([tuple(p) for p in prompts], 1000)
@@ -169,7 +154,7 @@ def test_a_drafter_follows_the_output_of_each_request(
         request.row = row
         request.output_ids.append(0)
     batch = Batch(tuple(requests))
-    drafter = NgramDrafter(2, 4, CPU, by_row=by_row)
+    drafter = NgramDrafter(2, 4, CPU)
     drafter.admit(requests)
     general = Rates()
     lookups = [Lookup(None, general) for _ in requests]
@@ -183,16 +168,15 @@ def test_a_drafter_follows_the_output_of_each_request(
             lookup.extend(request.output_ids[lookup.length - len(request.prompt_ids) :])
             proposals.append(lookup.propose(4))
         plan = drafter.plan(requests, 4, token_cost=0.05)
-        survivals = [[p for _, p in each] for each in proposals]
-        assert plan.counts == best_lengths(survivals, 0.05, by_row)[0]
-        longest = max(plan.counts)
+        longest = best_length([[p for _, p in each] for each in proposals], 0.05)[0]
+        assert max(plan.counts) == longest
         assert drafter.prepare(requests, longest) == 1
         ids = drafter.propose(on_device, longest).ids
         assert ids.shape == (2, longest)
         for row, (proposal, count) in enumerate(zip(proposals, plan.counts, strict=True)):
             tokens = [token for token, _ in proposal][:longest]
-            assert count <= len(tokens) and (by_row or count == len(tokens))
-            padding = [requests[row].last_token] * (longest - len(tokens))
+            assert count == len(tokens)
+            padding = [requests[row].last_token] * (longest - count)
             assert ids[row].tolist() == [*tokens, *padding]
 
 
