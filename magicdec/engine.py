@@ -115,6 +115,7 @@ class Engine:
                 strategy.admit(Batch(ready))
         if plan.decoding is not None:
             self._decode(plan.decoding, strategy, observe)
+        self.runner.flush()
 
     def rewind(self, snapshots: Sequence[Request]) -> None:
         """Go back to the state just after prefill, so that another strategy can decode the same

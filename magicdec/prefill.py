@@ -37,7 +37,7 @@ def prefill(
     tokens, is_first, stamps = [], [], TimeStamps(runner.device)
     for part in parts:
         logits = take(runner, part, chunk, progress)
-        if not part.is_last:
+        if logits is None:
             continue
         is_first.append(not part.request.output_ids)
         if is_first[-1]:
@@ -53,18 +53,26 @@ def prefill(
 
 def take(
     runner: ModelRunner, part: Part, chunk: int, progress: Callable[[int], None] = lambda n: None
-) -> Tensor:
+) -> Tensor | None:
     """Append the tokens of `part` to its row, which holds those before it. Returns this rank's
-    logits [1, 1, V] of the last one."""
+    logits [1, 1, V] of the last one, if the text is complete with it. If it is not, the last chunk
+    may wait for the next forward (`ModelRunner.defer`)."""
     text, row, num_left = part.request.cached_ids, part.row, part.request.num_cached - part.start
+    num_following = num_left - (part.stop - part.start)
     ids = upload([text[part.start : part.stop]], runner.device)
     rows, prompt_queries = BatchRows.of([row], runner.device), runner.prompt_queries
     if prompt_queries is not None and part.start == 0:
         prompt_queries.begin(row, num_left)
+    logits = None
     for tokens in ids.split(chunk, dim=1):
         num_left -= tokens.shape[1]
         watch = None if prompt_queries is None else prompt_queries.watch(row, num_left)
-        logits = runner.forward(tokens, rows, last_only=True, watch_queries=watch)
+        if num_left == 0:
+            logits = runner.forward(tokens, rows, num_outputs=1, watch_queries=watch)
+        elif num_left > num_following:
+            runner.forward(tokens, rows, num_outputs=0, watch_queries=watch)
+        else:
+            runner.defer(tokens, rows, num_outputs=0, watch_queries=watch)
         progress(tokens.shape[1])
     return logits
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, check_trees
 from magicdec.distributed.groups import Group
-from magicdec.executor.executor import Cancellation, Executor, check
+from magicdec.executor.executor import Cancellation, Executor, ForwardPart, check
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows, upload
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.kv.pool import CacheShape
@@ -38,6 +38,17 @@ Tokens = Tensor | Sequence[Sequence[int]]
 QueryWatch = Callable[[int, Tensor], None]
 """A function that is called for each layer with its queries [B, T, H, D] after RoPE, before the
 layer computes attention."""
+
+
+@dataclass(eq=False)
+class Forward:
+    """A forward of some rows, which is computed by itself or together with others. `out` is what
+    `ModelRunner.forward` returns, once it is computed."""
+
+    part: ForwardPart
+    rows: BatchRows
+    is_draft: bool
+    out: Tensor | None = None
 
 
 @dataclass
@@ -66,6 +77,7 @@ class ModelRunner:
     drafting: ModelRunner | None = field(init=False, default=None)  # see `with_model`
     cache: KVCache = field(init=False)
     counts: ForwardCounts = field(init=False, default_factory=ForwardCounts)
+    deferred: list[Forward] = field(init=False, default_factory=list)  # by `defer`
 
     def __post_init__(self) -> None:
         weight = next(self.model.parameters())
@@ -115,6 +127,7 @@ class ModelRunner:
         It counts its own forwards."""
         runner = copy(self)
         runner.model, runner.executor, runner.backend = model, executor, copy(self.backend)
+        runner.deferred = []
         with torch.inference_mode(False):
             on_device = torch.zeros(4, dtype=torch.int64, device=self.device)
         runner.counts = ForwardCounts(on_device=on_device)
@@ -147,7 +160,7 @@ class ModelRunner:
         rows: Rows,
         policy: Visible | None = None,
         committed: Lengths | Sequence[int] | None = None,
-        last_only: bool = False,
+        num_outputs: int | None = None,
         watch: Watch | None = None,
         watch_queries: QueryWatch | None = None,
         is_draft: bool = False,
@@ -155,7 +168,8 @@ class ModelRunner:
         cancellation: Cancellation | None = None,
     ) -> Tensor:
         """Append the tokens of x to `rows` and return what `Transformer.forward` does: this rank's
-        logits [B, T, V] or [B, 1, V] with `last_only`, or hidden states of a model's part.
+        logits [B, T, V], or [B, num_outputs, V] of the last tokens, or hidden states of a model's
+        part.
 
         `policy` (default: the runner's own) chooses the visible tokens among the first `committed`
         tokens of each row (default: all tokens of the row). What draft forwards (`is_draft`) read
@@ -166,6 +180,51 @@ class ModelRunner:
         The rows become longer by T tokens all the same, so that `cache.keep_path` or `truncate`
         must follow. Raises ValueError if the attention backend does not support trees.
         """
+        forward = self._prepare(
+            x, rows, policy, committed, num_outputs, watch, watch_queries, is_draft, tree
+        )
+        self._compute(forward, cancellation)
+        assert forward.out is not None, "it has just been computed"
+        return forward.out
+
+    @torch.inference_mode()
+    def defer(
+        self,
+        x: Tokens,
+        rows: Rows,
+        num_outputs: int | None = None,
+        watch: Watch | None = None,
+        watch_queries: QueryWatch | None = None,
+        tree: DraftTree | None = None,
+    ) -> Forward:
+        """As `forward`, but it may be computed together with the next forward, of other rows, so
+        that the weights are read once for both; `flush` computes it at the latest. Until then
+        nothing may touch its rows. It is computed now unless a forward is one native call."""
+        forward = self._prepare(x, rows, None, None, num_outputs, watch, watch_queries, False, tree)
+        if self._is_native(forward):
+            self.deferred.append(forward)
+        else:
+            self._compute(forward)
+        return forward
+
+    @torch.inference_mode()
+    def flush(self) -> None:
+        """Compute what was deferred and is not computed yet."""
+        if self.deferred:
+            self._compute(self.deferred.pop())
+
+    def _prepare(
+        self,
+        x: Tokens,
+        rows: Rows,
+        policy: Visible | None,
+        committed: Lengths | Sequence[int] | None,
+        num_outputs: int | None,
+        watch: Watch | None,
+        watch_queries: QueryWatch | None,
+        is_draft: bool,
+        tree: DraftTree | None,
+    ) -> Forward:
         x = x if isinstance(x, Tensor) else upload(x, self.device)
         num_new, rows = x.shape[1], BatchRows.of(rows, self.device)
         if tree is not None:
@@ -173,18 +232,31 @@ class ModelRunner:
         policy = policy or self.policy
         committed = self.make_room(rows, num_new, policy, committed, tree)
         view = make_view(self.cache, rows, policy, num_new, committed, self.window, tree)
-        if self.executor is not None and self.executor.serves(view, watch_queries is not None):
-            out, keys = self.executor.forward(
-                x, view, self.offsets, last_only, watch, watch_queries, cancellation
-            )
-            self.cache.advance(rows, num_new)
-            num_bytes = self.cache.bytes_per_token
-            self.counts.count(1, num_new * len(rows), keys, num_bytes, len(rows) * is_draft)
-            return out
-        out = self._by_layers(x, view, last_only, watch, watch_queries, cancellation)
-        self.cache.advance(rows, num_new)
-        self._count(view, rows, is_draft)
-        return out
+        if num_outputs is None or not self.model.is_last:
+            num_outputs = num_new
+        part = ForwardPart(x, view, num_outputs, watch, watch_queries)
+        return Forward(part, rows, is_draft)
+
+    def _is_native(self, forward: Forward) -> bool:
+        return self.executor is not None and self.executor.serves(forward.part)
+
+    def _compute(self, forward: Forward, cancellation: Cancellation | None = None) -> None:
+        """Compute a forward, and what was deferred with it if it is a native call."""
+        if self.executor is None or not self._is_native(forward):
+            forward.out = self._by_layers(forward.part, cancellation)
+            self.cache.advance(forward.rows, forward.part.view.num_new)
+            self._count(forward.part.view, forward.rows, forward.is_draft)
+            return
+        forwards, self.deferred = [*self.deferred, forward], []
+        outs, keys = self.executor.forward(
+            [each.part for each in forwards], self.offsets, cancellation
+        )
+        self.counts.num_forwards += 1
+        for each, out, num_keys in zip(forwards, outs, keys, strict=True):
+            each.out, num_rows = out, len(each.rows)
+            num_new, num_bytes = each.part.view.num_new, self.cache.bytes_per_token
+            self.cache.advance(each.rows, num_new)
+            self.counts.count(0, num_new * num_rows, num_keys, num_bytes, num_rows * each.is_draft)
 
     def make_room(
         self,
@@ -198,16 +270,9 @@ class ModelRunner:
         already."""
         return committed
 
-    def _by_layers(
-        self,
-        x: Tensor,
-        view: KVView,
-        last_only: bool,
-        watch: Watch | None,
-        watch_queries: QueryWatch | None,
-        cancellation: Cancellation | None,
-    ) -> Tensor:
+    def _by_layers(self, part: ForwardPart, cancellation: Cancellation | None) -> Tensor:
         """The forward, one layer after the other, with the attention backend."""
+        view, watch, watch_queries = part.view, part.watch, part.watch_queries
         self.backend.plan(view)
         first = self.model.layers.start
 
@@ -230,7 +295,7 @@ class ModelRunner:
                 check(cancellation, layer - first)
 
         reduce = self.group.all_reduce
-        out: Tensor = self.model(x, positions, attend, reduce, last_only, before_layer)
+        out: Tensor = self.model(part.x, positions, attend, reduce, part.num_outputs, before_layer)
         return out
 
     @property

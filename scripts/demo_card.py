@@ -54,7 +54,7 @@ def logits_after(runner: ModelRunner, ids: np.ndarray, num_last: int) -> torch.T
     tokens = torch.from_numpy(ids[:-1])[None]
     context = tokens.shape[1] - num_last + 1
     for part in tokens[:, : context - 1].split(CHUNK, dim=1):
-        runner.forward(part, [0], last_only=True)
+        runner.forward(part, [0], num_outputs=1)
     return runner.forward(tokens[:, context - 1 :], [0])[0]
 
 

@@ -125,9 +125,9 @@ CURRENT: list[Batch] = []  # the batch of the step that runs
 class NotedSteps(steps.Steps):
     """Says whose tokens are judged."""
 
-    def _show(self, batch: Batch) -> None:
-        CURRENT[:] = [batch]
-        super()._show(batch)
+    def _finish(self, verification: steps.Verification, tells_drafter: bool = True) -> Tensor:
+        CURRENT[:] = [Batch(verification.batch.requests)]
+        return super()._finish(verification, tells_drafter)
 
 
 def make_length(run: Run, drafter: str | None, gamma: int | str | None) -> DraftLength:

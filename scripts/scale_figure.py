@@ -36,7 +36,7 @@ from magicdec.hardware.ceiling_file import Hardware, Link
 from magicdec.model.presets.presets import PRESETS
 from magicdec.pipelined_speculation.options import Options
 from magicdec.simulator.run import Work, run_mode
-from magicdec.simulator.simulation import Machine, draw_ranks
+from magicdec.simulator.simulation import Machine, draw_right
 from magicdec.tables import Table, print_tables
 
 DRAFT_OF = {"llama-3.1-8b": "llama-3.2-1b", "llama-3.1-70b": "llama-3.1-8b",
@@ -219,8 +219,8 @@ class Cluster:
             cancel_s=self.network.latency_s,
             draft_s=self.seconds(DRAFT_OF[model], ranks, 1, 1, min(S, BUDGET)),
         )
-        ranks_of_tokens = draw_ranks([acceptance], PIPELINED_TOKENS * lanes, 123)
-        work = Work(ranks_of_tokens, [0.7], PIPELINED_TOKENS, lanes)
+        is_right = draw_right(acceptance, PIPELINED_TOKENS * lanes, 123)
+        work = Work(is_right, PIPELINED_TOKENS, lanes)
         return run_mode("async", machine, Options(lanes=lanes), work)[1].tokens_per_s
 
 

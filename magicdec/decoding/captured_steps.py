@@ -34,6 +34,8 @@ class CapturedSteps(Steps):
     each set of rows, and used again when these rows run again.
     """
 
+    can_join = False  # a step is captured for one batch
+
     def __init__(
         self,
         runner: ModelRunner,
@@ -88,7 +90,8 @@ class CapturedSteps(Steps):
 
     def _judged(self, proposal: Proposal | None) -> list[list[int]]:
         count = 0 if proposal is None else self._hand_over(proposal)
-        verdict = self._read(self._work("verify", count, 0)())
+        result = self._work("verify", count, 0)()
+        verdict = self._read(result, self._rows, self._places)
         if self.drafter is not None and not self._captures_drafts:
             # The captured verification did not truncate the drafter's cache.
             rows = BatchRows.of(self._rows, self.runner.device)

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from magicdec.config.tree_shape import TreeShape
 from magicdec.decoding.calibration import measure_steps
@@ -21,6 +23,31 @@ from magicdec.drafting.draft_length import DraftLength, FixedLength, make_draft_
 from magicdec.drafting.drafter import Drafter, DraftPlan, make_drafter
 from magicdec.request import Batch, Request, StepOutput
 from magicdec.runner import ModelRunner
+from magicdec.sampling.model_tokens import Proposal
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What was drafted for a batch: nothing, or `count` tokens of each row, padding included."""
+
+    batch: Batch
+    plan: DraftPlan
+    proposal: Proposal | None
+    count: int
+
+
+class EqualRows(NamedTuple):
+    """Rows that are verified with the same number of drafts, `counts` of them without padding."""
+
+    batch: Batch
+    proposal: Proposal | None
+    counts: Sequence[int]
+
+
+class RowResult(NamedTuple):
+    emitted: list[int]
+    accepted: int
+    proposed: int
 
 
 class Speculative:
@@ -53,61 +80,82 @@ class Speculative:
         self.steps.release(admitted_rows)
 
     def step(self, batch: Batch) -> StepOutput:
-        """Every row emits one token, and one more for each draft that it accepts. Rows that draft
-        different numbers of tokens are computed one group after the other."""
+        """Every row emits one token, and one more for each draft that it accepts. Rows with
+        different numbers of drafts are verified in one forward where it can take them
+        (`Steps.can_join`). Elsewhere rows that are to draft different numbers of tokens are
+        computed one group after the other, and the drafts of a group are padded to the longest."""
         lengths = self.draft_length.lengths(batch)
-        if len(set(lengths)) == 1:
-            return self._step(batch, lengths[0])
-        tokens, accepted = dict[Request, list[int]](), dict[Request, int]()
-        proposed, most = dict[Request, int](), 0
-        for count in sorted(set(lengths)):
-            pairs = zip(batch.requests, lengths, strict=True)
-            group = Batch(tuple(request for request, length in pairs if length == count))
-            output = self._step(group, count)
-            tokens |= zip(group.requests, output.token_ids, strict=True)
-            if output.num_accepted is not None:
-                accepted |= zip(group.requests, output.num_accepted, strict=True)
-            if output.num_proposed is not None:
-                proposed |= zip(group.requests, output.num_proposed, strict=True)
-            most = max(most, output.num_drafted)
-        return StepOutput(
-            [tokens[request] for request in batch.requests], most,
-            [accepted.get(request, 0) for request in batch.requests],
-            [proposed.get(request, 0) for request in batch.requests],
-        )  # fmt: skip
+        groups = [(_rows_with(batch, lengths, each), each) for each in sorted(set(lengths))]
+        results, num_drafted = dict[Request, RowResult](), 0
+        for together in [groups] if self.steps.can_join else [[group] for group in groups]:
+            started, is_alone = time.perf_counter(), not self.runner.deferred
+            drafts = [self._draft(*group) for group in together]
+            parts = [part for draft in drafts for part in self._equal_rows(draft)]
+            results |= self._verify(parts)
+            seconds = time.perf_counter() - started
+            for draft in drafts:
+                self._observe(draft, results, seconds if is_alone and len(parts) == 1 else None)
+                num_drafted = max(num_drafted, draft.count)
+        rows = [results[request] for request in batch.requests]
+        emitted = [row.emitted for row in rows]
+        if num_drafted == 0:
+            return StepOutput(emitted)
+        proposed = [row.proposed for row in rows]
+        return StepOutput(emitted, num_drafted, [row.accepted for row in rows], proposed)
 
-    def _step(self, batch: Batch, count: int) -> StepOutput:
-        started = time.perf_counter()
-        plan = DraftPlan((), ())
+    def _draft(self, batch: Batch, count: int) -> Draft:
+        plan = DraftPlan([0] * len(batch.requests), ())
         if self.drafter is not None:
             plan = self.drafter.plan(batch.requests, count, self.draft_length)
-        if any(plan.counts):
-            output = self._speculate(batch, plan.counts)
-        else:
-            output = StepOutput(self.steps.decode(batch))
-        seconds = time.perf_counter() - started
-        accepted = output.num_accepted or ()
-        self.draft_length.observe(batch, output.num_drafted, accepted, seconds, plan.judged)
-        return output
-
-    def _speculate(self, batch: Batch, proposed: Sequence[int]) -> StepOutput:
-        """One draft and one verification. Rows for which fewer tokens are `proposed` than for
-        another are padded. The draft may end before; nothing drafted is a plain decode."""
-        count = self.steps.padded_length(max(proposed))
+        if not any(plan.counts):
+            return Draft(batch, plan, None, 0)
+        count = self.steps.padded_length(max(plan.counts))
         proposal = self.steps.draft(batch, count, self.tree)
-        verdict = self.steps.verify(batch, proposal)
-        emitted = [row[1 : 2 + row[0]] for row in verdict]
         if self.tree is None:
-            count = proposal.ids.shape[1]
-        if count == 0:
-            return StepOutput(emitted)
-        accepted = [row[0] for row in verdict]
-        return StepOutput(emitted, count, accepted, [min(count, each) for each in proposed])
+            count = proposal.ids.shape[1]  # the draft may end before
+        return Draft(batch, plan, proposal, count)
+
+    def _equal_rows(self, draft: Draft) -> list[EqualRows]:
+        """Rows of a draft for which different numbers of tokens are proposed, if these can be
+        verified together; else all rows, padded."""
+        batch, counts = draft.batch, [min(draft.count, count) for count in draft.plan.counts]
+        if self.tree is not None or not self.steps.can_join or len(set(counts)) <= 1:
+            return [EqualRows(batch, draft.proposal, counts)]
+        assert draft.proposal is not None, "some rows have drafts"
+        parts = []
+        for count in sorted(set(counts)):
+            places = [place for place, each in enumerate(counts) if each == count]
+            proposal = draft.proposal.rows(places).first(count) if count else None
+            parts.append(
+                EqualRows(_rows_with(batch, counts, count), proposal, [count] * len(places))
+            )
+        return parts
+
+    def _verify(self, parts: Sequence[EqualRows]) -> dict[Request, RowResult]:
+        verdicts = self.steps.verify_all([(part.batch, part.proposal) for part in parts])
+        return {
+            request: RowResult(row[1 : 2 + row[0]], row[0], count)
+            for part, verdict in zip(parts, verdicts, strict=True)
+            for request, row, count in zip(part.batch.requests, verdict, part.counts, strict=True)
+        }
+
+    def _observe(
+        self, draft: Draft, results: dict[Request, RowResult], seconds: float | None
+    ) -> None:
+        accepted = [results[r].accepted for r in draft.batch.requests] if draft.count else ()
+        judged = draft.plan.judged
+        self.draft_length.observe(draft.batch, draft.count, accepted, seconds, judged)
 
     def measure(self, batch: Batch) -> list[float]:
         """The seconds of a step of `batch` with 0, 1, 2, ... draft tokens. Changes nothing."""
         cached = [self.runner.cache.lengths[row] for row in batch.rows]
         return measure_steps(self.steps, batch, cached, self.draft_length.most)
+
+
+def _rows_with(batch: Batch, counts: Sequence[int], count: int) -> Batch:
+    """The requests of a batch whose count is this one."""
+    pairs = zip(batch.requests, counts, strict=True)
+    return Batch(tuple(request for request, each in pairs if each == count))
 
 
 def speculative(setup: Setup) -> Speculative:

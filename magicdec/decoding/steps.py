@@ -9,6 +9,7 @@ host reads the device once in each step.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,8 +22,20 @@ from magicdec.drafting.drafter import Drafter
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.kv.tree import DraftTree
 from magicdec.request import Batch, Request
-from magicdec.runner import ModelRunner
+from magicdec.runner import Forward, ModelRunner
 from magicdec.sampling.model_tokens import Proposal, judge
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A verification that may still wait for its forward, of rows that held `before`."""
+
+    batch: DeviceBatch
+    rows: Sequence[int]
+    places: Sequence[int]  # of these rows in the batch
+    proposal: Proposal
+    before: Lengths
+    forward: Forward
 
 
 class Steps:
@@ -57,13 +70,9 @@ class Steps:
         if self.drafter is not None:
             self.drafter.release(rows)
 
-    @torch.inference_mode()
     def decode(self, batch: Batch) -> list[list[int]]:
         """The next token of each request, as a list for each row."""
-        with self.phase("decode"):
-            self._show(batch)
-            verdict = self._judged(None)
-        return [row[1:] for row in verdict]
+        return [row[1:] for row in self.verify(batch, None)]
 
     @torch.inference_mode()
     def draft(self, batch: Batch, num_draft_tokens: int, tree: TreeShape | None = None) -> Proposal:
@@ -73,13 +82,35 @@ class Steps:
             self._show(batch)
             return self._drafted(batch, num_draft_tokens, tree)
 
-    @torch.inference_mode()
-    def verify(self, batch: Batch, proposal: Proposal) -> list[list[int]]:
+    def verify(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
         """For each row: the number n of accepted drafts, then the ids of which the row emits the
-        first n + 1."""
-        with self.phase("verify"):
-            self._show(batch)
-            return self._judged(proposal)
+        first n + 1. Without a proposal this is a decode."""
+        return self.verify_all([(batch, proposal)])[0]
+
+    @property
+    def can_join(self) -> bool:
+        """Whether `verify_all` reads the weights once for several batches. What watches attention
+        watches that of one batch."""
+        drafter = self.drafter
+        is_watched = drafter is not None and (drafter.watch or drafter.watch_queries)
+        return self.runner.executor is not None and not is_watched
+
+    @torch.inference_mode()
+    def verify_all(self, parts: Sequence[tuple[Batch, Proposal | None]]) -> list[list[list[int]]]:
+        """As `verify` for each of these batches, which have other rows and other numbers of drafts.
+        If there are several, `can_join` must hold."""
+        with self.phase("verify" if any(proposal for _, proposal in parts) else "decode"):
+            if len(parts) == 1:
+                ((batch, proposal),) = parts
+                self._show(batch)
+                return [self._judged(proposal)]
+            verifications = []
+            for batch, proposal in parts:
+                self._show(batch)
+                verifications.append(self._begin(proposal))
+            self.runner.flush()
+            results = [(self._finish(each), each) for each in verifications]
+            return [self._read(result, each.rows, each.places) for result, each in results]
 
     @torch.inference_mode()
     def undo(self, batch: Batch, lengths: Sequence[int]) -> None:
@@ -111,19 +142,22 @@ class Steps:
 
     def _judged(self, proposal: Proposal | None) -> list[list[int]]:
         """Verify, and read the result, which is the only read of a step."""
-        return self._read(self._verify(proposal, True))
+        return self._read(self._verify(proposal), self._rows, self._places)
 
-    def _read(self, result: Tensor) -> list[list[int]]:
+    def _read(self, result: Tensor, rows: Sequence[int], places: Sequence[int]) -> list[list[int]]:
         lines = result.tolist()
-        results = [lines[place] for place in self._places]
+        results = [lines[place] for place in places]
         for i, runner in enumerate(self._runners):
-            runner.cache.set_host_lengths(self._rows, [row[i] for row in results])
+            runner.cache.set_host_lengths(rows, [row[i] for row in results])
         return [row[len(self._runners) :] for row in results]
 
-    def _verify(self, proposal: Proposal | None, tells_drafter: bool) -> Tensor:
-        """int64 [B, caches + 1 + ids]: the length of each cache, the number of accepted drafts, and
-        the ids of which the row emits the first. `tells_drafter`: the drafter's `commit` is part of
-        this work."""
+    def _verify(self, proposal: Proposal | None, tells_drafter: bool = True) -> Tensor:
+        """A verification by itself; see `_finish`."""
+        verification = self._begin(proposal)
+        self.runner.flush()
+        return self._finish(verification, tells_drafter)
+
+    def _begin(self, proposal: Proposal | None) -> Verification:
         batch, runner, drafter = self._batch, self.runner, self.drafter
         rows, last = batch.rows, batch.newest[:, -1:]
         watch = watch_queries = None
@@ -139,7 +173,18 @@ class Steps:
         if proposal.tree is not None:
             parents = upload([-1, *proposal.tree.parents], before.tensor.device)
             tree = DraftTree(before.tensor, parents.expand(len(before.bounds), -1))
-        logits = runner.forward(tokens, rows, watch=watch, watch_queries=watch_queries, tree=tree)
+        forward = runner.defer(tokens, rows, watch=watch, watch_queries=watch_queries, tree=tree)
+        return Verification(batch, self._rows, self._places, proposal, before, forward)
+
+    def _finish(self, verification: Verification, tells_drafter: bool = True) -> Tensor:
+        """int64 [B, caches + 1 + ids]: the length of each cache, the number of accepted drafts, and
+        the ids of which the row emits the first. `tells_drafter`: the drafter's `commit` is part of
+        this work."""
+        batch, runner, drafter = verification.batch, self.runner, self.drafter
+        proposal, before = verification.proposal, verification.before
+        logits = verification.forward.out
+        assert logits is not None, "the forward has been computed"
+        rows, last = batch.rows, batch.newest[:, -1:]
         judgement = judge(runner, batch.sampling, proposal, logits)
         accepted, ids = judgement.accepted, judgement.ids
         batch.sampling.take(ids, accepted + 1, rows.active)
@@ -149,7 +194,7 @@ class Steps:
         path = None if judgement.path is None else AcceptedPath(before, accepted, judgement.path)
         if path is not None:
             runner.cache.keep_path(rows, before, path.places())
-        elif tokens.shape[1] > 1:
+        elif proposal.ids.shape[1] > 0:
             runner.truncate(rows, new_lengths)
         places = torch.stack([accepted, accepted + 1], dim=1)
         batch.newest.copy_(torch.cat([last, ids], dim=1).gather(1, places))

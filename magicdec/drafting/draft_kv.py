@@ -77,9 +77,15 @@ class DraftKV:
         return self.runner.cache.lengths_of(BatchRows.of(rows, self.runner.device))
 
     def forward(
-        self, token_ids: Tensor, rows: Rows, committed: Lengths, parents: Tensor | None = None
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        committed: Lengths,
+        parents: Tensor | None = None,
+        num_outputs: int | None = None,
     ) -> Tensor:
-        """This rank's logits [B, T, V] of token_ids [B, T], appended to `rows`. The policy chooses
+        """This rank's logits [B, T, V] of token_ids [B, T], appended to `rows`, or those of the
+        last `num_outputs` tokens alone. The policy chooses
         among the first `committed` tokens of each row; all tokens after them are read. `committed`
         is one object for all forwards between two verifications.
 
@@ -88,7 +94,9 @@ class DraftKV:
         num_held = self.held(rows, committed)
         tree = None if parents is None else DraftTree(num_held.tensor, parents)
         visible = self.select(rows, committed)
-        return self.runner.forward(token_ids, rows, visible, num_held, is_draft=True, tree=tree)
+        return self.runner.forward(
+            token_ids, rows, visible, num_held, num_outputs=num_outputs, is_draft=True, tree=tree
+        )
 
     def chain(
         self, token_ids: Tensor, rows: Rows, committed: Lengths, count: int, pa: float
@@ -145,7 +153,7 @@ def draft_chain(
     drafts, drawn_from = newest[:, :0], []
     goes_on = newest.new_ones(len(newest), dtype=torch.bool)
     for _ in range(count):
-        logits = kv.forward(newest, rows, committed)[:, -1:]
+        logits = kv.forward(newest, rows, committed, num_outputs=1)
         newest, probs = draft_token(kv.runner, logits, sampling, drafts)
         drafts = torch.cat([drafts, newest], dim=1)
         drawn_from += [] if probs is None else [probs]

@@ -76,11 +76,12 @@ class DraftLength(ABC):
         batch: Batch,
         num_drafted: int,
         accepted: Sequence[int],
-        seconds: float,
+        seconds: float | None,
         judged: Sequence[int],
     ) -> None:
         """A step, or a part of it, has drafted `num_drafted` tokens for each row of `batch`, which
-        may be fewer than `lengths` said. `accepted` is the number that each row accepted, empty if
+        may be fewer than `lengths` said. `seconds` is None if its time is not that of such a step
+        alone. `accepted` is the number that each row accepted, empty if
         nothing was drafted. `judged` are the tokens of each row that say what is accepted: those
         that were asked of a model, also if it drafted fewer."""
         if self.acceptance is not None and any(judged):
@@ -215,7 +216,7 @@ class AutoLength(DraftLength):
         batch: Batch,
         num_drafted: int,
         accepted: Sequence[int],
-        seconds: float,
+        seconds: float | None,
         judged: Sequence[int],
     ) -> None:
         is_drafting = any(judged)
@@ -223,7 +224,8 @@ class AutoLength(DraftLength):
             return  # the time, too, is not that of such drafts
         self._since[not is_drafting] += 1
         self._since[is_drafting] = 0
-        self.times.correct(len(batch.requests), num_drafted, seconds)
+        if seconds is not None:
+            self.times.correct(len(batch.requests), num_drafted, seconds)
         if is_drafting:
             self.chains.observe(max(judged), num_drafted)
             super().observe(batch, num_drafted, accepted, seconds, judged)

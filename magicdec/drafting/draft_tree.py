@@ -40,7 +40,7 @@ def draft_tree(
     of_nodes = upload(parents, newest.device).expand(len(rows), -1)
     most_ids = kv.runner.model.config.vocab_size
     drafts, all_probs = newest[:, :0], []
-    logits = kv.forward(newest, rows, committed)[:, -1:]
+    logits = kv.forward(newest, rows, committed, num_outputs=1)
     for depth in range(tree.depth):
         if depth:
             num_nodes = newest.shape[1] + drafts.shape[1]

@@ -93,7 +93,7 @@ class ModelDrafter(Drafter):
         kv.rewind(rows, Lengths.of(lengths, device))
         tokens = self._known(upload([last_tokens(r, most)[:-1] for r in requests], device))
         for chunk in tokens.split(self.draft.prefill_chunk, dim=1):
-            kv.forward(chunk, rows, kv.lengths(rows))
+            kv.forward(chunk, rows, kv.lengths(rows), num_outputs=0)
 
     def propose(
         self,

@@ -55,7 +55,7 @@ def rerun_tail(
     slots = cache.slots(rows.index, before.tensor.unsqueeze(1) + steps)
     entries = [cache.read(layer, slots) for layer in range(cache.shape.num_layers)]
     cache.truncate(rows, before)
-    runner.forward(token_ids, rows, last_only=True, watch=watch, watch_queries=watch_queries)
+    runner.forward(token_ids, rows, num_outputs=0, watch=watch, watch_queries=watch_queries)
     for layer, (k, v) in enumerate(entries):
         cache.write(layer, slots, k.transpose(1, 2), v.transpose(1, 2))
 

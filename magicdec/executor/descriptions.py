@@ -1,5 +1,5 @@
-"""The structures of `forward.h`, field by field in its order, and how a model's weights and its
-cache are described to that library; and what a model must be for it.
+"""The structures of `forward_part.h`, field by field in its order, and how a model's weights and
+its cache are described to that library; and what a model must be for it.
 
 The structures hold addresses, so the tensors must outlive them.
 """
@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from magicdec.kv.view import KVView
+from magicdec.kv.cache import KVCache
 from magicdec.model.block import Block
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear.packed import PackedLinear
@@ -66,7 +66,7 @@ class CallFields(ctypes.Structure):
     _fields_: ClassVar = [
         *_fields(
             "B T steps tokens* rows* seq_lens* committed* offsets* hidden_in* ranges* range_layers "
-            "range_heads num_ranges window base* parents* num_nodes last_only logits* "
+            "range_heads num_ranges window base* parents* num_nodes num_outputs logits* "
             "hidden_out* drafts* mass* num_blocks queries* cancelled* "
             "cancelled_value layers_done keys_seen keys_read num_drafted"
         ),
@@ -95,8 +95,7 @@ def describe_model(
     )  # fmt: skip
 
 
-def describe_cache(view: KVView) -> CacheFields:
-    cache = view.cache
+def describe_cache(cache: KVCache) -> CacheFields:
     return CacheFields(
         cache.k.data_ptr(), cache.v.data_ptr(), cache.k.stride(0) * cache.k.element_size(),
         cache.block_table.shape[1], cache.shape.block_size, cache.block_table.data_ptr(),

@@ -13,7 +13,8 @@ rows of this rank.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Protocol
@@ -77,6 +78,7 @@ def check(cancellation: Cancellation, num_layers: int) -> None:
 SOURCE = Path(__file__).with_name("forward.cpp")
 HEADERS = (
     SOURCE.with_suffix(".h"),
+    SOURCE.with_name("forward_part.h"),
     *dict.fromkeys((*ATTENTION_HEADERS, *EXCHANGE_HEADERS, *ELEMENTWISE_HEADERS, *LINEAR_HEADERS)),
 )
 INTERRUPTED, UNKNOWN_TOKEN = 1, 2  # what the library returns; 0: done
@@ -97,8 +99,23 @@ def library(head_size: int) -> ctypes.CDLL:
         ctypes.POINTER(CacheFields),
         ctypes.POINTER(ExchangeFields),
         ctypes.POINTER(CallFields),
+        ctypes.c_int64,
     )
     return native
+
+
+@dataclass(frozen=True)
+class ForwardPart:
+    """Rows of a forward that have the same number of new tokens. `x` are their token ids [B, T] or
+    hidden states [B, T, hidden], which are appended to the cache. The logits or hidden states of
+    the last `num_outputs` tokens of each row are wanted. `watch` is called with each layer's
+    attention weights [B, G, blocks], `watch_queries` with its queries [B, T, H, D]."""
+
+    x: Tensor
+    view: KVView
+    num_outputs: int
+    watch: Observe | None = None
+    watch_queries: Observe | None = None
 
 
 class Executor:
@@ -129,55 +146,55 @@ class Executor:
         )
 
     @staticmethod
-    def serves(view: KVView, are_queries_watched: bool) -> bool:
-        """Whether `forward` computes the new tokens of the view. A chunk of a prompt whose queries
-        are watched is computed layer by layer, because here they would be kept of all layers."""
-        return not are_queries_watched or view.num_new < PREFILL_FROM
+    def serves(part: ForwardPart) -> bool:
+        """Whether `forward` computes this part. A chunk of a prompt whose queries are watched is
+        computed layer by layer, because here they would be kept of all layers."""
+        return part.watch_queries is None or part.view.num_new < PREFILL_FROM
 
     def forward(
         self,
-        x: Tensor,
-        view: KVView,
+        parts: Sequence[ForwardPart],
         offsets: Tensor | None,
-        last_only: bool,
-        watch: Observe | None,
-        watch_queries: Observe | None,
         cancellation: Cancellation | None = None,
-    ) -> tuple[Tensor, int]:
-        """What `Transformer.forward` returns for x, token ids [B, T] or hidden states [B, T,
-        hidden], which are appended to the cache; and the number of keys that one head saw, summed
-        over rows. `watch` is called with each layer's attention weights [B, G, blocks],
-        `watch_queries` with its queries [B, T, H, D]. Raises Cancelled if the cancellation is set
+    ) -> tuple[list[Tensor], list[int]]:
+        """One forward of `parts`, which have other rows each. Linear layers read their weights once
+        for all of them, and every token has the bits that it has in a forward of its own. Returns
+        for each part what `Transformer.forward` returns, [B, outputs, V or hidden], and the number
+        of keys that one head saw, summed over its rows. Raises Cancelled if the cancellation is set
         before a layer."""
-        (rows, count), model = x.shape[:2], self.model
-        last_only = last_only and model.is_last
-        out = torch.empty(rows, 1 if last_only else count, model.width_out, dtype=self.dtype)
-        layers, size = len(model.blocks), self.config.head_dim
-        weights = queries = None
-        if watch is not None:
-            weights = torch.empty(layers, rows, self.num_kv_heads, view.num_weight_blocks)
-        if watch_queries is not None:
-            queries = out.new_empty(layers, rows, count, self.num_heads, size)
-        call = self._call(x, view, offsets, 1, last_only)
+        model, layers, size = self.model, len(self.model.blocks), self.config.head_dim
+        counts = [len(part.x) * part.num_outputs for part in parts]
+        out = torch.empty(sum(counts), model.width_out, dtype=self.dtype)
+        calls, watched = list[CallFields](), list[tuple[Observe, Tensor]]()
+        for part in parts:
+            call = self._call(part.x, part.view, offsets, 1, part.num_outputs)
+            calls.append(call)
+            if part.watch is not None:
+                shape = layers, len(part.x), self.num_kv_heads, part.view.num_weight_blocks
+                weights = torch.empty(shape)
+                call.mass, call.num_blocks = weights.data_ptr(), weights.shape[3]
+                watched.append((part.watch, weights))
+            if part.watch_queries is not None:
+                queries = out.new_empty(layers, *part.x.shape[:2], self.num_heads, size)
+                call.queries = queries.data_ptr()
+                watched.append((part.watch_queries, queries))
         if model.is_last and model.has_head:
-            call.logits = out.data_ptr()
+            calls[0].logits = out.data_ptr()
         else:
-            call.hidden_out = out.data_ptr()
-        if weights is not None:
-            call.mass, call.num_blocks = weights.data_ptr(), weights.shape[3]
-        if queries is not None:
-            call.queries = queries.data_ptr()
+            calls[0].hidden_out = out.data_ptr()
         if cancellation is not None:
-            call.cancelled, call.cancelled_value = cancellation.address, cancellation.value
-        self._run(view, call)
-        if cancellation is not None and call.layers_done < layers:
-            raise Cancelled(call.layers_done)
+            calls[0].cancelled = cancellation.address
+            calls[0].cancelled_value = cancellation.value
+        fields = self._run(parts[0].view.cache, calls)
+        if cancellation is not None and fields[0].layers_done < layers:
+            raise Cancelled(fields[0].layers_done)
         for layer in range(layers):
-            if watch_queries is not None and queries is not None:
-                watch_queries(layer, queries[layer])
-            if watch is not None and weights is not None:
-                watch(layer, weights[layer])
-        return out, call.keys_seen
+            for watch, values in watched:
+                watch(layer, values[layer])
+        outputs = out.split(counts)
+        shapes = [(len(part.x), part.num_outputs, model.width_out) for part in parts]
+        outs = [out.view(shape) for out, shape in zip(outputs, shapes, strict=True)]
+        return outs, [call.keys_seen for call in fields]
 
     def draft(
         self, token_ids: Tensor, view: KVView, offsets: Tensor | None, count: int, pa: float = 0.0
@@ -187,10 +204,10 @@ class Executor:
         stops after a draft less probable than `pa`, the call when all rows have stopped. Also the
         number of keys that one head saw, summed over rows and forwards."""
         drafts = torch.empty(len(token_ids), count, dtype=torch.int64)
-        call = self._call(token_ids, view, offsets, count, True)
+        call = self._call(token_ids, view, offsets, count, 1)
         call.drafts, call.pa = drafts.data_ptr(), pa
-        self._run(view, call)
-        return drafts[:, : call.num_drafted], call.keys_seen
+        done = self._run(view.cache, [call])[0]
+        return drafts[:, : done.num_drafted], done.keys_seen
 
     @staticmethod
     def received(
@@ -215,7 +232,7 @@ class Executor:
         return out
 
     def _call(
-        self, x: Tensor, view: KVView, offsets: Tensor | None, steps: int, last_only: bool
+        self, x: Tensor, view: KVView, offsets: Tensor | None, steps: int, num_outputs: int
     ) -> CallFields:
         ranges = view.ranges.contiguous()  # [B, R, 2] or [L, B, G, R, 2]
         tensors = [x.contiguous(), view.row_index, view.seq_lens, view.committed, ranges]
@@ -228,19 +245,21 @@ class Executor:
             None if offsets is None else tensors[-1].data_ptr(), hidden, ranges.data_ptr(),
             ranges.shape[0] if view.per_head else 1, ranges.shape[2] if view.per_head else 1,
             ranges.shape[-2], view.window or 0, *map(pointer, view.nodes), view.num_nodes,
-            last_only,
+            num_outputs,
         )  # fmt: skip
         call.kept = [tensors, view]  # the library reads them until it returns
         return call
 
-    def _run(self, view: KVView, call: CallFields) -> None:
-        peers, exchange, cache = self._peers, self.exchange, view.cache
+    def _run(self, cache: KVCache, calls: Sequence[CallFields]) -> ctypes.Array[CallFields]:
+        """Returns the calls as the library has left them."""
+        peers, exchange, fields = self._peers, self.exchange, (CallFields * len(calls))(*calls)
         if exchange is not None:
             peers.turn = exchange.turn
         failed = self.library.magicdec_forward(
-            STORAGE.index(cache.k.dtype), self._describe_model(), describe_cache(view), peers, call
-        )
-        self.keys_read += call.keys_read
+            STORAGE.index(cache.k.dtype), self._describe_model(), describe_cache(cache), peers,
+            fields, len(fields),
+        )  # fmt: skip
+        self.keys_read += sum(call.keys_read for call in fields)
         if exchange is not None:
             exchange.turn = peers.turn
         if failed == INTERRUPTED:
@@ -248,6 +267,7 @@ class Executor:
             raise error or KeyboardInterrupt
         if failed == UNKNOWN_TOKEN:
             raise IndexError(f"a token id is not below {self.config.vocab_size}, the vocabulary")
+        return fields
 
     def _may_wait(self, rank: int) -> int:
         """Called when another rank is late. An exception cannot pass through the library, so it is

@@ -3,23 +3,23 @@
 
 // `storage` of the KV pools is FLOAT32 or BFLOAT16, the same as of weights and activations. Returns
 // DONE, INTERRUPTED if `keep_waiting` said so, or UNKNOWN_TOKEN.
-extern "C" int64_t magicdec_forward(int storage, const Model* model, const Cache* cache, Exchange* exchange, Call* call) {
-    auto run = [&](auto& forward) { return forward.run(*model, *cache, *exchange, *call); };
+extern "C" int64_t magicdec_forward(int storage, const Model* model, const Cache* cache, Exchange* exchange, Call* calls,
+                                    int64_t num_calls) {
+    auto run = [&](auto& forward) { return forward.run(*model, *cache, *exchange, calls, num_calls); };
     if (storage == FLOAT32) {
         static thread_local Forward<float, Float32> forward;
         return run(forward);
     }
-#if defined(__AVX512BF16__)
+#if defined(HAS_TILES)
     using PairKernel = Bf16;
+    using ShortKernel = AmxBf16;
+#elif defined(__AVX512BF16__)
+    using PairKernel = Bf16;
+    using ShortKernel = Bf16;
 #else
     using PairKernel = Wide;
+    using ShortKernel = Wide;
 #endif
-#if defined(HAS_TILES)
-    if (AmxBf16::serves({.T = call->T, .H = model->H, .G = model->G}, call->trees.num_nodes > 0)) {
-        static thread_local Forward<bfloat16, AmxBf16> forward;
-        return run(forward);
-    }
-#endif
-    static thread_local Forward<bfloat16, PairKernel> forward;
+    static thread_local Forward<bfloat16, PairKernel, ShortKernel> forward;
     return run(forward);
 }

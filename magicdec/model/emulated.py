@@ -51,7 +51,7 @@ class EmulatedModel(Transformer):
         positions: Tensor,
         attend: Attend,
         reduce: Reduce,
-        last_only: bool = False,
+        num_outputs: int | None = None,
         before_layer: BeforeLayer = lambda layer: None,
     ) -> Tensor:
         """As `Transformer.forward`."""
@@ -61,7 +61,8 @@ class EmulatedModel(Transformer):
             DUE.sleep(self.seconds / len(self.layers))
         if not self.is_last:
             return self.weight.new_zeros(*positions.shape, self.config.hidden_size)
-        positions = positions[:, -1:] if last_only else positions
+        if num_outputs is not None:
+            positions = positions[:, positions.shape[1] - num_outputs :]
         digits = torch.stack([positions // BASE**i % BASE for i in range(DIGITS)], dim=-1)
         hidden = self.weight.new_zeros(*positions.shape, self.config.hidden_size)
         hidden[..., :DIGITS] = digits.to(hidden.dtype)

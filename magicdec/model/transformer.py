@@ -127,14 +127,14 @@ class Transformer(nn.Module):
         positions: Tensor,
         attend: Attend,
         reduce: Reduce,
-        last_only: bool = False,
+        num_outputs: int | None = None,
         before_layer: BeforeLayer = lambda layer: None,
     ) -> Tensor:
         """Token ids [B,T], or hidden states [B,T,hidden] unless this part has the embedding, to
         this rank's logits [B,T,V], or to hidden states unless this part has the last layer and the
         head.
 
-        After the last layer, `last_only` keeps the last position alone: [B,1,V] or [B,1,hidden].
+        After the last layer, only the last `num_outputs` positions are kept, by default all.
         """
         if self.has_embedding:
             x = self._embed(x, positions)
@@ -144,7 +144,10 @@ class Transformer(nn.Module):
             x = block(x, layer, encode, attend, reduce)
         if not self.is_last:
             return x
-        x = x[:, -1:] if last_only else x
+        if num_outputs is not None:
+            x = x[:, x.shape[1] - num_outputs :]
+        if num_outputs == 0:
+            return x.new_empty(*x.shape[:2], self.width_out)
         return self.logits(x) if self.has_head else x
 
     @property

@@ -251,10 +251,10 @@ class FilledStage(Stage):
 
     num_tokens: int = 1
 
-    def compute(self, x: Tokens, rows: Sequence[int], last_only: bool) -> Tensor:
+    def compute(self, x: Tokens, rows: Sequence[int], num_outputs: int | None) -> Tensor:
         num_tokens, model = len(x[0]), self.runner.model
         if num_tokens == self.num_tokens:
-            return super().compute(x, rows, last_only)
+            return super().compute(x, rows, num_outputs)
         self.runner.cache.advance(rows, num_tokens)
         return next(model.parameters()).new_zeros(len(x), 1, model.config.hidden_size)
 

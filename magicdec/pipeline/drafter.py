@@ -221,6 +221,7 @@ class ModelDrafter:
         self.runner.allocate(lane)
         (part,) = Part.whole([request])
         logits = take(self.runner, part, self.prefill_chunk)
+        assert logits is not None, "a whole text is complete"
         self.kv.admit([request])
         self.held[lane] = held = HeldText(number, tuple(text), len(text))
         self._learn(logits, held, 0)

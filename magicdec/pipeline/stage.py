@@ -115,12 +115,12 @@ class Stage:
         for row in rows:
             if not self.runner.cache.blocks[row]:
                 self.runner.allocate(row)
-        out = self.compute(x, rows, last_only=status != VERIFY)
+        out = self.compute(x, rows, None if status == VERIFY else min(status, 1))
         wait_for_stream(out.device)
         return out if status or not self.is_last else None
 
-    def compute(self, x: Tokens, rows: Sequence[int], last_only: bool) -> Tensor:
-        return self.runner.forward(x, rows, last_only=last_only)
+    def compute(self, x: Tokens, rows: Sequence[int], num_outputs: int | None) -> Tensor:
+        return self.runner.forward(x, rows, num_outputs=num_outputs)
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
@@ -309,8 +309,8 @@ class RunStage:
         if not model.has_embedding:
             assert message.payload is not None, "the stage before has computed"
             x = message.payload
-        last_only = launch.num_outputs < num_rows
-        out = self.runner.forward(x, [launch.lane], last_only=last_only, cancellation=cancellation)
+        run, num_outputs = self.runner.forward, launch.num_outputs
+        out = run(x, [launch.lane], num_outputs=num_outputs, cancellation=cancellation)
         if not model.has_head:
             return out
         first = -launch.num_outputs or num_rows  # the first row that asked for a prediction

@@ -7,6 +7,7 @@ batch. The arithmetic is in `sampling` and `verification`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -46,6 +47,11 @@ class Proposal:
         assert self.tree is None, "a tree is judged as a whole"
         probs = self.probabilities
         return Proposal(self.ids[:, :count], None if probs is None else probs[:, :count])
+
+    def rows(self, places: Sequence[int]) -> Proposal:
+        """The drafts of some rows."""
+        probs = self.probabilities
+        return Proposal(self.ids[places], None if probs is None else probs[places], self.tree)
 
 
 def greedy_tokens(

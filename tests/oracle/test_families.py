@@ -88,9 +88,9 @@ def test_stages_compute_the_bits_of_the_whole_model(name: str) -> None:
     for runner in (whole, first, last):
         runner.allocate(0)
     text = torch.tensor(random_prompts([28], VOCAB))
-    for ids, last_only in ((text[:, :16], True), (text[:, 16:27], True), (text[:, 27:], False)):
-        expected = whole.forward(ids, [0], last_only=last_only)
-        hidden = last.forward(first.forward(ids, [0]), [0], last_only=last_only)
+    for ids, num_outputs in ((text[:, :16], 1), (text[:, 16:27], 1), (text[:, 27:], None)):
+        expected = whole.forward(ids, [0], num_outputs=num_outputs)
+        hidden = last.forward(first.forward(ids, [0]), [0], num_outputs=num_outputs)
         assert hidden.shape[1] == 1 and torch.equal(first.model.logits(hidden), expected)
     assert all(n.startswith("blocks.") for n, _ in last.model.named_parameters())
     sizes = [sum(p.numel() for p in runner.model.parameters()) for runner in (whole, first, last)]
@@ -286,7 +286,7 @@ def test_whole_sharded_and_staged(name: str) -> None:
     assert expected.std() > 0.5, "logits too small for the tolerance to mean anything"
     whole = run(load(path), tokens())
     torch.testing.assert_close(whole, expected, atol=1e-4, rtol=0)
-    last = run(load(path), tokens(), last_only=True)
+    last = run(load(path), tokens(), num_outputs=1)
     torch.testing.assert_close(last, expected[:, -1:], atol=1e-4, rtol=0)
     hidden = run(load(path, layers=range(0, 2)), tokens())
     staged = run(load(path, layers=range(2, 3)), hidden)

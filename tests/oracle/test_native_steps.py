@@ -64,7 +64,7 @@ def make_pair(
         for row, length in enumerate(lengths):  # written by the layers in both
             ids = torch.randint(config.vocab_size, (1, length), generator=generator)
             executor, runner.executor = runner.executor, None
-            runner.forward(ids, [row], last_only=True)
+            runner.forward(ids, [row], num_outputs=1)
             runner.executor = executor
     return first, second
 
@@ -106,11 +106,47 @@ def check_equal(first: ModelRunner, second: ModelRunner) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_a_native_forward_has_the_bits_of_its_layers(name: str, dtype: torch.dtype) -> None:
     pair = make_pair(MODELS[name], dtype, [70, 3, 131])
-    for count, last_only in itertools.product((1, 5, 31), (False, True)):
+    for count, num_outputs in itertools.product((1, 5, 31), (None, 1, 0)):
         ids = ids_for(3, count)
-        check_same(pair, ModelRunner.forward, ids, [0, 1, 2], last_only=last_only)
+        check_same(pair, ModelRunner.forward, ids, [0, 1, 2], num_outputs=num_outputs)
     for visible in (FULL, SinksAndWindow(4, 20)):
         assert len(check_same(pair, chain, ids_for(3, 2), visible, 4).unique()) > 1
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_rows_with_different_numbers_of_new_tokens_share_a_forward(
+    name: str, dtype: torch.dtype
+) -> None:
+    """A chunk of a prompt, a verification whose attention weights are watched, and a decode: the
+    bits, caches and weights of forwards of their own, with one forward's reading of weights."""
+    layered, native = make_pair(MODELS[name], dtype, [70, 3, 131, 64])
+    results = []
+    for runner in (layered, native):
+        weights = list[Tensor]()
+
+        def watch(layer: int, of_layer: Tensor, to: list[Tensor] = weights) -> None:
+            to.append(of_layer)
+
+        before = runner.counts.copy()
+        chunk = runner.defer(ids_for(1, 41), [1], num_outputs=0)
+        verified = runner.defer(ids_for(2, 4), [0, 3], watch=watch)
+        assert (chunk.out is None) == (verified.out is None) == (runner.executor is not None)
+        logits = runner.forward(ids_for(1, 1), [2])
+        assert chunk.out is not None and chunk.out.shape[1] == 0 and verified.out is not None
+        results.append([verified.out, logits, *weights])
+        counts = runner.counts.minus(before)
+        assert counts.num_forwards == (1 if runner.executor else 3) and counts.num_tokens == 50
+        alone = runner.defer(ids_for(1, 7), [1], num_outputs=2)
+        runner.flush()
+        assert alone.out is not None
+        results[-1].append(alone.out)
+    for ours, theirs in zip(*results, strict=True):
+        assert torch.equal(ours, theirs)
+    assert native.counts.copy().kv_tokens_read == layered.counts.copy().kv_tokens_read
+    assert torch.equal(native.cache.k, layered.cache.k)
+    assert torch.equal(native.cache.v, layered.cache.v)
+    assert native.cache.lengths == layered.cache.lengths
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -176,15 +212,15 @@ def test_native_stages_have_the_bits_of_their_layers(ends: str, dtype: torch.dty
             runners.append(ModelRunner(model, NativeBackend(), group, 2, MOST, executor=executor))
             for row in range(len(lengths)):
                 runners[-1].allocate(row)
-    for count, last_only in ((20, True), (1, True), (5, False), (5, True), (1, False)):
+    for count, num_outputs in ((20, 1), (1, 1), (5, None), (5, 1), (1, None), (6, 0)):
         shown = []
         for stages in (native, layered):
             x, passed = ids_for(2, count), []
             for runner in stages:
-                x = runner.forward(x, [0, 1], last_only=last_only)
+                x = runner.forward(x, [0, 1], num_outputs=num_outputs)
                 passed.append(x)
             assert passed[0].shape[1] == count and passed[-1].shape[1] == (
-                1 if last_only else count
+                count if num_outputs is None else num_outputs
             )
             shown.append(passed)
         for ours, theirs in zip(*shown, strict=True):

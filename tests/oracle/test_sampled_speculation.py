@@ -54,7 +54,7 @@ def exact_distribution(section: SamplingSection) -> dict[tuple[int, ...], float]
         longer: dict[tuple[int, ...], float] = {}
         for tokens, mass in result.items():
             runner.truncate([0], [0])
-            logits = runner.forward(torch.tensor([[*PROMPT, *tokens]]), [0], last_only=True)
+            logits = runner.forward(torch.tensor([[*PROMPT, *tokens]]), [0], num_outputs=1)
             params = make_params(section, NUM_TOKENS, (), 0)
             request = Request(0, PROMPT, params, list(tokens))
             penalties = Penalties.of([request], TOY.vocab_size, runner.device)

@@ -205,9 +205,9 @@ class LaunchedStage(Stage):
 
     device: Device = field(default_factory=lambda: Device("cpu"))
 
-    def compute(self, x: Tensor, rows: Sequence[int], last_only: bool) -> Tensor:
+    def compute(self, x: Tensor, rows: Sequence[int], num_outputs: int | None) -> Tensor:
         self.device.launch(STAGE_S)
-        return super().compute(x, rows, last_only)
+        return super().compute(x, rows, num_outputs)
 
 
 def test_a_message_that_decodes_takes_until_the_device_is_done(

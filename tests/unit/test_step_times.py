@@ -40,11 +40,11 @@ GAMMA, NUM_NEW = 2, 7
 @pytest.fixture(params=["cpu", "cuda"], ids=["at_once", "meanwhile"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
     """Forwards and reads of tensors take time on it."""
-    device, forward, read = Device(request.param), ModelRunner.forward, Tensor.tolist
+    device, compute, read = Device(request.param), ModelRunner._compute, Tensor.tolist
 
-    def launched(*args: Any, **options: Any) -> Tensor:
+    def launched(*args: Any) -> None:
         device.launch(FORWARD_S)
-        return forward(*args, **options)
+        compute(*args)
 
     def waited(tensor: Tensor) -> Any:
         device.wait()
@@ -54,7 +54,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     monkeypatch.setattr("time.perf_counter", device.clock)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(device))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda of: device.wait())
-    monkeypatch.setattr(ModelRunner, "forward", launched)
+    monkeypatch.setattr(ModelRunner, "_compute", launched)
     monkeypatch.setattr(Tensor, "tolist", waited)
     return device
 

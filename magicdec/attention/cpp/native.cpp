@@ -36,6 +36,7 @@ void run(const Problem& problem, const Trees& trees, const S* q, Strides qs, con
                 attention.place(p, table, pools, b, t, q + b * qs.row + t * qs.token, k + b * ks.row + t * ks.token,
                                 v + b * vs.row + t * vs.token);
         attention.attend(p, pools, mass);
+        wait_for_threads();
         attention.merge(p, out, lse, mass, num_blocks);
     }
     keys_read += attention.keys_read;

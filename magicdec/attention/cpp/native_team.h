@@ -37,7 +37,8 @@ struct Pools {
 };
 
 // Attention of one forward over a planned view. `with_trees` and `plan_view` are called by one thread, `place` for each token,
-// and `attend` and `merge` by all threads of a parallel region, in this order; every layer of a forward may use one plan.
+// and `attend` and `merge` by all threads of a parallel region, in this order. Threads must meet after each of these three,
+// which do not wait, so that several calls can be computed at once. Every layer of a forward may use one plan.
 template <typename Kernel, typename S>
 class Attention {
 public:
@@ -88,7 +89,6 @@ public:
                 result + task.first_query, result + M + task.first_query,
                 result + 2 * M + task.first_query * HEAD_SIZE, Mass{mass, piece.num_blocks});
         }
-        wait_for_threads();
     }
 
     // Merge the pieces of each row into out [B, T, H, D] and the log-sum-exp of the scores, lse [B, T, H]. If `mass`
@@ -98,15 +98,13 @@ public:
         for (int64_t b = 0; b < p.B; ++b)
             for (int64_t t = 0; t < p.T; ++t)
                 for (int64_t h = 0; h < p.H; ++h) merge_head(p, b, t, h, out, lse);
+        if (!mass) return;
         wait_for_threads();
-        if (mass) {
 #pragma omp for collapse(2) schedule(static) nowait
-            for (int64_t b = 0; b < p.B; ++b)
-                for (int64_t g = 0; g < p.G; ++g)
-                    merge_mass(p, plan, b, g, results.data(), width(p), sums.data(), lse,
-                               mass + (b * p.G + g) * num_blocks, num_blocks);
-            wait_for_threads();
-        }
+        for (int64_t b = 0; b < p.B; ++b)
+            for (int64_t g = 0; g < p.G; ++g)
+                merge_mass(p, plan, b, g, results.data(), width(p), sums.data(), lse, mass + (b * p.G + g) * num_blocks,
+                           num_blocks);
     }
 
     std::atomic<int64_t> keys_read{0};  // keys (per row and KV head, each with its value) that were read so far

@@ -1,0 +1,193 @@
+// What a forward computes: calls, each with rows that have the same number of new tokens, and the attention of one of them.
+#pragma once
+#include <vector>
+
+#include "../attention/cpp/native_team.h"
+#include "../model/elementwise/rows.h"
+
+// These are filled by executor.py, field by field in this order.
+struct LinearLayer {
+    const void *packed, *bias;  // bias: added by the layer, or null
+    const float* scale;         // of int8 weights, or null
+    int64_t N, K, is_int4;
+};
+struct Layer {
+    const void *attention_norm, *mlp_norm, *q_norm, *k_norm;  // q_norm and k_norm may be null
+    const void *output_bias, *down_bias;                      // added after the all-reduce; may be null
+    LinearLayer qkv, output, gate_up, down;
+};
+struct Model {
+    int64_t num_layers, hidden, H, G, vocab_size, rope_pairs, interleaved;
+    float eps, query_scale;  // query_scale: YaRN's factor for rotated queries, 1 without
+    const void *embedding, *norm;  // null where this part of the model has none
+    const float* rope;  // [positions, 2, rope_pairs]
+    LinearLayer head;  // N is 0 without a head
+    int64_t first_id;  // vocabulary id of the head's first row
+    const Layer* layers;
+};
+struct Cache {
+    char *k, *v;  // of the first layer
+    int64_t layer_bytes, table_stride, block_size;
+    const int64_t* table;
+};
+struct Exchange {  // the all-reduce; size 1: none
+    char* segment;
+    int64_t rank, size, slot_bytes, wait_ms;
+    int64_t (*keep_waiting)(int64_t rank);  // called with a rank that is late; 0 ends the call
+    uint64_t turn;                          // of the last exchange, also on return
+};
+// Rows with the same number of new tokens. One forward computes one call, or several with other rows each.
+struct Call {
+    int64_t B, T, steps;  // `steps` forwards: the first over T tokens of each row, the others over one draft token
+    const int64_t *tokens, *rows, *seq_lens, *committed, *offsets;  // [B, T], then [B] each; offsets may be null
+    const void* hidden_in;  // S [B, T, hidden] instead of tokens, or null
+    const int64_t* ranges;  // visible committed tokens [range_layers, B, range_heads, num_ranges, 2]
+    int64_t range_layers, range_heads, num_ranges, window;
+    Trees trees;  // of which the tokens are the last nodes, if there are nodes
+    int64_t num_outputs;  // newest tokens of each row whose logits or hidden states are wanted
+    void* logits;       // S [outputs of all calls, V] in the first call, or null
+    void* hidden_out;   // S [outputs of all calls, hidden] after the last of these layers, instead of logits, or null
+    int64_t* drafts;    // [B, steps] of a single call, or null
+    float* mass;        // attention weights [layers, B, G, num_blocks], or null
+    int64_t num_blocks;
+    void* queries;      // S [layers, B, T, H, D] after RoPE, or null
+    const int64_t* cancelled;  // or null; the forward ends between layers once the first of these two numbers is
+    int64_t cancelled_value;   // this one and the monotonic clock has reached the second, in ns
+    int64_t layers_done;       // out: layers that were computed, if it may be cancelled
+    int64_t keys_seen;  // out: visible keys of a head, summed over rows and forwards
+    int64_t keys_read;  // out: keys that the kernels read, summed over forwards, layers, rows and KV heads
+    int64_t num_drafted;  // out: drafts of each row
+    double pa;  // a row stops after a draft that is less probable; the call ends when all rows have stopped
+};
+
+namespace {
+
+// One call of a forward. Its attention is computed by Kernel, or by Short where that serves it.
+template <typename S, typename Kernel, typename Short>
+class Part {
+public:
+    // Called by one thread before the first forward. `first` is the call's first token among those of all calls.
+    void start(const Model& model, const Cache& cache, Call& of, int64_t first_token) {
+        m = &model, kv = &cache, call = &of, first = first_token;
+        lengths.assign(of.seq_lens, of.seq_lens + of.B);
+        ranges.resize(of.range_layers * of.B * of.range_heads * (of.num_ranges + 1) * 2);
+        attention.keys_read = short_attention.keys_read = 0;
+        of.keys_seen = 0;
+    }
+
+    // Lengths, visible ranges and the plan of the next forward; called by one thread.
+    void begin(int64_t step) {
+        if (step)
+            for (int64_t& length : lengths) length += problem.T;
+        const Call& c = *call;
+        table = {kv->table, c.rows, kv->table_stride};
+        problem = {c.B, step ? 1 : c.T, m->H, m->G, HEAD_SIZE, kv->block_size, lengths.data(), c.window};
+        if constexpr (!std::is_same_v<Short, Kernel>) is_short = Short::serves(problem, c.trees.num_nodes > 0);
+        with_attention([&](auto& attention) { problem = attention.with_trees(problem, table, c.trees); });
+        for (int64_t layer = 0; layer < c.range_layers; ++layer)
+            for (int64_t b = 0; b < c.B; ++b)
+                for (int64_t g = 0; g < c.range_heads; ++g) add_tail((layer * c.B + b) * c.range_heads + g, b);
+        call->keys_seen += c.B * c.trees.num_nodes;
+        for (int64_t b = 0; b < c.B; ++b)
+            for (int64_t r = 0; r <= c.num_ranges; ++r) {
+                const int64_t* range = of_layer(0).of(b, 0) + 2 * r;
+                call->keys_seen += range[1] - range[0];
+            }
+        if (c.range_layers == 1) plan_layer(0);
+    }
+
+    // Called by one thread for each layer that has ranges of its own.
+    void plan_layer(int64_t layer) {
+        with_attention([&](auto& attention) { attention.plan_view(problem, table, of_layer(layer), call->mass); });
+    }
+
+    // `attend` and `merge` are called by all threads, which must meet after either.
+    void attend(int64_t layer) {
+        with_attention([&](auto& attention) { attention.attend(problem, pools(attention, layer), call->mass); });
+    }
+    void merge(int64_t layer, S* mixed, float* lse) {
+        float* mass = call->mass ? call->mass + layer * call->B * m->G * call->num_blocks : nullptr;
+        with_attention([&](auto& attention) {
+            attention.merge(problem, mixed + first * m->H * HEAD_SIZE, lse + first * m->H, mass, call->num_blocks);
+        });
+    }
+
+    // Norms and rotates the heads of a token, and hands them to attention. `q` are its queries, keys and values.
+    void place(int64_t layer, int64_t b, int64_t t, S* q) {
+        const Layer& w = m->layers[layer];
+        S *k = q + m->H * HEAD_SIZE, *v = k + m->G * HEAD_SIZE;
+        if (w.q_norm) {
+            for (int64_t h = 0; h < m->H; ++h) norm_head(w.q_norm, q + h * HEAD_SIZE);
+            for (int64_t g = 0; g < m->G; ++g) norm_head(w.k_norm, k + g * HEAD_SIZE);
+        }
+        const int64_t position = problem.position(b, t) + (call->offsets ? call->offsets[b] : 0);
+        rotate_token(q, m->rope + position * 2 * m->rope_pairs, HEAD_SIZE, m->H + m->G, m->rope_pairs, m->interleaved);
+        if (m->query_scale != 1.0f)
+            for (int64_t h = 0; h < m->H; ++h)
+                for (int64_t i = 0; i < 2 * m->rope_pairs; ++i)
+                    store(q + h * HEAD_SIZE + i, to_float(q[h * HEAD_SIZE + i]) * m->query_scale);
+        if (call->queries)
+            std::memcpy((S*)call->queries + ((layer * problem.B + b) * problem.T + t) * m->H * HEAD_SIZE, q,
+                        m->H * HEAD_SIZE * sizeof(S));
+        with_attention([&](auto& attention) {
+            attention.place(problem, table, pools(attention, layer), b, t, q, k, v);
+        });
+    }
+
+    int64_t num_tokens() const { return problem.B * problem.T; }
+    int64_t num_outputs() const { return std::min(call->num_outputs, problem.T); }  // of each row
+    int64_t keys_read() const { return attention.keys_read + short_attention.keys_read; }
+
+    Call* call;
+    int64_t first;
+    Problem problem;
+
+private:
+    template <typename Body>
+    void with_attention(Body body) {
+        is_short ? body(short_attention) : body(attention);
+    }
+
+    template <typename Own>
+    static Pools<Own> pools_of(const Attention<Own, S>&, char* k, char* v) {
+        return {(typename Own::Pool*)k, (typename Own::Pool*)v};
+    }
+    template <typename Any>
+    auto pools(const Any& attention, int64_t layer) const {
+        return pools_of(attention, kv->k + layer * kv->layer_bytes, kv->v + layer * kv->layer_bytes);
+    }
+
+    // The ranges of one row and head with its uncommitted tokens before a tree, cut at the sliding window as in kv/view.py.
+    void add_tail(int64_t place, int64_t b) {
+        const int64_t stop = problem.paths ? call->trees.base[b] : lengths[b] + problem.T;
+        const int64_t oldest = problem.paths ? stop : lengths[b];  // the smallest position of a new token
+        const int64_t *from = call->ranges + place * call->num_ranges * 2, first = oldest + 1 - call->window;
+        int64_t* to = ranges.data() + place * (call->num_ranges + 1) * 2;
+        const bool is_cut = call->window && call->range_heads == 1 && call->range_layers == 1;
+        for (int64_t i = 0; i < 2 * call->num_ranges; ++i) to[i] = is_cut ? std::max(from[i], first) : from[i];
+        to[2 * call->num_ranges] = call->window ? std::max(call->committed[b], first) : call->committed[b];
+        to[2 * call->num_ranges + 1] = stop;
+    }
+
+    Ranges of_layer(int64_t layer) const {
+        const Call& c = *call;
+        const int64_t place = c.range_layers > 1 ? layer : 0, size = c.B * c.range_heads * (c.num_ranges + 1) * 2;
+        return {ranges.data() + place * size, c.num_ranges + 1, c.range_heads};
+    }
+
+    void norm_head(const void* weight, S* head) {
+        S from[HEAD_SIZE];
+        std::memcpy(from, head, sizeof(from));
+        rms_norm_row(from, (const S*)weight, m->eps, problem.D, head);
+    }
+
+    const Model* m;
+    const Cache* kv;
+    Table table;
+    bool is_short = false;
+    std::vector<int64_t> lengths, ranges;
+    Attention<Kernel, S> attention;
+    Attention<Short, S> short_attention;
+};
+
+}  // namespace
