@@ -23,15 +23,12 @@ PROPERTIES = (
             Fault("a step timed until it begins", "engine.py",
                   "        output = strategy.step(batch)\n        now = self.clock.now()",
                   "        now = self.clock.now()\n        output = strategy.step(batch)"),
-            Fault("tokens of a decode step read after its phase", "decoding/steps.py",
-                  "            verdict = self._judged(None)\n"
-                  "        return [row[1:] for row in verdict]",
-                  "            result = self._verify(None, True)\n"
-                  "        return [row[1:] for row in self._read(result)]"),
-            Fault("the verdict read after the phase of verification", "decoding/steps.py",
-                  "            return self._judged(proposal)",
-                  "            result = self._verify(proposal, True)\n"
-                  "        return self._read(result)"),
+            Fault("tokens of a step read after its phase", "decoding/steps.py",
+                  "                return [self._judged(proposal)]\n",
+                  "                result = self._verify(proposal)\n"
+                  "        if len(parts) == 1:\n"
+                  "            return [self._read(result, self._rows, self._places)]\n"
+                  "        with self.phase('verify'):\n"),
             Fault("the end of a phase marked before its work on CUDA", "hardware/timing.py",
                   "            yield\n            last.record()",
                   "            last.record()\n            yield"),

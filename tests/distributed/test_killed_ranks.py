@@ -60,7 +60,7 @@ CASES = {  # (phase, killed rank, ranks, command and its flags)
     "pipeline, serving": ("serving runs", 1, 2, (*RUNS, *SHARED)),
     "pipeline, serving through gloo": ("serving runs", 0, 2, (*RUNS, *GLOO)),
     "pipeline, serving drafts": ("serving drafts", 2, 3, (*DRAFTS, *SHARED)),
-    "pipeline, serving drafts through gloo": ("serving drafts", 1, 3, (*DRAFTS, *GLOO)),
+    "pipeline, serving drafts through gloo": ("serving drafts", 2, 3, (*DRAFTS, *GLOO)),
     "inflight, loading": ("loading", 1, 2, ("inflight", "--num_requests", 2)),
 }
 QUICK = (

@@ -57,7 +57,7 @@ def test_a_ring_is_that_of_the_simulator(scale: Any, cluster: Any, rows: int) ->
     ring, model, S = scale.Division(1, 4, 8), "llama-3.1-405b", 32768
     stage_s, hop_s = cluster.seconds(model, 8, 1, 1, S) / 4, cluster.hop_s(model, ring, 1)
     machine = Machine((stage_s,) * 4, link_s=hop_s)
-    work = Work([0], [0.7], 16, ring_requests=rows)
+    work = Work([True], 16, ring_requests=rows)
     _, metrics = run_mode("ring", machine, Options(), work)
     # Rows one by one, without what groups of several rows would share.
     assert cluster.seconds(model, 8, 2, 1, S) > cluster.seconds(model, 8, 1, 1, S)
