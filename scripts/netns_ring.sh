@@ -1,12 +1,11 @@
 #!/usr/bin/env bash
 # Several hosts on one machine: a network namespace for each, joined by a bridge.
 #
-#   scripts/netns_ring.sh [--hosts N] [--netem LINK] [--cut_on TEXT] [--kill_on TEXT] -- COMMAND FLAGS...
+#   scripts/netns_ring.sh [--hosts N] [--cut_on TEXT] [--kill_on TEXT] -- COMMAND FLAGS...
 #   scripts/netns_ring.sh --hosts 3 -- selfspec --model demo --B 1 --gen_len 16 --threads 1
 #
 # Every host runs `torchrun ... -m magicdec COMMAND FLAGS` with one rank under torchrun's own
-# rendezvous, as on real hosts, and sees its own processes only. --netem shapes what each host sends, in
-# the words of tc netem: "rate 1gbit delay 1ms". When a host prints TEXT, --cut_on
+# rendezvous, as on real hosts, and sees its own processes only. When a host prints TEXT, --cut_on
 # takes the last host's link down, and --kill_on kills that host's processes.
 # NETNS_RING_PROGRAM, if it is set, is run in the place of `-m magicdec`.
 # Each host's output goes to the screen behind its name. The exit code is that of the first host
@@ -14,13 +13,12 @@
 # to make namespaces (root, or unprivileged user namespaces). Nothing is left behind.
 set -euo pipefail
 
-usage() { sed -n '2,14s/^# \{0,1\}//p' "$0"; exit 2; }
+usage() { sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 2; }
 
-hosts=3 netem= cut_on= kill_on=
+hosts=3 cut_on= kill_on=
 while [ $# -gt 0 ]; do
   case "$1" in
     --hosts) hosts=${2:?--hosts needs a number}; shift 2 ;;
-    --netem) netem=${2:?--netem needs a link}; shift 2 ;;
     --cut_on) cut_on=${2:?--cut_on needs a text}; shift 2 ;;
     --kill_on) kill_on=${2:?--kill_on needs a text}; shift 2 ;;
     --) shift; break ;;
@@ -29,14 +27,14 @@ while [ $# -gt 0 ]; do
 done
 [ $# -gt 0 ] || usage
 [[ $hosts =~ ^[1-9][0-9]?$ ]] || { echo "--hosts $hosts: choose 1 to 99" >&2; exit 2; }
-for tool in ip unshare ${netem:+tc}; do
+for tool in ip unshare; do
   command -v "$tool" > /dev/null || { echo "netns_ring.sh needs $tool" >&2; exit 2; }
 done
 
 if [ -z "${NETNS_RING_INSIDE:-}" ]; then  # once more, in namespaces that end with this process
   unshare --map-root-user --net --mount --pid --fork true 2> /dev/null ||
     { echo "netns_ring.sh: this user may not make namespaces here" >&2; exit 2; }
-  options=(--hosts "$hosts" ${netem:+--netem "$netem"} ${cut_on:+--cut_on "$cut_on"} ${kill_on:+--kill_on "$kill_on"})
+  options=(--hosts "$hosts" ${cut_on:+--cut_on "$cut_on"} ${kill_on:+--kill_on "$kill_on"})
   exec env NETNS_RING_INSIDE=1 unshare --map-root-user --net --mount --pid --fork --kill-child \
     --mount-proc bash "$0" "${options[@]}" -- "$@"
 fi
@@ -51,8 +49,6 @@ for ((host = 0; host < hosts; host++)); do
   ip -n "host$host" addr add "10.9.0.$((host + 1))/24" dev eth0
   ip -n "host$host" link set eth0 up
   ip -n "host$host" link set lo up
-  # shellcheck disable=SC2086  # these are words of tc
-  [ -z "$netem" ] || tc -n "host$host" qdisc add dev eth0 root netem limit 100000 $netem
 done
 
 printed=/run/printed  # what the hosts have printed so far
