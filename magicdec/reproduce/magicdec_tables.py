@@ -106,7 +106,7 @@ def predict(row: Row, folder: Path) -> str:
     from magicdec.cost_model.speculation import Speculation
     from magicdec.hardware.ceiling_file import Hardware, Link
 
-    with (folder / "magicdec_acceptance.csv").open(newline="", encoding="utf-8") as file:
+    with file_of(folder, "magicdec_acceptance").open(newline="", encoding="utf-8") as file:
         place = {"model": row["model"], "prefix_len": row["prefix_len"]}.items()
         rates = [
             r["published"] for r in csv.DictReader(file) if r["published"] and place <= r.items()
