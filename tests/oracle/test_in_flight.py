@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from random import Random
+from typing import Any
 
 import pytest
 from conftest import (
@@ -16,6 +17,7 @@ from conftest import (
     make_draft,
     make_requests,
     make_runner,
+    pack,
     random_prompts,
     tiny_transformer,
 )
@@ -33,6 +35,7 @@ from magicdec.drafting.draft_length import DraftLength, Measure
 from magicdec.drafting.forecast import Acceptance
 from magicdec.drafting.policies.policy import keep_queries
 from magicdec.engine import Engine
+from magicdec.executor.executor import Executor, ForwardPart
 from magicdec.request import Batch, Request, Status
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits, Plan
@@ -63,7 +66,7 @@ CASES = [
     ("ngram+model", KVSection("full")),
     ("ngram+model", KVSection("streaming_llm", 12, 4)),
 ]
-MODEL = tiny_transformer(seed=1)
+MODEL, PACKED = tiny_transformer(seed=1), pack(tiny_transformer(seed=1))
 lone_outputs: dict[tuple[object, ...], list[int]] = {}
 
 
@@ -75,7 +78,6 @@ class RandomLength(DraftLength):
 
     def __init__(self, random: Random, per_row: bool = True) -> None:
         self.random, self.per_row = random, per_row
-        self.acceptance = Acceptance(MOST_DRAFTS)
         self.acceptance = Acceptance(MOST_DRAFTS)
 
     def begin(self, batch: Batch, measure: Measure) -> None:
@@ -99,8 +101,11 @@ class Schedule:
     chunk: int
 
 
-def draw_schedule(random: Random, drafter: str | None, backend: AttentionBackend) -> Schedule:
-    """Blocks hold 8 tokens (64 under native attention); the smallest pool has just the blocks of
+def draw_schedule(
+    random: Random, drafter: str | None, backend: AttentionBackend, is_native: bool
+) -> Schedule:
+    """With `is_native`, a forward is one native call, which computes what several rows do at once.
+    Blocks hold 8 tokens (64 under native attention); the smallest pool has just the blocks of
     the largest request."""
     # Speculation keeps the distribution of sampled tokens, not the tokens.
     samplings = SAMPLINGS if drafter is None else SAMPLINGS[:2]
@@ -120,8 +125,9 @@ def draw_schedule(random: Random, drafter: str | None, backend: AttentionBackend
         blocks = {"block_tokens": 8, "num_blocks": -(-max(needed) // size) + random.randint(0, 1)}
     # So that a copy of K and V has just the room that the longest output needs.
     following = MOST_NEW + step_tokens - 1
-    runner = make_runner(MODEL, num_rows, MAX_TOKENS, backend, following)
-    runner = replace(runner, **blocks)
+    runner = make_runner(PACKED if is_native else MODEL, num_rows, MAX_TOKENS, backend, following)
+    executor = Executor(PACKED, runner.group) if is_native else None
+    runner = replace(runner, executor=executor, **blocks)
     limits = Limits(
         MAX_TOKENS, runner.cache.shape.block_size,
         runner.cache.shape.num_blocks if blocks else None, step_tokens,
@@ -165,6 +171,17 @@ def serve(
     strategy = make_strategy("speculative" if drafter else "autoregressive", setup)
     engine = Engine(runner, schedule.chunk, schedule.limits, VirtualClock())
     scheduler, execute = engine.scheduler, engine.execute
+    forward = None if runner.executor is None else runner.executor.forward
+
+    def counted(parts: Sequence[ForwardPart], *args: Any) -> Any:
+        assert forward is not None, "it is native"
+        chunks = sum(part.num_outputs == 0 for part in parts)
+        seen["chunks carried"] += min(chunks, len(parts) - 1)
+        seen["verified together"] += len(parts) - chunks > 1
+        return forward(parts, *args)
+
+    if runner.executor is not None:
+        runner.executor.forward = counted  # type: ignore[method-assign]
 
     def checked(plan: Plan, *args: object) -> None:
         held = [len(blocks) for blocks in runner.cache.blocks]
@@ -187,7 +204,11 @@ def serve(
 
 
 def check_seeds(
-    seeds: Sequence[int], drafter: str | None, kv: KVSection, records: bool = False
+    seeds: Sequence[int],
+    drafter: str | None,
+    kv: KVSection,
+    records: bool = False,
+    is_native: bool = False,
 ) -> Counter[str]:
     seen = Counter[str]()
     for seed in seeds:
@@ -197,7 +218,9 @@ def check_seeds(
         )
         if records:
             backend = SDPABackend(8)
-        schedule = draw_schedule(random, drafter, backend)
+        if is_native:
+            backend = NativeBackend()
+        schedule = draw_schedule(random, drafter, backend, is_native)
         seen += serve(schedule, drafter, kv, random, records)
         for request in schedule.requests:
             expected = lone_output(request)
@@ -213,9 +236,22 @@ def check_seeds(
 def test_each_request_emits_the_tokens_of_its_lone_run(
     drafter: str | None, kv: KVSection, seeds: range
 ) -> None:
-    """506 schedules in all."""
+    """736 schedules in all."""
     seen = check_seeds(seeds, drafter, kv)
     assert min(seen[what] for what in ("preempted", "joined", "both")) > 0, seen
+
+
+@pytest.mark.usefixtures("trusted_lookups")
+@pytest.mark.parametrize(("drafter", "kv"), CASES, ids=str)
+def test_rows_that_share_a_forward_emit_the_tokens_of_their_lone_runs(
+    drafter: str | None, kv: KVSection
+) -> None:
+    """A forward takes a chunk of a prompt beside others, and rows with different numbers of drafts;
+    a policy that watches attention watches rows of one number."""
+    seen = check_seeds(range(100, 116), drafter, kv, is_native=True)
+    assert seen["joined"] > 0 and seen["chunks carried"] > 0, seen
+    is_watched = kv.policy in ("verified", "retrieval")
+    assert (seen["verified together"] > 0) == (drafter is not None and not is_watched), seen
 
 
 @pytest.mark.parametrize(
