@@ -4,7 +4,9 @@ circulate through 2, 3 and 4 ranks with the tokens of one process."""
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import pytest
@@ -118,7 +120,8 @@ def test_a_thousand_samples_leave_nothing_behind(
     """Threads, open files and memory stay as they are, except that every stage keeps a span of each
     message and the first one what it serves, and that the pages of ring buffers of 1 MB are
     touched one after the other, once. Allocations are counted, because resident memory moves by
-    whole arenas of 1 MB."""
+    whole arenas of 1 MB. A leak grows in every interval, a buffer that a thread allocates or a
+    table that doubles in one, so that the median interval decides."""
     done = launch(
         "distributed/watched_ring.py", "--model", deep_checkpoint, "--num_requests", 1000,
         "--n_samples", 6, "--prefix_len", "uniform:4:20", "--prefill_chunk", 32, "--gen_len", 6,
@@ -134,7 +137,8 @@ def test_a_thousand_samples_leave_nothing_behind(
         num_messages = 6 * (held[-1]["ended"] - held[0]["ended"])
         new_blocks = held[-1]["python_blocks"] - held[0]["python_blocks"]
         assert new_blocks < num_messages * (14 if rank == 0 else 5)
-        assert held[-1]["native_kb"] - held[0]["native_kb"] < (150 if rank == 0 else 60)
+        growth = [b["native_kb"] - a["native_kb"] for a, b in pairwise(held)]
+        assert median(growth) < (40 if rank == 0 else 16), growth
         assert held[-1]["anonymous_kb"] - held[0]["anonymous_kb"] < 4000
         assert all(each["ring_kb"] == each["shared_kb"] for each in held)
         assert held[-1]["ring_kb"] == held[-3]["ring_kb"] < 2 * 1024 + 64
