@@ -126,7 +126,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = ordered([item for item in items if item not in never])
     if not torch.cuda.is_available():
         for item in items:
-            if "cuda" in item.keywords:
+            if item.get_closest_marker("cuda"):
                 item.add_marker(pytest.mark.skip(reason="no CUDA device"))
 
 

@@ -136,19 +136,25 @@ class Block(nn.Module):
         self.mlp = MLP(config, shard)
 
     def forward(
-        self, x: Tensor, layer: int, encode: PositionEncoding, attend: Attend, reduce: Reduce
-    ) -> Tensor:
-        normed = self.attention_norm(x)
+        self, x: Tensor, y: Tensor | None, layer: int, encode: PositionEncoding, attend: Attend,
+        reduce: Reduce,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """The layer of the hidden states x + y, or x, [B, T, hidden]. Returns two summands as well:
+        the next layer's norm adds them, which saves a pass over them."""
+        if y is None:
+            normed = self.attention_norm(x)
+        else:
+            x, normed = add_norm(self.attention_norm, x, y)
         if not self.is_parallel:
             assert self.mlp_norm is not None, "the MLP of a sequential block has a norm"
             y = self.attention(normed, layer, encode, attend, reduce)
             x, normed = add_norm(self.mlp_norm, x, y)
             del y  # frees memory before the MLP: y is large for a long prefill chunk
-            return x + self.mlp(normed, reduce)
+            return x, self.mlp(normed, reduce)
         attention, mlp = self.attention, self.mlp
         hidden = mlp.hidden(normed if self.mlp_norm is None else self.mlp_norm(x))
         mixed = attention.mix(normed, layer, encode, attend)
         total = reduce(attention.output(mixed) + mlp.down(hidden))  # one all-reduce for both
         for bias in (attention.output.bias, mlp.down.bias):
             total = total if bias is None else total + bias
-        return x + total
+        return x, total

@@ -139,13 +139,16 @@ class Transformer(nn.Module):
         if self.has_embedding:
             x = self._embed(x, positions)
         encode = self._position_encoding(positions)
+        y: Tensor | None = None  # what the layer before adds to x
         for layer, block in zip(self.layers, self.blocks, strict=True):
             before_layer(layer)
-            x = block(x, layer, encode, attend, reduce)
+            x, y = block(x, y, layer, encode, attend, reduce)
+        assert y is not None, "a part has at least one layer"
+        if self.is_last and num_outputs is not None:
+            x, y = (part[:, part.shape[1] - num_outputs :] for part in (x, y))
+        x = x + y
         if not self.is_last:
             return x
-        if num_outputs is not None:
-            x = x[:, x.shape[1] - num_outputs :]
         if num_outputs == 0:
             return x.new_empty(*x.shape[:2], self.width_out)
         return self.logits(x) if self.has_head else x
