@@ -63,10 +63,11 @@ def read_values(
     """
     suffix = Path(dataset).suffix.lower()
     if dataset not in NAMED_READERS and suffix not in FILE_READERS:
-        sets = ", ".join(f"{kind}:<set>" for kind in PROMPT_SETS)
+        made = ["recall", "ruler:<task>", *(f"{kind}:<set>" for kind in PROMPT_SETS)]
+        choices = [*NAMED_READERS, *(made if flag == "--dataset" else ())]
         raise ValueError(
-            f"{flag} {dataset!r} is not known; choose from {', '.join(NAMED_READERS)}, "
-            f"recall, ruler:<task>, {sets}, or a path ending in {', '.join(FILE_READERS)}"
+            f"{flag} {dataset!r} is not known; choose from {', '.join(choices)}, "
+            f"or a path ending in {', '.join(FILE_READERS)}"
         )
     named = NAMED_READERS.get(dataset)
     records = FILE_READERS[suffix](Path(dataset)) if named is None else named()

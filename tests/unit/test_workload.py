@@ -243,3 +243,6 @@ def test_a_corpus_is_text_or_the_tokens_of_earlier_runs(tmp_path: Path) -> None:
             (tmp_path / name).write_text(content)
         with pytest.raises(ValueError, match=rf"^--lookup_corpus \S*{name}: [^\n]+$"):
             encode_corpus(str(tmp_path / name), tokenizer, 9)
+    message = "--lookup_corpus 'verse' is not known; choose from demo, pg19, or a path"
+    with pytest.raises(ValueError, match=message):  # it takes no prompts that are made
+        encode_corpus("verse", tokenizer, 9)
