@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint.gpt_fast import GptFastWeights, is_gpt_fast
 from magicdec.model.checkpoint.quantization import QuantizedWeights, check_range, holds_int8
 from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.checkpoint.weight_files import (
@@ -46,6 +45,7 @@ from magicdec.model.presets.presets import (
 from magicdec.model.transformer import Transformer
 
 PROBLEMS_SHOWN = 3
+GPT_FAST_NAME = "tok_embeddings.weight"  # in the files of the original suite's converter
 
 
 def check_weights(config: ModelConfig, source: WeightSource) -> None:
@@ -220,8 +220,11 @@ def _stored(path: Path, config: ModelConfig) -> WeightSource:
     """The weights of a directory or a file, whatever their format, by their names."""
     source = open_weights(path)
     body = find_family(config.architecture).body
-    if is_gpt_fast(source):
-        return GptFastWeights(source, config)
+    if GPT_FAST_NAME in source.tensors:
+        raise ValueError(
+            f"{source.path} was written by the original suite's converter, whose names are not "
+            "read; run convert_hf_checkpoint.py, or name the directory of the checkpoint itself"
+        )
     is_bare = body and not any(name.startswith(body) for name in source.tensors)
     return BodyWeights(source, body) if is_bare else source
 
