@@ -53,14 +53,9 @@ def rope(raw: Raw) -> RopeConfig:
     if rope_type in ("linear", "dynamic"):
         return RopeConfig(theta, rope_type, factor=float(table["factor"]))
     if rope_type == "llama3":
-        return RopeConfig(
-            theta,
-            rope_type,
-            factor=float(table["factor"]),
-            low_freq_factor=float(table["low_freq_factor"]),
-            high_freq_factor=float(table["high_freq_factor"]),
-            original_max_position_embeddings=size(table, "original_max_position_embeddings"),
-        )
+        low, high = float(table["low_freq_factor"]), float(table["high_freq_factor"])
+        trained = size(table, "original_max_position_embeddings")
+        return RopeConfig(theta, rope_type, float(table["factor"]), low, high, trained)
     return _yarn(raw, table, theta) if rope_type == "yarn" else RopeConfig(theta, rope_type)
 
 
