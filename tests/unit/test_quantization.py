@@ -243,7 +243,8 @@ WRONG = {
         f"{Q_PROJ} is stored as float32, expected int8",
     ),
     "a scale of int32": (
-        Q_PROJ + SCALE, torch.zeros(32, dtype=torch.int32), f"{Q_PROJ}{SCALE} is stored as int32, expected float32",
+        Q_PROJ + SCALE, torch.zeros(32, dtype=torch.int32),
+        f"{Q_PROJ}{SCALE} is stored as int32, expected float32",
     ),
 }  # fmt: skip
 
