@@ -25,7 +25,7 @@ AUTO_BACKENDS = ("native", "grouped")
 PORTABLE_BACKEND = "grouped"  # the fastest that needs neither a compiler nor a library
 REFERENCE_BACKEND = "sdpa"  # the plainest; checks and measurements compare with it
 KV_POLICIES = {
-    "full": "magicdec.drafting.policies.full:FullKV",
+    "full": "magicdec.drafting.policies.policy:FullKV",
     "streaming_llm": "magicdec.drafting.policies.streaming_llm:StreamingLLM",
     "snapkv": "magicdec.drafting.policies.snapkv:SnapKV",
     "verified": "magicdec.drafting.policies.verified:VerifiedKV",
@@ -39,7 +39,7 @@ STRATEGIES = {
     "speculative": "magicdec.decoding.speculative:speculative",
 }
 DRAFTERS = {
-    "self": "magicdec.drafting.self_drafter:SelfDrafter",
+    "self": "magicdec.drafting.model_drafter:SelfDrafter",
     "model": "magicdec.drafting.model_drafter:ModelDrafter",
     "ngram": "magicdec.drafting.ngram:NgramDrafter",
     "ngram+self": "magicdec.drafting.mixed:MixedDrafter",

@@ -34,7 +34,7 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.start import close_groups, make_groups
-from magicdec.drafting.policies.full import FullKV
+from magicdec.drafting.policies.policy import FullKV
 from magicdec.kv.cache import KVCache
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import KVView, make_view

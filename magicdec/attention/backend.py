@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from magicdec.config.capabilities import Capabilities, list_backends
-from magicdec.kv.layout import Layout
+from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.view import WEIGHTS_BLOCK, KVView
 from magicdec.names import ATTENTION_BACKENDS, load_named
 
@@ -75,6 +75,7 @@ class AttentionBackend(Protocol):
 
     def layout(self, dtype: torch.dtype) -> Layout:
         """The memory layout in which `run` expects a KV cache of that dtype."""
+        return PLAIN
 
     def plan(self, view: KVView) -> None:
         """Prepare the data that all layers of one forward share."""

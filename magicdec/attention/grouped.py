@@ -17,7 +17,6 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, CallSize, sum_blocks, visible_mask
 from magicdec.config.capabilities import MOST_WATCHED, Capabilities
-from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.view import KVView
 
 # The fused kernel, which never stores the scores, is used for this many new tokens and more.
@@ -62,9 +61,6 @@ class GroupedBackend(AttentionBackend):
 
     def block_size(self, max_tokens: int) -> int:
         return max_tokens
-
-    def layout(self, dtype: torch.dtype) -> Layout:
-        return PLAIN
 
     def plan(self, view: KVView) -> None:
         self._new = view.cache.slots(view.row_index, view.query_cells())

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, CallSize
 from magicdec.config.capabilities import Capabilities, HeadSizes
-from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.view import KVView
 
 
@@ -116,9 +115,6 @@ class LibraryBackend(AttentionBackend, ABC):
     @abstractmethod
     def attend_chosen(self, layer: int, q: Tensor, choice: Chosen, view: KVView) -> Tensor:
         """Attention of q [S,T,H/G,D], each sequence over its own chosen keys: [S,T,H/G,D]."""
-
-    def layout(self, dtype: torch.dtype) -> Layout:
-        return PLAIN
 
     def plan(self, view: KVView) -> None:
         assert view.window is None, "a sliding window is refused before the run"

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, CallSize, sum_blocks, visible_mask
 from magicdec.config.capabilities import Capabilities
-from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.view import KVView
 
 
@@ -37,9 +36,6 @@ class SDPABackend(AttentionBackend):
 
     def block_size(self, max_tokens: int) -> int:
         return self._block_size
-
-    def layout(self, dtype: torch.dtype) -> Layout:
-        return PLAIN
 
     def plan(self, view: KVView) -> None:
         self._new = view.cache.slots(view.row_index, view.query_cells())

@@ -22,7 +22,6 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.config.capabilities import Capabilities, HeadSizes
 from magicdec.kernels import build
 from magicdec.kernels.build import next_power
-from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.view import KVView
 
 BLOCK_SIZE = 64  # tokens in a KV block: a multiple of the keys of every tile
@@ -73,9 +72,6 @@ class TritonBackend(AttentionBackend):
 
     def block_size(self, max_tokens: int) -> int:
         return BLOCK_SIZE
-
-    def layout(self, dtype: torch.dtype) -> Layout:
-        return PLAIN
 
     def plan(self, view: KVView) -> None:
         if self._kernels is None:

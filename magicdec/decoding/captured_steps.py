@@ -16,7 +16,7 @@ from magicdec.decoding.recorder import Recorder, Work, record
 from magicdec.decoding.steps import Steps
 from magicdec.decoding.strategy import Phase
 from magicdec.device_batch import DeviceBatch
-from magicdec.drafting.drafter import Drafter
+from magicdec.drafting.drafter import Drafter, DraftShape
 from magicdec.kv.cache import BatchRows
 from magicdec.request import Batch
 from magicdec.runner import ModelRunner
@@ -81,7 +81,7 @@ class CapturedSteps(Steps):
         pending = drafter.prepare(batch.requests, num_draft_tokens)
         if not self._captures_drafts:
             uncaptured = DeviceBatch.of(batch, self._vocab_size, self.runner.device)
-            return drafter.propose(uncaptured, num_draft_tokens, pending)
+            return drafter.propose(uncaptured, DraftShape(num_draft_tokens, pending))
         # Indexing copies: the result of a replay lasts only until the next replay, but a proposal
         # must last until the next draft.
         ids = self._work("draft", num_draft_tokens, pending)()[self._place_index]
@@ -102,7 +102,7 @@ class CapturedSteps(Steps):
         """The draft of a captured step: ids [B, K]. Their probabilities are copied to the pending
         proposal, from which the captured verification reads them."""
         assert self.drafter is not None, "only a strategy with a drafter drafts"
-        proposal = self.drafter.propose(self._batch, count, pending)
+        proposal = self.drafter.propose(self._batch, DraftShape(count, pending))
         target = self._pending_proposal.first(count).probabilities
         if target is not None:
             assert proposal.probabilities is not None, "some rows are sampled"

@@ -18,7 +18,7 @@ from magicdec.config.tree_shape import TreeShape
 from magicdec.decoding.strategy import Phase
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_kv import AcceptedPath
-from magicdec.drafting.drafter import Drafter
+from magicdec.drafting.drafter import Drafter, DraftShape
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.kv.tree import DraftTree
 from magicdec.request import Batch, Request
@@ -138,7 +138,7 @@ class Steps:
     def _drafted(self, batch: Batch, num_draft_tokens: int, tree: TreeShape | None) -> Proposal:
         assert self.drafter is not None, "only a strategy with a drafter drafts"
         pending = self.drafter.prepare(batch.requests, num_draft_tokens)
-        return self.drafter.propose(self._batch, num_draft_tokens, pending, tree)
+        return self.drafter.propose(self._batch, DraftShape(num_draft_tokens, pending, tree))
 
     def _judged(self, proposal: Proposal | None) -> list[list[int]]:
         """Verify, and read the result, which is the only read of a step."""

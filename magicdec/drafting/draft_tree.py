@@ -82,7 +82,7 @@ def _children(
     probs = fold(probabilities(whole, sampling.draws.filters), vocab_size)
     numbers = torch.zeros(len(level) * most, dtype=torch.int64, device=logits.device)
     numbers[flat] = torch.arange(len(places), device=logits.device)
-    u = sampling.draws.branching_ahead(1, len(places), Purpose.DRAFT, skip=depth)[:, 0, numbers]
+    u = sampling.draws.ahead(1, Purpose.DRAFT, depth, branches=len(places))[:, 0, numbers]
     ids = draw_children(probs, scores, u.unflatten(1, (len(level), most)))
     return ids.flatten(1)[:, flat], probs
 

@@ -49,6 +49,17 @@ class DraftPlan:
 
 
 @dataclass(frozen=True)
+class DraftShape:
+    """What `propose` drafts: a chain of at most `num_tokens` tokens or, with a `tree`, a tree of
+    that depth. The first draft forward takes the `pending` newest tokens of each row, as `prepare`
+    has returned."""
+
+    num_tokens: int
+    pending: int = 1
+    tree: TreeShape | None = None
+
+
+@dataclass(frozen=True)
 class DraftSetup:
     """What a drafter is built from: the runner that holds the target, and its sections. `corpus`
     are tokens in which prompt lookup searches beside the text."""
@@ -114,17 +125,10 @@ class Drafter(ABC):
         return 1
 
     @abstractmethod
-    def propose(
-        self,
-        batch: DeviceBatch,
-        num_draft_tokens: int,
-        pending: int = 1,
-        tree: TreeShape | None = None,
-    ) -> Proposal:
-        """The device phase: draft tokens that follow each request's newest token, a chain of at
-        most `num_draft_tokens` or a `tree` of that depth. `pending` is what `prepare` returned. The
-        target's cache is the same afterwards. If drafts have no `pa`, the host reads no result, and
-        all shapes follow from the batch and the arguments, so that the phase can be captured."""
+    def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
+        """The device phase: draft tokens that follow each request's newest token. The target's
+        cache is the same afterwards. If drafts have no `pa`, the host reads no result, and all
+        shapes of tensors follow from the arguments, so that the phase can be captured."""
 
     def commit(  # noqa: B027
         self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None

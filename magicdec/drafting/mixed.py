@@ -14,11 +14,10 @@ from operator import mul
 import torch
 import torch.nn.functional as F
 
-from magicdec.config.tree_shape import TreeShape
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_kv import AcceptedPath
 from magicdec.drafting.draft_length import DraftLength
-from magicdec.drafting.drafter import Drafter, DraftPlan, DraftSetup, make_drafter
+from magicdec.drafting.drafter import Drafter, DraftPlan, DraftSetup, DraftShape, make_drafter
 from magicdec.drafting.forecast import Acceptance
 from magicdec.drafting.ngram import STEP_COST, TOKEN_COST, NgramDrafter, best_length
 from magicdec.kv.cache import BatchRows, Lengths, upload
@@ -110,24 +109,18 @@ class MixedDrafter(Drafter):
         self._looked_up.index_copy_(0, upload(rows, device), upload(looked_up, device, torch.bool))
         return self.model.prepare(requests, num_draft_tokens)
 
-    def propose(
-        self,
-        batch: DeviceBatch,
-        num_draft_tokens: int,
-        pending: int = 1,
-        tree: TreeShape | None = None,
-    ) -> Proposal:
+    def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
         """The tokens of lookups have a probability of 1."""
-        ids, one_hot = self.lookup.propose(batch, num_draft_tokens).ids, None
+        ids, one_hot = self.lookup.propose(batch, shape).ids, None
         if batch.sampling.draws is not None:
             one_hot = F.one_hot(ids, self.target.model.config.vocab_size).double()
-        if pending == LOOKUP_ALONE:
+        if shape.pending == LOOKUP_ALONE:
             return Proposal(ids, one_hot)
-        drafts = self.model.propose(batch, num_draft_tokens, pending)
+        drafts = self.model.propose(batch, shape)
         is_ours, probs = self._looked_up[batch.rows.index].unsqueeze(1), drafts.probabilities
         if self.draft_kv is not None:  # which holds other tokens than will be verified
             held = self.target.cache.lengths_of(batch.rows).plus(1)
-            most = held.plus(num_draft_tokens)
+            most = held.plus(shape.num_tokens)
             kept = torch.where(is_ours[:, 0], held.tensor, most.tensor)
             self.draft_kv.rewind(batch.rows, Lengths(kept, most.bounds))
         if probs is not None and one_hot is not None:

@@ -1,8 +1,11 @@
-"""The standalone draft: another, smaller model drafts, on a group of ranks of its own.
+"""Drafters that run a model: the target itself, or a low-bit copy of its matrices, which reads only
+what a KV policy shows of its context; or another, smaller model on a group of ranks of its own.
 
-Owns the record of which tokens the draft's cache holds and which it still lacks. Sources: Leviathan
-et al. 2023, section 2; on a subgroup of the ranks with a bounded cache: MagicDec (Chen et al.
-2024).
+Self-speculation costs no second prefill. With a policy that is a view it costs no KV memory either:
+draft tokens' K and V land past the committed length, and verification overwrites them. Of another
+model, the drafter knows which tokens its cache holds and which it still lacks. Sources: MagicDec
+(Chen et al. 2024), section 4; TriForce (Sun et al. 2024), section 4.1; Leviathan et al. 2023,
+section 2.
 """
 
 from __future__ import annotations
@@ -13,11 +16,10 @@ import torch
 from torch import Tensor
 
 from magicdec.config.sections import KVSection
-from magicdec.config.tree_shape import TreeShape
 from magicdec.device_batch import NEWEST, DeviceBatch, last_tokens
 from magicdec.drafting.draft_kv import AcceptedPath, DraftKV, draft_chain
 from magicdec.drafting.draft_tree import draft_tree, fold
-from magicdec.drafting.drafter import Drafter, DraftModel, DraftSetup
+from magicdec.drafting.drafter import Drafter, DraftModel, DraftSetup, DraftShape
 from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.prefill import prefill
@@ -27,6 +29,57 @@ from magicdec.sampling.model_tokens import Proposal
 from magicdec.scheduling.plan import Part
 
 STOPPED = -1  # no token: what stands behind a chain that has stopped
+
+
+def draft(
+    kv: DraftKV, batch: DeviceBatch, newest: Tensor, shape: DraftShape, pa: float, vocab_size: int
+) -> Proposal:
+    """Draft a chain or a tree with ids below `vocab_size`, after the newest tokens [B, T] of each
+    row, which `kv` does not hold. All but the last drafts are appended, uncommitted."""
+    rows, committed, sampling = batch.rows, kv.lengths(batch.rows), batch.sampling
+    if shape.tree is not None:
+        return draft_tree(kv, rows, committed, newest, sampling, shape.tree, vocab_size)
+    proposal = draft_chain(kv, rows, committed, newest, sampling, shape.num_tokens, pa)
+    if kv.runner.model.config.vocab_size == vocab_size:
+        return proposal
+    probs = proposal.probabilities
+    return Proposal(
+        proposal.ids.clamp(max=vocab_size - 1), None if probs is None else fold(probs, vocab_size)
+    )
+
+
+class SelfDrafter(Drafter):
+    draft_kv: DraftKV
+
+    def __init__(self, draft_kv: DraftKV, pa: float = 0.0) -> None:
+        self.draft_kv, self.pa = draft_kv, pa
+        self.watch, self.watch_queries = draft_kv.watch, draft_kv.watch_queries
+
+    @classmethod
+    def build(cls, setup: DraftSetup) -> SelfDrafter:
+        kv = make_draft_kv(setup.runner.drafter, setup.kv)
+        return cls(kv, setup.decoding.pa or 0.0)
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        self.draft_kv.admit(requests)
+
+    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
+        self.draft_kv.prepare(requests, num_draft_tokens)
+        return 1
+
+    def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
+        kv = self.draft_kv
+        kv.follow(batch.rows, shape.num_tokens + 1)
+        committed, vocab_size = kv.lengths(batch.rows), kv.runner.model.config.vocab_size
+        proposal = draft(kv, batch, batch.newest[:, -1:], shape, self.pa, vocab_size)
+        kv.rewind(batch.rows, committed)
+        return proposal
+
+    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
+        self.draft_kv.commit(rows, lengths, path)
+
+    def release(self, rows: Sequence[int]) -> None:
+        self.draft_kv.release(rows)
 
 
 class ModelDrafter(Drafter):
@@ -95,36 +148,36 @@ class ModelDrafter(Drafter):
         for chunk in tokens.split(self.draft.prefill_chunk, dim=1):
             kv.forward(chunk, rows, kv.lengths(rows), num_outputs=0)
 
-    def propose(
-        self,
-        batch: DeviceBatch,
-        num_draft_tokens: int,
-        pending: int = 1,
-        tree: TreeShape | None = None,
-    ) -> Proposal:
+    def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
         """As `Drafter.propose`. All draft tokens are in the target's vocabulary."""
-        group, source, device = self.target.group, self.draft.source, self.target.device
-        if self.draft_kv is not None:
-            proposal = self._draft(self.draft_kv, batch, num_draft_tokens, pending, tree)
+        group, source, kv = self.target.group, self.draft.source, self.draft_kv
+        if kv is not None:
+            # The target holds all tokens but the newest.
+            kv.rewind(batch.rows, self.target.cache.lengths_of(batch.rows).plus(1 - shape.pending))
+            newest = self._known(batch.newest[:, -shape.pending :])
+            proposal = draft(kv, batch, newest, shape, self.pa, self.vocab_size)
         else:
-            rows, num_drafts, num_drawn = len(batch.rows), num_draft_tokens, num_draft_tokens
-            if tree is not None:
-                num_drafts, num_drawn = tree.num_nodes, tree.num_expanded
-            ids = torch.zeros(rows, num_drafts, dtype=torch.int64, device=device)
-            probs = None
-            if batch.sampling.draws is not None:
-                shape = (rows, num_drawn, self.vocab_size)
-                probs = torch.zeros(shape, dtype=torch.float64, device=device)
-            proposal = Proposal(ids, probs)
+            proposal = self._room_for(batch, shape)
         ids, probs = proposal.ids, proposal.probabilities
         if self.pa > 0:  # every rank learns from padding where the chain has stopped
-            padding = num_draft_tokens - ids.shape[1]
+            padding = shape.num_tokens - ids.shape[1]
             ids = torch.nn.functional.pad(ids, (0, padding), value=STOPPED)
         ids = group.broadcast(ids, source)
         if self.pa > 0:
             ids = ids[:, : int((ids[0] != STOPPED).sum())]
             probs = None if probs is None else probs[:, : ids.shape[1]]
-        return Proposal(ids, None if probs is None else group.broadcast(probs, source), tree)
+        probs = None if probs is None else group.broadcast(probs, source)
+        return Proposal(ids, probs, shape.tree)
+
+    def _room_for(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
+        """Zeros, in whose place a rank without the draft receives the proposal."""
+        num_drafts, num_drawn, tree = shape.num_tokens, shape.num_tokens, shape.tree
+        if tree is not None:
+            num_drafts, num_drawn = tree.num_nodes, tree.num_expanded
+        ids, probs = batch.newest.new_zeros(len(batch.rows), num_drafts), None
+        if batch.sampling.draws is not None:
+            probs = ids.new_zeros(len(ids), num_drawn, self.vocab_size, dtype=torch.float64)
+        return Proposal(ids, probs)
 
     def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
         """Forget rejected drafts. The policy's own `commit` is not called, because it would copy K
@@ -135,28 +188,6 @@ class ModelDrafter(Drafter):
             self.draft_kv.rewind(rows, lengths)
         else:  # the last level of the tree was not computed
             self.draft_kv.keep_path(rows, path, path.nodes.shape[1] - 1)
-
-    def _draft(
-        self,
-        kv: DraftKV,
-        batch: DeviceBatch,
-        num_draft_tokens: int,
-        pending: int,
-        tree: TreeShape | None,
-    ) -> Proposal:
-        # The target holds all tokens but the newest.
-        kv.rewind(batch.rows, self.target.cache.lengths_of(batch.rows).plus(1 - pending))
-        newest = self._known(batch.newest[:, -pending:])
-        rows, committed, sampling = batch.rows, kv.lengths(batch.rows), batch.sampling
-        if tree is not None:
-            return draft_tree(kv, rows, committed, newest, sampling, tree, self.vocab_size)
-        count = num_draft_tokens
-        proposal = draft_chain(kv, rows, committed, newest, sampling, count, self.pa)
-        probs = proposal.probabilities
-        return Proposal(
-            proposal.ids.clamp(max=self.vocab_size - 1),
-            None if probs is None else fold(probs, self.vocab_size),
-        )
 
     def _known(self, token_ids: Tensor) -> Tensor:
         """`token_ids` limited to the draft's vocabulary. The two models may pad their vocabularies

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 
 import torch
 
-from magicdec.config.tree_shape import TreeShape
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_length import DraftLength
-from magicdec.drafting.drafter import Drafter, DraftPlan, DraftSetup
+from magicdec.drafting.drafter import Drafter, DraftPlan, DraftSetup, DraftShape
 from magicdec.drafting.suffix_index import Lookup, Rates, SuffixIndex
 from magicdec.kv.cache import upload
 from magicdec.request import Request
@@ -91,15 +90,9 @@ class NgramDrafter(Drafter):
         )
         return 1
 
-    def propose(
-        self,
-        batch: DeviceBatch,
-        num_draft_tokens: int,
-        pending: int = 1,
-        tree: TreeShape | None = None,
-    ) -> Proposal:
-        assert tree is None, "refused before"
-        return Proposal(self._tokens[batch.rows.index, :num_draft_tokens])
+    def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
+        assert shape.tree is None, "refused before"
+        return Proposal(self._tokens[batch.rows.index, : shape.num_tokens])
 
 
 def best_length(

@@ -146,7 +146,7 @@ class ModelPlan:
     def rolling_rule(self) -> SinksAndWindow | None:
         """What a cache that forgets keeps; None if it keeps everything."""
         policy = make_policy(self.config.kv)
-        return policy.rolling_rule() if self.is_draft and policy.can_roll else None
+        return policy if self.is_draft and isinstance(policy, SinksAndWindow) else None
 
     @property
     def tail(self) -> int:

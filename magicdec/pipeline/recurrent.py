@@ -32,7 +32,7 @@ from magicdec.device_batch import DeviceBatch
 from magicdec.distributed.channels.message import DUE, Ends, Kind, Message, wait_for_stream
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.drafting.draft_length import FixedLength
-from magicdec.drafting.drafter import Drafter, DraftSetup, make_drafter
+from magicdec.drafting.drafter import Drafter, DraftSetup, DraftShape, make_drafter
 from magicdec.hardware.timing import Clock, GroupClock, RealClock
 from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.pipeline.metrics import DraftCounts
@@ -89,7 +89,7 @@ class Speculation:
             plan = self.drafter.plan(batch.requests, count, self.draft_length)
             count = count if self.is_padded else max(plan.counts)
             pending = self.drafter.prepare(batch.requests, count)
-            proposal = self.drafter.propose(on_device, count, pending)
+            proposal = self.drafter.propose(on_device, DraftShape(count, pending))
         self.counts.num_messages += 1
         tokens = torch.cat([on_device.newest[:, -1:], proposal.ids], dim=1)
         return Draft(tokens, proposal, on_device.sampling, plan.counts)

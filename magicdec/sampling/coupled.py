@@ -30,17 +30,24 @@ from torch import Tensor
 from magicdec.config.sections import SamplingSection
 from magicdec.kv.cache import upload
 from magicdec.sampling.metadata import Filters, Penalties
-from magicdec.sampling.randomness import exponentials, exponentials_of
+from magicdec.sampling.randomness import exponentials
 from magicdec.sampling.sampling import make_params, probabilities, process
 
 FEW = 8  # a share of the vocabulary below which the tokens that filters keep are looked at alone
 
 
-def perturb(probs: Tensor, seeds: Tensor, positions: Tensor, temperature: Tensor | float) -> Tensor:
-    """`temperature` times the perturbed logarithms of `probs` [B, T, V], float64, for the tokens at
-    `positions` [B, T] of the texts of the requests with `seeds` [B]. The largest is the choice. A
-    token of probability 0 has -inf."""
-    noise = exponentials(seeds, positions, probs.shape[-1])
+def perturb(
+    probs: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    temperature: Tensor | float,
+    tokens: Tensor | None = None,
+) -> Tensor:
+    """`temperature` times the perturbed logarithms of `probs` [B, T, N], float64, of `tokens`
+    [B, T, N], by default the whole vocabulary, at `positions` [B, T] of the texts of the requests
+    with `seeds` [B]. The largest is the choice. A token of probability 0 has -inf."""
+    tokens = torch.arange(probs.shape[-1], device=probs.device) if tokens is None else tokens
+    noise = exponentials(seeds, positions, tokens)
     return noise.reciprocal_().mul_(probs).log_().mul_(temperature)
 
 
@@ -79,6 +86,5 @@ class CoupledSampling:
             return perturb(probs, seeds, places, params.temperature)[0]
         # Noise for the tokens that were filtered out would take longer than all else.
         best = probs.topk(most)
-        noise = exponentials_of(seeds.unsqueeze(1), places, best.indices)
-        scores = noise.reciprocal_().mul_(best.values).log_().mul_(params.temperature)
+        scores = perturb(best.values, seeds, places, params.temperature, best.indices)
         return torch.full_like(probs, -torch.inf).scatter_(-1, best.indices, scores)[0]

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from magicdec.kv.cache import upload
 from magicdec.request import Request, SamplingParams
-from magicdec.sampling.randomness import Purpose, branching_uniforms_ahead, uniforms_ahead
+from magicdec.sampling.randomness import Purpose, uniforms
 
 NO_TOP_K = torch.iinfo(torch.int64).max
 
@@ -68,15 +68,14 @@ class Draws:
             lengths = upload([len(r.prompt_ids) for r in requests], device)
         return cls(Filters.of(params, device), seeds, emitted, lengths)
 
-    def ahead(self, count: int, purpose: Purpose, skip: int = 0) -> Tensor:
-        """Random numbers for the next positions, float64 [B, count]; see `uniforms_ahead`."""
-        return uniforms_ahead(self.seeds, self.emitted, count, purpose, skip)
-
-    def branching_ahead(self, count: int, branches: int, purpose: Purpose, skip: int = 0) -> Tensor:
-        """Several random numbers for each of the next positions, float64 [B, count, branches]; see
-        `branching_uniforms_ahead`."""
-        seeds, emitted = self.seeds, self.emitted
-        return branching_uniforms_ahead(seeds, emitted, count, branches, purpose, skip)
+    def ahead(
+        self, count: int, purpose: Purpose, skip: int = 0, branches: int | None = None
+    ) -> Tensor:
+        """Random numbers for the next `count` output positions, float64 [B, count], or [B, count,
+        branches]; see `uniforms`. The first `skip` positions are left out: a draft token is that
+        many positions ahead of the committed output."""
+        steps = torch.arange(skip, skip + count, device=self.seeds.device)
+        return uniforms(self.seeds, self.emitted.unsqueeze(1) + steps, purpose, branches)
 
 
 @dataclass(frozen=True)

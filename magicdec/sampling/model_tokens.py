@@ -141,5 +141,5 @@ def judge(
     if tree is None:
         accept = draws.ahead(depth, Purpose.ACCEPT)
         return Judgement.of(drafts, *verify(drafts, drawn_from, probs, accept, resample))
-    accept = draws.branching_ahead(depth, tree.most_children, Purpose.ACCEPT)
+    accept = draws.ahead(depth, Purpose.ACCEPT, branches=tree.most_children)
     return verify_tree(tree, drafts, drawn_from, probs, accept, resample)

@@ -38,47 +38,24 @@ def splitmix64(state: Tensor, index: Tensor) -> Tensor:
     return _mix(state + (index + 1) * GAMMA)
 
 
-def uniforms(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
-    """A random number, float64 in [0, 1), for each of `positions` [B] or [B, K] of the requests
-    with `seeds` [B]. Positions are int64 and counted in the request's output."""
-    started = _mix(seeds).view(-1, *[1] * (positions.ndim - 1))
-    bits = splitmix64(started, positions * len(Purpose) + int(purpose))
-    return _to_unit(bits)
-
-
-def uniforms_ahead(
-    seeds: Tensor, emitted: Tensor, count: int, purpose: Purpose, skip: int = 0
+def uniforms(
+    seeds: Tensor, positions: Tensor, purpose: Purpose, branches: int | None = None
 ) -> Tensor:
-    """Random numbers, float64 [B, count], for the next `count` output positions of the requests
-    with `seeds` [B], which have emitted `emitted` [B] tokens. The first `skip` positions are left
-    out; a draft token is that many positions ahead of the committed output."""
-    first = emitted.unsqueeze(1) + skip
-    return uniforms(seeds, first + torch.arange(count, device=seeds.device), purpose)
-
-
-def branching_uniforms_ahead(
-    seeds: Tensor, emitted: Tensor, count: int, branches: int, purpose: Purpose, skip: int = 0
-) -> Tensor:
-    """As `uniforms_ahead`, with `branches` independent numbers for each position: float64 [B,
-    count, branches]. The first of them is the position's number in `uniforms_ahead`."""
-    first = emitted.unsqueeze(1) + skip
-    positions = first + torch.arange(count, device=seeds.device)
+    """A random number, float64 in [0, 1), for each of `positions` [B, K] of the requests with
+    `seeds` [B]. Positions are int64 and counted in the request's output. With `branches`, so many
+    independent numbers for each position, [B, K, branches], the first of them the same."""
     bits = splitmix64(_mix(seeds).unsqueeze(1), positions * len(Purpose) + int(purpose))
-    others = splitmix64(bits.unsqueeze(2), torch.arange(branches - 1, device=seeds.device))
-    return _to_unit(torch.cat([bits.unsqueeze(2), others], dim=2))
+    if branches is not None:
+        others = splitmix64(bits.unsqueeze(2), torch.arange(branches - 1, device=seeds.device))
+        bits = torch.cat([bits.unsqueeze(2), others], dim=2)
+    return _shift_right(bits, 11).double() * 2.0**-53
 
 
-def exponentials(seeds: Tensor, positions: Tensor, vocab_size: int) -> Tensor:
-    """A number with the exponential distribution of mean 1, for each token of the vocabulary at
-    each of `positions` [B, T] of the texts of the requests with `seeds` [B]: float64 [B, T, V],
-    finite and larger than 0. A token's number does not depend on the size of the vocabulary."""
-    tokens = torch.arange(vocab_size, device=seeds.device)
-    return exponentials_of(seeds.unsqueeze(1), positions, tokens)
-
-
-def exponentials_of(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
-    """The same for some tokens of each position, float64 [..., N]: `tokens` are [..., N] or [N].
-    `seeds` and `positions` are broadcast to [...]."""
+def exponentials(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
+    """A number with the exponential distribution of mean 1 for each of `tokens`, [N] or [B, T, N],
+    at each of `positions` [B, T] of the texts of the requests with `seeds` [B]: float64 [B, T, N],
+    finite and larger than 0."""
+    seeds = seeds.unsqueeze(1)
     bits = splitmix64(_mix(seeds), positions * len(Purpose) + int(Purpose.RESAMPLE))
     bits = splitmix64(bits.unsqueeze(-1), tokens)
     # 52 bits, so that adding a half is exact: the logarithm is neither that of 0 nor that of 1.
@@ -90,11 +67,6 @@ def derive_seed(seed: int, request_id: int) -> int:
     """The seed of one request, 0 <= seed < 2^63."""
     bits = splitmix64(_mix(torch.tensor(seed)), torch.tensor(request_id))
     return int(_shift_right(bits, 1))
-
-
-def _to_unit(bits: Tensor) -> Tensor:
-    """64 random bits as float64 in [0, 1)."""
-    return _shift_right(bits, 11).double() * 2.0**-53
 
 
 def _mix(x: Tensor) -> Tensor:

@@ -69,33 +69,27 @@ def verify(
         # This is u < p / q without the division. A token with p = 0 is never accepted.
         is_kept = u_accept * draft_probs.gather(2, draft_ids.unsqueeze(2)).squeeze(2) < p
     accepted = is_kept.long().cumprod(dim=1).sum(dim=1)
-    remaining = residual(draft_ids, draft_probs, target_probs, accepted)
+    following = residual(draft_ids, draft_probs, target_probs, accepted)
     u = u_resample.gather(1, accepted.unsqueeze(1)).squeeze(1)
-    return accepted, sample(remaining, u)
+    return accepted, sample(following, u)
 
 
 def residual(
     draft_ids: Tensor, draft_probs: Tensor | None, target_probs: Tensor, accepted: Tensor
 ) -> Tensor:
-    """The distribution from which the token after `accepted` [B] drafts is sampled: [B, V], not
-    normalised.
-
-    It is max(0, p - q) at the rejected position, and p if every draft was accepted. If no entry of
-    p - q is positive, then p and q are equal up to rounding, and p is used.
-    """
-    (num_rows, num_drafts), vocab_size = draft_ids.shape, target_probs.shape[2]
+    """The distribution from which the token after `accepted` [B] drafts is sampled, [B, V]: what
+    remains of p at the rejected position, and p itself if every draft was accepted."""
+    num_rows, num_drafts = draft_ids.shape
     rows = torch.arange(num_rows, device=draft_ids.device)
     p = target_probs[rows, accepted]  # [B, V]
     if num_drafts == 0:
         return p
     place = accepted.clamp(max=num_drafts - 1)
     if draft_probs is None:
-        q = p.new_zeros(num_rows, vocab_size).scatter_(1, draft_ids[rows, place].unsqueeze(1), 1.0)
+        q = torch.zeros_like(p).scatter_(1, draft_ids[rows, place].unsqueeze(1), 1.0)
     else:
         q = draft_probs[rows, place]
-    rest = (p - q).clamp(min=0)
-    is_rejection = (accepted < num_drafts) & (rest.sum(dim=1) > 0)
-    return torch.where(is_rejection.unsqueeze(1), rest, p)
+    return torch.where((accepted < num_drafts).unsqueeze(1), remaining(p, q), p)
 
 
 @dataclass(frozen=True)

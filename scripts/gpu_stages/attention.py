@@ -17,7 +17,7 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.config.capabilities import capabilities_of
 from magicdec.config.machine import Machine
 from magicdec.decoding.recorder import CudaGraphs
-from magicdec.drafting.policies.full import FullKV
+from magicdec.drafting.policies.policy import FullKV
 from magicdec.hardware.environment import missing_backends
 from magicdec.kv.cache import KVCache
 from magicdec.kv.pool import CacheShape

@@ -29,8 +29,7 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.capabilities import MOST_WATCHED, list_backends
-from magicdec.drafting.policies.full import FullKV
-from magicdec.drafting.policies.policy import KVPolicy
+from magicdec.drafting.policies.policy import FullKV, KVPolicy
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.view import WEIGHTS_BLOCK, make_view
 

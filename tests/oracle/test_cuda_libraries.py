@@ -30,7 +30,7 @@ from magicdec.attention.varlen import VarlenBackend, as_one_text
 from magicdec.attention.varlen import missing_parts as varlen_missing
 from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.sections import KVSection
-from magicdec.drafting.policies.full import FullKV
+from magicdec.drafting.policies.policy import FullKV
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.cache import KVCache
 from magicdec.kv.pool import CacheShape

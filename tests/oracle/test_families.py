@@ -38,7 +38,7 @@ from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import KVSection
 from magicdec.cost_model import costs, roofline
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.drafting.policies.full import FullKV
+from magicdec.drafting.policies.policy import FullKV
 from magicdec.kv.view import make_view
 from magicdec.model.block import Attend
 from magicdec.model.checkpoint.random_weights import RandomWeights

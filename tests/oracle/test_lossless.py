@@ -34,10 +34,9 @@ from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.decoding import steps
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_kv import DraftKV
-from magicdec.drafting.drafter import DraftSetup, make_drafter
-from magicdec.drafting.model_drafter import fold
+from magicdec.drafting.drafter import DraftSetup, DraftShape, make_drafter
+from magicdec.drafting.model_drafter import SelfDrafter, fold
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
-from magicdec.drafting.self_drafter import SelfDrafter
 from magicdec.engine import Engine
 from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.model.config import RopeConfig
@@ -294,7 +293,7 @@ def test_drafting_changes_no_committed_token_of_the_cache() -> None:
     before = runner.cache.k[:, :, :, :40].clone()
     batch = Batch(tuple(engine.scheduler.running))
     drafter = SelfDrafter(DraftKV(runner, StreamingLLM(4, 10)))
-    drafter.propose(DeviceBatch.of(batch, TINY.vocab_size, runner.device), 3)
+    drafter.propose(DeviceBatch.of(batch, TINY.vocab_size, runner.device), DraftShape(3))
     assert runner.cache.lengths == [40] and torch.equal(runner.cache.k[:, :, :, :40], before)
 
 
@@ -347,7 +346,8 @@ def test_after_steps_without_drafts_chunks_take_all_that_is_pending() -> None:
         before = draft.runner.counts.num_forwards
         commit(1)
         pending = drafter.prepare(running, 1)
-        drafter.propose(DeviceBatch.of(Batch(tuple(running)), TINY.vocab_size, cpu), 1, pending)
+        drafted = DeviceBatch.of(Batch(tuple(running)), TINY.vocab_size, cpu)
+        drafter.propose(drafted, DraftShape(1, pending))
         assert draft.runner.counts.num_forwards - before == num_forwards
         commit(0)
 

@@ -37,7 +37,7 @@ from magicdec.attention.triton import (
     load_kernels,
 )
 from magicdec.config.sections import KVSection
-from magicdec.drafting.policies.full import FullKV
+from magicdec.drafting.policies.policy import FullKV
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.cache import KVCache
 from magicdec.kv.layout import PLAIN

@@ -25,7 +25,7 @@ from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.decoding.strategy import Setup
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_length import AutoLength, DraftLength, Measure
-from magicdec.drafting.drafter import DraftSetup, make_drafter
+from magicdec.drafting.drafter import DraftSetup, DraftShape, make_drafter
 from magicdec.drafting.forecast import Acceptance
 from magicdec.drafting.mixed import LOOKUP_ALONE, MixedDrafter
 from magicdec.drafting.ngram import NgramDrafter
@@ -162,7 +162,7 @@ def test_a_draft_models_cache_has_no_drafts_in_place_of_those_of_a_lookup() -> N
     drafter._is_looked_up = {0: True}
     pending = drafter.prepare(running, 3)
     assert pending != LOOKUP_ALONE, "drafts that are timed now are those of the model"
-    drafter.propose(DeviceBatch.of(Batch(tuple(running)), 97, cpu), 3, pending)
+    drafter.propose(DeviceBatch.of(Batch(tuple(running)), 97, cpu), DraftShape(3, pending))
     assert draft.runner.cache.seq_lens.tolist() == [50 + 1, 9 + 3]
 
 

@@ -17,8 +17,8 @@ from magicdec.decoding.steps import Steps
 from magicdec.distributed.groups import Group
 from magicdec.drafting.block_choice import add_mean_keys, score_blocks, top_blocks
 from magicdec.drafting.draft_length import FixedLength
+from magicdec.drafting.model_drafter import SelfDrafter
 from magicdec.drafting.policies.verified import VerifiedKV, WeighedBlocks
-from magicdec.drafting.self_drafter import SelfDrafter
 from magicdec.engine import Engine
 from magicdec.kv.view import WEIGHTS_BLOCK
 from magicdec.request import Batch

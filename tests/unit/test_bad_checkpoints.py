@@ -119,9 +119,8 @@ def bin_shard_not_there(directory: Path) -> str:
 
 def wrong_dtype(directory: Path) -> str:
     file = fitting(directory, **{Q_PROJ: torch.zeros(32, 32, dtype=torch.int8)})
-    return (
-        f"{file}: tensor {Q_PROJ} is stored as int8; choose a checkpoint of floating-point weights"
-    )
+    what = "is stored as int8, expected floating-point"
+    return f"{file}: the weights do not fit the config: {Q_PROJ} {what}"
 
 
 def another_model(directory: Path) -> str:

@@ -13,13 +13,12 @@ import torch
 from checkpoint_files import (
     CONFIG,
     Q_PROJ,
-    Tensors,
     expected_shard,
     load,
     make_tensors,
     write,
     write_bin,
-    write_config,
+    write_pth,
     write_sharded,
     write_sharded_bin,
 )
@@ -36,53 +35,9 @@ from magicdec.model.checkpoint.convert import (
     manifest_path,
     quantized,
 )
-from magicdec.model.config import ModelConfig
 
 ROOT = Path(__file__).parents[2]
-LAYER_NAMES = {  # as the original suite's convert_hf_checkpoint.py has them
-    "self_attn.o_proj": "attention.wo",
-    "mlp.gate_proj": "feed_forward.w1",
-    "mlp.up_proj": "feed_forward.w3",
-    "mlp.down_proj": "feed_forward.w2",
-    "input_layernorm": "attention_norm",
-    "post_attention_layernorm": "ffn_norm",
-}
-
-
-def to_gpt_fast(tensors: Tensors, config: ModelConfig) -> Tensors:
-    """Hugging Face tensors as the original suite's converter writes them."""
-
-    def permute(w: torch.Tensor, n_head: int) -> torch.Tensor:
-        shape = (n_head, 2, config.head_dim // 2, *w.shape[1:])
-        return w.view(shape).transpose(1, 2).reshape(w.shape)
-
-    out = {
-        "tok_embeddings.weight": tensors["model.embed_tokens.weight"],
-        "norm.weight": tensors["model.norm.weight"],
-        "output.weight": tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"]),
-    }
-    for layer in range(config.num_layers):
-        theirs, ours = f"model.layers.{layer}", f"layers.{layer}"
-        for kind in ("weight", "bias"):
-            for name, short in LAYER_NAMES.items():
-                if f"{theirs}.{name}.{kind}" in tensors:
-                    out[f"{ours}.{short}.{kind}"] = tensors[f"{theirs}.{name}.{kind}"]
-            if f"{theirs}.self_attn.q_proj.{kind}" in tensors:
-                q, k, v = (tensors[f"{theirs}.self_attn.{x}_proj.{kind}"] for x in "qkv")
-                parts = [permute(q, config.num_heads), permute(k, config.num_kv_heads), v]
-                out[f"{ours}.attention.wqkv.{kind}"] = torch.cat(parts)
-    return out
-
-
-def write_gpt_fast(
-    directory: Path, tensors: Tensors, config: ModelConfig = CONFIG, name: str = "model.pth"
-) -> Path:
-    write_config(directory, config)
-    torch.save(to_gpt_fast(tensors, config), directory / name)
-    return directory
-
-
-WRITERS = [write, write_sharded, write_bin, write_sharded_bin, write_gpt_fast]
+WRITERS = [write, write_sharded, write_bin, write_sharded_bin]
 
 
 @pytest.mark.parametrize("writer", WRITERS)
@@ -111,27 +66,9 @@ def test_same_values_from_every_source(
         torch.testing.assert_close(stored, tensors, atol=0, rtol=0)
 
 
-def test_a_tied_head_of_the_original_converter_is_dropped(tmp_path: Path) -> None:
-    tied = replace(CONFIG, tie_word_embeddings=True)
-    tensors = make_tensors(tied)
-    source = find_checkpoint("--checkpoint_dir", write_gpt_fast(tmp_path, tensors, tied))
-    convert(source, tmp_path / "out.safetensors", None)
-    torch.testing.assert_close(load_file(tmp_path / "out.safetensors"), tensors, atol=0, rtol=0)
-
-
-def test_gpt_fast_files_that_do_not_fit(tmp_path: Path) -> None:
-    write_gpt_fast(tmp_path, make_tensors())
-    write_config(tmp_path, replace(CONFIG, num_heads=2))
-    path = tmp_path / "model.pth"
-    with pytest.raises(ValueError) as caught:
-        find_checkpoint("--checkpoint_dir", tmp_path)
-    assert str(caught.value) == (
-        f"{path}: tensor layers.0.attention.wqkv.weight has 64 rows, expected 48 "
-        "for the heads of q, k and v in config.json"
-    )
-    torch.save({"tok_embeddings.weight": torch.zeros(2), "extra": torch.zeros(2)}, path)
-    expected = r"model\.pth: tensor extra is not part of the gpt-fast layout"
-    with pytest.raises(ValueError, match=expected):
+def test_what_is_refused(tmp_path: Path) -> None:
+    write_pth(tmp_path, {"tok_embeddings.weight": torch.zeros(2)})
+    with pytest.raises(ValueError, match=r"model\.pth was written by the original suite's conv"):
         find_checkpoint("--checkpoint_dir", tmp_path)
     with pytest.raises(ValueError, match=r"--checkpoint_dir .*nothing is not a directory"):
         find_checkpoint("--checkpoint_dir", tmp_path / "nothing")
@@ -293,8 +230,8 @@ def test_the_command(
 def test_the_command_quantises(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Also from the original layout. Weights that are int8 already are copied unchanged."""
-    write_gpt_fast(tmp_path, make_tensors())
+    """Weights that are int8 already are copied unchanged."""
+    write_bin(tmp_path, make_tensors())
     out = tmp_path / "model_int8.pth"
     assert run(monkeypatch, "--checkpoint_dir", tmp_path, "--quantize", "int8") == 0
     assert f"{out}: 42 tensors, float32 and int8" in capsys.readouterr().out

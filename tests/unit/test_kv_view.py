@@ -15,7 +15,7 @@ from test_kv_cache import make_cache
 from torch import Tensor
 
 from magicdec.drafting.block_kv import BlockRanges
-from magicdec.drafting.policies.full import FullKV
+from magicdec.drafting.policies.policy import FullKV
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.drafting.policies.verified import VerifiedKV
 from magicdec.kv.cache import BatchRows, KVCache, Lengths

@@ -188,11 +188,13 @@ def seeds_of(count: int) -> Tensor:
 
 def test_the_noise_depends_on_seed_position_and_token_alone() -> None:
     seeds, positions = seeds_of(3), torch.tensor([[0, 1, 70_000], [5, 4, 4], [1, 2, 0]])
-    noise = exponentials(seeds, positions, 50)
+    noise = exponentials(seeds, positions, torch.arange(50))
     assert noise.shape == (3, 3, 50) and noise.dtype == torch.float64
     for row in range(3):
         for column in range(3):
-            alone = exponentials(seeds[row : row + 1], positions[row : row + 1, column, None], 20)
+            alone = exponentials(
+                seeds[row : row + 1], positions[row : row + 1, column, None], torch.arange(20)
+            )
             assert torch.equal(alone[0, 0], noise[row, column, :20])
     assert torch.equal(noise[1, 1], noise[1, 2])
     different = noise.flatten(0, 1)[[0, 1, 2, 3, 4, 6, 7, 8]]
@@ -217,7 +219,7 @@ def test_noise_for_kept_tokens_alone_has_the_same_bits(filters: dict[str, float]
 
 def test_the_noise_is_exponential_and_independent_of_its_neighbours() -> None:
     """The tolerance is five standard errors of 400,000 draws."""
-    noise = exponentials(seeds_of(20), torch.arange(100).expand(20, -1), 200)
+    noise = exponentials(seeds_of(20), torch.arange(100).expand(20, -1), torch.arange(200))
     assert noise.min() > 0 and noise.max() < 37
     assert abs(noise.mean() - 1) < 5 / math.sqrt(noise.numel())
     unit = (-noise).exp()
@@ -339,6 +341,6 @@ def test_perturbed_logits_are_logits_with_noise_of_the_temperatures_size(
     logits = TARGET[:2].double()
     rows = CoupledSampling(section).perturbed(logits, 0, [3, 8])
     seed = torch.tensor([derive_seed(0, 0)])
-    gumbel = -exponentials(seed, torch.tensor([[3, 8]]), VOCAB)[0].log()
+    gumbel = -exponentials(seed, torch.tensor([[3, 8]]), torch.arange(VOCAB))[0].log()
     shifts = rows - logits.float().double() - temperature * gumbel
     assert torch.allclose(shifts, shifts[:, :1].expand_as(shifts), atol=1e-9)

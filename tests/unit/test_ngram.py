@@ -13,6 +13,7 @@ from magicdec.config.sections import DecodingSection
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting import suffix_index
 from magicdec.drafting.draft_length import FixedLength
+from magicdec.drafting.drafter import DraftShape
 from magicdec.drafting.ngram import NgramDrafter, best_length
 from magicdec.drafting.suffix_index import (
     LEAST_MATCH,
@@ -173,7 +174,7 @@ def test_a_drafter_follows_the_output_of_each_request(
         longest = best_length([[p for _, p in each] for each in proposals], 0.05)[0]
         assert max(plan.counts) == longest
         assert drafter.prepare(requests, longest) == 1
-        ids = drafter.propose(on_device, longest).ids
+        ids = drafter.propose(on_device, DraftShape(longest)).ids
         assert ids.shape == (2, longest)
         for row, (proposal, count) in enumerate(zip(proposals, plan.counts, strict=True)):
             tokens = [token for token, _ in proposal][:longest]

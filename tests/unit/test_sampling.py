@@ -22,8 +22,8 @@ from magicdec.cli.drivers import RUN
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import SamplingSection
 from magicdec.request import Request, SamplingParams
-from magicdec.sampling.metadata import NO_TOP_K, Filters, Penalties
-from magicdec.sampling.randomness import Purpose, derive_seed, splitmix64, uniforms, uniforms_ahead
+from magicdec.sampling.metadata import NO_TOP_K, Draws, Filters, Penalties
+from magicdec.sampling.randomness import Purpose, derive_seed, splitmix64, uniforms
 from magicdec.sampling.sampling import by_selection, by_sorting, make_params, process, sample
 from magicdec.sampling.sampling import probabilities as filtered
 
@@ -311,14 +311,15 @@ def test_numbers_are_independent_across_purposes_positions_and_requests() -> Non
 
 
 def ahead(requests: list[Request], count: int, purpose: Purpose, skip: int = 0) -> Tensor:
-    seeds = torch.tensor([r.sampling.seed for r in requests])
-    emitted = torch.tensor([len(r.output_ids) for r in requests])
-    return uniforms_ahead(seeds, emitted, count, purpose, skip)
+    draws = Draws.of(requests, torch.device("cpu"))
+    assert draws is not None
+    return draws.ahead(count, purpose, skip)
 
 
 def test_a_request_draws_the_same_in_any_batch() -> None:
     requests = [
-        Request(i, (1,), SamplingParams(9, seed=derive_seed(0, i)), [5] * i) for i in (4, 2)
+        Request(i, (1,), SamplingParams(9, temperature=1.0, seed=derive_seed(0, i)), [5] * i)
+        for i in (4, 2)
     ]
     both = ahead(requests, 3, Purpose.ACCEPT)
     assert both.shape == (2, 3) and both.unique().numel() == 6
@@ -327,9 +328,9 @@ def test_a_request_draws_the_same_in_any_batch() -> None:
         later = ahead([r], 1, Purpose.ACCEPT, skip=2)
         assert torch.equal(later[0], both[i, 2:])
         expected = uniforms(
-            torch.tensor([r.sampling.seed]), torch.tensor([len(r.output_ids)]), Purpose.ACCEPT
+            torch.tensor([r.sampling.seed]), torch.tensor([[len(r.output_ids)]]), Purpose.ACCEPT
         )
-        assert torch.equal(expected, both[i, :1])
+        assert torch.equal(expected[0], both[i, :1])
         assert not torch.equal(ahead([r], 3, Purpose.DRAFT)[0], both[i])
     requests[0].output_ids.append(7)
     assert torch.equal(ahead(requests, 2, Purpose.ACCEPT)[0], both[0, 1:])

@@ -16,7 +16,7 @@ from magicdec.config.tree_shape import TreeShape, parse_expansion
 from magicdec.request import SamplingParams
 from magicdec.sampling import verification as tree_verification
 from magicdec.sampling.metadata import Filters
-from magicdec.sampling.randomness import Purpose, branching_uniforms_ahead, uniforms, uniforms_ahead
+from magicdec.sampling.randomness import Purpose, uniforms
 from magicdec.sampling.sampling import probabilities, sample
 from magicdec.sampling.verification import (
     Judgement,
@@ -38,8 +38,8 @@ def test_the_residual_distribution_after_a_rejection() -> None:
     p = exact([[[0.5, 0.3, 0.2], [0.1, 0.6, 0.3]]])
     q = exact([[[0.2, 0.7, 0.1]]])
     drafts, zero, one = torch.tensor([[1]]), torch.tensor([0]), torch.tensor([1])
-    torch.testing.assert_close(residual(drafts, q, p, zero), exact([[0.3, 0.0, 0.1]]))
-    torch.testing.assert_close(residual(drafts, None, p, zero), exact([[0.5, 0.0, 0.2]]))
+    torch.testing.assert_close(residual(drafts, q, p, zero), exact([[0.75, 0.0, 0.25]]))
+    torch.testing.assert_close(residual(drafts, None, p, zero), exact([[5 / 7, 0.0, 2 / 7]]))
     assert torch.equal(residual(drafts, q, p, one), p[:, 1]), "the bonus is the target's"
 
 
@@ -194,13 +194,13 @@ def test_a_tree_without_branches_is_judged_as_a_chain() -> None:
     greedy = longest_path(shape, drafts, target)
     assert torch.equal(greedy.accepted, count_accepted(drafts, target))
     q, p = (torch.rand(rows, n, vocab).double().softmax(-1) for n in (3, 4))
-    seeds, emitted = torch.arange(rows), torch.arange(rows) % 7
-    accept = branching_uniforms_ahead(seeds, emitted, 3, 1, Purpose.ACCEPT)
-    resample = uniforms_ahead(seeds, emitted, 4, Purpose.RESAMPLE)
+    seeds, positions = torch.arange(rows), torch.arange(rows).unsqueeze(1) % 7 + torch.arange(4)
+    accept = uniforms(seeds, positions[:, :3], Purpose.ACCEPT, branches=1)
+    resample = uniforms(seeds, positions, Purpose.RESAMPLE)
     accepted, following = verify(drafts, q, p, accept[:, :, 0], resample)
     verdict = verify_tree(shape, drafts, q, p, accept, resample)
     assert torch.equal(verdict.accepted, accepted) and torch.equal(next_of(verdict), following)
-    assert torch.equal(accept[:, :, 0], uniforms_ahead(seeds, emitted, 3, Purpose.ACCEPT))
+    assert torch.equal(accept[:, :, 0], uniforms(seeds, positions[:, :3], Purpose.ACCEPT))
 
 
 class Enumeration:

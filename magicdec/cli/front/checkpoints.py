@@ -31,8 +31,7 @@ ABOUT_DOWNLOAD = (
 )
 ABOUT_CONVERT = (
     "Write a checkpoint as one file, .safetensors or .pth, with a manifest of checksums beside it. "
-    "The checkpoint consists of one or more safetensors or .bin files, or of a model.pth that the "
-    "original suite's converter wrote."
+    "The checkpoint consists of one or more safetensors, .bin or .pth files."
 )
 OUTPUTS = (".safetensors", ".pth")
 DTYPES = ("float32", "bfloat16", "float16")

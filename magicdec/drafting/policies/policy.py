@@ -1,16 +1,18 @@
 """KVPolicy: what a draft reads of its context. A policy is one file of this folder and one line in
-`names.KV_POLICIES`; whatever the suite has to know of a policy is a member of it.
+`names.KV_POLICIES`; whatever the suite has to know of a policy is a member of it. The simplest
+one, `FullKV`, is here.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import dataclass
 from typing import ClassVar
 
 from magicdec.config.sections import KVSection
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.kv.prompt_queries import PromptQueries
-from magicdec.kv.view import SinksAndWindow, Visible
+from magicdec.kv.view import FULL, FullView, Visible
 from magicdec.names import KV_POLICIES, load_named
 from magicdec.runner import ModelRunner
 
@@ -28,7 +30,8 @@ class KVPolicy(ABC):
     is_copied: ClassVar[bool] = False
     """Drafts read a copy, in a cache of its own."""
     can_roll: ClassVar[bool] = False
-    """A standalone draft needs to keep no more than the budget (`RollingRunner`)."""
+    """A standalone draft needs to keep no more than the budget (`RollingRunner`). Such a policy is
+    a `SinksAndWindow`."""
 
     @classmethod
     @abstractmethod
@@ -43,10 +46,6 @@ class KVPolicy(ABC):
     @abstractmethod
     def draft_kv(self, runner: ModelRunner) -> DraftKV:
         """What drafts of `runner`'s model read."""
-
-    def rolling_rule(self) -> SinksAndWindow:
-        """The rule of a rolling cache, of a policy that `can_roll`."""
-        raise NotImplementedError("asked of policies that can roll")
 
     @abstractmethod
     def draft_reads(self, context: int) -> tuple[int, Visible]:
@@ -72,6 +71,22 @@ class KVPolicy(ABC):
         """Float32 numbers that the policy keeps for a layer and KV head of a row of so many blocks
         of WEIGHTS_BLOCK tokens, beside any copy of K and V."""
         return 0
+
+
+@dataclass(frozen=True)
+class FullKV(FullView, KVPolicy):
+    """A draft reads every committed token. Self-speculation under it accepts every draft; for a
+    standalone draft it is the default way to keep a cache."""
+
+    @classmethod
+    def build(cls, kv: KVSection) -> FullKV:
+        return cls()
+
+    def draft_kv(self, runner: ModelRunner) -> DraftKV:
+        return DraftKV(runner, self)
+
+    def draft_reads(self, context: int) -> tuple[int, Visible]:
+        return context, FULL
 
 
 def check_sinks(kv: KVSection, flag: str | None) -> None:

@@ -41,8 +41,5 @@ class StreamingLLM(SinksAndWindow, KVPolicy):
     def draft_kv(self, runner: ModelRunner) -> DraftKV:
         return DraftKV(runner, self)
 
-    def rolling_rule(self) -> StreamingLLM:
-        return self
-
     def draft_reads(self, context: int) -> tuple[int, Visible]:
         return context, self

@@ -84,47 +84,33 @@ def convert(
             for name, tensor in tensors.items()
         }
     out.parent.mkdir(parents=True, exist_ok=True)
-    check_disk(out, (2 if out.suffix == ".pth" else 1) * num_bytes(tensors), out.parent)
-    write_checkpoint(out, source.weights, tensors, progress)
-    copy_companions(source, out.parent)
-    return tensors
-
-
-def num_bytes(tensors: Tensors) -> int:
-    """The bytes of all values of these tensors."""
-    return sum(prod(shape) * _dtype(dtype).itemsize for shape, dtype, _ in tensors.values())
-
-
-def check_disk(out: Path, size: int, directory: Path) -> None:
-    """Raises ValueError if `directory` has no room for `size` bytes more."""
-    free = shutil.disk_usage(directory).free
+    size = sum(prod(shape) * _dtype(kind).itemsize for shape, kind, _ in tensors.values())
+    size, free = size * (2 if out.suffix == ".pth" else 1), shutil.disk_usage(out.parent).free
     if size > free:
         raise ValueError(
             f"{FLAG} {out} needs {size / 1e9:.2f} GB of disk while it is written, "
             f"{free / 1e9:.2f} GB are free there"
         )
+    write_checkpoint(out, source.weights, tensors, progress)
+    copy_companions(source, out.parent)
+    return tensors
 
 
 def write_checkpoint(
-    out: Path,
-    source: WeightSource,
-    tensors: Tensors,
-    progress: Callable[[str], None],
-    metadata: Mapping[str, str] | None = None,
+    out: Path, source: WeightSource, tensors: Tensors, progress: Callable[[str], None]
 ) -> None:
-    """Write the tensors to `out`, and the manifest beside it. `metadata` is kept in the header of a
-    safetensors file. After a crash `out` may lack a manifest, but never has that of another
-    file."""
+    """Write the tensors to `out`, and the manifest beside it. After a crash `out` may lack a
+    manifest, but never has that of another file."""
     with complete_file(FLAG, out) as partial:
         if out.suffix == ".pth":
             flat = partial.with_suffix(".tensors")
             try:
-                start = _write_safetensors(flat, source, tensors, progress, metadata)
+                start = _write_safetensors(flat, source, tensors, progress)
                 _write_pth(partial, flat, start, tensors)
             finally:
                 flat.unlink(missing_ok=True)
         else:
-            _write_safetensors(partial, source, tensors, progress, metadata)
+            _write_safetensors(partial, source, tensors, progress)
         manifest = {"file": out.name, "size": partial.stat().st_size, "sha256": hash_file(partial)}
         manifest_path(out).unlink(missing_ok=True)
     content = to_json({"version": MANIFEST_VERSION, **manifest}, indent=1)
@@ -132,33 +118,24 @@ def write_checkpoint(
 
 
 def _write_safetensors(
-    path: Path,
-    source: WeightSource,
-    tensors: Tensors,
-    progress: Callable[[str], None],
-    metadata: Mapping[str, str] | None,
+    path: Path, source: WeightSource, tensors: Tensors, progress: Callable[[str], None]
 ) -> int:
-    """Returns the byte offset of the first tensor."""
-    header = safetensors_header(tensors, metadata)
+    """Returns the byte offset of the first tensor. The library would write a file from memory
+    alone."""
+    header = safetensors_header(tensors)
     with path.open("wb") as handle:
         handle.write(header)
         for name, (shape, dtype, _) in tensors.items():
             progress(name)
             for rows in row_spans((0, shape[0]), prod(shape[1:])):
-                handle.write(raw_bytes(source.read(name, (slice(*rows),)).to(_dtype(dtype))))
+                values = source.read(name, (slice(*rows),)).to(_dtype(dtype)).contiguous()
+                handle.write(values.view(-1).view(torch.uint8).numpy().data)
     return len(header)
 
 
-def raw_bytes(tensor: Tensor) -> memoryview:
-    """The values of a CPU tensor, row by row; copied only if they are not contiguous."""
-    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
-    data: memoryview = flat.numpy().data
-    return data
-
-
-def safetensors_header(tensors: Tensors, metadata: Mapping[str, str] | None = None) -> bytes:
+def safetensors_header(tensors: Tensors) -> bytes:
     """The header's length and JSON table, padded to align the tensors that follow it."""
-    table: dict[str, Any] = {"__metadata__": {"format": "pt", **(metadata or {})}}
+    table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype, _) in tensors.items():
         first, end = end, end + prod(shape) * _dtype(dtype).itemsize

@@ -8,7 +8,7 @@ missing, have the wrong shape, not belong to the model or have an unsupported dt
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.checkpoint.gpt_fast import GptFastWeights, is_gpt_fast
 from magicdec.model.checkpoint.quantization import QuantizedWeights, check_range, holds_int8
 from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.checkpoint.weight_files import (
@@ -46,13 +45,14 @@ from magicdec.model.presets.presets import (
 from magicdec.model.transformer import Transformer
 
 PROBLEMS_SHOWN = 3
+GPT_FAST_NAME = "tok_embeddings.weight"  # in the files of the original suite's converter
 
 
 def check_weights(config: ModelConfig, source: WeightSource) -> None:
     """Compare names, shapes and dtypes of the stored tensors with the config.
 
-    Raises ValueError naming the file and the first tensors that are missing, have the wrong shape,
-    are not part of the model or cannot be read as weights.
+    Raises ValueError naming the file and the first tensors that are missing, have the wrong shape
+    or dtype, or are not part of the model.
     """
     num_tensors = len(source.tensors)
     if config.num_layers > num_tensors:  # a broken config may ask for a huge number of layers
@@ -60,55 +60,38 @@ def check_weights(config: ModelConfig, source: WeightSource) -> None:
             f"{source.where('') or config.name}: the weights do not fit the config: "
             f"{num_tensors} tensors cannot make {config.num_layers} layers"
         )
-    expected = expected_shapes(config, holds_int8(source))
-    problems = _problems(config, source, expected)
+    problems = _problems(config, source, expected_shapes(config, holds_int8(source)))
     if problems:
         file = source.where(next(iter(problems))) or config.name
         listing = "; ".join([f"{name} {what}" for name, what in problems.items()][:PROBLEMS_SHOWN])
         more = len(problems) - PROBLEMS_SHOWN
         rest = f"; and {more} more" if more > 0 else ""
         raise ValueError(f"{file}: the weights do not fit the config: {listing}{rest}")
-    _check_dtypes(source, expected)
-
-
-def _check_dtypes(source: WeightSource, expected: Collection[str]) -> None:
-    """Raises ValueError naming the first tensor of the model that is not floating-point, or that is
-    neither int8 nor float32 as int8 weights and their scales must be. Integer weights without
-    scales are refused, because their values are unknown."""
-    for name in expected:
-        dtype, expected_dtype = source.tensors[name].dtype, ""
-        if name.endswith(SCALE):
-            expected_dtype = "float32"
-        elif name + SCALE in expected:
-            expected_dtype = "int8"
-        if dtype == expected_dtype or (
-            not expected_dtype and dtype.startswith(("float", "bfloat"))
-        ):
-            continue
-        advice = "choose a checkpoint of floating-point weights"
-        if expected_dtype:
-            advice = f"in a checkpoint of int8 weights it must be {expected_dtype}"
-        raise ValueError(f"{source.where(name)}: tensor {name} is stored as {dtype}; {advice}")
 
 
 def _problems(
     config: ModelConfig, source: WeightSource, expected: Mapping[str, tuple[int, ...]]
 ) -> dict[str, str]:
-    """What is wrong with each faulty tensor, missing ones first."""
-    stored = {name: tensor.shape for name, tensor in source.tensors.items()}
+    """What is wrong with each faulty tensor, missing ones first. Integer weights without scales are
+    faulty, because their values are unknown."""
     # Rotary frequencies and masks that old checkpoints store, and a stored copy of a tied head.
     buffers = find_family(config.architecture).buffers
     tied_head = "lm_head.weight" if config.tie_word_embeddings else None
-    missing, misshapen, unexpected = {}, {}, {}
+    missing, misshapen, unexpected, mistyped = {}, {}, {}, {}
     for name, shape in expected.items():
-        if name not in stored:
+        stored = source.tensors.get(name)
+        if stored is None:
             missing[name] = f"is missing, expected shape {shape}"
-        elif stored[name] != shape:
-            misshapen[name] = f"has shape {stored[name]}, expected {shape}"
-    for name, shape in stored.items():
+            continue
+        if stored.shape != shape:
+            misshapen[name] = f"has shape {stored.shape}, expected {shape}"
+        dtype = "int8" if name + SCALE in expected else "float32" if name.endswith(SCALE) else ""
+        if not (stored.dtype == dtype if dtype else stored.dtype.startswith(("float", "bfloat"))):
+            mistyped[name] = f"is stored as {stored.dtype}, expected {dtype or 'floating-point'}"
+    for name, stored in source.tensors.items():
         if name not in expected and name != tied_head and not name.endswith(buffers):
-            unexpected[name] = f"of shape {shape} is not part of the model"
-    return missing | misshapen | unexpected
+            unexpected[name] = f"of shape {stored.shape} is not part of the model"
+    return mistyped | missing | misshapen | unexpected
 
 
 CHOICES = (
@@ -220,8 +203,11 @@ def _stored(path: Path, config: ModelConfig) -> WeightSource:
     """The weights of a directory or a file, whatever their format, by their names."""
     source = open_weights(path)
     body = find_family(config.architecture).body
-    if is_gpt_fast(source):
-        return GptFastWeights(source, config)
+    if GPT_FAST_NAME in source.tensors:
+        raise ValueError(
+            f"{source.path} was written by the original suite's converter, whose names are not "
+            "read; run convert_hf_checkpoint.py, or name the directory of the checkpoint itself"
+        )
     is_bare = body and not any(name.startswith(body) for name in source.tensors)
     return BodyWeights(source, body) if is_bare else source
 

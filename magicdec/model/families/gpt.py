@@ -7,8 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from magicdec.model.config import ModelConfig, RopeConfig
-from magicdec.model.families.family import Family, Names
-from magicdec.model.families.fields import Raw, activation, only, rope, size
+from magicdec.model.families.family import Family, Names, Raw, activation, only, rope, size
 
 TRAINED_LENGTH = 2048  # `seq_length` of every published BLOOM
 MASKS = (".attn.bias", ".attn.masked_bias")  # the causal mask, stored in old files

@@ -7,8 +7,7 @@ from __future__ import annotations
 from typing import Any
 
 from magicdec.model.config import ModelConfig
-from magicdec.model.families.family import Family, Names
-from magicdec.model.families.fields import Raw, only, rope, size
+from magicdec.model.families.family import Family, Names, Raw, only, rope, size
 
 BAICHUAN_2_VOCABULARY = 125696
 
