@@ -103,19 +103,22 @@ class Engine:
     ) -> None:
         """One step. What a strategy measures when requests are admitted appends tokens to all rows,
         so it comes before the decoding, for which the rows have room."""
-        if plan.preempted or plan.cancelled:
-            self._free([row for _, row in (*plan.preempted, *plan.cancelled)], strategy)
-        if plan.admitted or plan.reserved:
-            self._reserve(plan)
-        if plan.parts:
-            new = self._prefill(plan.parts)
-            ready = tuple(r for r in new if r.status is Status.RUNNING)
-            self._free([r.row for r in new if r.status is Status.FINISHED], strategy)
-            if ready:
-                strategy.admit(Batch(ready))
-        if plan.decoding is not None:
-            self._decode(plan.decoding, strategy, observe)
-        self.runner.flush()
+        try:
+            if plan.preempted or plan.cancelled:
+                self._free([row for _, row in (*plan.preempted, *plan.cancelled)], strategy)
+            if plan.admitted or plan.reserved:
+                self._reserve(plan)
+            if plan.parts:
+                new = self._prefill(plan.parts)
+                ready = tuple(r for r in new if r.status is Status.RUNNING)
+                self._free([r.row for r in new if r.status is Status.FINISHED], strategy)
+                if ready:
+                    strategy.admit(Batch(ready))
+            if plan.decoding is not None:
+                self._decode(plan.decoding, strategy, observe)
+            self.runner.flush()
+        finally:
+            self.runner.deferred.clear()  # of a step that has failed
 
     def rewind(self, snapshots: Sequence[Request]) -> None:
         """Go back to the state just after prefill, so that another strategy can decode the same

@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 from magicdec.distributed.channels.message import Ends, Loopback, Message, words_of
-from magicdec.executor.executor import Cancellation, check
+from magicdec.executor.executor import Cancellation, Cancelled
 from magicdec.model.transformer import Transformer
 from magicdec.pipeline.drafter import Drafter, DraftLoop, DraftRequest
 from magicdec.pipeline.head import Events, Head, Wires, forward, in_thread
@@ -109,8 +109,8 @@ class FakeStage(RunStage):
     ) -> tuple[int, ...] | None:
         for layer in range(self.num_layers):
             self.wait(message.run, layer)
-            if cancellation is not None:
-                check(cancellation, layer)
+            if cancellation is not None and cancellation.is_set():
+                raise Cancelled(layer)
         self.computed(message.run)
         if not self.is_last:
             return None
