@@ -66,6 +66,7 @@ def test_queues_by_the_times_of_both_sides() -> None:
     sent = [Traffic(8, 320), Traffic(4, 640)]
     uses = uses_of([first, second], sent, {0, 1})
     assert [use.queued_s for use in uses] == [3 * 2.0, 3 * 4.0]
+    assert [list(use.links_s) for use in uses] == [[2.0], [4.0]], "of the run that decodes"
     assert uses[1].total_s == 19.25 - 14.5 and uses[1].queue_depth == 12.0 / (19.25 - 14.5)
     assert [(use.num_sent, use.num_bytes) for use in uses] == sent
     (alone,) = uses_of([first], sent[:1], {0, 1})

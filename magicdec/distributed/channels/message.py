@@ -31,9 +31,8 @@ class Kind(IntEnum):
     HIDDEN = 1  # hidden states, which the receiver computes further
     VOID = 2  # in place of hidden states that nobody needs
     FREE = 3  # rows whose memory is free again
-    PROBE = 4  # hidden states that are only passed on, to time the links
-    END = 5  # no message follows
-    NUMBERS = 6  # results, drafts, or what is asked for
+    END = 4  # no message follows
+    NUMBERS = 5  # results, drafts, or what is asked for
 
 
 COMPUTED = (Kind.HIDDEN, Kind.VOID)  # of runs, which every stage computes or skips
