@@ -19,7 +19,7 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, check_trees
 from magicdec.distributed.groups import Group
-from magicdec.executor.executor import Cancellation, Executor, Forward, Watch
+from magicdec.executor.executor import Cancellation, Cancelled, Executor, Forward, Watch
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows, upload
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.kv.pool import CacheShape
@@ -248,12 +248,15 @@ class ModelRunner:
             forward.watch(index, weights)
             return out
 
+        def before_layer(layer: int) -> None:
+            if forward.cancellation is not None and forward.cancellation.is_set():
+                raise Cancelled(layer - first)
+
         positions = view.query_positions()
         if self.offsets is not None:
             positions = positions + self.offsets[view.row_index].unsqueeze(1)
         forward.out = self.model(
-            forward.x, positions, attend, self.group.all_reduce, forward.num_outputs,
-            lambda layer: forward.check(layer - first),
+            forward.x, positions, attend, self.group.all_reduce, forward.num_outputs, before_layer,
         )  # fmt: skip
         self.cache.advance(rows, view.num_new)
         counts, keys = self.counts, view.count_keys()

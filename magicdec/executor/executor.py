@@ -120,11 +120,6 @@ class Forward:
     cancellation: Cancellation | None = None
     out: Tensor | None = None
 
-    def check(self, num_layers: int) -> None:
-        """Raises Cancelled if the cancellation is set after so many layers."""
-        if self.cancellation is not None and self.cancellation.is_set():
-            raise Cancelled(num_layers)
-
 
 class Executor:
     """Runs `model`, whose weights are packed, with native attention over any cache of its shape.

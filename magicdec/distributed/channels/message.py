@@ -35,9 +35,6 @@ class Kind(IntEnum):
     NUMBERS = 5  # results, drafts, or what is asked for
 
 
-COMPUTED = (Kind.HIDDEN, Kind.VOID)  # of runs, which every stage computes or skips
-
-
 def sleep_until(due_s: float) -> None:
     """Return at that time of `time.perf_counter`, or at once if it is over."""
     time.sleep(max(0.0, due_s - time.perf_counter()))
