@@ -21,15 +21,12 @@ from magicdec.kv.cache import upload
 from magicdec.prefill import prefill
 from magicdec.request import Batch, Request, Status, StepOutput
 from magicdec.runner import ModelRunner
-from magicdec.scheduling.plan import Limits, Part, Plan
+from magicdec.scheduling.plan import Limits, Part, Plan, Watcher
 from magicdec.scheduling.scheduler import Scheduler
 
 Observer = Callable[[StepOutput, float], None]
 """A function that is called after every decode step, with the tokens that it appended to the
 requests and its time in seconds."""
-
-Watcher = Callable[[Plan], None]
-"""A function that is called with the plan of every step, before the step."""
 
 
 class Engine:

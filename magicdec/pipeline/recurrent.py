@@ -42,12 +42,10 @@ from magicdec.request import Batch, Request, Status, StepOutput
 from magicdec.runner import ModelRunner, Tokens
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import Proposal, judge, next_tokens
-from magicdec.scheduling.plan import Limits, Plan
+from magicdec.scheduling.plan import Limits, Plan, Watcher
 from magicdec.scheduling.scheduler import Scheduler
 from magicdec.setup.loading import LoadedModels, make_draft
 from magicdec.setup.prepare import Prepared
-
-Watcher = Callable[[Plan], None]
 
 
 @dataclass(frozen=True)
