@@ -21,15 +21,12 @@ from magicdec.kv.cache import upload
 from magicdec.prefill import prefill
 from magicdec.request import Batch, Request, Status, StepOutput
 from magicdec.runner import ModelRunner
-from magicdec.scheduling.plan import Limits, Part, Plan
+from magicdec.scheduling.plan import Limits, Part, Plan, Watcher
 from magicdec.scheduling.scheduler import Scheduler
 
 Observer = Callable[[StepOutput, float], None]
 """A function that is called after every decode step, with the tokens that it appended to the
 requests and its time in seconds."""
-
-Watcher = Callable[[Plan], None]
-"""A function that is called with the plan of every step, before the step."""
 
 
 class Engine:
@@ -103,19 +100,22 @@ class Engine:
     ) -> None:
         """One step. What a strategy measures when requests are admitted appends tokens to all rows,
         so it comes before the decoding, for which the rows have room."""
-        if plan.preempted or plan.cancelled:
-            self._free([row for _, row in (*plan.preempted, *plan.cancelled)], strategy)
-        if plan.admitted or plan.reserved:
-            self._reserve(plan)
-        if plan.parts:
-            new = self._prefill(plan.parts)
-            ready = tuple(r for r in new if r.status is Status.RUNNING)
-            self._free([r.row for r in new if r.status is Status.FINISHED], strategy)
-            if ready:
-                strategy.admit(Batch(ready))
-        if plan.decoding is not None:
-            self._decode(plan.decoding, strategy, observe)
-        self.runner.flush()
+        try:
+            if plan.preempted or plan.cancelled:
+                self._free([row for _, row in (*plan.preempted, *plan.cancelled)], strategy)
+            if plan.admitted or plan.reserved:
+                self._reserve(plan)
+            if plan.parts:
+                new = self._prefill(plan.parts)
+                ready = tuple(r for r in new if r.status is Status.RUNNING)
+                self._free([r.row for r in new if r.status is Status.FINISHED], strategy)
+                if ready:
+                    strategy.admit(Batch(ready))
+            if plan.decoding is not None:
+                self._decode(plan.decoding, strategy, observe)
+            self.runner.flush()
+        finally:
+            self.runner.deferred.clear()  # of a step that has failed
 
     def rewind(self, snapshots: Sequence[Request]) -> None:
         """Go back to the state just after prefill, so that another strategy can decode the same

@@ -9,7 +9,7 @@ Shapes: B rows, T new tokens, V vocabulary rows on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,36 +19,17 @@ from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend, check_trees
 from magicdec.distributed.groups import Group
-from magicdec.executor.executor import Cancellation, Executor, ForwardPart, check
+from magicdec.executor.executor import Cancellation, Cancelled, Executor, Forward, Watch
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows, upload
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.prompt_queries import PromptQueries
 from magicdec.kv.tree import DraftTree
-from magicdec.kv.view import FULL, KVView, Visible, make_view
+from magicdec.kv.view import FULL, Visible, make_view
 from magicdec.model.transformer import Transformer
-
-Watch = Callable[[int, Tensor], None]
-"""A function that is called for each layer of a forward with the layer and its attention weights
-[B, G, blocks], as `AttentionBackend.run_with_weights` returns them."""
 
 Tokens = Tensor | Sequence[Sequence[int]]
 """Token ids [B, T], on the device or on the host, or hidden states [B, T, hidden]."""
-
-QueryWatch = Callable[[int, Tensor], None]
-"""A function that is called for each layer with its queries [B, T, H, D] after RoPE, before the
-layer computes attention."""
-
-
-@dataclass(eq=False)
-class Forward:
-    """A forward of some rows, which is computed by itself or together with others. `out` is what
-    `ModelRunner.forward` returns, once it is computed."""
-
-    part: ForwardPart
-    rows: BatchRows
-    is_draft: bool
-    out: Tensor | None = None
 
 
 @dataclass
@@ -153,7 +134,6 @@ class ModelRunner:
         """Allocate `max_tokens` tokens in a row that was released before."""
         self.cache.allocate(row, self.max_tokens)
 
-    @torch.inference_mode()
     def forward(
         self,
         x: Tokens,
@@ -162,7 +142,7 @@ class ModelRunner:
         committed: Lengths | Sequence[int] | None = None,
         num_outputs: int | None = None,
         watch: Watch | None = None,
-        watch_queries: QueryWatch | None = None,
+        watch_queries: Watch | None = None,
         is_draft: bool = False,
         tree: DraftTree | None = None,
         cancellation: Cancellation | None = None,
@@ -173,17 +153,20 @@ class ModelRunner:
 
         `policy` (default: the runner's own) chooses the visible tokens among the first `committed`
         tokens of each row (default: all tokens of the row). What draft forwards (`is_draft`) read
-        is counted separately as well. Raises Cancelled if the `cancellation` is set before a layer;
-        nothing is appended then.
+        is counted separately as well. `watch` is called with each layer and its attention weights
+        [B, G, blocks], `watch_queries` with its queries [B, T, H, D] after RoPE. Raises Cancelled
+        if the `cancellation` is set before a layer; nothing is appended then.
 
         With a `tree`, the tokens are its last T nodes, and logits [B, T, V] are those of the nodes.
         The rows become longer by T tokens all the same, so that `cache.keep_path` or `truncate`
         must follow. Raises ValueError if the attention backend does not support trees.
         """
-        forward = self._prepare(
-            x, rows, policy, committed, num_outputs, watch, watch_queries, is_draft, tree
-        )
-        self._compute(forward, cancellation)
+        forward = self.defer(
+            x, rows, policy, committed, num_outputs, watch, watch_queries, is_draft, tree,
+            cancellation,
+        )  # fmt: skip
+        if forward.out is None:
+            self.flush()
         assert forward.out is not None, "it has just been computed"
         return forward.out
 
@@ -192,39 +175,18 @@ class ModelRunner:
         self,
         x: Tokens,
         rows: Rows,
+        policy: Visible | None = None,
+        committed: Lengths | Sequence[int] | None = None,
         num_outputs: int | None = None,
         watch: Watch | None = None,
-        watch_queries: QueryWatch | None = None,
+        watch_queries: Watch | None = None,
+        is_draft: bool = False,
         tree: DraftTree | None = None,
+        cancellation: Cancellation | None = None,
     ) -> Forward:
         """As `forward`, but it may be computed together with the next forward, of other rows, so
         that the weights are read once for both; `flush` computes it at the latest. Until then
         nothing may touch its rows. It is computed now unless a forward is one native call."""
-        forward = self._prepare(x, rows, None, None, num_outputs, watch, watch_queries, False, tree)
-        if self._is_native(forward):
-            self.deferred.append(forward)
-        else:
-            self._compute(forward)
-        return forward
-
-    @torch.inference_mode()
-    def flush(self) -> None:
-        """Compute what was deferred and is not computed yet."""
-        if self.deferred:
-            self._compute(self.deferred.pop())
-
-    def _prepare(
-        self,
-        x: Tokens,
-        rows: Rows,
-        policy: Visible | None,
-        committed: Lengths | Sequence[int] | None,
-        num_outputs: int | None,
-        watch: Watch | None,
-        watch_queries: QueryWatch | None,
-        is_draft: bool,
-        tree: DraftTree | None,
-    ) -> Forward:
         x = x if isinstance(x, Tensor) else upload(x, self.device)
         num_new, rows = x.shape[1], BatchRows.of(rows, self.device)
         if tree is not None:
@@ -234,29 +196,29 @@ class ModelRunner:
         view = make_view(self.cache, rows, policy, num_new, committed, self.window, tree)
         if num_outputs is None or not self.model.is_last:
             num_outputs = num_new
-        part = ForwardPart(x, view, num_outputs, watch, watch_queries)
-        return Forward(part, rows, is_draft)
+        forward = Forward(x, rows, view, num_outputs, watch, watch_queries, is_draft, cancellation)
+        if self.executor is not None and self.executor.serves(forward):
+            self.deferred.append(forward)
+        else:
+            self._run_layers(forward)
+        return forward
 
-    def _is_native(self, forward: Forward) -> bool:
-        return self.executor is not None and self.executor.serves(forward.part)
-
-    def _compute(self, forward: Forward, cancellation: Cancellation | None = None) -> None:
-        """Compute a forward, and what was deferred with it if it is a native call."""
-        if self.executor is None or not self._is_native(forward):
-            forward.out = self._by_layers(forward.part, cancellation)
-            self.cache.advance(forward.rows, forward.part.view.num_new)
-            self._count(forward.part.view, forward.rows, forward.is_draft)
+    @torch.inference_mode()
+    def flush(self) -> None:
+        """Compute what was deferred and is not computed yet, in one native call."""
+        if not self.deferred:
             return
-        forwards, self.deferred = [*self.deferred, forward], []
-        outs, keys = self.executor.forward(
-            [each.part for each in forwards], self.offsets, cancellation
-        )
+        assert self.executor is not None, "only its forwards are deferred"
+        forwards, self.deferred = self.deferred, []
+        keys = self.executor.forward(forwards, self.offsets)
         self.counts.num_forwards += 1
-        for each, out, num_keys in zip(forwards, outs, keys, strict=True):
-            each.out, num_rows = out, len(each.rows)
-            num_new, num_bytes = each.part.view.num_new, self.cache.bytes_per_token
+        for each, num_keys in zip(forwards, keys, strict=True):
+            num_new, num_rows = each.view.num_new, len(each.rows)
             self.cache.advance(each.rows, num_new)
-            self.counts.count(0, num_new * num_rows, num_keys, num_bytes, num_rows * each.is_draft)
+            self.counts.count(
+                0, num_new * num_rows, num_keys, self.cache.bytes_per_token,
+                num_rows * each.is_draft,
+            )  # fmt: skip
 
     def make_room(
         self,
@@ -270,33 +232,45 @@ class ModelRunner:
         already."""
         return committed
 
-    def _by_layers(self, part: ForwardPart, cancellation: Cancellation | None) -> Tensor:
-        """The forward, one layer after the other, with the attention backend."""
-        view, watch, watch_queries = part.view, part.watch, part.watch_queries
+    def _run_layers(self, forward: Forward) -> None:
+        """Compute one layer after the other, with the attention backend. What the layers have read
+        only the device knows in a captured forward."""
+        view, rows, first = forward.view, forward.rows, self.model.layers.start
         self.backend.plan(view)
-        first = self.model.layers.start
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             index = layer - first
-            if watch_queries is not None:
-                watch_queries(index, q)
-            if watch is None:
+            if forward.watch_queries is not None:
+                forward.watch_queries(index, q)
+            if forward.watch is None:
                 return self.backend.run(index, q, k, v, view)
             out, weights = self.backend.run_with_weights(index, q, k, v, view)
-            watch(index, weights)
+            forward.watch(index, weights)
             return out
+
+        def before_layer(layer: int) -> None:
+            if forward.cancellation is not None and forward.cancellation.is_set():
+                raise Cancelled(layer - first)
 
         positions = view.query_positions()
         if self.offsets is not None:
             positions = positions + self.offsets[view.row_index].unsqueeze(1)
-
-        def before_layer(layer: int) -> None:
-            if cancellation is not None:
-                check(cancellation, layer - first)
-
-        reduce = self.group.all_reduce
-        out: Tensor = self.model(part.x, positions, attend, reduce, part.num_outputs, before_layer)
-        return out
+        forward.out = self.model(
+            forward.x, positions, attend, self.group.all_reduce, forward.num_outputs, before_layer,
+        )  # fmt: skip
+        self.cache.advance(rows, view.num_new)
+        counts, keys = self.counts, view.count_keys()
+        assert counts.on_device is not None
+        counts.num_forwards += 1
+        counts.num_tokens += view.num_new * len(rows)
+        if rows.is_captured:
+            keys = keys * rows.active
+        per_token = self._per_draft_token if forward.is_draft else self._per_token
+        counts.on_device.addcmul_(keys.sum(), per_token)
+        if forward.is_draft and rows.is_captured:
+            counts.on_device[3].add_(rows.active.sum())
+        elif forward.is_draft:
+            counts.draft_rows += len(rows)
 
     @property
     def can_chain(self) -> bool:
@@ -326,21 +300,6 @@ class ModelRunner:
         num_tokens, num_bytes = (num_new + count - 1) * len(rows), self.cache.bytes_per_token
         self.counts.count(count, num_tokens, keys, num_bytes, count * len(rows))
         return drafts
-
-    def _count(self, view: KVView, rows: BatchRows, is_draft: bool) -> None:
-        """Count what the layers have read, which in a captured forward only the device knows."""
-        counts, keys = self.counts, view.count_keys()
-        assert counts.on_device is not None
-        counts.num_forwards += 1
-        counts.num_tokens += view.num_new * len(rows)
-        if rows.is_captured:
-            keys = keys * rows.active
-        per_token = self._per_draft_token if is_draft else self._per_token
-        counts.on_device.addcmul_(keys.sum(), per_token)
-        if is_draft and rows.is_captured:
-            counts.on_device[3].add_(rows.active.sum())
-        elif is_draft:
-            counts.draft_rows += len(rows)
 
     def truncate(self, rows: Rows, lengths: Lengths | Sequence[int]) -> None:
         """Remove the tokens of `rows` after the first `lengths` tokens."""

@@ -8,9 +8,9 @@ from itertools import pairwise
 from typing import Any
 
 from magicdec.distributed.channels.message import Ends, Loopback, Message, words_of
-from magicdec.executor.executor import Cancellation, check
+from magicdec.executor.executor import Cancellation, Cancelled
 from magicdec.model.transformer import Transformer
-from magicdec.pipeline.drafter import Drafter, DraftLoop, DraftRequest
+from magicdec.pipeline.drafter import Drafter, DraftRequest, DraftSteps
 from magicdec.pipeline.head import Events, Head, Wires, forward, in_thread
 from magicdec.pipeline.spans import Spans
 from magicdec.pipeline.stage import CancelBoard, Canceller, RunStage, StageLoop
@@ -71,7 +71,8 @@ def serve(
     channels = [Loopback() for _ in range(len(stages) + 1)]
     asks, answers = Loopback(), Loopback()
     spans, of_head, of_drafts = [Spans() for _ in stages], Spans(), Spans()
-    loops: list[Callable[[], None]] = [DraftLoop(noted, asks, answers, of_drafts).serve]
+    drafts = StageLoop(DraftSteps(noted), Ends(asks, answers), of_drafts)
+    loops: list[Callable[[], None]] = [drafts.serve]
     for stage, (inbound, outbound), of_stage in zip(stages, pairwise(channels), spans, strict=True):
         stage.board = board
         loops.append(StageLoop(stage, Ends(inbound, outbound), of_stage).serve)
@@ -109,8 +110,8 @@ class FakeStage(RunStage):
     ) -> tuple[int, ...] | None:
         for layer in range(self.num_layers):
             self.wait(message.run, layer)
-            if cancellation is not None:
-                check(cancellation, layer)
+            if cancellation is not None and cancellation.is_set():
+                raise Cancelled(layer)
         self.computed(message.run)
         if not self.is_last:
             return None

@@ -88,7 +88,9 @@ class CapturedSteps(Steps):
         probs = self._pending_proposal.first(num_draft_tokens).probabilities
         return Proposal(ids, None if probs is None else probs[self._place_index])
 
-    def _judged(self, proposal: Proposal | None) -> list[list[int]]:
+    def _judged(self, parts: Sequence[tuple[Batch, Proposal | None]]) -> list[list[list[int]]]:
+        ((batch, proposal),) = parts
+        self._show(batch)
         count = 0 if proposal is None else self._hand_over(proposal)
         result = self._work("verify", count, 0)()
         verdict = self._read(result, self._rows, self._places)
@@ -96,7 +98,7 @@ class CapturedSteps(Steps):
             # The captured verification did not truncate the drafter's cache.
             rows = BatchRows.of(self._rows, self.runner.device)
             self.drafter.commit(rows, self.runner.cache.lengths_of(rows))
-        return verdict
+        return [verdict]
 
     def _propose(self, count: int, pending: int) -> Tensor:
         """The draft of a captured step: ids [B, K]. Their probabilities are copied to the pending
@@ -119,7 +121,9 @@ class CapturedSteps(Steps):
                 if kind == "draft":
                     return self._propose(count, pending)
                 proposal = self._pending_proposal.first(count) if count else None
-                return self._verify(proposal, self._captures_drafts)
+                verification = self._begin(proposal)
+                self.runner.flush()
+                return self._finish(verification, self._captures_drafts)
 
             caches = [runner.cache.seq_lens for runner in self._runners]
             state = [*caches, batch.newest, *batch.sampling.state]

@@ -12,7 +12,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from magicdec.config.tree_shape import TreeShape
 from magicdec.decoding.calibration import measure_steps
@@ -35,19 +34,10 @@ class Draft:
     proposal: Proposal | None
     count: int
 
-
-class EqualRows(NamedTuple):
-    """Rows that are verified with the same number of drafts, `counts` of them without padding."""
-
-    batch: Batch
-    proposal: Proposal | None
-    counts: Sequence[int]
-
-
-class RowResult(NamedTuple):
-    emitted: list[int]
-    accepted: int
-    proposed: int
+    @property
+    def counts(self) -> list[int]:
+        """The drafts of each row without padding."""
+        return [min(self.count, count) for count in self.plan.counts]
 
 
 class Speculative:
@@ -86,22 +76,23 @@ class Speculative:
         computed one group after the other, and the drafts of a group are padded to the longest."""
         lengths = self.draft_length.lengths(batch)
         groups = [(_rows_with(batch, lengths, each), each) for each in sorted(set(lengths))]
-        results, num_drafted = dict[Request, RowResult](), 0
+        verdicts, proposed, num_drafted = dict[Request, list[int]](), dict[Request, int](), 0
         for together in [groups] if self.steps.can_join else [[group] for group in groups]:
             started, is_alone = time.perf_counter(), not self.runner.deferred
             drafts = [self._draft(*group) for group in together]
-            parts = [part for draft in drafts for part in self._equal_rows(draft)]
-            results |= self._verify(parts)
+            parts = [part for draft in drafts for part in self._parts(draft)]
+            for (rows, _), of_rows in zip(parts, self.steps.verify_all(parts), strict=True):
+                verdicts |= zip(rows.requests, of_rows, strict=True)
             seconds = time.perf_counter() - started
             for draft in drafts:
-                self._observe(draft, results, seconds if is_alone and len(parts) == 1 else None)
+                self._observe(draft, verdicts, seconds if is_alone and len(parts) == 1 else None)
+                proposed |= zip(draft.batch.requests, draft.counts, strict=True)
                 num_drafted = max(num_drafted, draft.count)
-        rows = [results[request] for request in batch.requests]
-        emitted = [row.emitted for row in rows]
+        accepted = [verdicts[request][0] for request in batch.requests]
+        emitted = [verdicts[r][1 : 2 + n] for r, n in zip(batch.requests, accepted, strict=True)]
         if num_drafted == 0:
             return StepOutput(emitted)
-        proposed = [row.proposed for row in rows]
-        return StepOutput(emitted, num_drafted, [row.accepted for row in rows], proposed)
+        return StepOutput(emitted, num_drafted, accepted, [proposed[r] for r in batch.requests])
 
     def _draft(self, batch: Batch, count: int) -> Draft:
         plan = DraftPlan([0] * len(batch.requests), ())
@@ -115,34 +106,24 @@ class Speculative:
             count = proposal.ids.shape[1]  # the draft may end before
         return Draft(batch, plan, proposal, count)
 
-    def _equal_rows(self, draft: Draft) -> list[EqualRows]:
+    def _parts(self, draft: Draft) -> list[tuple[Batch, Proposal | None]]:
         """Rows of a draft for which different numbers of tokens are proposed, if these can be
         verified together; else all rows, padded."""
-        batch, counts = draft.batch, [min(draft.count, count) for count in draft.plan.counts]
+        batch, counts = draft.batch, draft.counts
         if self.tree is not None or not self.steps.can_join or len(set(counts)) <= 1:
-            return [EqualRows(batch, draft.proposal, counts)]
+            return [(batch, draft.proposal)]
         assert draft.proposal is not None, "some rows have drafts"
-        parts = []
+        parts = list[tuple[Batch, Proposal | None]]()
         for count in sorted(set(counts)):
             places = [place for place, each in enumerate(counts) if each == count]
             proposal = draft.proposal.rows(places).first(count) if count else None
-            parts.append(
-                EqualRows(_rows_with(batch, counts, count), proposal, [count] * len(places))
-            )
+            parts.append((_rows_with(batch, counts, count), proposal))
         return parts
 
-    def _verify(self, parts: Sequence[EqualRows]) -> dict[Request, RowResult]:
-        verdicts = self.steps.verify_all([(part.batch, part.proposal) for part in parts])
-        return {
-            request: RowResult(row[1 : 2 + row[0]], row[0], count)
-            for part, verdict in zip(parts, verdicts, strict=True)
-            for request, row, count in zip(part.batch.requests, verdict, part.counts, strict=True)
-        }
-
     def _observe(
-        self, draft: Draft, results: dict[Request, RowResult], seconds: float | None
+        self, draft: Draft, verdicts: dict[Request, list[int]], seconds: float | None
     ) -> None:
-        accepted = [results[r].accepted for r in draft.batch.requests] if draft.count else ()
+        accepted = [verdicts[r][0] for r in draft.batch.requests] if draft.count else ()
         judged = draft.plan.judged
         self.draft_length.observe(draft.batch, draft.count, accepted, seconds, judged)
 

@@ -100,17 +100,7 @@ class Steps:
         """As `verify` for each of these batches, which have other rows and other numbers of drafts.
         If there are several, `can_join` must hold."""
         with self.phase("verify" if any(proposal for _, proposal in parts) else "decode"):
-            if len(parts) == 1:
-                ((batch, proposal),) = parts
-                self._show(batch)
-                return [self._judged(proposal)]
-            verifications = []
-            for batch, proposal in parts:
-                self._show(batch)
-                verifications.append(self._begin(proposal))
-            self.runner.flush()
-            results = [(self._finish(each), each) for each in verifications]
-            return [self._read(result, each.rows, each.places) for result, each in results]
+            return self._judged(parts)
 
     @torch.inference_mode()
     def undo(self, batch: Batch, lengths: Sequence[int]) -> None:
@@ -140,9 +130,15 @@ class Steps:
         pending = self.drafter.prepare(batch.requests, num_draft_tokens)
         return self.drafter.propose(self._batch, DraftShape(num_draft_tokens, pending, tree))
 
-    def _judged(self, proposal: Proposal | None) -> list[list[int]]:
-        """Verify, and read the result, which is the only read of a step."""
-        return self._read(self._verify(proposal), self._rows, self._places)
+    def _judged(self, parts: Sequence[tuple[Batch, Proposal | None]]) -> list[list[list[int]]]:
+        """Verify, and read the results, which is the only read of a step."""
+        verifications = []
+        for batch, proposal in parts:
+            self._show(batch)
+            verifications.append(self._begin(proposal))
+        self.runner.flush()
+        results = [(self._finish(each), each) for each in verifications]
+        return [self._read(result, each.rows, each.places) for result, each in results]
 
     def _read(self, result: Tensor, rows: Sequence[int], places: Sequence[int]) -> list[list[int]]:
         lines = result.tolist()
@@ -150,12 +146,6 @@ class Steps:
         for i, runner in enumerate(self._runners):
             runner.cache.set_host_lengths(rows, [row[i] for row in results])
         return [row[len(self._runners) :] for row in results]
-
-    def _verify(self, proposal: Proposal | None, tells_drafter: bool = True) -> Tensor:
-        """A verification by itself; see `_finish`."""
-        verification = self._begin(proposal)
-        self.runner.flush()
-        return self._finish(verification, tells_drafter)
 
     def _begin(self, proposal: Proposal | None) -> Verification:
         batch, runner, drafter = self._batch, self.runner, self.drafter

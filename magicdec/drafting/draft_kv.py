@@ -14,11 +14,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from magicdec.executor.executor import Watch
 from magicdec.kv.cache import BatchRows, Lengths, Rows
 from magicdec.kv.tree import DraftTree
 from magicdec.kv.view import Visible
 from magicdec.request import Request
-from magicdec.runner import ModelRunner, QueryWatch, Watch
+from magicdec.runner import ModelRunner
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import Proposal, confidence, draft_token
 
@@ -48,7 +49,7 @@ class DraftKV:
 
     watch: Watch | None = None
     """Called with the attention weights of each layer of a verification."""
-    watch_queries: QueryWatch | None = None
+    watch_queries: Watch | None = None
     """Called with the queries of each layer of a verification."""
 
     def __init__(self, runner: ModelRunner, visible: Visible) -> None:

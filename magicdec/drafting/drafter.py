@@ -14,10 +14,11 @@ from magicdec.config.tree_shape import TreeShape
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_kv import AcceptedPath, DraftKV
 from magicdec.drafting.draft_length import DraftLength
+from magicdec.executor.executor import Watch
 from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.names import DRAFTERS, load_named
 from magicdec.request import Request
-from magicdec.runner import ModelRunner, QueryWatch, Watch
+from magicdec.runner import ModelRunner
 from magicdec.sampling.model_tokens import Proposal
 
 
@@ -81,7 +82,7 @@ class Drafter(ABC):
     """The KV that drafts read; None if no model drafts on this rank."""
     watch: Watch | None = None
     """Called with the attention weights of each verification, if they are needed."""
-    watch_queries: QueryWatch | None = None
+    watch_queries: Watch | None = None
     """Called with the queries of each verification, if they are needed."""
     has_probabilities: bool = True
     """Whether drafts of sampled requests are drawn at random. `propose` then returns their

@@ -13,9 +13,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from magicdec.executor.executor import Watch
 from magicdec.kv.cache import BatchRows, Rows, upload
 from magicdec.request import Request
-from magicdec.runner import ModelRunner, QueryWatch, Watch
+from magicdec.runner import ModelRunner
 
 # Scores that are computed at a time, unless one KV head of a row has more: on a CPU as many as its
 # cache holds, else enough to keep the device busy.
@@ -41,7 +42,7 @@ def rerun_tail(
     rows: Rows,
     token_ids: Tensor,
     watch: Watch | None = None,
-    watch_queries: QueryWatch | None = None,
+    watch_queries: Watch | None = None,
 ) -> None:
     """Run the newest T tokens of `rows`, which are token_ids [B, T], once more to observe their
     attention weights or queries.

@@ -40,7 +40,7 @@ from magicdec.executor.descriptions import (
     pointer,
 )
 from magicdec.kernels.build import FAST_MATH, PREFILL_FROM, load_library, share_openmp
-from magicdec.kv.cache import KVCache
+from magicdec.kv.cache import BatchRows, KVCache
 from magicdec.kv.view import KVView
 from magicdec.model.block import Block
 from magicdec.model.elementwise.native import HEADERS as ELEMENTWISE_HEADERS
@@ -69,12 +69,6 @@ class Cancelled(Exception):
         self.num_layers = num_layers
 
 
-def check(cancellation: Cancellation, num_layers: int) -> None:
-    """Raises Cancelled if it is set, after so many layers."""
-    if cancellation.is_set():
-        raise Cancelled(num_layers)
-
-
 SOURCE = Path(__file__).with_name("forward.cpp")
 HEADERS = (
     SOURCE.with_suffix(".h"),
@@ -83,7 +77,10 @@ HEADERS = (
 )
 INTERRUPTED, UNKNOWN_TOKEN = 1, 2  # what the library returns; 0: done
 
-Observe = Callable[[int, Tensor], None]
+Watch = Callable[[int, Tensor], None]
+"""A function that is called for each layer of a forward with the layer and its attention weights
+[B, G, blocks], as `AttentionBackend.run_with_weights` returns them, or with its queries [B, T, H,
+D] after RoPE, before the layer computes attention."""
 
 
 @cache
@@ -104,18 +101,24 @@ def library(head_size: int) -> ctypes.CDLL:
     return native
 
 
-@dataclass(frozen=True)
-class ForwardPart:
-    """Rows of a forward that have the same number of new tokens. `x` are their token ids [B, T] or
-    hidden states [B, T, hidden], which are appended to the cache. The logits or hidden states of
-    the last `num_outputs` tokens of each row are wanted. `watch` is called with each layer's
-    attention weights [B, G, blocks], `watch_queries` with its queries [B, T, H, D]."""
+@dataclass(eq=False)
+class Forward:
+    """A forward of `rows`, which have the same number of new tokens. It is computed by itself or
+    together with others. `x` are token ids [B, T] or hidden states [B, T, hidden], which are
+    appended to the cache. The logits or hidden states of the last `num_outputs` tokens of each row
+    are wanted. `watch` is called with each layer's attention weights [B, G, blocks],
+    `watch_queries` with its queries [B, T, H, D]. `out` is what `Transformer.forward` returns, [B,
+    outputs, V or hidden], once it is computed."""
 
     x: Tensor
+    rows: BatchRows
     view: KVView
     num_outputs: int
-    watch: Observe | None = None
-    watch_queries: Observe | None = None
+    watch: Watch | None = None
+    watch_queries: Watch | None = None
+    is_draft: bool = False
+    cancellation: Cancellation | None = None
+    out: Tensor | None = None
 
 
 class Executor:
@@ -146,55 +149,49 @@ class Executor:
         )
 
     @staticmethod
-    def serves(part: ForwardPart) -> bool:
-        """Whether `forward` computes this part. A chunk of a prompt whose queries are watched is
+    def serves(forward: Forward) -> bool:
+        """Whether it can be computed here. A chunk of a prompt whose queries are watched is
         computed layer by layer, because here they would be kept of all layers."""
-        return part.watch_queries is None or part.view.num_new < PREFILL_FROM
+        return forward.watch_queries is None or forward.view.num_new < PREFILL_FROM
 
-    def forward(
-        self,
-        parts: Sequence[ForwardPart],
-        offsets: Tensor | None,
-        cancellation: Cancellation | None = None,
-    ) -> tuple[list[Tensor], list[int]]:
-        """One forward of `parts`, which have other rows each. Linear layers read their weights once
-        for all of them, and every token has the bits that it has in a forward of its own. Returns
-        for each part what `Transformer.forward` returns, [B, outputs, V or hidden], and the number
-        of keys that one head saw, summed over its rows. Raises Cancelled if the cancellation is set
-        before a layer."""
+    def forward(self, forwards: Sequence[Forward], offsets: Tensor | None) -> list[int]:
+        """Compute `forwards`, which have other rows each, in one call. Linear layers read their
+        weights once for all of them, and every token has the bits that it has in a forward of its
+        own. Returns for each the number of keys that one head saw, summed over its rows. The last
+        one may be cancelled, with all of them: raises Cancelled if that is set before a layer."""
         model, layers, size = self.model, len(self.model.blocks), self.config.head_dim
-        counts = [len(part.x) * part.num_outputs for part in parts]
+        counts = [len(each.x) * each.num_outputs for each in forwards]
         out = torch.empty(sum(counts), model.width_out, dtype=self.dtype)
-        calls, watched = list[CallFields](), list[tuple[Observe, Tensor]]()
-        for part in parts:
-            call = self._call(part.x, part.view, offsets, 1, part.num_outputs)
+        calls, watched = list[CallFields](), list[tuple[Watch, Tensor]]()
+        for each in forwards:
+            call = self._call(each.x, each.view, offsets, 1, each.num_outputs)
             calls.append(call)
-            if part.watch is not None:
-                shape = layers, len(part.x), self.num_kv_heads, part.view.num_weight_blocks
+            if each.watch is not None:
+                shape = layers, len(each.x), self.num_kv_heads, each.view.num_weight_blocks
                 weights = torch.empty(shape)
                 call.mass, call.num_blocks = weights.data_ptr(), weights.shape[3]
-                watched.append((part.watch, weights))
-            if part.watch_queries is not None:
-                queries = out.new_empty(layers, *part.x.shape[:2], self.num_heads, size)
+                watched.append((each.watch, weights))
+            if each.watch_queries is not None:
+                queries = out.new_empty(layers, *each.x.shape[:2], self.num_heads, size)
                 call.queries = queries.data_ptr()
-                watched.append((part.watch_queries, queries))
+                watched.append((each.watch_queries, queries))
         if model.is_last and model.has_head:
             calls[0].logits = out.data_ptr()
         else:
             calls[0].hidden_out = out.data_ptr()
+        cancellation = forwards[-1].cancellation
         if cancellation is not None:
             calls[0].cancelled = cancellation.address
             calls[0].cancelled_value = cancellation.value
-        fields = self._run(parts[0].view.cache, calls)
+        fields = self._run(forwards[0].view.cache, calls)
         if cancellation is not None and fields[0].layers_done < layers:
             raise Cancelled(fields[0].layers_done)
         for layer in range(layers):
             for watch, values in watched:
                 watch(layer, values[layer])
-        outputs = out.split(counts)
-        shapes = [(len(part.x), part.num_outputs, model.width_out) for part in parts]
-        outs = [out.view(shape) for out, shape in zip(outputs, shapes, strict=True)]
-        return outs, [call.keys_seen for call in fields]
+        for each, own in zip(forwards, out.split(counts), strict=True):
+            each.out = own.view(len(each.x), each.num_outputs, model.width_out)
+        return [call.keys_seen for call in fields]
 
     def draft(
         self, token_ids: Tensor, view: KVView, offsets: Tensor | None, count: int, pa: float = 0.0

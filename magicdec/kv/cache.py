@@ -164,7 +164,7 @@ class KVCache(KVPool):
         # In place of what is not kept, the first token is copied again, or cell 0 to itself.
         sources = torch.where(is_kept, cells, root.clamp(min=0))
         targets = torch.where(is_kept, targets, torch.where(root >= 0, targets[:, :1], 0))
-        self.copy_within(self.slots(rows.index, sources), self.slots(rows.index, targets))
+        self.copy_from(self, self.slots(rows.index, sources), self.slots(rows.index, targets))
         ends = torch.where(rows.active > 0, base.tensor + is_kept.sum(1), self.seq_lens[rows.index])
         self.seq_lens.index_copy_(0, rows.index, ends)
         if not rows.is_captured:

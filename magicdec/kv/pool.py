@@ -95,17 +95,13 @@ class KVPool:
 
     def copy_from(self, other: KVPool, source: Tensor, target: Tensor) -> None:
         """Copy K and V of all layers from `other`'s slots `source` to this pool's slots `target`,
-        of one shape."""
+        of one shape. `other` may be this pool: all slots are read before any is written. Where a
+        target occurs twice, its sources must be equal."""
         source_layout, layout, source, target = (
             other.shape.layout, self.shape.layout, source.flatten(), target.flatten(),
         )  # fmt: skip
         layout.write_keys(self.k, target, source_layout.read_keys(other.k, source))
         layout.write_values(self.v, target, source_layout.read_values(other.v, source))
-
-    def copy_within(self, source: Tensor, target: Tensor) -> None:
-        """As `copy_from`, within this pool, whose slots are all read before any is written. Where a
-        target occurs twice, its sources must be equal."""
-        self.copy_from(self, source, target)
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of K and V at `slots` [B, G, N]: two [B, G, N, D]."""

@@ -1,6 +1,6 @@
-"""Drafters of pipelined speculation, what the head asks them, and the loop in which one serves the
-head's draft steps, on a rank of its own or in a thread of the head's. A drafter gives the most
-probable token after a path that follows the committed text of a request.
+"""Drafters of pipelined speculation, what the head asks them, and how one answers, on a rank of its
+own or in a thread of the head's. A drafter gives the most probable token after a path that follows
+the committed text of a request.
 
 ModelDrafter: a whole model drafts on a KV cache of its own, of which it reads what a KV policy
 says. The model is a smaller one, or the target itself: then this is self-speculation, with a cache
@@ -12,26 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from magicdec.config.sections import KVSection, SamplingSection
-from magicdec.distributed.channels.message import (
-    DUE,
-    Kind,
-    Message,
-    Receiver,
-    Sender,
-    floats_of,
-    words_of,
-)
+from magicdec.distributed.channels.message import DUE, Kind, Message, floats_of, words_of
 from magicdec.drafting.drafter import DraftModel
 from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.drafting.suffix_index import Lookup, SuffixIndex
 from magicdec.kv.cache import BatchRows, Lengths, upload
-from magicdec.pipeline.spans import Spans, What
+from magicdec.pipeline.spans import What
 from magicdec.pipelined_speculation.messages import Candidate
 from magicdec.prefill import take
 from magicdec.request import Request, SamplingParams
@@ -83,26 +75,21 @@ class Drafter(Protocol):
         without a path tells the drafter a text that it will be asked about."""
 
 
-class DraftLoop:
-    def __init__(self, drafter: Drafter, inbound: Receiver, outbound: Sender, spans: Spans) -> None:
-        self.drafter, self.inbound, self.outbound, self.spans = drafter, inbound, outbound, spans
+class DraftSteps:
+    """Answers the head's draft steps with the candidates of `drafter` (`pipeline.stage.Part`)."""
+
+    what: ClassVar[What] = What.DRAFT
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
         self.texts: dict[int, list[int]] = {}  # the committed text of each lane
 
-    def serve(self) -> None:
-        """Serve draft steps until the head has no more."""
-        while (message := self.inbound.receive()).kind is not Kind.END:
-            DUE.reach(message.due_s)
-            step = DraftRequest.from_message(message)
-            text = self.texts.setdefault(step.lane, [])
-            text[step.kept :] = step.new
-            if step.path is None:
-                self.drafter.propose(step, text)
-                continue
-            with self.spans.during(What.DRAFT, message.run):
-                candidate = self.drafter.propose(step, text)
-            self.outbound.send(pack_candidate(message.run, candidate))
-        self.outbound.send(message)
-        self.outbound.close()
+    def answer(self, message: Message) -> tuple[Message | None, int | None]:
+        step = DraftRequest.from_message(message)
+        text = self.texts.setdefault(step.lane, [])
+        text[step.kept :] = step.new
+        candidate = self.drafter.propose(step, text)
+        return (None, None) if step.path is None else (pack_candidate(message.run, candidate), 0)
 
 
 class LookupDrafter:

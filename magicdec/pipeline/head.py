@@ -39,7 +39,7 @@ from magicdec.distributed.layout import Layout
 from magicdec.distributed.shared_memory import map_segment
 from magicdec.hardware.environment import use_device
 from magicdec.hardware.threads import ThreadCount
-from magicdec.pipeline.drafter import Drafter, DraftLoop, DraftRequest, candidate_of
+from magicdec.pipeline.drafter import Drafter, DraftRequest, DraftSteps, candidate_of
 from magicdec.pipeline.spans import Spans, What
 from magicdec.pipeline.stage import BOARD_BYTES, CancelBoard, Canceller, RunStage, StageLoop, listen
 from magicdec.pipelined_speculation.messages import Action, Cancel, Commit, Draft, Launch
@@ -347,8 +347,8 @@ class PipelineRank:
             ends = Ends(there(wires.inbound), wires.outbound or Nowhere())
             loops.append(StageLoop(self.stage, ends, spans).serve)
         if self.drafter is not None:
-            inbound, outbound = there(wires.draft_steps), there(wires.answers)
-            loops.append(DraftLoop(self.drafter, inbound, outbound, spans).serve)
+            ends = Ends(there(wires.draft_steps), there(wires.answers))
+            loops.append(StageLoop(DraftSteps(self.drafter), ends, spans).serve)
         loops = [count.during()(loop) for loop in loops]
         if self.rank == 0:
             events = Events()

@@ -31,6 +31,7 @@ class StageUse:
     num_bytes: int
     num_sent: int  # messages
     queued_s: float  # summed over the messages to the stage, from their sending until it took them
+    links_s: Sequence[float] = ()  # the same of those that decode and found the stage idle
 
     @property
     def busy(self) -> float:
@@ -56,6 +57,7 @@ def uses_of(
         taken = runs if stage else [span for span in heads if span.run >= 0]
         decodes = [span.run not in prompts if stage else span.value > 0 for span in turns]
         decoded_s = [span.seconds for span in compress(turns, decodes)]
+        decoding = {span.run for span in taken if span.run not in prompts}
         total_s = heads[-1].end_s - turns[0].begin_s if turns else 0.0
         uses.append(
             StageUse(
@@ -68,6 +70,7 @@ def uses_of(
                     after.begin_s - before.end_s
                     for before, after in zip(computed[stage - 1], taken, strict=True)
                 ),
+                links_s=link_times(computed[stage - 1], turns, decoding),
             )
         )
     return uses
@@ -113,9 +116,8 @@ class RingMetrics(Part):
         "bytes of a message of a whole lane that decodes: its header and hidden states", "bytes"
     )
     link_ms: float | None = recorded(
-        "time of such a message from one stage to the next, where stages only pass it on: median "
-        "of rounds without other messages, divided by the number of stages",
-        "ms", null="with one stage",
+        "median time of messages that decode from one stage to the next, which was idle",
+        "ms", null="with one stage, or if no stage was idle",
     )  # fmt: skip
     predicted_round_ms: float = recorded(
         "`max(num_lanes * largest decode_ms, sum of decode_ms + stages * link_ms)`: the time in "
@@ -151,7 +153,6 @@ def ring_metrics(
     lanes: tuple[int, int],
     uses: Sequence[StageUse],
     hop_bytes: int,
-    link_s: float | None,
     measured_round_ms: float | None,
     drafts: DraftCounts | None = None,
     num_later: int = 0,
@@ -159,6 +160,8 @@ def ring_metrics(
     """`lanes` are their number and their size; `uses` are those of the stages in order.
     `num_later` are the output tokens of all samples without the first of each."""
     stage_s = [use.decode_s for use in uses]
+    links_s = [link_s for use in uses for link_s in use.links_s] if len(uses) > 1 else []
+    link_s = statistics.median(links_s) if links_s else None
     return RingMetrics(
         num_layers=list(num_layers),
         tensor_parallel=tensor_parallel,
@@ -319,21 +322,24 @@ def speculation_metrics(observed: Observed, counts: Counts, has_drafts: bool) ->
         ],
         draft_ms=_mean_ms([span.seconds for span in drafts]),
         draft_busy=observed.within(drafts) / seconds if seconds else 0.0,
-        link_ms=_mean_ms(link_times(observed)),
+        link_ms=_mean_ms(
+            [
+                link_s
+                for (sent, _), (taken, _) in pairwise(stages)
+                for link_s in link_times(sent, taken, rows)
+            ]
+        ),
     )
 
 
-def link_times(observed: Observed) -> list[float]:
-    """Seconds from the end of a run at a stage until the next stage, on another rank and idle,
-    begins it; no prompts."""
-    links_s, rows = list[float](), observed.rows
-    for here, there in pairwise(observed.layout.stages):
-        ends = {span.run: span.end_s for span in observed.of(here, What.STAGE)}
-        free_s = 0.0
-        for span in observed.of(there, What.STAGE):
-            if free_s < ends[span.run] and span.run in rows:
-                links_s.append(span.begin_s - ends[span.run])
-            free_s = span.end_s
+def link_times(sent: Sequence[Span], taken: Sequence[Span], runs: Collection[int]) -> list[float]:
+    """Seconds from the end of each of these runs at one stage until the next, which was idle,
+    begins it."""
+    links_s, ends, free_s = list[float](), {span.run: span.end_s for span in sent}, 0.0
+    for span in taken:
+        if span.run in runs and free_s < ends[span.run]:
+            links_s.append(span.begin_s - ends[span.run])
+        free_s = span.end_s
     return links_s
 
 

@@ -42,12 +42,10 @@ from magicdec.request import Batch, Request, Status, StepOutput
 from magicdec.runner import ModelRunner, Tokens
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import Proposal, judge, next_tokens
-from magicdec.scheduling.plan import Limits, Plan
+from magicdec.scheduling.plan import Limits, Plan, Watcher
 from magicdec.scheduling.scheduler import Scheduler
 from magicdec.setup.loading import LoadedModels, make_draft
 from magicdec.setup.prepare import Prepared
-
-Watcher = Callable[[Plan], None]
 
 
 @dataclass(frozen=True)
@@ -187,6 +185,7 @@ class RecurrentPipeline:
         self._under_way: deque[tuple[int, Flight]] = deque()  # with their numbers
         self._idle_lanes = list(self.lanes)
         self._arrivals: deque[Request] = deque()  # those that have not arrived yet
+        self._watch: Watcher
 
     def serve(
         self,
@@ -202,11 +201,12 @@ class RecurrentPipeline:
             self.lanes[0].scheduler.limits.check(request)
         self._arrivals.extend(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
         self.spans, self.samples, self.prompts = Spans(), [], set()
+        self._watch = watch
         while self._under_way or self._arrivals:
             if not self._comes_first():
                 self.shared_clock.wait_until(self._arrivals[0].arrived_s)
                 with self.spans.during(What.HEAD, -1):
-                    self._take_arrivals(watch)
+                    self._take_arrivals()
                 continue
             message = self.ends.inbound.receive()
             arrived_s = time.perf_counter()
@@ -215,9 +215,9 @@ class RecurrentPipeline:
             assert message.run == run, "messages come home in their order"
             num_prompts = len(self.prompts)
             observe(self._land(flight, message))
-            self._take_arrivals(watch)
+            self._take_arrivals()
             if flight.ends_step:
-                self._begin(flight.lane, watch)
+                self._begin(flight.lane)
             is_decode = flight.is_decode and len(self.prompts) == num_prompts
             self.spans.add(What.HEAD, run, arrived_s, int(is_decode))
         DUE.reach(None)
@@ -239,7 +239,7 @@ class RecurrentPipeline:
             return True
         return self.ends.inbound.is_there(self._arrivals[0].arrived_s - self.clock.now())
 
-    def _take_arrivals(self, watch: Watcher) -> None:
+    def _take_arrivals(self) -> None:
         """Let requests that have arrived wait for rows, and begin idle lanes. All ranks of the
         first stage read the shared clock equally often."""
         if not self._arrivals:
@@ -251,16 +251,16 @@ class RecurrentPipeline:
         idle_lanes = sorted(self._idle_lanes, key=lambda lane: lane.index)
         self._idle_lanes = []
         for lane in idle_lanes:
-            self._begin(lane, watch)
+            self._begin(lane)
 
-    def _begin(self, lane: Lane, watch: Watcher) -> None:
+    def _begin(self, lane: Lane) -> None:
         """Send the messages of the lane's next step; if there is none, it is idle."""
         plan = lane.scheduler.schedule()
         if plan is None:
             self._idle_lanes.append(lane)
             return
         assert not plan.preempted, "every row has room for its whole text"
-        watch(plan)
+        self._watch(plan)
         chunks = list(self._chunks(lane, plan))
         for i, (flight, token_ids) in enumerate(chunks, 1):
             ends_step = i == len(chunks) and plan.decoding is None

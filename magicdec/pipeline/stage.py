@@ -29,14 +29,13 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from threading import Thread
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from magicdec.config.sections import SamplingSection
 from magicdec.distributed.channels.message import (
-    COMPUTED,
     DUE,
     Ends,
     Kind,
@@ -58,15 +57,18 @@ BOARD_BYTES = SLOTS * 2 * 8
 
 
 class Part(Protocol):
-    """What answers the messages of a stage."""
+    """What answers the messages of a stage, or of the drafter. `what` its spans are of."""
 
-    def answer(self, message: Message) -> tuple[Message | None, int]:
-        """What is sent on, if anything, and the number of layers that were computed for it."""
+    what: ClassVar[What]
+
+    def answer(self, message: Message) -> tuple[Message | None, int | None]:
+        """What is sent on, if anything, and the value of a span: the number of layers that were
+        computed for a run. None: the message is of no run or draft step."""
 
 
 @dataclass(frozen=True)
 class StageLoop:
-    """`spans` get a span for each run, from its arrival until its answer is sent."""
+    """`spans` get a span for each run or draft step, from its arrival until its answer is sent."""
 
     part: Part
     ends: Ends
@@ -78,10 +80,10 @@ class StageLoop:
         while (message := inbound.receive()).kind is not Kind.END:
             begin_s = time.perf_counter()
             DUE.reach(message.due_s)
-            answer, num_layers = self.part.answer(message)
-            if message.kind in COMPUTED:
+            answer, value = self.part.answer(message)
+            if value is not None:
                 # Before sending: the receiver may have the answer before this rank goes on.
-                self.spans.add(What.STAGE, message.run, begin_s, num_layers)
+                self.spans.add(self.part.what, message.run, begin_s, value)
             if answer is not None:
                 outbound.send(answer)
         DUE.reach(None)
@@ -93,6 +95,8 @@ class StageLoop:
 class Stage:
     """Of a ring. `runner` has the layers of one stage. Every row has room for `runner.max_tokens`
     tokens from its first message on, until it is freed."""
+
+    what: ClassVar[What] = What.STAGE
 
     runner: ModelRunner
     is_last: bool
@@ -131,11 +135,11 @@ class Stage:
         for row in rows:
             self.runner.cache.release(row)
 
-    def answer(self, message: Message) -> tuple[Message | None, int]:
+    def answer(self, message: Message) -> tuple[Message | None, int | None]:
         if message.kind is Kind.FREE:
             self.free(message.words)
-            return None if self.is_last else message, 0
-        if message.kind is not Kind.HIDDEN or message.payload is None:
+            return None if self.is_last else message, None
+        if message.payload is None:
             return message, 0
         rows: Sequence[int] = message.words
         if message.status == VERIFY:
@@ -266,6 +270,8 @@ class RunStage:
 
     It skips the runs that `board` names. Ranks that share the layers of a stage have no board: they
     skip what arrives as VOID, which the first of them decides before a run."""
+
+    what: ClassVar[What] = What.STAGE
 
     def __init__(
         self,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from magicdec.request import Batch, Request
@@ -73,3 +73,7 @@ class Plan:
     admitted: tuple[tuple[Request, int], ...] = ()  # with its new row
     reserved: tuple[tuple[int, int], ...] = ()  # (row, tokens that it must have room for)
     parts: tuple[Part, ...] = ()
+
+
+Watcher = Callable[[Plan], None]
+"""A function that is called with the plan of every step, before the step."""

@@ -7,7 +7,6 @@ messages is that of the `RecurrentPipeline`.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,7 +15,6 @@ import torch
 
 from magicdec.config.run_config import RunConfig
 from magicdec.console import Progress
-from magicdec.distributed.channels.connect import time_round
 from magicdec.distributed.channels.message import Ends, MessageForm
 from magicdec.distributed.groups import ParallelGroups
 from magicdec.distributed.layout import read_split
@@ -45,7 +43,6 @@ from magicdec.serving.system import Extras, Trace, Watch
 from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.prepare import SetupCache
 
-PROBES = 100  # rounds that are timed without other messages
 LEAST_CAPACITY, MOST_CAPACITY = 1 << 20, 1 << 24  # bytes of an edge in shared memory
 
 
@@ -135,7 +132,6 @@ class OpenRing:
         self.lane_tokens = options.batch_size * (1 + self.num_drafts)
         self.max_tokens = max_tokens(ring.run.config.without_drafts()) + self.num_drafts
         self.stage = self._load_stage(each) if ring.computes else None
-        self.rounds_s: list[float] = []
         limits = Limits(
             self.max_tokens,
             # By default a chunk for each stage, so that the chunks of one prompt can keep all busy.
@@ -147,7 +143,6 @@ class OpenRing:
         self.form, self.ends = self._connect(depth, chunk)
         self.pipeline: RecurrentPipeline | None = None
         self.speculation: Speculation | None = None
-        self.has_timed_links = ring.grid.num_stages == 1
         if self.stage is not None and ring.stage_number == 0:
             if is_drafting:
                 self.speculation = make_speculation(ring.run, self.stage.runner, groups, models)
@@ -177,7 +172,7 @@ class OpenRing:
         return form, connector.ring(ring.grid)
 
     def serve(self, requests: Sequence[Request], watch: Watch) -> Extras:
-        """Serve all requests. The first time, the links are timed afterwards."""
+        """Serve all requests."""
         spans, before = Spans(), self.ends.outbound.traffic
         launch, grid, pipeline = self.ring.launch, self.ring.grid, self.pipeline
         samples, prompts = list[list[int]](), set[int]()
@@ -191,9 +186,6 @@ class OpenRing:
             StageLoop(self.stage, self.ends, spans).serve()
         sent = self.ends.outbound.traffic.since(before)
         stages, sent_by_stage, error_s = gather_leaders(launch, grid, spans, sent)
-        if not self.has_timed_links:
-            self.has_timed_links = True
-            self._time_links()
         if launch.rank != 0 or not watch.is_measured:
             return Extras()
         trace = Trace(
@@ -206,25 +198,15 @@ class OpenRing:
         uses = uses_of(stages, sent_by_stage, prompts)
         return Extras(ring=self._metrics(uses, requests), trace=trace)
 
-    def _time_links(self) -> None:
-        if self.pipeline is not None:
-            ends, device = self.pipeline.ends, self.models.device
-            self.rounds_s = time_round(ends, self.form, self.lane_tokens, PROBES, device)
-            self.pipeline.close()
-        elif self.stage is not None:
-            StageLoop(self.stage, self.ends, Spans()).serve()
-
     def _metrics(self, uses: list[StageUse], requests: Sequence[Request]) -> RingMetrics:
         ring = self.ring
         gaps = [gap for request in requests for gap in gaps_ms(request)]
-        rounds_s = self.rounds_s
         return ring_metrics(
             [len(layers) for layers in ring.layers],
             ring.grid.tensor_parallel,
             (self.num_lanes, ring.options.batch_size),
             uses,
             self.form.num_bytes(self.lane_tokens),
-            statistics.median(rounds_s) / ring.grid.num_stages if rounds_s else None,
             percentile(gaps, 50),
             None if self.speculation is None else self.speculation.counts,
             sum(len(request.output_ids) - 1 for request in requests),

@@ -38,8 +38,8 @@ PROPERTIES = (
                   "            message = self.ends.inbound.receive()\n"),
             Fault("the first stage's time from its first message home on", "pipeline/recurrent.py",
                   "                with self.spans.during(What.HEAD, -1):\n"
-                  "                    self._take_arrivals(watch)\n",
-                  "                self._take_arrivals(watch)\n"),
+                  "                    self._take_arrivals()\n",
+                  "                self._take_arrivals()\n"),
             Fault("prompts of the next step timed as decoded tokens", "pipeline/recurrent.py",
                   "flight.is_decode and len(self.prompts) == num_prompts", "flight.is_decode"),
         ),
@@ -71,10 +71,10 @@ PROPERTIES = (
         f"{STAGES}test_a_message_is_queued_from_its_sending_until_it_is_taken",
         (
             Fault("the time on the link is not in the queue", "pipeline/stage.py",
-                  "            if message.kind in COMPUTED:\n",
+                  "            if value is not None:\n",
                   "            if answer is not None:\n"
                   "                outbound.send(answer)\n                answer = None\n"
-                  "            if message.kind in COMPUTED:\n"),
+                  "            if value is not None:\n"),
         ),
     ),
     Property(

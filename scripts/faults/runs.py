@@ -24,11 +24,13 @@ PROPERTIES = (
                   "        output = strategy.step(batch)\n        now = self.clock.now()",
                   "        now = self.clock.now()\n        output = strategy.step(batch)"),
             Fault("tokens of a step read after its phase", "decoding/steps.py",
-                  "                return [self._judged(proposal)]\n",
-                  "                result = self._verify(proposal)\n"
-                  "        if len(parts) == 1:\n"
-                  "            return [self._read(result, self._rows, self._places)]\n"
-                  "        with self.phase('verify'):\n"),
+                  "            return self._judged(parts)\n",
+                  "            ((batch, proposal),) = parts\n"
+                  "            self._show(batch)\n"
+                  "            each = self._begin(proposal)\n"
+                  "            self.runner.flush()\n"
+                  "            result = self._finish(each)\n"
+                  "        return [self._read(result, each.rows, each.places)]\n"),
             Fault("the end of a phase marked before its work on CUDA", "hardware/timing.py",
                   "            yield\n            last.record()",
                   "            last.record()\n            yield"),

@@ -71,7 +71,7 @@ PROPERTIES = (
                   "if s.run in rows and s.value == size]", "if s.run in rows]"),
             Fault("a link's time with the wait for a busy stage",
                   "pipeline/metrics.py",
-                  "if free_s < ends[span.run] and span.run in rows:", "if span.run in rows:"),
+                  "if span.run in runs and free_s < ends[span.run]:", "if span.run in runs:"),
             Fault("prompts not in flight", "pipeline/metrics.py",
                   "(*observed.of(0, What.PROMPT), *observed.of(0, What.LAUNCH))",
                   "observed.of(0, What.LAUNCH)"),

@@ -35,7 +35,7 @@ from magicdec.drafting.draft_length import DraftLength, Measure
 from magicdec.drafting.forecast import Acceptance
 from magicdec.drafting.policies.policy import keep_queries
 from magicdec.engine import Engine
-from magicdec.executor.executor import Executor, ForwardPart
+from magicdec.executor.executor import Executor, Forward
 from magicdec.request import Batch, Request, Status
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits, Plan
@@ -173,7 +173,7 @@ def serve(
     scheduler, execute = engine.scheduler, engine.execute
     forward = None if runner.executor is None else runner.executor.forward
 
-    def counted(parts: Sequence[ForwardPart], *args: Any) -> Any:
+    def counted(parts: Sequence[Forward], *args: Any) -> Any:
         assert forward is not None, "it is native"
         chunks = sum(part.num_outputs == 0 for part in parts)
         seen["chunks carried"] += min(chunks, len(parts) - 1)

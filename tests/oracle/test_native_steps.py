@@ -4,11 +4,11 @@ and a chain of drafts is the chain of forwards."""
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
-from conftest import TINY, pack, tiny_transformer
+from conftest import TINY, make_requests, pack, tiny_transformer
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
@@ -19,6 +19,7 @@ from magicdec.attention.native import NativeBackend
 from magicdec.distributed.groups import Group
 from magicdec.drafting import draft_kv
 from magicdec.drafting.draft_kv import DraftKV, draft_chain
+from magicdec.engine import Engine
 from magicdec.executor.descriptions import layer_obstacle
 from magicdec.executor.executor import Cancelled, Executor
 from magicdec.kv.cache import BatchRows
@@ -29,6 +30,7 @@ from magicdec.pipeline.stage import CancelBoard, RunCancellation
 from magicdec.runner import ModelRunner
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import confidence
+from magicdec.scheduling.plan import Limits
 
 pytestmark = pytest.mark.two_threads
 
@@ -147,6 +149,25 @@ def test_rows_with_different_numbers_of_new_tokens_share_a_forward(
     assert torch.equal(native.cache.k, layered.cache.k)
     assert torch.equal(native.cache.v, layered.cache.v)
     assert native.cache.lengths == layered.cache.lengths
+
+
+def test_a_step_that_fails_leaves_nothing_deferred(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else a later step would compute its part of a prompt."""
+
+    def fail(*args: object) -> None:
+        assert len(runner.deferred) == 1
+        raise ValueError("planted")
+
+    _, runner = make_pair(TINY, torch.float32, [5])
+    runner.cache.release(0)
+    engine = Engine(runner, 8, Limits(prefill_tokens=8))
+    engine.scheduler.add(make_requests([(1,) * 20], 4), 0.0)
+    plan = engine.scheduler.schedule()
+    assert plan is not None
+    monkeypatch.setattr(engine.scheduler, "commit", fail)
+    with pytest.raises(ValueError, match="planted"):
+        engine.execute(plan, cast("Any", None))
+    assert not runner.deferred
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

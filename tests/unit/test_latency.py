@@ -21,6 +21,7 @@ from magicdec.config.sections import AttentionSection, KVSection, ModelSection
 from magicdec.decoding.recorder import Eager
 from magicdec.distributed.groups import Group, Launch
 from magicdec.drafting.policies.verified import VerifiedKV
+from magicdec.executor.executor import Watch
 from magicdec.latency import forwards
 from magicdec.latency.forwards import (
     check_grid_memory,
@@ -32,7 +33,6 @@ from magicdec.latency.forwards import (
 )
 from magicdec.latency.record import Cell, Grid, summarise
 from magicdec.memory.plan import Models
-from magicdec.runner import Watch
 
 SMALL = {"num_sink_tokens": 4, "window_size": 8}
 DRAFTS = tuple(

@@ -35,7 +35,6 @@ from magicdec.hardware.threads import (
     num_threads,
     use_threads,
 )
-from magicdec.pipeline.drafter import DraftLoop
 from magicdec.pipeline.stage import StageLoop
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
@@ -283,10 +282,9 @@ SERVED = {
     "while a batching serves": ("inflight", "Engine.serve", "sequential", "1 to 3"),
     "before a ring serves": ("recurrent", "Ring.open", "ring", "2"),
     "while a ring serves": ("recurrent", "OpenRing.serve", "ring", "1 to 2"),
-    "while a stage serves": ("pipeline", "StageLoop.serve", "iterative", "1 to 2"),
-    "while a drafter serves": ("pipeline", "DraftLoop.serve", "iterative", "1 to 2"),
+    "while a stage or a drafter serves": ("pipeline", "StageLoop.serve", "iterative", "1 to 2"),
 }
-CLASSES = {each.__name__: each for each in (Engine, Batching, Ring, OpenRing, StageLoop, DraftLoop)}
+CLASSES = {each.__name__: each for each in (Engine, Batching, Ring, OpenRing, StageLoop)}
 
 
 @pytest.mark.parametrize("fault", SERVED)

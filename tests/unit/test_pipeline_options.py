@@ -94,21 +94,19 @@ def test_ranks_that_disagree_are_refused(name: str, tmp_path: Path) -> None:
 
 
 def test_metrics_of_a_ring() -> None:
-    uses = [StageUse(10.0, 1.0, 0.04, 7, 3, 5.0), StageUse(10.0, 5.0, 0.02, 9, 4, 1.0)]
-    ring = ring_metrics([1, 2], 1, (2, 3), uses, 64, 0.0005, 80.5)
+    uses = [StageUse(10.0, 1.0, 0.04, 7, 3, 5.0), StageUse(10.0, 5.0, 0.02, 9, 4, 1.0, [0.0005])]
+    ring = ring_metrics([1, 2], 1, (2, 3), uses, 64, 80.5)
     assert ring.busy == [0.9, 0.5] and ring.sent_bytes == [7, 9]
     assert ring.queue_depth == [0.5, 0.1] and ring.sent_messages == [3, 4]
     assert ring.decode_ms == [pytest.approx(40), pytest.approx(20)]
     assert ring.predicted_round_ms == pytest.approx(80) and ring.link_ms == pytest.approx(0.5)
-    empty = ring_metrics([1], 1, (1, 1), [StageUse(0.0, 0.0, 0.0, 0, 0, 0.0)], 64, None, None)
+    empty = ring_metrics([1], 1, (1, 1), [StageUse(0.0, 0.0, 0.0, 0, 0, 0.0)], 64, None)
     assert empty.busy == [0.0] and empty.predicted_round_ms == 0.0
 
 
 def test_metrics_of_drafts() -> None:
     counts = DraftCounts(10, 40, 25, 5, 0.02)
-    ring = ring_metrics(
-        [1], 1, (1, 2), [StageUse(1.0, 0.0, 1.0, 0, 5, 0.0)], 64, None, None, counts, 33
-    )
+    ring = ring_metrics([1], 1, (1, 2), [StageUse(1.0, 0.0, 1.0, 0, 5, 0.0)], 64, None, counts, 33)
     assert (ring.num_drafted, ring.num_accepted, ring.acceptance_rate) == (40, 25, 0.625)
     assert ring.tokens_per_round == 3.3 and ring.draft_ms == pytest.approx(4)
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import pytest
 import torch
@@ -66,6 +66,8 @@ def test_queues_by_the_times_of_both_sides() -> None:
     sent = [Traffic(8, 320), Traffic(4, 640)]
     uses = uses_of([first, second], sent, {0, 1})
     assert [use.queued_s for use in uses] == [3 * 2.0, 3 * 4.0]
+    links_s = [list(use.links_s) for use in uses_of([first, second], sent, {1, 2})]
+    assert links_s == [[], [4.0]], "the others find a busy stage"
     assert uses[1].total_s == 19.25 - 14.5 and uses[1].queue_depth == 12.0 / (19.25 - 14.5)
     assert [(use.num_sent, use.num_bytes) for use in uses] == sent
     (alone,) = uses_of([first], sent[:1], {0, 1})
@@ -125,12 +127,14 @@ def test_a_trace_has_an_event_for_each_span() -> None:
 class Passing:
     """Takes so many seconds for each message, and passes it on."""
 
+    what: ClassVar[What] = What.STAGE
+
     def __init__(self, clock: Clock, seconds: list[float]) -> None:
         self.clock, self.seconds = clock, iter(seconds)
 
-    def answer(self, message: Message) -> tuple[Message, int]:
+    def answer(self, message: Message) -> tuple[Message, int | None]:
         self.clock.advance(next(self.seconds))
-        return message, 3
+        return message, None if message.kind is Kind.FREE else 3
 
 
 def test_a_stage_between_others_has_a_span_from_taking_to_sending(

@@ -38,7 +38,7 @@ GAMMA, NUM_NEW = 2, 7
 @pytest.fixture(params=["cpu", "cuda"], ids=["at_once", "meanwhile"])
 def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Device:
     """Forwards and reads of tensors take time on it."""
-    device, compute, read = Device(request.param), ModelRunner._compute, Tensor.tolist
+    device, compute, read = Device(request.param), ModelRunner._run_layers, Tensor.tolist
 
     def launched(*args: Any) -> None:
         device.launch(FORWARD_S)
@@ -52,7 +52,7 @@ def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> D
     monkeypatch.setattr("time.perf_counter", device.clock)
     monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(device))
     monkeypatch.setattr(torch.cuda, "synchronize", lambda of: device.wait())
-    monkeypatch.setattr(ModelRunner, "_compute", launched)
+    monkeypatch.setattr(ModelRunner, "_run_layers", launched)
     monkeypatch.setattr(Tensor, "tolist", waited)
     return device
 

@@ -7,7 +7,6 @@ Owns the process groups of the edges.
 
 from __future__ import annotations
 
-import time
 from datetime import timedelta
 
 import torch
@@ -21,9 +20,7 @@ from magicdec.distributed.channels.message import (
     ChannelSender,
     DelayedSender,
     Ends,
-    Kind,
     Loopback,
-    Message,
     MessageForm,
     Receiver,
     Sender,
@@ -115,22 +112,3 @@ class Connector:
             loop = Loopback()
             return Ends(loop, loop)
         return Ends(inbound, outbound)
-
-
-def time_round(
-    ends: Ends,
-    form: MessageForm,
-    num_tokens: int,
-    rounds: int,
-    device: torch.device | str = "cpu",
-) -> list[float]:
-    """Seconds that messages with so many tokens on `device`, of all rows together, take around the
-    ring, one at a time, if every stage only passes them on. Only a rank of the first stage calls
-    it."""
-    payload, seconds = torch.zeros(num_tokens, 1, form.width, dtype=form.dtype, device=device), []
-    for _ in range(rounds):
-        begin_s = time.perf_counter()
-        ends.outbound.send(Message(Kind.PROBE, payload=payload))
-        ends.inbound.receive()
-        seconds.append(time.perf_counter() - begin_s)
-    return seconds

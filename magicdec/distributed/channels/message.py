@@ -31,12 +31,8 @@ class Kind(IntEnum):
     HIDDEN = 1  # hidden states, which the receiver computes further
     VOID = 2  # in place of hidden states that nobody needs
     FREE = 3  # rows whose memory is free again
-    PROBE = 4  # hidden states that are only passed on, to time the links
-    END = 5  # no message follows
-    NUMBERS = 6  # results, drafts, or what is asked for
-
-
-COMPUTED = (Kind.HIDDEN, Kind.VOID)  # of runs, which every stage computes or skips
+    END = 4  # no message follows
+    NUMBERS = 5  # results, drafts, or what is asked for
 
 
 def sleep_until(due_s: float) -> None:
@@ -47,7 +43,9 @@ def sleep_until(due_s: float) -> None:
 class Due(threading.local):
     """When this thread was due to have done the emulated work that it has done, in seconds of
     `time.perf_counter`; None if it emulates nothing. A process wakes late from a sleep. What it
-    emulates next counts from when the sleep was due to end, so that lateness does not add up."""
+    emulates next counts from when the sleep was due to end, so that lateness does not add up. It is
+    the thread's and no parameter, because what sleeps is a model or a drafter many calls below the
+    loop that has the message, and the code between is that of real stages."""
 
     time_s: float | None = None
 
