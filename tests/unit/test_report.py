@@ -33,7 +33,7 @@ BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
 RAW = [json.loads(line) for line in BASELINES.read_text(encoding="utf-8").splitlines()]
 FIGURES = (
     *("speedup_map", "pareto_front", "acceptance_by_budget", "acceptance_by_position"),
-    *("acceptance_lengths", "step_phases", "bandwidth"),
+    *("step_phases", "bandwidth"),
 )
 Record = dict[str, Any]
 

@@ -11,7 +11,6 @@ from typing import Any
 import pandas
 import pytest
 from conftest import Command
-from synthetic_records import drawn
 from test_compare import write
 from test_pass_records import measured, record
 from test_pipeline_command import finished
@@ -68,8 +67,8 @@ def test_each_kind_of_record_has_a_section(out: Path) -> None:
     titles = ["Runs", "Requests that were served"]
     assert [t for t in re.findall("<h2>(.*)</h2>", page) if t in titles] == titles
     figures = re.findall('<figure id="([^"]*)"', page)
-    for name in ("serving_throughput", "serving_goodput", "serving_timeline", "serving_modes",
-                 "ring_stages", "speculation_stages"):  # fmt: skip
+    for name in ("serving_throughput", "serving_goodput", "serving_modes", "ring_stages",
+                 "speculation_stages"):  # fmt: skip
         assert name in figures and rows(out / f"{name}.csv"), name
     assert "against the draft's kv budget" in page.lower().replace("&#39;", "'"), (
         "what is left out is named"
@@ -90,7 +89,8 @@ def test_a_batching_is_at_its_own_throughput_and_p90_ttft(out: Path) -> None:
     goodputs = rows(out / "serving_goodput.csv")
     good = {(r["pass"], r["arrival"]): float(r["request_goodput"]) for r in goodputs}
     assert good["static", "burst"] == 0 and good["inflight", "burst"] == pytest.approx(1 / 3)
-    assert len(rows(out / "serving_timeline.csv")) == 2, "of the command with the most passes"
+    speeds = [r for r in rows(out / "serving_modes.csv") if r["metric"].startswith("speed")]
+    assert len(speeds) == len(EVERY), "every pass has a bar"
 
 
 @pytest.mark.parametrize("part", ["ring", "speculation"])
@@ -119,16 +119,6 @@ def test_the_front_is_over_runs_and_requests_in_every_mode(out: Path) -> None:
     modes = {f"serving: {each['name']}" for each in EVERY}
     found = rows(out / "pareto_front.csv")
     assert {r["series"] for r in found} >= {"autoregressive"} | modes
-
-
-def test_the_mean_of_the_lengths_is_the_acceptance_length(tmp_path: Path, command: Command) -> None:
-    made = drawn()
-    (tmp_path / "run.jsonl").write_text(made.to_json() + "\n")
-    command(report_page, tmp_path / "run.jsonl", "--out", tmp_path / "out")
-    lengths = rows(tmp_path / "out" / "acceptance_lengths.csv")
-    assert sum(float(r["share"]) for r in lengths) == pytest.approx(1)
-    mean = sum(int(r["tokens"]) * float(r["share"]) for r in lengths)
-    assert made.metrics is not None and mean == pytest.approx(made.metrics.acceptance_length)
 
 
 def test_a_report_of_passes_alone_has_no_section_of_runs(tmp_path: Path, command: Command) -> None:

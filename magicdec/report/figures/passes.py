@@ -3,7 +3,6 @@ the bandwidth that steps reach."""
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
@@ -188,49 +187,6 @@ def draw_by_position(runs: pd.DataFrame) -> Drawn | LeftOut:
     )  # fmt: skip
     lengths = runs["acceptance_per_position"].map(lambda shares: len(shares or ()))
     return form.of(by_draft(runs.assign(length=lengths)[lengths > 1]))
-
-
-def draw_lengths(runs: pd.DataFrame) -> Drawn | LeftOut:
-    """The tokens of a step, as a distribution over verifications."""
-
-    def show(of: pd.DataFrame) -> pd.DataFrame:
-        counts = {series: sum(map(Counter, each), Counter[int]())
-                  for series, each in of.groupby("series")["accepted"]}  # fmt: skip
-        return frame_of(
-            {"series": series, "tokens": 1 + accepted, "verifications": count[accepted],
-             "share": count[accepted] / count.total()}
-            for series, count in counts.items()
-            for accepted in range(max(count) + 1)
-        )  # fmt: skip
-
-    def draw(ax: Axes, shares: pd.DataFrame, series: Series) -> dict[str, Any]:
-        plain_ticks(ax.xaxis, sorted(shares["tokens"].unique()))
-        ax.grid(axis="x", visible=False)
-        width = 0.84 / len(series)
-        return {
-            name: ax.bar(
-                of["tokens"].astype(float) + (index - (len(series) - 1) / 2) * width, of["share"],
-                width, color=style.colour, hatch=style.hatch, edgecolor="white", linewidth=0.5,
-            )
-            for index, (name, of, style) in enumerate(series)
-        }  # fmt: skip
-
-    drafting = by_draft(runs[runs["accepted"].map(len) > 0])
-    held = [*PROMPTS, "gamma"]
-    budgets = drafting.groupby(held, dropna=False)["budget"]
-    common = budgets.transform(lambda values: values.mode().iloc[0] if values.any() else None)
-    form = Form(
-        name="acceptance_lengths", title="Tokens of a step, as a distribution",
-        reason="no record has the accepted drafts of its steps",
-        held=held, places=["series"], show=show, draw=draw, axes={"sharey": True}, most_panels=2,
-        labels=("tokens of a step", SHARE),
-        caption=(
-            "Share of verifications by the tokens that they yield: the accepted drafts and one "
-            "more. The mean is the acceptance length",
-            "Of KV budgets the one that most runs of a panel have",
-        ),
-    )  # fmt: skip
-    return form.of(drafting[drafting["budget"].isna() | (drafting["budget"] == common)])
 
 
 def by_draft(runs: pd.DataFrame) -> pd.DataFrame:
