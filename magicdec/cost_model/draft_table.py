@@ -1,5 +1,5 @@
-"""Draft lengths by batch size and context as vLLM's dynamic speculative decoding takes them. Imports
-no torch.
+"""Draft lengths by batch size and context, as vLLM's dynamic speculative decoding takes them.
+Imports no torch.
 
 An entry of vLLM is `[bs_lo, bs_hi, ctx_lo, ctx_hi, K]` (its pull request 48944), or
 `[bs_lo, bs_hi, K]` where no contexts are told apart, as its releases have it. Bounds are inclusive.

@@ -16,7 +16,7 @@ from magicdec.records.fields import Part
 from magicdec.records.performance import SUFFIX, Metrics
 from magicdec.records.record import MeasuredRecord, Record, RunRecord
 from magicdec.records.table import method
-from magicdec.report.settings import command_of, is_baseline, settings
+from magicdec.report.listing import command_of, is_baseline, settings
 
 Row = dict[str, Any]
 SUFFIXES = (".csv", ".parquet")  # of the files that `write_frame` writes

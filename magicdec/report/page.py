@@ -19,11 +19,11 @@ from magicdec.report.figures.passes import (
     draw_by_budget,
     draw_by_position,
     draw_pareto,
+    draw_phases,
     draw_roofline,
+    draw_speedup,
 )
 from magicdec.report.figures.served import draw_served, tables_of
-from magicdec.report.figures.speedup import draw_speedup
-from magicdec.report.figures.steps import draw_phases
 from magicdec.report.frame import Row, frame_of
 from magicdec.report.tables import PageTable, commands_table, environments_table, runs_table
 

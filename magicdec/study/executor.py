@@ -93,7 +93,7 @@ class LocalJobs:
         return INTERRUPTED if is_interrupted else int(bool(self.num_bad or self.wanted))
 
     def groups(self) -> list[Names]:
-        """The runs of each job that is to be submitted: a random order of what can share prompts."""
+        """The runs of each job to be submitted: a random order of what can share prompts."""
         for name in self.configs:
             records = whole_records(file_of(self.out, name))
             num_done = sum(is_done(record, self.retries_failed) for record in records)

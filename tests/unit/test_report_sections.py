@@ -16,7 +16,7 @@ from test_pass_records import measured, record
 from test_pipeline_command import finished
 from test_report import links, rows, variant
 
-from magicdec.cli import export, report_page
+from magicdec.cli import records
 from magicdec.pipeline.metrics import StageUse, ring_metrics
 from magicdec.pipeline.spans import Span, What
 from magicdec.request import Moves
@@ -58,7 +58,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     write(folder / "all.jsonl", [variant(), variant(B=1), *EVERY])
     words = [str(folder / "all.jsonl"), "--out", str(folder / "out")]
-    report_page.write_page(report_page.main.build_parser().read(words))
+    records.write_page(records.report.build_parser().read(words))
     return folder / "out"
 
 
@@ -123,7 +123,7 @@ def test_the_front_is_over_runs_and_requests_in_every_mode(out: Path) -> None:
 
 def test_a_report_of_passes_alone_has_no_section_of_runs(tmp_path: Path, command: Command) -> None:
     write(tmp_path / "passes.jsonl", [record("static")])
-    command(report_page, tmp_path / "passes.jsonl", "--out", tmp_path / "out")
+    command("report", tmp_path / "passes.jsonl", "--out", tmp_path / "out")
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert "<h2>Runs</h2>" not in page and "<h2>Requests that were served</h2>" in page
     assert "<figure" not in page, "the tokens of its only pass are wrong"
@@ -135,7 +135,7 @@ def test_an_export_has_a_row_for_each_pass_of_every_kind(
 ) -> None:
     write(tmp_path / "all.jsonl", [variant(), *EVERY])
     out = tmp_path / f"all.{suffix}"
-    command(export, tmp_path / "all.jsonl", "--out", out)
+    command("export", tmp_path / "all.jsonl", "--out", out)
     frame = getattr(pandas, f"read_{suffix}")(out)
     kinds = frame.groupby("kind", sort=False)["pass"].agg(list).to_dict()
     assert kinds == {

@@ -15,8 +15,7 @@ import pandas as pd
 from magicdec.figures import COLOURS, GREY, Look, look
 from magicdec.names import BASELINE
 from magicdec.report.frame import Row, frame_of
-from magicdec.report.listing import LABELS
-from magicdec.report.settings import Setting, rank
+from magicdec.report.listing import LABELS, Setting, rank
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
