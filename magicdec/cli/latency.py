@@ -2,7 +2,7 @@
 a grid of batch sizes, contexts, new tokens and KV budgets.
 
     magicdec latency --B 1 4 --prefix_len 4096 16384 --T 1 2 4 8 --budget 65 257
-    magicdec latency --nproc 2 --csv latency.csv
+    magicdec latency --nproc 2 --out latency.jsonl
 
 `latency/forwards.py` measures, and `latency/record.py` has the record and its table. Heavy imports
 happen after the flags are read.
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from magicdec.cli.flags import announce_backend, config_of, run_on_ranks, run_ranks
 from magicdec.cli.parsing.parser import ConfigFile, Parser
 from magicdec.cli.parsing.rank_checks import check_heads
-from magicdec.config.capabilities import MOST_WATCHED, check_budget, policy_called
+from magicdec.config.capabilities import MOST_WATCHED, policy_called
 from magicdec.config.choices.backend import check_returns_weights
 from magicdec.config.choices.layers import check_copy, check_low_bit
 from magicdec.config.resolved import ResolvedConfig
@@ -31,10 +31,10 @@ from magicdec.console import labelled
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.latency.record import KV_FIELDS, Grid, LatencyRecord, make_record, raw_table, tables
+from magicdec.latency.record import KV_FIELDS, Grid, make_record, tables
 from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY
 from magicdec.records.record import append_records
-from magicdec.records.writing import check_files, write_text
+from magicdec.records.writing import check_writable
 from magicdec.study.study import Settings
 from magicdec.tables import print_tables
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 BUDGETS = (65, 257)
 EVERYDAY = (
     *("--model", "--nproc", "--B", "--prefix_len", "--T", "--kv_policy", "--budget", "--repeats"),
-    *("--out", "--csv"),
+    "--out",
 )
 SECTIONS = ("model", "parallel", "attention", "decoding", "kv")
 # Sections of which only some settings have a flag here.
@@ -75,7 +75,6 @@ class GridSection:
     repeats: int = same(Settings, "repeats", 20)
     warmup: int = setting(3, "Rounds before the timed ones.", least=0)
     out: Path = same(OutputSection, "results", Path(OutputSection.results))
-    csv: Path | None = setting(None, "Write the rows to this file, a line a forward.")
 
 
 def run(words: Sequence[str], launch: Launch) -> int:
@@ -94,23 +93,14 @@ def run(words: Sequence[str], launch: Launch) -> int:
     if launch.rank == 0:
         record = make_record(config, grid, source, environment, rows)
         try:
-            write(record, args)
+            append_records("--out", args.out, [record])
+            print(f"record appended to {args.out}", file=sys.stderr)
         finally:
             print_tables(tables([record]))
     return 0
 
 
 main = partial(run_ranks, run)
-
-
-def write(record: LatencyRecord, args: GridSection) -> None:
-    """Append the record, and write the CSV file. Raises ValueError, naming the flag, if a file
-    cannot be written."""
-    append_records("--out", args.out, [record])
-    print(f"record appended to {args.out}", file=sys.stderr)
-    if args.csv is not None:
-        write_text("--csv", args.csv, raw_table(record.rows).csv())
-        print(f"written to {args.csv}", file=sys.stderr)
 
 
 def build_parser() -> Parser:
@@ -139,16 +129,14 @@ def parse(words: Sequence[str]) -> tuple[RunConfig, Grid, GridSection]:
         for budget in ((-1,) if policy == FULL_KV_POLICY else args.budget or BUDGETS)
     ]
     for draft in drafts:
-        check_budget(draft, 0, flag="--budget")
+        draft.check(0, flag="--budget")
     watching = next((p for p in args.kv_policy if policy_called(p).needs_weights), None)
     if watching and max(args.T) > MOST_WATCHED:
         raise ValueError(
             f"--T {max(args.T)} is too large for --kv_policy {watching}; "
             f"it must be at most {MOST_WATCHED}"
         )
-    check_files({"--out": args.out, "--csv": args.csv})
-    if args.csv is not None and args.out.resolve() == args.csv.resolve():
-        raise ValueError(f"--out and --csv are both {args.out}; name two files")
+    check_writable("--out", args.out)
     new_tokens = tuple(sorted({1, *args.T}))
     times = args.repeats, args.warmup, (None, *(args.draft_weights or ()))
     grid = Grid(args.B, args.prefix_len, new_tokens, tuple(drafts), *times)

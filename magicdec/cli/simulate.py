@@ -31,9 +31,10 @@ from magicdec.simulator.run import (
     WITHOUT_DRAFTS,
     SimulationRecord,
     Work,
+    draw_chart,
     run_mode,
+    tables,
 )
-from magicdec.simulator.showing import draw_chart, tables
 from magicdec.simulator.simulation import Cluster, Machine, Trace, divisions, draw_right
 from magicdec.tables import print_tables
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from magicdec.config.choices.choice import first_obstacle
 from magicdec.config.machine import Machine
@@ -21,9 +21,6 @@ from magicdec.names import (
     KV_POLICIES,
     load_named,
 )
-
-if TYPE_CHECKING:
-    from magicdec.config.sections import KVSection
 
 
 def nothing_missing() -> None:
@@ -116,7 +113,7 @@ class DescribedPolicy(Protocol):
     is_copied: bool
     can_roll: bool
 
-    def check(self, kv: KVSection, num_draft_tokens: int, flag: str | None) -> None: ...
+    def check(self, kv: Any, num_draft_tokens: int, flag: str | None) -> None: ...
 
 
 def policy_called(name: str) -> DescribedPolicy:
@@ -136,12 +133,6 @@ def list_policies(fits: Callable[[DescribedPolicy], bool]) -> str:
 
 
 MOST_WATCHED = 31  # new tokens of a forward whose attention weights every backend can sum
-
-
-def check_budget(kv: KVSection, num_draft_tokens: int, flag: str | None = None) -> None:
-    """The policy checks its budget and its other settings. `flag` is the budget's flag; by default
-    it is that of the drivers."""
-    policy_called(policy_name(kv.policy, kv.budget)).check(kv, num_draft_tokens, flag)
 
 
 def check_standalone(policy: str) -> None:

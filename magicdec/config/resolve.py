@@ -30,7 +30,6 @@ from magicdec.config.resolved import (
     ResolvedWorkload,
 )
 from magicdec.config.run_config import RunConfig
-from magicdec.config.threads import choose_threads
 
 
 def resolve(
@@ -130,3 +129,17 @@ def choose_device(value: str, machine: Machine) -> str:
     if value == "auto":
         return "cuda" if machine.has_cuda else "cpu"
     return value
+
+
+def choose_threads(value: int | None, machine: Machine) -> int:
+    """By default the ranks of a host share its cores. Raises ValueError, naming the flag, if the
+    ranks of this host would have more threads than it has cores. One thread for each rank is always
+    allowed. Ranks of other hosts do not count."""
+    num_ranks, cores = len(machine.local_ranks), machine.num_cpus
+    most = max(1, cores // num_ranks)
+    if value is not None and value > most:
+        raise ValueError(
+            f"--threads {value}: the {num_ranks} ranks of this host would have {value * num_ranks} "
+            f"threads on {cores} cores; give at most {most} each"
+        )
+    return most if value is None else value

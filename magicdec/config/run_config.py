@@ -6,11 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from magicdec.config.capabilities import (
-    check_budget,
-    check_standalone,
-    policy_name,
-)
+from magicdec.config.capabilities import check_standalone, policy_name
 from magicdec.config.sections import (
     MODEL_PREFIX,
     MOST_TREE_NODES,
@@ -75,7 +71,7 @@ class RunConfig:
         for applies, refusal in self._refusals():
             if applies:
                 raise ValueError(refusal)
-        check_budget(kv, d.most_draft_tokens)
+        kv.check(d.most_draft_tokens)
         check_rank_group("--rank_group", self.parallel.rank_group, world_size, is_target=True)
         check_filters_act(self.sampling)
         policy = policy_name(kv.policy, kv.budget)

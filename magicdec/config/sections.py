@@ -116,6 +116,11 @@ class KVSection:
             return self.recent_window
         return max(1, (self.budget - self.num_sink_tokens) // 4)
 
+    def check(self, num_draft_tokens: int, flag: str | None = None) -> None:
+        """Raises ValueError if the policy cannot have this budget or these settings. `flag` is the
+        budget's flag; by default it is that of the drivers."""
+        policy_called(policy_name(self.policy, self.budget)).check(self, num_draft_tokens, flag)
+
     def resolve(self) -> KVSection:
         """The policy is `full` for a budget of -1, which in the original suite means the whole
         cache."""

@@ -34,7 +34,7 @@ from magicdec.hardware.timing import read_bandwidth, synchronize
 from magicdec.kv.cache import BatchRows
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.latency.record import Cell, Grid, Row, Timing, summarise
-from magicdec.memory.check import describe_place, needed
+from magicdec.memory.check import Room, describe_place, needed
 from magicdec.memory.model_plan import ModelPlan
 from magicdec.memory.plan import MemoryPlan, Models
 from magicdec.model.checkpoint.source import ModelSource
@@ -297,12 +297,10 @@ def check_grid_memory(
     B, context = max(grid.batch_sizes), max(grid.contexts)
     plan = plan_place(config, grid, models, launch, B, context)
     flags = f"--B {B} --prefix_len {context}"
-    need = f"{plan.describe()} {describe_place(config, launch)}"
-    if free is None:
-        return f"{need} at {flags}; how much is free is not known here"
-    if plan.total > free:
-        raise ValueError(f"{flags} needs {need}, {free / 1e9:.2f} GB are free")
-    return f"{need} at {flags}; {free / 1e9:.2f} GB free"
+    room = Room(tuple(launch.local_ranks), describe_place(config, launch), free)
+    if refusal := room.refusal(plan):
+        raise ValueError(f"{flags} needs {refusal}")
+    return room.describe(plan, f" at {flags}")
 
 
 def place_config(config: ResolvedConfig, grid: Grid, B: int, context: int) -> ResolvedConfig:

@@ -5,7 +5,7 @@ documents the schema and is made from these classes.
 
 from __future__ import annotations
 
-from dataclasses import asdict, astuple, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from magicdec.config.sections import KVSection
@@ -155,11 +155,6 @@ def make_record(
         "grid": asdict(grid) | {"drafts": drafts},
     }
     return LatencyRecord(config=parts, environment=environment, rows=rows)
-
-
-def raw_table(rows: list[Row]) -> Table:
-    """The fields of the rows as they are, for a CSV file."""
-    return Table([item.name for item in fields(Row)], [astuple(row) for row in rows])
 
 
 def tables(records: list[LatencyRecord]) -> list[Table]:

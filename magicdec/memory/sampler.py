@@ -46,11 +46,7 @@ def describe_memory(
 ) -> MemoryRecord:
     """The record's `memory`: the plan of all ranks together by part, and the measured memory."""
     return MemoryRecord(
-        weights_bytes=plan.weights,
-        kv_bytes=plan.kv,
-        draft_weights_bytes=plan.draft_weights,
-        draft_kv_bytes=plan.draft_kv,
-        working_bytes=plan.working,
+        **{f"{part}_bytes": size for part, size in vars(plan).items()},
         total_bytes=plan.total,
         free_bytes=free,
         process_bytes=usage.process,

@@ -53,18 +53,6 @@ def check_writable(flag: str, path: Path) -> None:
         raise ValueError(f"{flag} {path}: {error.strerror}; name a file to write to") from None
 
 
-def check_directory(flag: str, path: Path) -> None:
-    """Raises ValueError, naming the flag, if no file can be made in that directory, which need not
-    exist. Changes nothing."""
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"{flag} {path} is not a directory; name one to write to")
-    parent = next(each for each in (path, *path.parents) if each.exists())
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise ValueError(
-            f"{flag} {path}: no file can be made in {parent}; name a directory to write to"
-        )
-
-
 def append_line(path: Path, line: str) -> None:
     """Append a line and wait until it is on disk. The file is locked meanwhile, so that two
     programs may append to it at once. If its last line has no line end because of a crash, one is

@@ -3,7 +3,6 @@ row for each pass, with its settings and metrics as columns."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
@@ -13,12 +12,11 @@ from typing import Any
 import pandas as pd
 
 from magicdec.names import BASELINE
-from magicdec.records.acceptance import verifications
 from magicdec.records.fields import Part
 from magicdec.records.performance import SUFFIX, Metrics
 from magicdec.records.record import MeasuredRecord, Record, RunRecord
 from magicdec.records.table import method
-from magicdec.report.settings import command_of, is_baseline, settings
+from magicdec.report.listing import command_of, is_baseline, settings
 
 Row = dict[str, Any]
 SUFFIXES = (".csv", ".parquet")  # of the files that `write_frame` writes
@@ -76,14 +74,10 @@ def report_rows(number: int, source: str, record: Record) -> Iterator[Row]:
 
 
 def _about_run(record: RunRecord, name: str) -> Row:
-    """The settings of a run, its methods, and what the pass of that name accepted of its drafts.
-    The row of the requested strategy `is_run`."""
+    """The settings of a run and its methods. The row of the requested strategy `is_run`."""
     values, baseline = settings(record), record.baseline_metrics
     drafts = (values["drafter"], values["kv_policy"])
     is_run = name == record.config["decoding"]["strategy"]
-    # What a run that diverged accepted is no result.
-    samples = record.samples.get(name) if record.samples and record.passed else None
-    judged = verifications(samples.restored()) if samples else ()
     return values | {
         "autoregressive_step_ms": None if baseline is None else baseline.mean_step_ms,
         "is_run": is_run,
@@ -92,7 +86,6 @@ def _about_run(record: RunRecord, name: str) -> Row:
         "series": BASELINE
         if not is_run or is_baseline(record)
         else ", ".join(str(part) for part in drafts if part is not None),
-        "accepted": Counter(num_accepted for _, _, num_accepted, _ in judged),
     }
 
 

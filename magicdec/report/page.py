@@ -18,13 +18,12 @@ from magicdec.report.figures.panels import Drawn, LeftOut
 from magicdec.report.figures.passes import (
     draw_by_budget,
     draw_by_position,
-    draw_lengths,
     draw_pareto,
+    draw_phases,
     draw_roofline,
+    draw_speedup,
 )
 from magicdec.report.figures.served import draw_served, tables_of
-from magicdec.report.figures.speedup import draw_speedup
-from magicdec.report.figures.steps import draw_phases
 from magicdec.report.frame import Row, frame_of
 from magicdec.report.tables import PageTable, commands_table, environments_table, runs_table
 
@@ -103,7 +102,6 @@ def draw_runs(frame: pd.DataFrame) -> list[Drawn | LeftOut]:
             draw_pareto(frame),
             draw_by_budget(runs),
             draw_by_position(runs),
-            draw_lengths(runs),
             draw_phases(runs),
             draw_roofline(passes),
         ]
@@ -133,15 +131,11 @@ def save_figure(drawn: Drawn, directory: Path | None) -> str:
     for a page. Raises OSError."""
     with TemporaryDirectory() as folder:
         png, svg = (Path(directory or folder, f"{drawn.name}{end}") for end in (".png", ".svg"))
-        if callable(drawn.figure):
-            drawn.figure(png)
-            drawn.figure(svg)
-        else:
-            with styled(drawn.name):
-                drawn.figure.savefig(png, dpi=DOTS_PER_INCH)  # this finds the places, too
-                drawn.figure.set_layout_engine("none")
-                about = {"Title": drawn.title, "Date": None}
-                drawn.figure.savefig(svg, dpi=DOTS_PER_INCH, metadata=about)
+        with styled(drawn.name):
+            drawn.figure.savefig(png, dpi=DOTS_PER_INCH)  # this finds the places, too
+            drawn.figure.set_layout_engine("none")
+            about = {"Title": drawn.title, "Date": None}
+            drawn.figure.savefig(svg, dpi=DOTS_PER_INCH, metadata=about)
         return inline(svg.read_text(encoding="utf-8"), drawn.name)
 
 

@@ -12,8 +12,7 @@ import pandas as pd
 from magicdec.records.fields import Recorded, described_fields
 from magicdec.records.performance import SUFFIX, Metrics
 from magicdec.report.frame import ENVIRONMENT, Row, frame_of
-from magicdec.report.listing import LABELS
-from magicdec.report.settings import SETTINGS
+from magicdec.report.listing import LABELS, SETTINGS
 from magicdec.tables import Shown, Table
 
 MOST_ROWS = 1000  # on the page; the CSV files have all

@@ -23,12 +23,6 @@ from magicdec.request import Request
 from magicdec.setup.prepare import Prepared
 from magicdec.workload.answers import answer_scores
 
-BY_BATCH = (
-    *("begin_ms", "calibration_ms", "draft_prefill_ms", "step_ms", "num_drafted", "num_accepted"),
-    *("num_tokens", "num_emitted", "sequence_tokens", "sequence_ms", "bytes_read"),
-    *("draft_kv_tokens", "draft_rows", "peak_memory_bytes", "threads"),
-)
-
 
 @dataclass
 class Outcome:

@@ -68,11 +68,9 @@ class Prepared(ResolvedRun):
 
     def describe_workload(self) -> WorkloadRecord:
         """The record's `workload`: the prompts, the models and the tokenizer."""
-        model, w = describe_model(self.source), self.workload
+        w = self.workload
         return WorkloadRecord(
-            model=model.model,
-            random_weights=model.random_weights,
-            model_sha256=model.model_sha256,
+            **vars(describe_model(self.source)),
             draft=None if self.draft_source is None else describe_model(self.draft_source),
             tokenizer=self.tokenizer_name,
             dataset=w.dataset,

@@ -18,7 +18,6 @@ from typing import Any
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch
 from magicdec.memory.model_plan import max_tokens
-from magicdec.names import BASELINE
 from magicdec.records.reading import Unreadable, parse_line, read_records
 from magicdec.records.record import RunRecord
 from magicdec.run.resident import prefill_key
@@ -52,22 +51,6 @@ class Cell:
         model, parallel = self.resolved.config.model, self.resolved.config.parallel
         kind = model.dtype, model.target_dtype, model.linear, model.elementwise
         return model.model, kind, parallel.rank_group, parallel.threads
-
-    @property
-    def work(self) -> float:
-        """About proportional to its time: bytes to read in decode steps, and an allowance for the
-        prefill. 0 if it was refused."""
-        if self.prepared is None:
-            return 0.0
-        plan, w, d = (
-            self.prepared.plan,
-            self.resolved.config.workload,
-            self.resolved.config.decoding,
-        )
-        num_passes = 2 if d.baseline and d.strategy != BASELINE else 1
-        steps = num_passes * w.gen_len * (w.num_batches + w.warmup_batches)
-        prefill = w.batch_size * w.num_batches * w.prefix_len / 16
-        return (plan.weights + plan.kv) * steps + plan.weights * prefill
 
 
 def config_key(config: dict[str, Any]) -> str:

@@ -20,19 +20,17 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from contextlib import redirect_stderr, suppress
+from contextlib import redirect_stderr
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from magicdec.config.run_config import RunConfig
 from magicdec.console import make_progress
-from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import INTERRUPTED
 from magicdec.names import IN_PROCESS
 from magicdec.records.record import append_records
-from magicdec.setup.prepare import SetupCache, find
-from magicdec.study.cells import config_key, file_of, name_of, results_in, whole_records
+from magicdec.study.cells import file_of, name_of, results_in, whole_records
 from magicdec.study.plan import grouped, is_done
 from magicdec.study.progress import describe, say, shown
 from magicdec.study.study import Study
@@ -95,19 +93,10 @@ class LocalJobs:
         return INTERRUPTED if is_interrupted else int(bool(self.num_bad or self.wanted))
 
     def groups(self) -> list[Names]:
-        """The runs of each job that is to be submitted: a random order of what can share prompts. A
-        run that left no record in a job may have run in this program, if it is resolved here as it
-        was then."""
-        cache, num_ranks = SetupCache(), self.nproc * self.slurm.nodes
-        results = [r for r in results_in(self.out) if is_done(r, self.retries_failed)]
-        here = Counter(config_key(record.config) for record in results)
-        for name, config in self.configs.items():
+        """The runs of each job to be submitted: a random order of what can share prompts."""
+        for name in self.configs:
             records = whole_records(file_of(self.out, name))
             num_done = sum(is_done(record, self.retries_failed) for record in records)
-            if here and not records:
-                with suppress(ValueError):  # what cannot be resolved here has not run here
-                    found = find(config, Launch(0, num_ranks, 0, self.nproc), cache)
-                    num_done = here[config_key(found.config.to_dict())]
             if num_done < self.settings.repeats:
                 num_ended = sum(is_done(record, False) for record in records)
                 self.wanted[name] = num_ended + self.settings.repeats - num_done

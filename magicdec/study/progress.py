@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from statistics import fmean
 from typing import Any
 
 from magicdec.console import Advance, Progress
@@ -20,13 +21,12 @@ from magicdec.study.plan import StudyPlan
 
 
 class StudyProgress:
-    """The progress of the cell that runs, after its number and the time that is left, which is
-    estimated from the seconds that cells have taken for their work."""
+    """The progress of the cell that runs, after its number and the time that is left if the other
+    cells take as long as those before them did in the mean."""
 
     def __init__(self, inner: Progress, plan: StudyPlan) -> None:
         self.inner, self.num_runs = inner, len(plan.order)
-        self.work_left = sum(plan.order[number].work for number in plan.todo)
-        self.work_done = self.seconds_done = self.started = 0.0
+        self.num_left, self.seconds = len(plan.todo), list[float]()
         self.name = self.label = ""
 
     def begin(self, number: int, cell: Cell) -> None:
@@ -34,18 +34,17 @@ class StudyProgress:
         self.name = f"{number + 1}/{self.num_runs} {describe(cell.resolved.config.to_dict())}"
         self.label = f"{self.name}{self.left}; "
 
-    def end(self, cell: Cell, record: RunRecord) -> None:
-        self.work_left -= cell.work
-        self.work_done += cell.work
-        self.seconds_done += time.monotonic() - self.started
+    def end(self, record: RunRecord) -> None:
+        self.num_left -= 1
+        self.seconds.append(time.monotonic() - self.started)
         say(f"{self.name}: {shown(record)}{self.left}")
 
     @property
     def left(self) -> str:
         """The time until all is done; empty before the first cell is."""
-        if not self.work_done or self.work_left <= 0:
+        if not self.seconds or not self.num_left:
             return ""
-        seconds = self.work_left * self.seconds_done / self.work_done
+        seconds = self.num_left * fmean(self.seconds)
         unit, length = ("min", 60) if seconds >= 60 else ("s", 1)
         return f", about {seconds / length:.0f} {unit} left"
 

@@ -49,7 +49,7 @@ class Sweep:
                 record = self.run_cell(cell, self.session(cell))
             if self.is_leader:
                 self.append(cell, record)
-                self.progress.end(cell, record)
+                self.progress.end(record)
             self.records.append(record)
         close_groups()
 

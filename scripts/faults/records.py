@@ -133,9 +133,9 @@ PROPERTIES = (
         "A change is the new rate over the old, with its interval.",
         f"{RULE}test_a_change_by_hand",
         (
-            Fault("a change over the new rate", "records/comparison/change.py",
+            Fault("a change over the new rate", "records/comparison/compare.py",
                   "np.log(after / before)", "np.log(before / after)"),
-            Fault("one degree of freedom too many", "records/comparison/change.py",
+            Fault("one degree of freedom too many", "records/comparison/compare.py",
                   "quantile(num_prompts - 1, level)", "quantile(num_prompts, level)"),
         ),
     ),
@@ -154,7 +154,7 @@ PROPERTIES = (
         "A loss beyond the margin and the noise is a regression.",
         f"{RULE}test_a_loss_beyond_the_margin_and_the_noise_is_a_regression",
         (
-            Fault("every change taken for noise", "records/comparison/change.py",
+            Fault("every change taken for noise", "records/comparison/compare.py",
                   "self.interval[0] <= 0 <= self.interval[1]",
                   "self.interval[0] <= self.interval[1]"),
             Fault("losses and gains confused", "records/comparison/compare.py",

@@ -15,8 +15,6 @@ from conftest import HANG, ROOT, Command
 from synthetic_records import ENVIRONMENT, IDENTICAL, WORKLOAD, parse_record
 from synthetic_samples import pass_samples
 
-from magicdec.cli import compare
-from magicdec.cli import table as table_command
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
@@ -97,19 +95,19 @@ def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
         (b'{"kind": "run", "schema_version": 2}', ":1: not a record; it has no "),
     ],
 )
-@pytest.mark.parametrize("tool", [compare, table_command])
+@pytest.mark.parametrize("tool", ["compare", "table"])
 def test_unreadable_files_are_refused_in_one_line(
-    tmp_path: Path, command: Command, tool: Any, content: bytes | None, message: str
+    tmp_path: Path, command: Command, tool: str, content: bytes | None, message: str
 ) -> None:
-    if tool is table_command and content == b"":
+    if tool == "table" and content == b"":
         return  # an empty table
     if content is not None:
         (tmp_path / "new").write_bytes(content)
-    old = [write(tmp_path / "old", [make()])] * (tool is compare)
+    old = [write(tmp_path / "old", [make()])] * (tool == "compare")
     code, out, err = command(tool, tmp_path / "new", *old)
     assert (code, out) == (2, "")
     assert f"{tmp_path / 'new'}{message}" in err and err.count("\n") == 1
-    assert err.startswith(f"magicdec {tool.__name__.rpartition('.')[2]}: ")
+    assert err.startswith(f"magicdec {tool}: ")
 
 
 def test_the_table_has_a_line_a_run(
@@ -122,7 +120,7 @@ def test_the_table_has_a_line_a_run(
     first = write(tmp_path / "a", [make(), odd])
     second = write(tmp_path / "b", [failed(), diverged(), with_ties()])
     monkeypatch.setenv("COLUMNS", "80")
-    _, out, err = command(table_command, first, second)
+    _, out, err = command("table", first, second)
     lines = [line.rstrip() for line in out.splitlines()]
     rows = [line for line in lines if line.endswith(tuple(f" {status}" for status in STATUSES))]
     assert [row.split()[-1] for row in rows] == ["ok", "ok", "failed", "diverged", "ok_with_ties"]

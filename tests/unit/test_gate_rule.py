@@ -17,12 +17,14 @@ from test_compare import diverged, failed, with_ties
 
 from magicdec.cli import compare as compare_command
 from magicdec.records.acceptance import PromptCounts, count_by_prompt
-from magicdec.records.comparison.change import Pair, change_of, pair_of
 from magicdec.records.comparison.compare import (
     Match,
+    Pair,
+    change_of,
     compare,
     exit_code,
     level_for,
+    pair_of,
 )
 from magicdec.records.comparison.conditions import weight_dtypes
 from magicdec.records.reading import load_records

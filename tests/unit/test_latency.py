@@ -55,7 +55,6 @@ DRAFTS = tuple(
             "--budget does nothing here: no policy of --kv_policy full",
         ),
         ("--out .", "--out .: Is a directory; name a file"),
-        ("--out a --csv ./a", "--out and --csv are both a; name two files"),
     ],
 )
 def test_bad_flags_are_refused(flags: str, message: str) -> None:

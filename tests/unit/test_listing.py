@@ -15,10 +15,9 @@ from synthetic_records import drawn
 from test_compare import failed, make, write
 from test_record import RECORDS
 
-from magicdec.cli import export, table
 from magicdec.records.reading import load_records, parse_line
 from magicdec.records.record import RunRecord, append_record
-from magicdec.report.settings import SETTINGS, settings
+from magicdec.report.listing import SETTINGS, settings
 
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
 BEST = drawn(budget=129)
@@ -55,22 +54,22 @@ def test_markdown_and_latex_say_once_what_is_the_same_in_every_row(
     for made in odd:
         made["config"]["model"]["model"] = "a_b|100%"
     write(path, odd)
-    md = command(table, path, "--format", "md").out
+    md = command("table", path, "--format", "md").out
     assert "| 1 |" in md and "1.25" in md and "model a_b" in md.splitlines()[-1]
-    latex = command(table, path, "--format", "latex").out
+    latex = command("table", path, "--format", "latex").out
     assert latex.startswith("% in every row: model a_b|100%")
     assert r"\begin{tabular}{" in latex and latex.rstrip().endswith(r"\end{tabular}")
     assert latex.count(r"\\") == 3
     write(path, [*odd, record(1, 2.0)])
-    mixed = command(table, path, "--format", "latex").out
+    mixed = command("table", path, "--format", "latex").out
     assert r"a\_b|100\%" in mixed
-    assert r"a_b\|100%" in command(table, path, "--format", "md").out
+    assert r"a_b\|100%" in command("table", path, "--format", "md").out
 
 
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_an_export_has_a_row_for_each_pass(tmp_path: Path, command: Command, suffix: str) -> None:
     out = tmp_path / f"runs.{suffix}"
-    assert command(export, BASELINES, "--out", out).code == 0
+    assert command("export", BASELINES, "--out", out).code == 0
     frame = getattr(pandas, f"read_{suffix}")(out)
     raw = [json.loads(line) for line in BASELINES.read_text().splitlines()]
     baselines = [r["baseline_metrics"] for r in raw if r["baseline_metrics"] is not None]
@@ -90,7 +89,7 @@ def test_an_export_keeps_a_failed_run_and_mixed_gammas(tmp_path: Path, command: 
     auto = make()
     auto["config"]["decoding"]["num_draft_tokens"] = "auto"
     write(tmp_path / "runs.jsonl", [make(), auto, failed()])
-    assert command(export, tmp_path / "runs.jsonl", "--out", tmp_path / "runs.parquet").code == 0
+    assert command("export", tmp_path / "runs.jsonl", "--out", tmp_path / "runs.parquet").code == 0
     frame = pandas.read_parquet(tmp_path / "runs.parquet")
     assert set(frame["decoding.num_draft_tokens"]) == {"4", "auto"}
     last = frame.iloc[-1]
@@ -111,12 +110,12 @@ def test_an_export_that_cannot_be_written_is_one_line(
 ) -> None:
     (tmp_path / "folder.csv").mkdir()
     (tmp_path / "file").touch()
-    code, _, err = command(export, BASELINES, "--out", tmp_path / out)
+    code, _, err = command("export", BASELINES, "--out", tmp_path / out)
     assert code == 2 and message in err and err.count("\n") == 1
 
 
 def test_a_text_table_has_a_line_of_80_columns_for_each_run(command: Command) -> None:
-    lines = command(table, ROOT / "results" / "cpu" / "records.jsonl.gz").out.splitlines()
+    lines = command("table", ROOT / "results" / "cpu" / "records.jsonl.gz").out.splitlines()
     start = next(i for i, line in enumerate(lines) if line.startswith("draft "))
     rows = lines[start + 1 : start + 79]
     assert all(len(line) <= 80 for line in lines[: start + 79])
@@ -128,9 +127,9 @@ def test_a_text_table_has_a_line_of_80_columns_for_each_run(command: Command) ->
 def test_a_table_has_the_interval(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "runs.jsonl"
     append_record(path, BEST)
-    assert "±" not in command(table, path, "--format", "csv").out
+    assert "±" not in command("table", path, "--format", "csv").out
     append_record(path, drawn(budget=65))
-    out = " ".join(command(table, path).out.split())
+    out = " ".join(command("table", path).out.split())
     assert BEST.metrics is not None and BEST.metrics.acceptance_rate_interval is not None
     low, high = BEST.metrics.acceptance_rate_interval
     assert f"{BEST.metrics.acceptance_rate:.2f}±{(high - low) / 2:.2f}" in out

@@ -15,7 +15,7 @@ from magicdec.names import KV_POLICIES
 from magicdec.records.comparison.compare import compare
 from magicdec.records.comparison.conditions import measured_thing
 from magicdec.records.table import method
-from magicdec.report.settings import settings
+from magicdec.report.listing import settings
 from magicdec.study.cells import config_key
 
 

@@ -14,7 +14,7 @@ from conftest import Command
 from test_compare import make
 from test_pipeline_command import finished, observed
 
-from magicdec.cli import compare, plan, simulate, table
+from magicdec.cli import compare, plan, simulate
 from magicdec.cli.front import config_of
 from magicdec.cli.parsing.record_files import TABLES, commands_of
 from magicdec.names import RECORDS, load_named
@@ -84,7 +84,7 @@ def test_the_table_is_that_of_the_command(
     print_tables(load_named(TABLES, "serving")(records))
     shown = capsys.readouterr().out
     assert "DIVERGED, 1 of 0 requests differ from sequential" in shown
-    assert command(table, path).out == shown
+    assert command("table", path).out == shown
 
 
 def test_each_kind_but_runs_has_tables() -> None:
@@ -111,8 +111,8 @@ def test_a_prediction_is_printed_repeated_and_compared(
     of_kind = {"plan": plan, "simulate": simulate}[name]
     code, shown, _ = command(of_kind, *words, "--out", path)
     assert code == 0 and len(path.read_text().splitlines()) == count
-    assert command(table, path).out == shown
-    assert r"\begin{tabular}" in command(table, path, "--kind", kind, "--format", "latex").out
+    assert command("table", path).out == shown
+    assert r"\begin{tabular}" in command("table", path, "--kind", kind, "--format", "latex").out
     file, again = tmp_path / "again.toml", tmp_path / "again.jsonl"
     assert command(config_of, path, "--kind", kind, "--out", file).code == 0
     assert command(of_kind, "--config", file, "--out", again).out == shown
@@ -137,7 +137,7 @@ def test_each_command_has_a_table(tmp_path: Path, command: Command) -> None:
     assert [[r.name for r in records] for records in commands] == [["sync", "async"]] * 2 + [
         ["async"]
     ]
-    assert len(re.findall(r"[^,] tokens/s of a request", command(table, path).out)) == 2
+    assert len(re.findall(r"[^,] tokens/s of a request", command("table", path).out)) == 2
 
 
 def test_commands_that_read_runs_name_the_kind(tmp_path: Path) -> None:
@@ -157,13 +157,13 @@ def test_a_file_may_have_records_of_several_kinds(
     assert len(load_records(path)) == 2
     others = "left out, 1 of kind serving and 1 of kind simulation"
     assert others in capsys.readouterr().err
-    shown = command(table, path).out
+    shown = command("table", path).out
     places = [shown.index(text) for text in ("streaming_llm", "static", "async")]
     assert places == sorted(places)
-    _, out, err = command(table, path, "--format", "csv")
+    _, out, err = command("table", path, "--format", "csv")
     assert len(out.splitlines()) == 3
     assert f"{others}; see --kind" in err
-    of_kind = command(table, path, "--format", "csv", "--kind", "serving")
+    of_kind = command("table", path, "--format", "csv", "--kind", "serving")
     assert of_kind.out.splitlines()[0] == "metric,static"
 
 

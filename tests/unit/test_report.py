@@ -19,21 +19,20 @@ from matplotlib.text import Text
 from synthetic_records import parse_record
 from test_compare import failed, write
 
-from magicdec.cli import report_page
+from magicdec.cli.records import report as report_command
 from magicdec.figures import styled
 from magicdec.names import BASELINE
 from magicdec.report.figures.panels import choose, make_axes, put_title, summarize
-from magicdec.report.figures.passes import pareto
-from magicdec.report.figures.steps import drafting_share
+from magicdec.report.figures.passes import drafting_share, pareto
 from magicdec.report.frame import Row, frame_of, report_rows
-from magicdec.report.settings import command_of
+from magicdec.report.listing import command_of
 from magicdec.report.tables import ranges
 
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
 RAW = [json.loads(line) for line in BASELINES.read_text(encoding="utf-8").splitlines()]
 FIGURES = (
     *("speedup_map", "pareto_front", "acceptance_by_budget", "acceptance_by_position"),
-    *("acceptance_lengths", "step_phases", "bandwidth"),
+    *("step_phases", "bandwidth"),
 )
 Record = dict[str, Any]
 
@@ -78,7 +77,7 @@ def write_report(directory: Path, records: list[Record], *words: object) -> tupl
     with pytest.MonkeyPatch.context() as patch, redirect_stderr(said):
         patch.setattr(sys, "argv", list(map(str, argv)))
         with pytest.raises(SystemExit) as ended:
-            report_page.main()
+            report_command()
     assert not ended.value.code
     return out, said.getvalue()
 
@@ -299,6 +298,6 @@ def test_bad_input_is_one_line(
     write(tmp_path / "runs.jsonl", [variant()])
     (tmp_path / "torn.jsonl").write_text((tmp_path / "runs.jsonl").read_text() + '{"cut')
     has_file = len(words) > 2 and words[2] in (".", "empty.jsonl", "torn.jsonl")
-    code, _, err = command(report_page, *([] if has_file else ["runs.jsonl"]), *words)
+    code, _, err = command("report", *([] if has_file else ["runs.jsonl"]), *words)
     assert code == 2 and message in err and err.count("\n") == 1
     assert not (tmp_path / "out").exists()

@@ -16,7 +16,7 @@ import pytest
 from test_compare import write
 from test_report import FIGURES, RAW, study
 
-from magicdec.cli import report_page
+from magicdec.cli.records import report
 
 WIDTH, HEIGHT = 1200, 12000
 CHROMIUM = next(
@@ -63,7 +63,7 @@ def test_the_page_opens_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "argv", words)
     with pytest.raises(SystemExit):
-        report_page.main()
+        report()
     page, shot = tmp_path / "out" / "index.html", tmp_path / "page.png"
     text = page.read_text(encoding="utf-8")
     asked = tmp_path / "out" / "asked.html"

@@ -11,13 +11,12 @@ from typing import Any
 import pandas
 import pytest
 from conftest import Command
-from synthetic_records import drawn
 from test_compare import write
 from test_pass_records import measured, record
 from test_pipeline_command import finished
 from test_report import links, rows, variant
 
-from magicdec.cli import export, report_page
+from magicdec.cli import records
 from magicdec.pipeline.metrics import StageUse, ring_metrics
 from magicdec.pipeline.spans import Span, What
 from magicdec.request import Moves
@@ -59,7 +58,7 @@ def out(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("report")
     write(folder / "all.jsonl", [variant(), variant(B=1), *EVERY])
     words = [str(folder / "all.jsonl"), "--out", str(folder / "out")]
-    report_page.write_page(report_page.main.build_parser().read(words))
+    records.write_page(records.report.build_parser().read(words))
     return folder / "out"
 
 
@@ -68,8 +67,8 @@ def test_each_kind_of_record_has_a_section(out: Path) -> None:
     titles = ["Runs", "Requests that were served"]
     assert [t for t in re.findall("<h2>(.*)</h2>", page) if t in titles] == titles
     figures = re.findall('<figure id="([^"]*)"', page)
-    for name in ("serving_throughput", "serving_goodput", "serving_timeline", "serving_modes",
-                 "ring_stages", "speculation_stages"):  # fmt: skip
+    for name in ("serving_throughput", "serving_goodput", "serving_modes", "ring_stages",
+                 "speculation_stages"):  # fmt: skip
         assert name in figures and rows(out / f"{name}.csv"), name
     assert "against the draft's kv budget" in page.lower().replace("&#39;", "'"), (
         "what is left out is named"
@@ -90,7 +89,8 @@ def test_a_batching_is_at_its_own_throughput_and_p90_ttft(out: Path) -> None:
     goodputs = rows(out / "serving_goodput.csv")
     good = {(r["pass"], r["arrival"]): float(r["request_goodput"]) for r in goodputs}
     assert good["static", "burst"] == 0 and good["inflight", "burst"] == pytest.approx(1 / 3)
-    assert len(rows(out / "serving_timeline.csv")) == 2, "of the command with the most passes"
+    speeds = [r for r in rows(out / "serving_modes.csv") if r["metric"].startswith("speed")]
+    assert len(speeds) == len(EVERY), "every pass has a bar"
 
 
 @pytest.mark.parametrize("part", ["ring", "speculation"])
@@ -121,19 +121,9 @@ def test_the_front_is_over_runs_and_requests_in_every_mode(out: Path) -> None:
     assert {r["series"] for r in found} >= {"autoregressive"} | modes
 
 
-def test_the_mean_of_the_lengths_is_the_acceptance_length(tmp_path: Path, command: Command) -> None:
-    made = drawn()
-    (tmp_path / "run.jsonl").write_text(made.to_json() + "\n")
-    command(report_page, tmp_path / "run.jsonl", "--out", tmp_path / "out")
-    lengths = rows(tmp_path / "out" / "acceptance_lengths.csv")
-    assert sum(float(r["share"]) for r in lengths) == pytest.approx(1)
-    mean = sum(int(r["tokens"]) * float(r["share"]) for r in lengths)
-    assert made.metrics is not None and mean == pytest.approx(made.metrics.acceptance_length)
-
-
 def test_a_report_of_passes_alone_has_no_section_of_runs(tmp_path: Path, command: Command) -> None:
     write(tmp_path / "passes.jsonl", [record("static")])
-    command(report_page, tmp_path / "passes.jsonl", "--out", tmp_path / "out")
+    command("report", tmp_path / "passes.jsonl", "--out", tmp_path / "out")
     page = (tmp_path / "out" / "index.html").read_text(encoding="utf-8")
     assert "<h2>Runs</h2>" not in page and "<h2>Requests that were served</h2>" in page
     assert "<figure" not in page, "the tokens of its only pass are wrong"
@@ -145,7 +135,7 @@ def test_an_export_has_a_row_for_each_pass_of_every_kind(
 ) -> None:
     write(tmp_path / "all.jsonl", [variant(), *EVERY])
     out = tmp_path / f"all.{suffix}"
-    command(export, tmp_path / "all.jsonl", "--out", out)
+    command("export", tmp_path / "all.jsonl", "--out", out)
     frame = getattr(pandas, f"read_{suffix}")(out)
     kinds = frame.groupby("kind", sort=False)["pass"].agg(list).to_dict()
     assert kinds == {

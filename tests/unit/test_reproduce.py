@@ -18,15 +18,15 @@ from magicdec.cli.front import reproduce
 from magicdec.distributed.ranks import Ended
 from magicdec.records.reading import load_records
 from magicdec.reproduce import published_table
-from magicdec.reproduce.magicdec_tables import (
+from magicdec.reproduce.published_table import (
     COLUMNS,
     TABLES,
     Missing,
+    PublishedTable,
     Row,
     command_of,
     read_measured,
 )
-from magicdec.reproduce.published_table import PublishedTable
 
 PAPER = ROOT / reproduce.PUBLISHED
 NAME = "magicdec_speedups_h100"

@@ -239,7 +239,7 @@ def test_the_order_is_seeded_and_keeps_together_what_shares_a_prefill(base: RunC
     assert set(Counter(cell.key for cell in order(0, repeats=3)).values()) == {3}
 
 
-def test_the_time_that_is_left_follows_from_the_work(
+def test_the_time_that_is_left_is_that_of_runs_like_those_before(
     base: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each of five equal cells takes 10 s."""
@@ -251,7 +251,7 @@ def test_the_time_that_is_left_follows_from_the_work(
     for number, cell in enumerate(plan.order[:3]):
         shown.begin(number, cell)
         clock[0] += 10
-        shown.end(cell, record)
+        shown.end(record)
     assert shown.left == ", about 20 s left"
 
 

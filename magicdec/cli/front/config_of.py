@@ -17,8 +17,8 @@ from magicdec.cli.commands import parser_of
 from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.ignored import why_ignored
 from magicdec.cli.parsing.parser import Values
+from magicdec.cli.records import TableSection
 from magicdec.cli.serve import drafts_ahead, is_unused
-from magicdec.cli.table import TableSection
 from magicdec.config.capabilities import policy_called
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import MODEL_PREFIX, NONE, WrittenSection

@@ -20,7 +20,7 @@ from magicdec.config.sections import OutputSection
 from magicdec.config.setting import same, setting
 from magicdec.distributed.ranks import is_launched
 from magicdec.records.writing import check_writable
-from magicdec.reproduce.magicdec_tables import TABLES
+from magicdec.reproduce.published_table import TABLES
 
 if TYPE_CHECKING:
     from magicdec.reproduce.published_table import PublishedTable

@@ -16,8 +16,6 @@ from magicdec.names import RECORDS
 from magicdec.records.reading import read_records
 from magicdec.records.record import MeasuredRecord, Record
 
-RUN = "run"  # the kind of record that most files have
-
 
 @dataclass(frozen=True)
 class FilesSection:
@@ -55,7 +53,7 @@ TABLES = {
     "serving": "magicdec.serving.showing:tables",
     "latency": "magicdec.latency.record:tables",
     "plan": "magicdec.cost_model.plan:tables",
-    "simulation": "magicdec.simulator.showing:tables",
+    "simulation": "magicdec.simulator.run:tables",
 }
 
 

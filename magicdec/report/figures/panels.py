@@ -8,7 +8,6 @@ import textwrap
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, zip_longest
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
@@ -16,39 +15,29 @@ import pandas as pd
 from magicdec.figures import COLOURS, GREY, Look, look
 from magicdec.names import BASELINE
 from magicdec.report.frame import Row, frame_of
-from magicdec.report.listing import LABELS
-from magicdec.report.settings import Setting, rank
+from magicdec.report.listing import LABELS, Setting, rank
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 UNITS = {"prefix_len": " tokens", "gen_len": " tokens"}
-SELF_EVIDENT = (
-    "model",
-    "kv_policy",
-    "device",
-    "dtype",
-    "kind",
-    "about",
-)  # whose value says what it is
+# Columns whose value says what it is.
+SELF_EVIDENT = ("model", "kv_policy", "device", "dtype", "kind", "about", "metric")
 WIDTH = 7.4  # inches: the text width of a printed page
 MOST_SERIES = len(COLOURS)
 TITLE_LETTERS = 84  # bold letters that fit beside each other into a figure
-Draw = Callable[[Path], None]
-"""Writes a figure in the format that the name of the file ends in."""
 
 
 @dataclass
 class Drawn:
     """A figure. `name` names its files, `title` says what is seen, and `caption` how to read it and
-    what is not shown. `table` has the numbers that it shows. What a command draws is written by its
-    function."""
+    what is not shown. `table` has the numbers that it shows."""
 
     name: str
     title: str
     caption: str
-    figure: Figure | Draw
+    figure: Figure
     table: pd.DataFrame
 
 

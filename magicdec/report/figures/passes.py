@@ -1,19 +1,21 @@
-"""Figures over the passes of many runs: tokens/s against the speed of one request, acceptance, and
-the bandwidth that steps reach."""
+"""Figures over the passes of many runs: the speedup over batch size and prefix length, tokens/s
+against the speed of one request, acceptance, the phases of decode steps, and the bandwidth that
+steps reach."""
 
 from __future__ import annotations
 
-from collections import Counter
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import pandas as pd
 
-from magicdec.figures import GREY
+from magicdec.figures import COLOURS, GREY
 from magicdec.names import BASELINE
 from magicdec.report.figures.panels import (
     MOST_SERIES,
+    WIDTH,
     Drawn,
     Form,
     LeftOut,
@@ -21,12 +23,76 @@ from magicdec.report.figures.panels import (
     draw_curves,
     draw_marks,
     plain_ticks,
+    said,
     summarize,
 )
 from magicdec.report.frame import ENVIRONMENT, frame_of
+from magicdec.report.listing import rank
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+
+
+HELD = ["model", "draft_model", "drafter", "kv_policy", "dtype", "dataset", "ranks", "device"]
+KINDS = ["speedup", "net_speedup"]
+PLACE = ["B", "prefix_len"]
+MOST = 4.0  # speedup with the darkest colour; 1 / MOST has the darkest of the other side
+DARK = 2.5  # from this speedup on, or from 1 / DARK, text is white
+
+
+def draw_speedup(runs: pd.DataFrame) -> Drawn | LeftOut:
+    """A map of the speedups of each method."""
+    form = Form(
+        name="speedup_map", title="Speedup over batch size and prefix length",
+        reason="no method was measured at two batch sizes or two prefix lengths",
+        held=HELD, places=PLACE, show=best_by_place, draw=draw_map,
+        labels=("batch size (sequences)", "prefix length (tokens)"), series="", what="methods",
+        caption=(
+            "Of each batch size and prefix length the best budget and gamma (K and g in the "
+            "cells). Above 1 speculation is faster than autoregressive decoding of the same "
+            "prompts. The colour and the first number are of decode steps alone; the net speedup "
+            "counts all time after prefill",
+        ),
+        axes={"height": 3.2},
+    )  # fmt: skip
+    kinds = runs[(runs[KINDS].fillna(0) != 0).all(axis=1)]
+    places = kinds.assign(place=kinds["B"].astype(str) + " " + kinds["prefix_len"].astype(str))
+    num_places = places.groupby(HELD, dropna=False)["place"].transform("nunique")
+    return form.of(kinds[num_places > 1])
+
+
+def best_by_place(runs: pd.DataFrame) -> pd.DataFrame:
+    """The run with the fastest steps at each place of the map, and how many runs are there."""
+    groups = runs.assign(speedup=runs["speedup"].astype(float)).groupby(PLACE)
+    best = runs.loc[groups["speedup"].idxmax(), [*PLACE, "gamma", "budget", *KINDS]]
+    return best.assign(runs=groups.size().to_numpy())
+
+
+def draw_map(ax: Axes, cells: pd.DataFrame, _: Series) -> dict[str, Any]:
+    """The map of one method, with its colour bar."""
+    from matplotlib.colors import LogNorm
+
+    shades = cells.pivot(index="prefix_len", columns="B", values="speedup").astype(float)
+    image = ax.pcolormesh(shades.to_numpy(), cmap="PuOr_r", norm=LogNorm(1 / MOST, MOST),
+                          edgecolors="white", linewidth=1)  # fmt: skip
+    for cell in cells.to_dict("records"):
+        x, y = shades.columns.get_loc(cell["B"]), shades.index.get_loc(cell["prefix_len"])
+        is_dark = not 1 / DARK < cell["speedup"] < DARK
+        more: dict[str, Any] = {"ha": "center", "color": "white" if is_dark else "black"}
+        about = f"net {cell['net_speedup']:.2f}x\ng {cell['gamma']}"
+        about += "" if cell["budget"] is None else f", K {cell['budget']}"
+        ax.text(x + 0.5, y + 0.55, f"{cell['speedup']:.2f}x", va="bottom", weight="bold", **more)
+        ax.text(x + 0.5, y + 0.5, about, va="top", fontsize=6, **more)
+    ax.set_xticks(0.5 + np.arange(len(shades.columns)), list(map(str, shades.columns)))
+    ax.set_yticks(0.5 + np.arange(len(shades.index)), [f"{S:,}" for S in shades.index])
+    ax.grid(False)
+    ax.set_facecolor("#f2f2f2")
+    bar = ax.figure.colorbar(image, ax=ax, label="speedup (x)", shrink=0.9, extend="both")
+    assert bar.solids is not None, "the map has colours"
+    bar.solids.set_rasterized(True)  # viewers of SVG show seams between its colours
+    plain_ticks(bar.ax.yaxis, [1 / MOST, 0.5, 1, 2, MOST])
+    return {}
+
 
 MACHINE = ("device", "ranks", "threads")
 PROMPTS = ["model", "draft_model", "dtype", "dataset", "temperature", "prefix_len"]
@@ -190,49 +256,6 @@ def draw_by_position(runs: pd.DataFrame) -> Drawn | LeftOut:
     return form.of(by_draft(runs.assign(length=lengths)[lengths > 1]))
 
 
-def draw_lengths(runs: pd.DataFrame) -> Drawn | LeftOut:
-    """The tokens of a step, as a distribution over verifications."""
-
-    def show(of: pd.DataFrame) -> pd.DataFrame:
-        counts = {series: sum(map(Counter, each), Counter[int]())
-                  for series, each in of.groupby("series")["accepted"]}  # fmt: skip
-        return frame_of(
-            {"series": series, "tokens": 1 + accepted, "verifications": count[accepted],
-             "share": count[accepted] / count.total()}
-            for series, count in counts.items()
-            for accepted in range(max(count) + 1)
-        )  # fmt: skip
-
-    def draw(ax: Axes, shares: pd.DataFrame, series: Series) -> dict[str, Any]:
-        plain_ticks(ax.xaxis, sorted(shares["tokens"].unique()))
-        ax.grid(axis="x", visible=False)
-        width = 0.84 / len(series)
-        return {
-            name: ax.bar(
-                of["tokens"].astype(float) + (index - (len(series) - 1) / 2) * width, of["share"],
-                width, color=style.colour, hatch=style.hatch, edgecolor="white", linewidth=0.5,
-            )
-            for index, (name, of, style) in enumerate(series)
-        }  # fmt: skip
-
-    drafting = by_draft(runs[runs["accepted"].map(len) > 0])
-    held = [*PROMPTS, "gamma"]
-    budgets = drafting.groupby(held, dropna=False)["budget"]
-    common = budgets.transform(lambda values: values.mode().iloc[0] if values.any() else None)
-    form = Form(
-        name="acceptance_lengths", title="Tokens of a step, as a distribution",
-        reason="no record has the accepted drafts of its steps",
-        held=held, places=["series"], show=show, draw=draw, axes={"sharey": True}, most_panels=2,
-        labels=("tokens of a step", SHARE),
-        caption=(
-            "Share of verifications by the tokens that they yield: the accepted drafts and one "
-            "more. The mean is the acceptance length",
-            "Of KV budgets the one that most runs of a panel have",
-        ),
-    )  # fmt: skip
-    return form.of(drafting[drafting["budget"].isna() | (drafting["budget"] == common)])
-
-
 def by_draft(runs: pd.DataFrame) -> pd.DataFrame:
     """The runs with the way to draft as their series: drafter, policy and budget, without gamma."""
     names = runs["method"].str.split(", gamma |, tree ", regex=True).str[0]
@@ -252,3 +275,104 @@ def curve_of(run: dict[str, Any]) -> pd.DataFrame:
             zip(shares, intervals, counts, strict=True), 1
         )
     )  # fmt: skip
+
+
+ALONG = ["drafter", "kv_policy", "budget", "gamma", "B", "prefix_len"]
+# (colour, hatch) by phase
+PHASES = {"draft": (COLOURS[4], ""), "verify": (COLOURS[0], "///"), "decode": (COLOURS[5], "..."),
+          "other": (COLOURS[7], "xxx")}  # fmt: skip
+SHORT = {"gamma": "g", "budget": "K", "prefix_len": "prefix"}
+TEXTS = {"mean_emitted_tokens": "{:.1f} tokens", "speedup": "{:.2f}x"}  # at the end of a bar
+MOST_BARS = 24
+
+
+def draw_phases(runs: pd.DataFrame) -> Drawn | LeftOut:
+    """A bar for each setting of one model on one machine."""
+    form = Form(
+        name="step_phases", title="Phases of a decode step",
+        reason="no run timed its phases; on CUDA --benchmark does",
+        held=("model", "draft_model", "dtype", "dataset", *MACHINE), places=ALONG, most_panels=1,
+        what="combinations of model and machine", show=phases_of, draw=draw_bars, series="",
+        labels=("time of a step (ms)", ""),
+        caption=(
+            "Mean time of a step by phase. The black tick is the autoregressive step of the same "
+            "run: a step pays if it takes less than its tokens times that. At the right end: "
+            "tokens of a step and row, and the speedup of the steps",
+            f"Of more than {MOST_BARS} settings so many are shown, evenly chosen; of repeated runs "
+            "the middle one",
+        ),
+    )  # fmt: skip
+    has_phases = runs["drafter"].notna() & runs["mean_step_ms"].notna() & runs["other_ms"].notna()
+    return form.of(runs[has_phases])
+
+
+def phases_of(runs: pd.DataFrame) -> pd.DataFrame:
+    """The middle one of the runs of each setting, with the time that each phase has in the mean
+    step: a phase that only some steps have counts in part."""
+    share = pd.Series([drafting_share(m) for m in runs.itertuples()], runs.index)
+    weights = {"draft": share, "verify": share, "decode": 1 - share, "other": 1}
+    for phase, weight in weights.items():
+        values = weight * runs[f"{phase}_ms"].astype(float).fillna(0.0)
+        runs = runs.assign(**{f"{phase}_ms": values.where(values != 0)})
+    ordered = runs.sort_values("mean_step_ms", key=lambda ms: ms.astype(float), kind="stable")
+    groups = ordered.groupby(ALONG, dropna=False)
+    middles = ordered[groups.cumcount() == groups["run"].transform("size") // 2]
+    places = sorted(middles.index, key=lambda i: [*map(rank, middles.loc[i, ALONG[::-1]])])
+    times = [*(f"{phase}_ms" for phase in PHASES), "mean_step_ms", "autoregressive_step_ms"]
+    return middles.loc[places, [*ALONG, "run", *times, *TEXTS]]
+
+
+def drafting_share(m: Any) -> float:
+    """The share of the steps that draft, of the metrics of a run. Each phase's time is a mean over
+    the steps that have it, and all of them together make the mean step."""
+    if m.draft_ms is None or m.verify_ms is None:
+        return 0.0
+    if m.decode_ms is None:
+        return 1.0
+    both = m.draft_ms + m.verify_ms
+    share = (m.mean_step_ms - m.other_ms - m.decode_ms) / (both - m.decode_ms or 1.0)
+    return min(1.0, max(0.0, share))
+
+
+def draw_bars(ax: Axes, table: pd.DataFrame, _: Series) -> dict[str, Any]:
+    """The phases of each step after each other."""
+    count = min(MOST_BARS, len(table))
+    bars = table.iloc[[i * len(table) // count for i in range(count)]].reset_index(drop=True)
+    figure = ax.get_figure(root=True)
+    assert figure is not None, "the axes are in it"
+    figure.set_size_inches(WIDTH, 1.3 + 0.27 * count)
+    left, handles = pd.Series(0.0, bars.index), dict[str, Any]()
+    for phase, (colour, hatch) in PHASES.items():
+        widths = bars[f"{phase}_ms"].astype(float).fillna(0.0)
+        if widths.any():
+            handles[phase] = ax.barh(
+                bars.index, widths, left=left, height=0.72, color=colour, hatch=hatch,
+                edgecolor="white", linewidth=0.5,
+            )  # fmt: skip
+            left += widths
+    theirs = bars["autoregressive_step_ms"].astype(float)
+    if theirs.notna().any():
+        handles["autoregressive step"] = ax.vlines(
+            theirs, bars.index - 0.42, bars.index + 0.42, color="black", linewidth=2
+        )
+    rows, ends = bars.to_dict("records"), left.combine(theirs, max)
+    for at, bar in enumerate(rows):
+        text = ", ".join(form.format(bar[k]) for k, form in TEXTS.items() if bar[k] is not None)
+        ax.annotate(text, (ends[at], at), (5, 0), textcoords="offset points", va="center", size=7)
+    keys = [key for key in ALONG if bars[key].nunique(dropna=False) > 1] or ["B"]
+    ax.set_yticks(bars.index, [name_of(bar, keys) for bar in rows])
+    ax.invert_yaxis()
+    ax.margins(x=0.24, y=0.01)
+    ax.grid(axis="y", visible=False)
+    return handles
+
+
+def name_of(bar: dict[str, Any], keys: list[str]) -> str:
+    """The settings `keys` in short. A policy says that the model drafts for itself."""
+    names = [
+        f"{SHORT[key]} {bar[key]}" if key in SHORT else said(key, bar[key])
+        for key in keys
+        if bar[key] is not None
+        and not (key == "drafter" and bar["kv_policy"] and bar[key] == "self")
+    ]
+    return ", ".join(text.removeprefix("drafter ") for text in names)

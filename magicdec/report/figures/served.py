@@ -4,15 +4,12 @@ rings and of pipelined speculation. Each command is a panel or a series.
 
 from __future__ import annotations
 
-from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
 from magicdec.figures import styled
-from magicdec.report.figures import modes as bars
-from magicdec.report.figures.panels import Drawn, Form, LeftOut, Series, draw_marks, shown_of
+from magicdec.report.figures.panels import Drawn, Form, LeftOut, Series, draw_marks
 from magicdec.report.frame import frame_of
 from magicdec.report.tables import PageTable
 from magicdec.serving import showing as serving
@@ -21,7 +18,12 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 ABOUT = ["workload.num_requests", "workload.draft", "workload.layer_split"]
-MOST_TIMELINES = 6  # batchings in the picture of requests over time
+# The metrics that compare modes, with their units.
+SPEEDS = {
+    "request_tokens_per_s": "speed of a request, tokens/s",
+    "mean_ttft_ms": "mean time to first token, ms",
+    "mean_itl_ms": "mean time between two commits, ms",
+}
 
 
 def draw_served(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
@@ -31,7 +33,6 @@ def draw_served(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
         return [
             draw_batchings(passes, "Throughput", "output_throughput", "output (tokens/s)"),
             draw_batchings(passes, "Goodput", "request_goodput", "goodput (requests/s)"),
-            draw_over_time(passes),
             draw_modes(passes),
             draw_stages(passes, "ring", "Stages of rings over time"),
             draw_stages(passes, "speculation", "Ranks of pipelined speculation over time"),
@@ -72,39 +73,36 @@ def draw_batchings(passes: pd.DataFrame, what: str, metric: str, label: str) -> 
     return form.of(passes[passes[metric].notna()] if metric in passes else passes[:0])
 
 
-def draw_over_time(passes: pd.DataFrame) -> Drawn | LeftOut:
-    """When each request of the command with the most passes waited, was prefilled and decoded."""
-    name, title = "serving_timeline", "Requests over time"
-    commands = [of for _, of in passes.groupby("about")]
-    if not commands:
-        return LeftOut(name, title, "no command served requests at a single rate")
-    of = max(commands, key=len)[:MOST_TIMELINES]
-    table = frame_of(
-        {"pass": row["pass"], "run": row["run"], "request": number} | vars(request)
-        for row in of.to_dict("records")
-        for number, request in enumerate(row["object"].requests)
-    )
-    caption = f"When each request waited, was prefilled and decoded: {of['about'].iloc[0]}. "
-    caption += shown_of(1, len(commands), "commands")
-    draw = partial(draw_requests, list(of["object"]))
-    return Drawn(name, title, caption.strip(), draw, table)
-
-
-def draw_requests(records: list[Any], path: Path) -> None:
-    """The picture without the spans of stages, which a record does not hold."""
-    serving.draw_timeline(records, [None] * len(records), path)
-
-
 def draw_modes(passes: pd.DataFrame) -> Drawn | LeftOut:
-    """The speeds of all modes of all commands."""
-    name, title = "serving_modes", "Speed by mode"
-    commands = [list(of) for _, of in passes.groupby("about")["object"]]
-    if not commands:
-        return LeftOut(name, title, "no pass has metrics")
-    columns = ["about", "pass", "run", *(metric for metric, *_ in bars.PANELS)]
-    draw = partial(bars.draw_bars, commands)
-    caption = "The modes of each command served the same requests."
-    return Drawn(name, title, caption, draw, passes[columns])
+    """The speeds of all modes: a panel for each metric, with a bar for each command that has the
+    mode."""
+
+    def draw(ax: Axes, table: pd.DataFrame, series: Series) -> dict[str, Any]:
+        names, width, handles = list(table["pass"].unique()), 0.8 / len(series), {}
+        for index, (name, of, style) in enumerate(series):
+            places = of["pass"].map(names.index) + (index - (len(series) - 1) / 2) * width
+            handles[name] = ax.bar(
+                places, of["value"].astype(float), 0.9 * width, color=style.colour,
+                hatch=style.hatch, edgecolor="white", linewidth=0.5,
+            )  # fmt: skip
+            ax.bar_label(handles[name], fmt="{:,.1f}", fontsize=6, padding=2)
+        ax.margins(y=0.1)
+        ax.set_xticks(range(len(names)), names, rotation=20)
+        ax.grid(axis="x", visible=False)
+        return handles
+
+    values = frame_of(
+        {"about": row["about"], "pass": row["pass"], "run": row["run"], "metric": label}
+        | {"value": row[metric]}
+        for row in passes.to_dict("records")
+        for metric, label in SPEEDS.items()
+    )
+    form = Form(
+        name="serving_modes", title="Speed by mode", reason="no pass has metrics",
+        held=["metric"], places=["pass"], series="about", draw=draw, labels=("", ""),
+        caption=("The modes of each command served the same requests",),
+    )  # fmt: skip
+    return form.of(values[values["value"].notna()] if len(values) else values)
 
 
 def draw_stages(passes: pd.DataFrame, part: str, title: str) -> Drawn | LeftOut:

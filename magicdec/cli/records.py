@@ -1,0 +1,160 @@
+"""`magicdec table`, `report` and `export`: records of files as tables for people, as a page with
+figures, and as one flat table for other programs. Owns the command lines; `report/` makes the rows,
+the table of runs and the page, and the other commands have tables of their own."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from magicdec.cli.flags import LoneCommand
+from magicdec.cli.parsing.parser import Values
+from magicdec.cli.parsing.record_files import (
+    TABLES,
+    FilesSection,
+    commands_of,
+    read_every_kind,
+)
+from magicdec.config.sections import WrittenSection
+from magicdec.config.setting import same, setting
+from magicdec.files import complete_file
+from magicdec.names import RECORDS, load_named
+from magicdec.records.reading import read_records
+from magicdec.records.record import Record, RunRecord
+from magicdec.report.listing import NARROW, list_records
+from magicdec.tables import FORMATS, print_tables
+
+ON_PAGES = ("run", "serving")  # kinds of records that a report shows
+
+
+@dataclass(frozen=True)
+class TableSection(FilesSection):
+    """Which records are printed, and how."""
+
+    kind: str | None = setting(
+        None, "Only records of this kind.", choices=tuple(RECORDS), other_defaults="run in config"
+    )
+    format: str = setting(
+        "text",
+        "text fits the terminal; latex needs the package booktabs; csv has unrounded numbers, of "
+        "runs every column, and where there are runs no other kind without --kind.",
+        choices=("text", *FORMATS),
+    )
+
+
+def show(values: Values) -> int:
+    """Print the runs as one table, and then the records of each other command as the command itself
+    did."""
+    args = values[TableSection]
+    others: list[Record] = []
+    kinds = (args.kind,) if args.kind else tuple(RECORDS)
+    listing = list_records(runs_of(args, kinds, others))
+    others.sort(key=lambda record: kinds.index(record.kind))
+    commands = list(commands_of(others))
+    tables = [load_named(TABLES, command[0].kind)(command) for command in commands]
+    if listing.rows or not commands:
+        print_tables([listing.table(args.format)], args.format, NARROW)
+        if tables and args.format == "csv":
+            counts = Counter(record.kind for record in others)
+            text = " and ".join(f"{count} of kind {kind}" for kind, count in counts.items())
+            print(f"other records are left out, {text}; see --kind", file=sys.stderr)
+            return 0
+    for number, of_command in enumerate(tables):
+        if number or listing.rows:
+            print()
+        print_tables(of_command, args.format)
+    return 0
+
+
+def runs_of(args: FilesSection, kinds: Sequence[str], others: list[Record]) -> Iterator[RunRecord]:
+    """The records of runs in the files, one after the other. Those of other kinds are added to
+    `others` meanwhile."""
+    for path in args.files:
+        for record in read_records(path, Record, args.strict):
+            if record.kind in kinds and isinstance(record, RunRecord):
+                yield record
+            elif record.kind in kinds:
+                others.append(record)
+
+
+table = LoneCommand(
+    show,
+    "Print records as tables: runs in one, with a line for each, and those of each other command "
+    "as the command itself did.",
+    {"table": TableSection},
+)
+
+
+@dataclass(frozen=True)
+class ReportSection(FilesSection):
+    """The page, and what is on it."""
+
+    out: Path = same(WrittenSection, "out", ..., metavar="DIR")
+    no_figure_files: bool = setting(
+        False, "Write no PNG and SVG files; the figures are in the page alone."
+    )
+
+
+def write_page(values: Values) -> int:
+    args = values[ReportSection]
+    if args.out.exists() and not args.out.is_dir():
+        raise ValueError(f"--out {args.out} is not a directory; name one to write to")
+    from magicdec.report.frame import report_rows
+    from magicdec.report.page import PAGE, make_report, write_report
+
+    rows = [
+        row
+        for number, (path, record) in enumerate(read_every_kind(args, ON_PAGES), 1)
+        for row in report_rows(number, str(path), record)
+    ]
+    command = ["magicdec", "report", *sys.argv[1:]]
+    page = make_report(command, not args.no_figure_files, rows)
+    write_report(args.out, page)
+    for section in page.sections:
+        for figure in section.left_out:
+            print(f"left out: {figure.title}: {figure.reason}", file=sys.stderr)
+    drawn = sum(len(section.figures) for section in page.sections)
+    print(f"{drawn} figures of {rows[-1]['run']} runs: {args.out / PAGE}")
+    return 0
+
+
+report = LoneCommand(
+    write_page,
+    "Write a page with figures and tables of records of every kind. It needs no network; the "
+    "figures as PNG and SVG and the tables as CSV are written beside it.",
+    {"report": ReportSection},
+)
+
+
+@dataclass(frozen=True)
+class ExportSection(FilesSection):
+    out: Path = same(WrittenSection, "out", ..., metavar="TABLE")
+
+
+def write_table(values: Values) -> int:
+    from magicdec.report.frame import SUFFIXES, flat_rows, frame_of, write_frame
+
+    args = values[ExportSection]
+    if args.out.suffix not in SUFFIXES:
+        raise ValueError(f"--out {args.out} must end in {' or '.join(SUFFIXES)}")
+    frame = frame_of(
+        row
+        for number, (path, record) in enumerate(read_every_kind(args), 1)
+        for row in flat_rows(number, str(path), record)
+    )
+    with complete_file("--out", args.out) as partial:
+        write_frame(partial, frame)
+    print(f"{len(frame)} rows written to {args.out}", file=sys.stderr)
+    return 0
+
+
+export = LoneCommand(
+    write_table,
+    "Write records of every kind as one flat table, with one row for each pass. pandas reads it in "
+    "one line: pandas.read_csv(FILE) or pandas.read_parquet(FILE). The name of the table ends in "
+    ".csv or .parquet.",
+    {"export": ExportSection},
+)
