@@ -6,6 +6,7 @@ torch. `cost_model/` does the arithmetic and makes the record and its tables.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 
 from magicdec.cli.flags import LoneCommand
@@ -33,7 +34,7 @@ from magicdec.cost_model.curves import (
     is_file,
     longest,
 )
-from magicdec.cost_model.draft_table import DraftTable
+from magicdec.cost_model.draft_table import FORMATS, DraftTable, fastest_runs
 from magicdec.cost_model.plan import DTYPE_BYTES, Plan, make_record, tables
 from magicdec.cost_model.speculation import Choice
 from magicdec.hardware.ceiling_file import Hardware, Link, load_machine
@@ -41,7 +42,7 @@ from magicdec.model.config import ModelConfig
 from magicdec.model.presets.presets import PRESETS, find_config
 from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIES, LOW_BIT
 from magicdec.records.record import append_records
-from magicdec.records.writing import check_files, write_text
+from magicdec.records.writing import check_writable, write_text
 from magicdec.tables import print_tables
 
 MAX_GAMMA = 8
@@ -106,11 +107,25 @@ class PlanSection(AcceptanceSection):
     tp: int = setting(1, "Ranks that share the model by tensor parallelism.", least=1)
     nodes: int = same(ClusterSection, "nodes", 1)
     out: Path | None = same(OutputSection, "results", None, is_default=True)
-    vllm: Path | None = setting(
+    export: tuple[str, ...] | None = setting(
         None,
-        "Write the best number of draft tokens by batch size and context to this file, as JSON for "
-        "`vllm serve --speculative-config`.",
+        "Write the best number of draft tokens by batch size and context to a file, as a format "
+        f"and a FILE: {' or '.join(FORMATS)}. Further pairs write further files.",
+        metavar="FORMAT FILE",
     )
+
+    @property
+    def exports(self) -> list[tuple[str, Path]]:
+        """The formats and files of `--export`. Raises ValueError for what cannot be written."""
+        words, pairs = self.export or (), []
+        for name, file in zip_longest(words[::2], words[1::2]):
+            if name not in FORMATS:
+                raise ValueError(f"--export {name} is not known; choose from {', '.join(FORMATS)}")
+            if file is None:
+                raise ValueError(f"--export {name}: name a file to write to after it")
+            check_writable(f"--export {name}", Path(file))
+            pairs.append((name, Path(file)))
+        return pairs
 
     @property
     def ranks_per_node(self) -> int:
@@ -126,28 +141,31 @@ def predict(values: Values) -> int:
     """Predict what the flags ask for, keep it and print it."""
     args = values[PlanSection]
     refuse_idle(args, values)
-    check_files({"--vllm": args.vllm, "--out": args.out})
+    exports = args.exports
     plan = make_plan(args)
     record = make_record(plan)
     record = replace(record, config=record.config | {"flags": given_flags(values)})
     if args.out is not None:
         append_records("--out", args.out, [record])
-    if args.vllm is not None:
-        write_text("--vllm", args.vllm, make_draft_table(args, plan).vllm())
+    for name, path in exports:
+        write_text(f"--export {name}", path, FORMATS[name](make_draft_table(args, plan)))
     print_tables(tables([record]))
     return 0
 
 
 def make_draft_table(args: PlanSection, plan: Plan) -> DraftTable:
-    """The predictions from one row and one token on."""
+    """The predictions from one row and one token on, with the runs that `--acceptance` has."""
     draft = None if args.draft == SELF else args.draft.removeprefix(MODEL_PREFIX)
     name = PRESETS[draft].repo_id if draft in PRESETS else draft
     keys = {} if name is None else {"method": "draft_model", "model": name}
+    source = (args.acceptance or ("",))[0]
+    of_file = Path(source), args.model, args.dtype, draft, args.kv_policy
+    runs = fastest_runs(*of_file) if is_file(source) else {}
     # With a single context, entries have none, as vLLM's releases take them.
     contexts = {*plan.prefix_lens, *([1] if len(plan.prefix_lens) > 1 else [])}
     batch_sizes, prefix_lens = tuple(sorted({1, *plan.batch_sizes})), tuple(sorted(contexts))
     cells = make_record(replace(plan, batch_sizes=batch_sizes, prefix_lens=prefix_lens)).cells
-    return DraftTable(cells, plan.target.config.max_length, keys)
+    return DraftTable(cells, plan.target.config.max_length, keys, runs)
 
 
 def refuse_idle(args: PlanSection, values: Values) -> None:

@@ -1,5 +1,5 @@
-"""Draft lengths by batch size and context, as vLLM's dynamic speculative decoding takes them.
-Imports no torch.
+"""Draft lengths by batch size and context as other programs take them: the configuration of vLLM's
+dynamic speculative decoding, and CSV for people. Imports no torch.
 
 An entry of vLLM is `[bs_lo, bs_hi, ctx_lo, ctx_hi, K]` (its pull request 48944), or
 `[bs_lo, bs_hi, K]` where no contexts are told apart, as its releases have it. Bounds are inclusive.
@@ -17,18 +17,31 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
+from pathlib import Path
 
+from magicdec.config.sections import SELF
 from magicdec.cost_model.plan import PlanCell
+from magicdec.records.reading import load_records
+from magicdec.tables import csv_text
+
+Run = tuple[int, int, float]  # gamma, budget and speedup of steps
+COLUMNS = (
+    *("bs_lo", "bs_hi", "ctx_lo", "ctx_hi", "K", "batch_size", "prefix_len", "budget"),
+    *("predicted_speedup", "predicted_net_speedup", "measured_K", "measured_budget"),
+    "measured_speedup",
+)
 
 
 @dataclass(frozen=True)
 class DraftTable:
     """`cells` predict every batch size with every context, in rising order of both; the model
-    supports contexts of `max_length`. `draft` are the keys with which vLLM names the draft."""
+    supports contexts of `max_length`. `draft` are the keys with which vLLM names the draft, and
+    `measured` has the fastest run at a batch size and a context."""
 
     cells: Sequence[PlanCell]
     max_length: int
     draft: Mapping[str, str] = field(default_factory=dict)
+    measured: Mapping[tuple[int, int], Run] = field(default_factory=dict)
 
     def ranges(self) -> list[tuple[int, ...]]:
         """`bs_lo`, `bs_hi`, `ctx_lo` and `ctx_hi` of each cell."""
@@ -50,6 +63,18 @@ class DraftTable:
         }
         return json.dumps(config) + "\n"
 
+    def csv(self) -> str:
+        """A line for each cell: the ranges in which it lies, the prediction and the measurement."""
+        rows: list[Sequence[object]] = [COLUMNS]
+        for cell, bounds in zip(self.cells, self.ranges(), strict=True):
+            place = cell.batch_size, cell.prefix_len
+            predicted = cell.gamma, *place, cell.budget, cell.speedup, cell.net_speedup
+            rows.append([*bounds, *predicted, *self.measured.get(place, (None,) * 3)])
+        return csv_text(rows)
+
+
+FORMATS = {"vllm": DraftTable.vllm, "csv": DraftTable.csv}
+
 
 def merge(gammas: Mapping[int, Sequence[int]], end: int) -> dict[int, tuple[int, int]]:
     """The range of each value of one axis, from its draft lengths along the other axis. Neighbours
@@ -58,3 +83,22 @@ def merge(gammas: Mapping[int, Sequence[int]], end: int) -> dict[int, tuple[int,
     highs = [*(group[0] - 1 for group in groups[1:]), max(end, groups[-1][-1])]
     bounds = [(group[0], high) for group, high in zip(groups, highs, strict=True)]
     return {value: each for group, each in zip(groups, bounds, strict=True) for value in group}
+
+
+def fastest_runs(
+    path: Path, model: str, dtype: str, draft: str | None, policy: str
+) -> dict[tuple[int, int], Run]:
+    """Of the runs of a model in a file of records, the fastest at each batch size and context.
+    `draft` is the name of a standalone draft; None: the model drafts for itself."""
+    runs: dict[tuple[int, int], Run] = {}
+    for record in load_records(path):
+        config, metrics = record.config, record.metrics
+        target, workload, decoding = config["model"], config["workload"], config["decoding"]
+        own = None if decoding["drafter"] == SELF else (config["draft"] or {}).get("model", "")
+        run_of = target["model"], target["dtype"], own, config["kv"]["policy"]
+        gamma, speedup = decoding["num_draft_tokens"], (metrics and metrics.speedup) or 0.0
+        place = workload["batch_size"], workload["prefix_len"]
+        is_like = run_of == (model, dtype, draft, policy) and gamma != "auto"
+        if is_like and speedup > runs.get(place, (0, 0, 0.0))[2]:
+            runs[place] = gamma, config["kv"]["budget"], speedup
+    return runs

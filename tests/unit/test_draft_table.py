@@ -1,19 +1,22 @@
-"""`magicdec plan --vllm`: draft lengths by batch size and context."""
+"""`magicdec plan --export`: draft lengths by batch size and context, for vLLM and for people."""
 
+import csv
 import json
 from itertools import pairwise, product
 from pathlib import Path
 
 import pytest
-from conftest import Command
+from conftest import ROOT, Command
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicdec.cli.plan import PlanSection, main, make_plan
+from magicdec.cli.plan import PlanSection, main, make_draft_table, make_plan
 from magicdec.cost_model.draft_table import DraftTable
 from magicdec.cost_model.plan import PlanCell
+from magicdec.records.reading import load_records
 
 BY_HAND = "--bandwidth 2039 --flops 312"
+BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
 AXES = st.sets(st.integers(2, 40), max_size=4).map(lambda values: [1, *sorted(values)])
 
 
@@ -71,37 +74,63 @@ def test_a_length_that_no_context_changes_has_entries_without_contexts() -> None
 
 
 def test_the_command_writes_what_it_predicts(command: Command, tmp_path: Path) -> None:
-    file = tmp_path / "vllm.json"
+    model, lines = tmp_path / "vllm.json", tmp_path / "people.csv"
     flags = (
         f"--model llama-3.1-8b --draft model:llama-3.2-1b {BY_HAND} --conditional_acceptance 0.7 "
         "--B 32 256 --prefix_len 4000 32000"
     ).split()
-    code, out, err = command("plan", *flags, "--vllm", file)
+    code, out, err = command("plan", *flags, "--export", "vllm", model, "csv", lines)
     assert (code, err) == (0, "") and "predicted speedup" in out
-    config = json.loads(file.read_text())
+    config = json.loads(model.read_text())
     assert config["method"] == "draft_model" and config["model"] == "meta-llama/Llama-3.2-1B"
     plan = make_plan(main.build_parser().read(flags)[PlanSection])
+    rows = list(csv.DictReader(lines.read_text().splitlines()))
+    assert [(int(r["batch_size"]), int(r["prefix_len"])) for r in rows] == list(
+        product((1, 32, 256), (1, 4000, 32000))
+    )
     entries = config["num_speculative_tokens_per_batch_size"]
     assert entries[0][:3:2] == [1, 1] and entries[-1][1:4:2] == [256, 131072]
-    places = list(product((1, 32, 256), (1, 4000, 32000)))
-    lengths = {place: plan.predict(*place).gamma for place in places}
-    for (B, S), gamma in lengths.items():
-        (K,) = (e[4] for e in entries if e[0] <= B <= e[1] and e[2] <= S <= e[3])
-        assert gamma == K
-    assert config["num_speculative_tokens"] == max(lengths.values())
-    command("plan", *flags, "--prefix_len", "4000", "--vllm", file)
-    entries = json.loads(file.read_text())["num_speculative_tokens_per_batch_size"]
+    for row in rows:
+        found = plan.predict(int(row["batch_size"]), int(row["prefix_len"]))
+        assert int(row["K"]) == found.gamma and float(row["predicted_speedup"]) == found.speedup
+        bounds = [int(row[name]) for name in ("bs_lo", "bs_hi", "ctx_lo", "ctx_hi")]
+        assert [*bounds, found.gamma] in entries
+        assert row["measured_K"] == row["measured_speedup"] == ""
+    assert config["num_speculative_tokens"] == max(int(row["K"]) for row in rows)
+    command("plan", *flags, "--prefix_len", "4000", "--export", "vllm", model)
+    entries = json.loads(model.read_text())["num_speculative_tokens_per_batch_size"]
+    lengths = {int(r["bs_lo"]): int(r["K"]) for r in rows if r["prefix_len"] == "4000"}
     assert {len(entry) for entry in entries} == {3}, "a single context is in no entry"
-    assert all(lengths[low, 4000] == K for low, _, K in entries)
+    assert all(lengths[low] == K for low, _, K in entries)
+
+
+def test_measured_runs_stand_beside_predictions() -> None:
+    """The fastest run of the file with this policy and dtype, at its place alone."""
+    flags = f"{BY_HAND} --dtype float32 --acceptance {BASELINES} --B 8 --prefix_len 2048 4096"
+    for policy in ("streaming_llm", "snapkv"):
+        args = main.build_parser().read([*flags.split(), "--kv_policy", policy])[PlanSection]
+        table = make_draft_table(args, make_plan(args))
+        runs = [
+            (r.config["decoding"]["num_draft_tokens"], r.config["kv"]["budget"], r.metrics.speedup)
+            for r in load_records(BASELINES)
+            if r.config["decoding"]["drafter"] == "self"
+            and r.config["kv"]["policy"] == policy and r.metrics and r.metrics.speedup
+        ]  # fmt: skip
+        assert table.measured == {(8, 4096): max(runs, key=lambda run: run[2])}
+    args = main.build_parser().read(f"{flags} --dtype bfloat16".split())[PlanSection]
+    assert make_draft_table(args, make_plan(args)).measured == {}
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("--vllm .", "--vllm .: Is a directory; name a file to write to"),
-        ("--vllm", "--vllm: expected one argument"),
-        ("--vllm a.json --B", "--B: expected at least one argument"),
-        ("--vllm a.json --prefix_len", "--prefix_len: expected at least one argument"),
+        ("--export vlm f", "--export vlm is not known; choose from vllm, csv"),
+        ("--export vllm", "--export vllm: name a file to write to after it"),
+        ("--export vllm a.json csv", "--export csv: name a file to write to after it"),
+        ("--export csv .", "--export csv .: Is a directory; name a file to write to"),
+        ("--export", "--export: expected at least one argument"),
+        ("--export csv a.csv --B", "--B: expected at least one argument"),
+        ("--export csv a.csv --prefix_len", "--prefix_len: expected at least one argument"),
     ],
 )
 def test_bad_input_is_refused(
