@@ -6,6 +6,13 @@
 // other rows, so the bits of an output do not depend on what else is computed in the same call.
 #pragma once
 #include <cstdint>
+
+namespace {
+// A matrix of so many bytes, or so many of keys and values in a layer, are far: they are probably read from memory, and are
+// prefetched into the L2 cache, since L1 has too few buffers for what is under way. What is near is prefetched into L1.
+constexpr int64_t FAR_BYTES = 12 << 20;
+}  // namespace
+
 #if defined(__AMX_BF16__) && defined(__AMX_TILE__) && defined(__linux__)
 #define HAS_TILES 1
 #include <utility>
@@ -108,13 +115,24 @@ inline void unrolled(Body body) {
 struct Left { const uint32_t* data; int64_t stride, block = 0; };  // `block`: entries to the second block of rows
 struct Right { const uint32_t* data; int64_t stride; };
 
-// Prefetches memory in the order of its addresses, some cache lines for each tile that is loaded; into the L2 cache, because
-// L1 has too few buffers for what is under way.
+// Prefetches memory in the order of its addresses and passes over `lines` for each tile that is loaded. `is_half`: only the
+// first two of every four cache lines are prefetched.
 struct Ahead {
-    const char* at = nullptr;
+    const uint32_t* at = nullptr;
     int64_t lines = 0;
-    void operator()() {
-        for (const char* end = at + 64 * lines; at < end; at += 64) _mm_prefetch(at, _MM_HINT_T1);
+    bool is_far = true, is_half = false;
+    void operator()() { is_far ? prefetch<_MM_HINT_T1>() : prefetch<_MM_HINT_T0>(); }
+
+private:
+    template <auto HINT>
+    void prefetch() {
+        for (const uint32_t* end = at + 16 * lines; at < end; at += 64) {
+            _mm_prefetch(at, HINT);
+            _mm_prefetch(at + 16, HINT);
+            if (is_half) continue;
+            _mm_prefetch(at + 32, HINT);
+            _mm_prefetch(at + 48, HINT);
+        }
     }
 };
 

@@ -5,6 +5,7 @@
 // of 32. A token outside the range has weight 0; what the pool holds for it is finite (kv/pool.py). The result for a query
 // is the same to the bit whatever other queries are computed with it.
 constexpr int64_t GROUP = 2 * amx::STEP;  // tokens of one product of weights and values
+constexpr int64_t GROUPS = TILE / GROUP;      // of a tile: two
 
 // Per thread. Queries are in equal blocks of rows, of which the last may have a few more rows than there are queries.
 struct AmxScratch {
@@ -12,6 +13,7 @@ struct AmxScratch {
     alignas(64) uint32_t weights[MAX_QUERIES * TILE / 2];  // bfloat16 pairs
     alignas(64) float acc[MAX_QUERIES * HEAD_SIZE];
     PathRoom<bfloat16, TILE, HEAD_SIZE> path;
+    amx::Registers registers;
 };
 
 // Keys of one segment that are processed together, in whole groups. `keys` is the pool's tile in which they lie, from its
@@ -20,9 +22,10 @@ struct Stretch {
     const uint32_t *keys, *values;
     int64_t first, groups, low, high;
 
+    // Keys from `slot` on: `count` of them, or as many as the tile has.
     static Stretch at(const bfloat16* k_pool, const bfloat16* v_pool, int64_t slot, int64_t count) {
         const int64_t tile = slot / TILE * TILE * PAIRS, lane = slot % TILE, first = lane / GROUP;
-        const int64_t low = lane % GROUP, high = low + count;
+        const int64_t low = lane % GROUP, high = low + std::min(count, TILE - lane);
         return {reinterpret_cast<const uint32_t*>(k_pool) + tile,
                 reinterpret_cast<const uint32_t*>(v_pool) + tile + first * amx::STEP * HEAD_SIZE,
                 first, (high + GROUP - 1) / GROUP, low, high};
@@ -32,22 +35,23 @@ struct Stretch {
 
 class AmxQueries {
 public:
-    AmxQueries(const uint32_t* q, int64_t M, AmxScratch& scratch)
-        : AmxQueries(q, M, scratch.scores, scratch.weights, scratch.acc) {
+    AmxQueries(const uint32_t* q, int64_t M, bool is_far, AmxScratch& scratch)
+        : AmxQueries(q, M, scratch.scores, scratch.weights, scratch.acc, is_far, scratch.registers) {
         std::fill(acc, acc + blocks * rows * HEAD_SIZE, 0.0f);
     }
 
     // Queries [first, first + count) of these, at most amx::ROWS, with the sums that they have so far.
     AmxQueries part(int64_t first, int64_t count) const {
         return {q + first * PAIRS, count, scores + first * TILE, weights + first * TILE / 2,
-                acc + first * HEAD_SIZE};
+                acc + first * HEAD_SIZE, is_far, registers};
     }
 
-    // Scores of all queries for all groups. While keys are read, as many of `next` are prefetched.
-    void score(const Stretch& keys, const uint32_t* next) const {
-        amx::Ahead ahead = {reinterpret_cast<const char*>(next), amx::STEP};
-        for (int64_t b = 0; b < blocks; b += 2)
-            if (b + 1 == blocks && keys.groups == TILE / GROUP) {
+    // Scores of all queries for all groups. While keys are read, those of `next` are prefetched. Call it before `weigh`.
+    void score(const Stretch& keys, const Stretch& next) const {
+        registers.load(rows);
+        amx::Ahead ahead{next.keys_of(0), amx::STEP * GROUPS / keys.groups, is_far, next.groups < GROUPS};
+        for (int64_t b = 0; b < blocks; b += 2, ahead.lines = 0)
+            if (b + 1 == blocks && keys.groups == GROUPS) {
                 score_part<1, 4>(b, 0, keys, ahead);
             } else {
                 for (int64_t g = 0; g < keys.groups; ++g)
@@ -71,10 +75,10 @@ public:
     }
 
     // Add the weighted values of all groups to the sums of all queries.
-    void weigh(const Stretch& keys, const uint32_t* next) const {
-        amx::Ahead ahead = {reinterpret_cast<const char*>(next), amx::STEP};
+    void weigh(const Stretch& keys, const Stretch& next) const {
+        amx::Ahead ahead{next.values, amx::STEP * next.groups / keys.groups, is_far};
         constexpr int REST = HEAD_SIZE % 64 / 16, last = HEAD_SIZE - 16 * REST;
-        for (int64_t b = 0; b < blocks; b += 2) {
+        for (int64_t b = 0; b < blocks; b += 2, ahead.lines = 0) {
             if (b + 1 == blocks) {
                 for (int d = 0; d < last; d += 64) weigh_part<1, 4>(b, d, keys, ahead);
                 if constexpr (REST > 0) weigh_part<1, REST>(b, last, keys, ahead);
@@ -86,11 +90,10 @@ public:
     }
 
 private:
-    AmxQueries(const uint32_t* q, int64_t M, float* scores, uint32_t* weights, float* acc)
+    AmxQueries(const uint32_t* q, int64_t M, float* scores, uint32_t* weights, float* acc, bool is_far,
+               amx::Registers& registers)
         : q(q), blocks((M + amx::ROWS - 1) / amx::ROWS), rows((M + blocks - 1) / blocks), scores(scores),
-          weights(weights), acc(acc) {
-        registers.load(rows);
-    }
+          weights(weights), acc(acc), is_far(is_far), registers(registers) {}
 
     template <int BLOCKS, int C>
     void score_part(int64_t b, int64_t group, const Stretch& keys, amx::Ahead& ahead) const {
@@ -114,7 +117,8 @@ private:
     float* scores;
     uint32_t* weights;
     float* acc;
-    amx::Registers registers;
+    bool is_far;
+    amx::Registers& registers;
 };
 
 struct AmxBf16 : Bf16 {
@@ -132,14 +136,14 @@ struct AmxBf16 : Bf16 {
         // Where what is visible ends. All keys before a tree are, in whichever cells they lie.
         const int64_t end = p.paths ? INT64_MAX : p.seq_lens[task.row] + (task.first_query + M - 1) / p.group() + 1;
         int64_t read = 0, met = 0;  // keys read, and blocks of keys processed for `mass`
-        const AmxQueries queries(q, M, x);
+        const AmxQueries queries(q, M, task.is_far, x);
         mass.clear(M);
         std::fill(maximum, maximum + M, HIDDEN);
         std::fill(total, total + M, 0.0f);
         // Adds the keys of a stretch, `count` from `position` on, to the results of `some` queries from `first` on.
         auto add = [&](const AmxQueries& some, const Stretch& keys, const Stretch& next, int64_t position, int64_t count,
                        bool are_before, int64_t first, int64_t last) {
-            some.score(keys, next.keys);
+            some.score(keys, next);
             for (int64_t m = first; m < last; ++m) {
                 const auto [from, to] = p.seen(task, m, position, count, are_before);
                 alignas(16) float sums[TILE / LANES];
@@ -149,12 +153,14 @@ struct AmxBf16 : Bf16 {
                 mass.rescale(m, met, scale);  // one vector holds one block of keys
                 std::copy_n(sums + keys.low / LANES, blocks_touched(position, count), mass.of(m) + met);
             }
-            some.weigh(keys, next.values);
+            some.weigh(keys, next);
         };
         for (int64_t i = task.segment_begin; i < task.segment_end; ++i) {
             const Segment& segment = segments[i];
             const int64_t stop = std::min(segment.count, end - segment.first), slot = segment.slot + head;
-            const int64_t following = i + 1 == task.segment_end ? task.next : head + segments[i + 1].slot;
+            const bool is_last = i + 1 == task.segment_end;
+            const int64_t following = is_last ? task.next : head + segments[i + 1].slot;
+            const int64_t next_count = is_last ? task.next_count : segments[i + 1].count;
             for (int64_t at = 0, count; at < stop; at += count) {
                 const int64_t position = segment.first + at;
                 count = std::min(position / TILE * TILE + TILE - segment.first, stop) - at;
@@ -170,7 +176,9 @@ struct AmxBf16 : Bf16 {
                                      });
                 } else {
                     const auto keys = Stretch::at(k_pool, v_pool, slot + at, count);
-                    const auto next = Stretch::at(k_pool, v_pool, at + count < stop ? slot + at + count : following, 1);
+                    const auto next = at + count < stop
+                                          ? Stretch::at(k_pool, v_pool, slot + at + count, stop - at - count)
+                                          : Stretch::at(k_pool, v_pool, following, next_count);
                     add(queries, keys, next, position, count, p.is_before(segment, at + count), 0, M);
                 }
                 met += blocks_touched(position, count);

@@ -120,13 +120,18 @@ void make_plan(const Problem& p, const Table& table, const Ranges& ranges, int64
                 plan.mass_size += M * piece.num_blocks;
                 for (int64_t m = 0; m < M; m += plan.query_block)
                     plan.tasks.push_back({b, g, m, std::min(plan.query_block, M - m), piece.segment_begin,
-                                          piece.segment_end, i, 0});
+                                          piece.segment_end, i, 0, 0, false});
             }
         }
     plan.first_piece.push_back(int64_t(plan.pieces.size()));
+    int64_t num_keys = 0;
+    for (const Piece& piece : plan.pieces) num_keys += piece.num_keys;
     for (size_t i = 0; i < plan.tasks.size(); ++i) {
         const Task& next = plan.tasks[std::min(i + 1, plan.tasks.size() - 1)];
-        plan.tasks[i].next = plan.segments[next.segment_begin].slot + next.head * p.block_size;
+        const Segment& segment = plan.segments[next.segment_begin];
+        plan.tasks[i].next = segment.slot + next.head * p.block_size;
+        plan.tasks[i].next_count = segment.count;
+        plan.tasks[i].is_far = num_keys * HEAD_SIZE * 4 >= FAR_BYTES;
     }
 }
 

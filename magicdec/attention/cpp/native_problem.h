@@ -36,9 +36,13 @@ enum { FLOAT32, BFLOAT16 };   // storage of the KV pools
 
 // `count` keys of a row from `first` on; `slot`: head 0's in the pool. Keys after the first `num_before` are nodes of a tree.
 struct Segment { int64_t row, first, count, slot, num_before; };
-// Queries from first_query on of one row and KV head, over some of the row's segments. `next`: slot of the first key of the
-// task that probably follows, which is prefetched.
-struct Task { int64_t row, head, first_query, num_queries, segment_begin, segment_end, piece, next; };
+// Queries from first_query on of one row and KV head, over some of the row's segments. The task that probably
+// follows begins with a segment of `next_count` keys at slot `next`, which is prefetched. `is_far`: whether keys and values
+// are far (FAR_BYTES).
+struct Task {
+    int64_t row, head, first_query, num_queries, segment_begin, segment_end, piece, next, next_count;
+    bool is_far;
+};
 
 // One task's attention weights by block: for each query the sums of weights in `width` (segment, block) pairs, in order
 // and relative to the query's running maximum. `data` is null if they are not requested.

@@ -15,10 +15,10 @@ inline bool amx_serves(int64_t K) { return K % (2 * amx::STEP) == 0 && may_use_t
 // first block of rows.
 template <int BLOCKS>
 inline void product_amx(const uint32_t* x, int64_t first, int64_t count, const uint32_t* block, int64_t pairs,
-                        const uint16_t* bias, int64_t width, uint16_t* out, int64_t out_stride) {
+                        const uint16_t* bias, int64_t width, bool is_far, uint16_t* out, int64_t out_stride) {
     constexpr int COLUMNS = 4 / BLOCKS;
     alignas(64) float sums[BLOCKS * amx::ROWS * WIDTH];
-    amx::Ahead ahead = {reinterpret_cast<const char*>(block) + AHEAD, 16 * BLOCKS};
+    amx::Ahead ahead{block + AHEAD / 4, 16 * BLOCKS, is_far};
     for (int column = 0; column < WIDTH; column += 16 * COLUMNS) {
         amx::zero_sums<4>();
         amx::add_products<BLOCKS, COLUMNS>({x, pairs * 4, first * pairs}, {block + column, WIDTH * 4},
@@ -45,7 +45,7 @@ inline void linear_amx(const uint16_t* x, int64_t R, const uint32_t* packed, int
         const int64_t first = count <= amx::ROWS ? count : (count + 1) / 2;
         registers.load(first, count <= amx::ROWS ? count : count - first);
         const auto product = count <= amx::ROWS ? product_amx<1> : product_amx<2>;
-        product(rows, first, count, weights, pairs, added, width, out + r * N + column, N);
+        product(rows, first, count, weights, pairs, added, width, 2 * N * K >= FAR_BYTES, out + r * N + column, N);
     });
 }
 
