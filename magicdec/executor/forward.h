@@ -19,6 +19,7 @@
 #include "forward_part.h"
 #include "../model/linear/packed_float32.h"
 #include "../model/linear/packed_int4.h"
+#include "../model/linear/packed_int8.h"
 #if defined(__AVX512BF16__)
 #include "../model/linear/packed.h"
 #endif
@@ -36,7 +37,7 @@ inline void linear(const LinearLayer& w, const bfloat16* x, int64_t R, std::vect
     if (w.is_int4)
         int4::linear(x, R, (const uint32_t*)w.packed, w.N, w.K, (const bfloat16*)w.bias, room.data(), out);
     else if (w.scale)
-        linear_int8(from, R, (const uint8_t*)w.packed, w.scale, w.N, w.K, bias, room.data(), (uint16_t*)out);
+        int8::linear(x, R, (const uint32_t*)w.packed, w.scale, w.N, w.K, (const bfloat16*)w.bias, room.data(), out);
     else
         linear_bf16(from, R, (const uint32_t*)w.packed, w.N, w.K, bias, room.data(), (uint16_t*)out);
 }
@@ -133,7 +134,7 @@ private:
         lse.resize(R * m->H);
         gate_up.resize(R * mlp);
         hidden.resize(R * inner);
-        room.resize(R * std::max({m->hidden, m->H * HEAD_SIZE, inner}));
+        room.resize(R * (std::max({m->hidden, m->H * HEAD_SIZE, inner}) + int8::TILE));
         if (!c->logits) logits.resize(c->B * m->head.N);
         best.resize(c->B);
         found.resize(c->B * peers->size);

@@ -136,9 +136,9 @@ private:
     }
 };
 
-// Adds to BLOCKS x COLUMNS sums the product of `steps` left tiles, which follow each other in a row, and right tiles, which
+// Adds to BLOCKS x COLUMNS sums the product, of pairs or of quads, of `steps` left tiles, which follow each other in a row, and right tiles, which
 // follow each other in a column.
-template <int BLOCKS, int COLUMNS>
+template <int BLOCKS, int COLUMNS, bool QUADS = false>
 inline void add_products(Left left, Right right, int64_t steps, Ahead& prefetch) {
     for (int64_t step = 0; step < steps; ++step) {
         unrolled<BLOCKS>([&]<int b>() { load<LEFT + b>(left.data + b * left.block + step * STEP, left.stride); });
@@ -146,7 +146,12 @@ inline void add_products(Left left, Right right, int64_t steps, Ahead& prefetch)
         unrolled<COLUMNS>([&]<int i>() {
             load<RIGHT + i % 2>(rows + 16 * i, right.stride);
             prefetch();
-            unrolled<BLOCKS>([&]<int b>() { multiply<b * COLUMNS + i, LEFT + b, RIGHT + i % 2>(); });
+            unrolled<BLOCKS>([&]<int b>() {
+                if constexpr (QUADS)
+                    multiply_quads<b * COLUMNS + i, LEFT + b, RIGHT + i % 2>();
+                else
+                    multiply<b * COLUMNS + i, LEFT + b, RIGHT + i % 2>();
+            });
         });
     }
 }

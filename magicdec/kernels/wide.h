@@ -1,4 +1,4 @@
-// Small GEMMs on numbers that are bfloat16 or int8 in memory and float32 in registers, for every CPU; shared by attention
+// Small GEMMs on numbers that are bfloat16 in memory and float32 in registers, for every CPU; shared by attention
 // and linear layers. CPUs with bfloat16 dot products have bf16.h.
 //
 // The right operand is stored as for bf16.h: entry [k][i] holds elements 2k and 2k + 1 of column i. The left operand is
@@ -168,42 +168,6 @@ inline void multiply(Left left, const uint32_t* right, int64_t stride, int64_t p
                 for (int i = 0; i < V; ++i) out[n][i] = fused(y, x[i], out[n][i]);
             }
         }
-    }
-}
-
-// W numbers as float32, which is exact.
-inline vec widen(const int8_t* numbers) {
-#if defined(__AVX512F__)
-    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)numbers)));
-#elif defined(__AVX2__)
-    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)numbers)));
-#else
-    typedef int8_t small __attribute__((vector_size(W)));
-    small bytes;
-    std::memcpy(&bytes, numbers, W);
-    return __builtin_convertvector(bytes, vec);
-#endif
-}
-
-// 64 bytes hold numbers of sign and magnitude in groups of 16: two sets of four columns, each with a pair of numbers.
-// Converts the pairs of W columns from column `first` on, of set 0 or 1, which is exact.
-inline void widen(const uint8_t* bytes, int set, int first, vec (&pair)[2]) {
-    typedef int32_t signed_bits __attribute__((vector_size(W * 4)));
-    typedef uint16_t both_sets __attribute__((vector_size(W * 4)));
-    both_sets both;
-    std::memcpy(&both, bytes + first * 4, sizeof(both));
-#if defined(__AVX512F__)
-    const half_bits one = set ? __builtin_shufflevector(both, both, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31)
-                              : __builtin_shufflevector(both, both, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27);
-#else
-    const half_bits one = set ? __builtin_shufflevector(both, both, 4, 5, 6, 7, 12, 13, 14, 15)
-                              : __builtin_shufflevector(both, both, 0, 1, 2, 3, 8, 9, 10, 11);
-#endif
-    const bits w = __builtin_convertvector(one, bits);
-    for (int odd = 0; odd < 2; ++odd) {
-        const bits byte = odd ? w >> 8 : w;
-        const vec magnitude = __builtin_convertvector((signed_bits)(byte & 0x7f), vec);
-        pair[odd] = (vec)((bits)magnitude | (byte & 0x80) << 24);
     }
 }
 

@@ -9,30 +9,13 @@ head.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import sys
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from magicdec.kernels.huge_pages import use_huge_pages
 from magicdec.kv.layout import PLAIN, Layout
-
-MADV_HUGEPAGE = 14  # linux/mman.h
-
-
-def use_huge_pages(tensor: Tensor) -> None:
-    """Ask Linux to back a fresh CPU tensor with 2 MiB pages: reading it front to back then misses
-    the TLB, and stops the hardware prefetcher, 512 times less often. A system
-    that refuses is no error."""
-    if tensor.device.type != "cpu" or not sys.platform.startswith("linux"):
-        return
-    page = mmap.PAGESIZE
-    first = -(-tensor.data_ptr() // page) * page
-    size = (tensor.data_ptr() + tensor.numel() * tensor.element_size() - first) // page * page
-    if size > 0:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(size), MADV_HUGEPAGE)
 
 
 @dataclass(frozen=True)

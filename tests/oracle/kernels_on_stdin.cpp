@@ -20,14 +20,14 @@ int main() {
     const int64_t R = size[0], N = size[1], K = size[2], blocks = (N + 63) / 64;
     auto x = read<uint16_t>(R * K), weight = read<uint16_t>(N * K), bias = read<uint16_t>(N);
     auto small = read<int8_t>(N * K);
-    auto scale = read<float>(N), room = std::vector<float>(R * K);
+    auto scale = read<float>(N), room = std::vector<float>(R * (K + int8::TILE));
     std::vector<uint32_t> packed(blocks * 64 * K / 2);
-    std::vector<uint8_t> packed_small(blocks * 64 * K);
+    std::vector<uint32_t> packed_small(blocks * 16 * int8::whole_tiles(K));
     std::vector<uint16_t> out(R * N);
     magicdec_pack(weight.data(), N, K, packed.data());
     magicdec_linear(x.data(), R, packed.data(), N, K, bias.data(), room.data(), out.data());
     write(out);
-    magicdec_pack_int8(small.data(), N, K, packed_small.data());
+    magicdec_pack_int8(small.data(), N, K, (uint8_t*)packed_small.data());
     magicdec_linear_int8(x.data(), R, packed_small.data(), scale.data(), N, K, bias.data(), room.data(), out.data());
     write(out);
     const int64_t whole = K / int4::GROUP * int4::GROUP;

@@ -14,7 +14,7 @@ from conftest import TINY, make_runner, pack, random_prompts, tiny_transformer
 from lossless import speculate
 from torch import Tensor, nn
 
-from magicdec.attention.native import NativeBackend, has_dot_products
+from magicdec.attention.native import NativeBackend
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection, ModelSection, ParallelSection, WorkloadSection
 from magicdec.console import make_progress
@@ -35,6 +35,7 @@ pytestmark = pytest.mark.two_threads
 
 F32, BF16 = torch.float32, torch.bfloat16
 NO_AMX = ("-U__AMX_BF16__",)  # compiled as for a CPU without tile registers
+NO_VNNI = ("-mno-avx512vnni",)
 AVX2, AVX512 = ("-march=x86-64-v3",), ("-march=x86-64-v4",)  # without dot products for bfloat16
 EVERYTHING = replace(TINY, qkv_bias=True, output_bias=True, mlp_bias=True)
 PARALLEL = replace(EVERYTHING, residual="parallel", gated_mlp=False)
@@ -80,6 +81,8 @@ KINDS = [
     pytest.param(BF16, AVX2, id="bfloat16, AVX2"),
     pytest.param(BF16, AVX512, id="bfloat16, AVX-512"),
     pytest.param(torch.int8, (), id="int8"),
+    pytest.param(torch.int8, NO_AMX, id="int8, no tiles"),
+    pytest.param(torch.int8, NO_VNNI, id="int8, no VNNI"),
     pytest.param(torch.int8, AVX2, id="int8, AVX2"),
     pytest.param(torch.int8, AVX512, id="int8, AVX-512"),
     pytest.param(F32, (), id="float32"),
@@ -160,15 +163,36 @@ def test_every_weight_is_widened_exactly() -> None:
     assert torch.equal(out.T.float(), linear.weight.float())
 
 
-@pytest.mark.skipif(not has_dot_products(), reason="no bfloat16 dot products")
-def test_without_byte_permutations_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """CPUs with bfloat16 dot products but no AVX512-VBMI convert with other instructions."""
-    x, linear = torch.randn(20, 510).to(BF16), pack_layer(every_weight())
-    expected = [linear(x), linear(x[:3])]
-    other = library("-mno-avx512vbmi")
-    assert other._name != library()._name
+@pytest.mark.parametrize("flags", [NO_AMX, NO_VNNI, AVX2, AVX512], ids=str)
+def test_every_cpu_computes_the_same_bits_in_int8(
+    flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sums over a group are exact integers. Inputs differ by many orders of magnitude, weights
+    are extreme, and a row has a group of zeros."""
+    torch.manual_seed(0)
+    x = (torch.randn(20, 510) * 10.0 ** torch.randint(-6, 7, (20, 510))).to(BF16)
+    x[1], x[2, :256] = x[1].abs().max(), 0.0
+    linear = every_weight()
+    linear.weight[3:5] = torch.tensor([[127], [-127]])
+    ours = pack_layer(linear)
+    expected = ours(x)
+    error = (expected.double() - exact(linear, x)).abs() / exact(linear, x.abs()).abs().amax(
+        1, True
+    )
+    assert error.max() < 2**-8
+    other = library(*flags)
     monkeypatch.setattr(packed, "library", lambda: other)
-    assert all(torch.equal(linear(x[: len(e)]), e) for e in expected)
+    assert torch.equal(pack_layer(linear)(x), expected)
+    assert torch.equal(ours.packed, pack_layer(linear).packed)
+
+
+def test_int8_layers_round_activations_more_finely_than_bfloat16() -> None:
+    """In float64 with activations that are not rounded; the result is rounded to bfloat16 once."""
+    torch.manual_seed(0)
+    x, linear = torch.randn(64, 2048).to(BF16), layer(torch.randn(64, 2048))
+    error = pack_layer(linear)(x).double() - exact(linear, x)
+    once = exact(linear, x).to(BF16).double() - exact(linear, x)
+    assert error.square().mean() < 1.001 * once.square().mean()
 
 
 def int8_twins(

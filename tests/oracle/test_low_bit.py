@@ -18,7 +18,7 @@ from conftest import (
     tiny_transformer,
 )
 from lossless import RAGGED
-from test_linear import AVX2, AVX512, BF16, EVERYTHING, F32
+from test_linear import AVX2, AVX512, BF16, EVERYTHING, F32, NO_VNNI
 from torch import Tensor, nn
 
 from magicdec import LLM
@@ -43,7 +43,7 @@ from magicdec.model.transformer import Transformer
 from magicdec.runner import ModelRunner
 
 SMALL = replace(EVERYTHING, hidden_size=64, intermediate_size=96, num_kv_heads=3)
-NO_VNNI, NO_TILES = ("-mno-avx512vnni",), ("-U__AMX_INT8__",)
+NO_TILES = ("-U__AMX_INT8__",)
 CPUS = {"any": (), "no tiles": NO_TILES, "no VNNI": NO_VNNI, "AVX2": AVX2, "AVX-512": AVX512}
 
 

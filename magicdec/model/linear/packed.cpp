@@ -1,6 +1,7 @@
 // Packing of weights, and linear layers over packed weights, as Python calls them.
 #include "packed_float32.h"
 #include "packed_int4.h"
+#include "packed_int8.h"
 #if defined(__AVX512BF16__)
 #include "packed.h"
 #endif
@@ -15,7 +16,7 @@ extern "C" void magicdec_pack_float32(const float* weight, int64_t N, int64_t K,
                 packed[(block * K + k) * width + j] = (row = block * width + j) < N ? weight[row * K + k] : 0.0f;
 }
 
-// See `linear` of packed_float32.h. `room` is scratch memory for R * K floats, here and below.
+// See `linear` of packed_float32.h. `room` is scratch memory for R * (K + 64) floats, here and below.
 extern "C" void magicdec_linear_float32(const float* x, int64_t R, const float* packed, int64_t N, int64_t K,
                                         const float* bias, float* room, float* out) {
 #pragma omp parallel
@@ -37,28 +38,19 @@ extern "C" void magicdec_pack(const uint16_t* weight, int64_t N, int64_t K, uint
             }
 }
 
-// weight [N, K] (K even, -127 .. 127) to packed [ceil(N / 64), K * 64] bytes; rows past N are zeros. With dot products they
-// are [2, K / 2, 64] of sign and magnitude, in the order that `Widen` expects, and [K, 64] otherwise.
+// weight [N, K] (-127 .. 127) to packed [ceil(N / 64), whole_tiles(K) / 4, 64] quads of number + 128; rows past N and inputs
+// past K are zeros.
 extern "C" void magicdec_pack_int8(const int8_t* weight, int64_t N, int64_t K, uint8_t* packed) {
-    constexpr int64_t width = float32::WIDTH;
+    constexpr int64_t width = int8::WIDTH;
+    const int64_t whole = int8::whole_tiles(K);
 #pragma omp parallel for
     for (int64_t block = 0; block < (N + width - 1) / width; ++block)
-        for (int64_t j = 0; j < width; ++j) {
-            const int64_t row = block * width + j;
-#if defined(__AVX512BF16__)
-            const int64_t pairs = K / 2, vector = j / 16, lane = j % 16 / 4;
-            // 64 bytes hold two vectors; each 128-bit lane holds 8 bytes of the first and 8 bytes of the second.
-            uint8_t* place = packed + (2 * block + vector / 2) * pairs * 64 + lane * 16 + vector % 2 * 8 + j % 4 * 2;
-            for (int64_t pair = 0; pair < pairs; ++pair)
-                for (int i = 0; i < 2; ++i) {
-                    const int w = row < N ? weight[row * K + 2 * pair + i] : 0;
-                    place[64 * pair + i] = uint8_t(w < 0 ? 0x80 - w : w);
-                }
-#else
-            for (int64_t k = 0; k < K; ++k)
-                packed[(block * K + k) * width + j] = row < N ? uint8_t(weight[row * K + k]) : 0;
-#endif
-        }
+        for (int64_t k = 0; k < whole; ++k)
+            for (int64_t j = 0; j < width; ++j) {
+                const int64_t row = block * width + j;
+                packed[(block * whole + k / 4 * 4) * width + 4 * j + k % 4] =
+                    uint8_t(128 + (row < N && k < K ? weight[row * K + k] : 0));
+            }
 }
 
 // weight [N, K] (K a multiple of the group, -8 .. 7) and scale [N, K / GROUP] in bfloat16 to packed
@@ -80,17 +72,17 @@ extern "C" void magicdec_pack_int4(const int8_t* weight, const uint16_t* scale, 
         }
 }
 
-// See `linear_bf16`, `linear_int8` and `int4::linear`.
+// See `linear_bf16`, `int8::linear` and `int4::linear`.
 extern "C" void magicdec_linear(const uint16_t* x, int64_t R, const uint32_t* packed, int64_t N, int64_t K,
                                 const uint16_t* bias, float* room, uint16_t* out) {
 #pragma omp parallel
     linear_bf16(x, R, packed, N, K, bias, room, out);
 }
 
-extern "C" void magicdec_linear_int8(const uint16_t* x, int64_t R, const uint8_t* packed, const float* scale, int64_t N,
+extern "C" void magicdec_linear_int8(const uint16_t* x, int64_t R, const uint32_t* packed, const float* scale, int64_t N,
                                      int64_t K, const uint16_t* bias, float* room, uint16_t* out) {
 #pragma omp parallel
-    linear_int8(x, R, packed, scale, N, K, bias, room, out);
+    int8::linear((const bfloat16*)x, R, packed, scale, N, K, (const bfloat16*)bias, room, (bfloat16*)out);
 }
 
 extern "C" void magicdec_linear_int4(const uint16_t* x, int64_t R, const uint32_t* packed, int64_t N, int64_t K,

@@ -5,10 +5,10 @@ Int8 layers have int8 weights and a float32 scale per output channel, y = (x w) 
 layers have a bfloat16 scale for each output channel and GROUP inputs. Both compute with torch's
 operators in any dtype on any device, and a few rows on CUDA by a Triton kernel where it is
 installed. Packed layers have bfloat16, int8, int4 or float32 weights.
-CPUs without bfloat16 dot products widen bfloat16 and int8 in registers. Only packed int4 layers
-round activations: to int8, with a scale for each row and group. A call reads the weights once for
-any number of rows. The result of a row is the same to the bit whatever other rows are in the batch,
-so verification and decoding agree.
+CPUs without bfloat16 dot products widen bfloat16 in registers. Packed int8 and int4 layers round
+activations, to 16 and 8 bits with a scale for each row and group of inputs. A call reads the
+weights once for any number of rows. The result of a row is the same to the bit whatever other rows
+are in the batch, so verification and decoding agree.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from magicdec.kernels.build import SHARED_HEADERS, load_library, share_openmp
+from magicdec.kernels.huge_pages import use_huge_pages
 from magicdec.model.linear import triton
 
 SOURCE = Path(__file__).with_name("packed.cpp")
@@ -31,14 +32,15 @@ HEADERS = (
     SOURCE.with_name("packed_float32.h"),
     SOURCE.with_name("packed_amx.h"),
     SOURCE.with_name("packed_int4.h"),
+    SOURCE.with_name("packed_int8.h"),
     SHARED_HEADERS / "arithmetic.h",
     SHARED_HEADERS / "amx.h",
     SHARED_HEADERS / "barrier.h",
     SHARED_HEADERS / "bf16.h",
-    SHARED_HEADERS / "int8.h",
     SHARED_HEADERS / "wide.h",
 )
 WIDTH = 64  # output channels per block of packed weights
+TILE = 64  # the inputs of an int8 layer are filled up to a multiple of it
 GROUP = 32  # inputs that share a scale of an int4 layer
 INT4 = "int4"  # has no dtype of its own
 # By the dtype of the weights: a block's sizes before WIDTH by the number of inputs, its dtype, and
@@ -46,7 +48,7 @@ INT4 = "int4"  # has no dtype of its own
 PACKERS: dict[torch.dtype | str, tuple[Callable[[int], tuple[int, ...]], torch.dtype, str]] = {
     torch.float32: (lambda width: (width,), torch.float32, "magicdec_pack_float32"),
     torch.bfloat16: (lambda width: (width // 2,), torch.int32, "magicdec_pack"),
-    torch.int8: (lambda width: (2, width // 2), torch.uint8, "magicdec_pack_int8"),
+    torch.int8: (lambda width: (-(-width // TILE) * TILE,), torch.uint8, "magicdec_pack_int8"),
     INT4: (lambda width: (width // GROUP, 18), torch.uint8, "magicdec_pack_int4"),
 }
 
@@ -79,6 +81,7 @@ class PackedLinear(nn.Module):
         blocks, width = -(-self.out_features // WIDTH), self.in_features
         shape, dtype, pack = PACKERS[INT4 if self.is_int4 else weight.dtype]
         packed = torch.empty(blocks, *shape(width), WIDTH, dtype=dtype)
+        use_huge_pages(packed)
         self.packed = nn.Parameter(packed, requires_grad=False)
         sources = [weight.data_ptr()]
         if self.is_int4 and scale is not None:
@@ -139,7 +142,8 @@ def packed_linear(
     width = x.shape[-1]
     out = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype)
     rows, bias_at = x.numel() // width, None if bias is None else bias.data_ptr()
-    room = torch.empty(x.numel())  # scratch: the kernels widen or reorder the activations into it
+    # Scratch: the kernels widen, reorder or round the activations into it.
+    room = torch.empty(rows * (width + TILE))
     if scale is not None:
         library().magicdec_linear_int8(
             x.data_ptr(), rows, packed.data_ptr(), scale.data_ptr(), out_features, width, bias_at,

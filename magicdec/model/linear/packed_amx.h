@@ -29,7 +29,7 @@ inline void product_amx(const uint32_t* x, int64_t first, int64_t count, const u
     for (int64_t r = 0; r < count; ++r) {
         __m512 row[1][4];
         for (int i = 0; i < 4; ++i) row[0][i] = _mm512_load_ps(sums + r * WIDTH + 16 * i);
-        finish<1, 4>(row, nullptr, bias, width, out + r * out_stride, out_stride);
+        finish<1, 4>(row, bias, width, out + r * out_stride, out_stride);
     }
 }
 

@@ -1,4 +1,4 @@
-// Linear layers whose arithmetic is float32, on every CPU, over packed weights in float32, bfloat16 or int8. Weights are
+// Linear layers whose arithmetic is float32, on every CPU, over packed weights in float32 or bfloat16. Weights are
 // packed once, in blocks of output channels, and read once per call for any number of rows; those of fewer bits are widened
 // in registers. Each output is one chain of additions in the order of the inputs, so its bits do not depend on what else is
 // computed in the same call.
@@ -66,24 +66,6 @@ struct Pairs {  // bfloat16: [K / 2][WIDTH] pairs
     }
 };
 
-struct Bytes {  // int8: [K][WIDTH]
-    const int8_t* data;
-    Bytes(const void* packed, int64_t K, int64_t block) : data((const int8_t*)packed + block * K * WIDTH) {}
-    const void* at(int64_t input) const { return data + input * WIDTH; }
-    template <int N, int V, typename Prefetch>
-    void add(Left rows, int64_t channel, int64_t first, int64_t count, Prefetch ahead, vec (&sums)[N][V]) const {
-        const int8_t* from = data + first * WIDTH + channel;
-        const int64_t every = WIDTH / (V * W);  // 64 bytes have the weights of so many passes over the channels
-        for (int64_t k = 0; k < count; ++k, from += WIDTH, rows.x += rows.step) {
-            if (k % every == 0) ahead(from);
-            for (int i = 0; i < V; ++i) {
-                const vec w = widen(from + i * W);
-                for (int n = 0; n < N; ++n) sums[n][i] = fused(broadcast(rows.x[n * rows.row]), w, sums[n][i]);
-            }
-        }
-    }
-};
-
 // sums [N][WIDTH] += N rows times the weights of `count` inputs from `first` on.
 template <int N, typename Weights, typename Prefetch>
 inline void add_products(const Weights& weights, Left rows, int64_t first, int64_t count, Prefetch ahead, float* sums) {
@@ -103,11 +85,9 @@ inline void store_all(bfloat16* out, const float* sums, int64_t count) {
     for (int64_t i = 0; i < count; i += W) store(&out[i].value, load(sums + i), count - i);
 }
 
-// out [R, N] = x [R, K] times the packed weight, times scale [N] or nothing, plus bias [N] or null. `room` is scratch memory
-// for R * K numbers.
+// out [R, N] = x [R, K] times the packed weight, plus bias [N] or null. `room` is scratch memory for R * K numbers.
 template <typename Weights, typename S>
-void linear(const S* x, int64_t R, const void* packed, const float* scale, int64_t N, int64_t K, const S* bias, float* room,
-            S* out) {
+void linear(const S* x, int64_t R, const void* packed, int64_t N, int64_t K, const S* bias, float* room, S* out) {
     interleave(x, R, K, room);
     const int64_t blocks = (N + WIDTH - 1) / WIDTH, groups = num_groups(R), chunks = (groups + CHUNK - 1) / CHUNK;
 #pragma omp for collapse(2) schedule(static) nowait
@@ -137,8 +117,8 @@ void linear(const S* x, int64_t R, const void* packed, const float* scale, int64
             const int64_t channel = block * WIDTH, width = std::min<int64_t>(WIDTH, N - channel);
             for (int64_t row = begin; row < end; ++row) {
                 float* sum = sums + (row - begin) * WIDTH;
-                for (int64_t i = 0; i < width; ++i)
-                    sum[i] = std::fma(sum[i], scale ? scale[channel + i] : 1.0f, bias ? to_float(bias[channel + i]) : 0.0f);
+                if (bias)
+                    for (int64_t i = 0; i < width; ++i) sum[i] += to_float(bias[channel + i]);
                 store_all(out + row * N + channel, sum, width);
             }
         }
@@ -151,19 +131,13 @@ namespace {
 
 inline void linear_float32(const float* x, int64_t R, const float* packed, int64_t N, int64_t K, const float* bias,
                            float* room, float* out) {
-    float32::linear<float32::Floats>(x, R, packed, nullptr, N, K, bias, room, out);
+    float32::linear<float32::Floats>(x, R, packed, N, K, bias, room, out);
 }
 
 #if !defined(__AVX512BF16__)
 inline void linear_bf16(const uint16_t* x, int64_t R, const uint32_t* packed, int64_t N, int64_t K, const uint16_t* bias,
                         float* room, uint16_t* out) {
-    float32::linear<float32::Pairs>((const bfloat16*)x, R, packed, nullptr, N, K, (const bfloat16*)bias, room,
-                                    (bfloat16*)out);
-}
-
-inline void linear_int8(const uint16_t* x, int64_t R, const uint8_t* packed, const float* scale, int64_t N, int64_t K,
-                        const uint16_t* bias, float* room, uint16_t* out) {
-    float32::linear<float32::Bytes>((const bfloat16*)x, R, packed, scale, N, K, (const bfloat16*)bias, room, (bfloat16*)out);
+    float32::linear<float32::Pairs>((const bfloat16*)x, R, packed, N, K, (const bfloat16*)bias, room, (bfloat16*)out);
 }
 #endif
 

@@ -221,10 +221,11 @@ template <typename S>
 inline void linear(const S* x, int64_t R, const uint32_t* packed, int64_t N, int64_t K, const S* bias, float* room, S* out) {
     const Activations rounded(room, R, K);
     const int64_t blocks = (N + WIDTH - 1) / WIDTH, groups = K / GROUP, chunks = (R + CHUNK - 1) / CHUNK;
-#pragma omp for schedule(static)
+#pragma omp for schedule(static) nowait
     for (int64_t i = 0; i < R * groups; ++i)
         round_group(x + i * GROUP, (int8_t*)rounded.quads + i * GROUP, rounded.scales + i, rounded.zeros + i);
-#pragma omp for collapse(2) schedule(static)
+    wait_for_threads();
+#pragma omp for collapse(2) schedule(static) nowait
     for (int64_t block = 0; block < blocks; ++block)
         for (int64_t chunk = 0; chunk < chunks; ++chunk) {
             const int64_t channel = block * WIDTH, width = std::min<int64_t>(WIDTH, N - channel);
@@ -239,6 +240,7 @@ inline void linear(const S* x, int64_t R, const uint32_t* packed, int64_t N, int
             multiply_rows(rounded, chunk * CHUNK, std::min(R, (chunk + 1) * CHUNK), packed + block * groups * ENTRIES, K,
                           finish);
         }
+    wait_for_threads();
 }
 
 }  // namespace int4
