@@ -34,11 +34,6 @@ class Speculated:
     def accepts_all(self) -> bool:
         return self.counts == {self.num_drafts}
 
-    @property
-    def rate(self) -> float:
-        drafted = sum(self.num_drafts * len(step) for step in self.accepted)
-        return sum(map(sum, self.accepted)) / drafted
-
 
 def speculate(
     model: Transformer,

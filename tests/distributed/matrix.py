@@ -1,7 +1,7 @@
 """Every drafter under every KV policy, and one rank of decoding with all of them: a ragged batch,
 up to 110 tokens a row; and fewer tokens in steps that are recorded once and replayed, sums over
-ranks included, greedy or sampled. Started by test_engine_ranks.py; rank 0 prints what each case
-emitted as JSON.
+ranks included, greedy or sampled, and of requests that join and leave. Started by
+test_engine_ranks.py; rank 0 prints what each case emitted as JSON.
 
 A new drafter is in the table by itself; a new policy is a line in KV_SECTIONS."""
 
@@ -23,16 +23,18 @@ from conftest import (
     served_pairs,
     trust_lookups,
 )
+from fake_clock import VirtualClock
 from recorder import Recorder
 
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.decoding.recorder import Eager
-from magicdec.decoding.strategy import Setup
+from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Group, Launch, read_launch
 from magicdec.distributed.start import close_groups, make_groups
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.drafting.draft_length import AutoLength
 from magicdec.drafting.drafter import DraftModel
 from magicdec.engine import Engine
 from magicdec.executor.executor import Executor
@@ -40,6 +42,7 @@ from magicdec.names import DRAFTERS, NGRAM_AND
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
+from magicdec.scheduling.plan import Limits
 
 PROMPTS, NUM_NEW = [5, 70, 1, 33], [110, 110, 9, 91]
 TREE, MOST_DRAFTS = "2,2,1", 2 + 4 + 4
@@ -71,7 +74,7 @@ class Case:
     draft_ranks: tuple[int, ...] | None = None
     tree: str | None = None  # of the depth of gamma
     pa: float | None = None
-    steps: str = "native"  # or "eager" or "replayed", by operators of torch
+    steps: str = "native"  # or "eager", "replayed" or "in flight", by operators of torch
     is_sampled: bool = False
 
     @property
@@ -115,6 +118,7 @@ def make_cases(num_ranks: int, other_groups: bool = False) -> list[Case]:
         elif not other_groups:
             cases.append(Case(drafter, kv, gamma, turn if drafter == "model" else None))
     others = [*make_tree_cases(groups), *make_stops(groups), *make_replayed(groups)]
+    others += make_in_flight(order)
     return cases if other_groups else [*cases, *others]
 
 
@@ -157,6 +161,19 @@ def make_replayed(groups: Sequence[tuple[int, ...]]) -> list[Case]:
     return cases
 
 
+def make_in_flight(order: tuple[int, ...]) -> list[Case]:
+    """Requests that join and leave: every drafter, and the policies that choose."""
+    cases = []
+    for drafter, policy in (
+        ("ngram", "full"), ("self", "snapkv"), ("self", "verified"), ("self", "streaming_llm"),
+        ("model", "streaming_llm"), ("ngram+self", "streaming_llm"), ("ngram+model", "full"),
+    ):  # fmt: skip
+        kv = KVSection(policy, -1 if policy == "full" else 40, 4, 8)
+        ranks = order if drafter.endswith("model") else None
+        cases.append(Case(drafter, kv, 3, ranks, steps="in flight"))
+    return cases
+
+
 def target_ranks(num_ranks: int) -> tuple[int, ...]:
     """Reversed, so that a rank and its place in the group are not the same number."""
     return tuple(reversed(range(num_ranks)))
@@ -179,6 +196,8 @@ class Rank:
     def make_runner(self, case: Case, which: int, group: Group) -> ModelRunner:
         model = load(self.paths[which], Shard(group.index, group.size), dtype=case.dtype)
         size = len(PROMPTS), MAX_TOKENS
+        if case.steps == "in flight":  # a row less than requests, and memory for a long one
+            return ModelRunner(model, SDPABackend(8), group, 3, MAX_TOKENS, num_blocks=14)
         if not case.is_native:
             return ModelRunner(model, SDPABackend(16), group, *size)
         executor = Executor(pack(model), group)
@@ -188,14 +207,20 @@ class Rank:
         groups, recorder = self.groups[case.is_native, case.draft_ranks], Recorder()
         runner = self.make_runner(case, 0, groups.target)
         decoding = DecodingSection(name, case.drafter, case.gamma, case.tree, case.pa)
+        is_in_flight, draft = case.steps == "in flight", self.make_draft(case, groups)
+        is_auto = is_in_flight and case.kv.policy == "streaming_llm"
         setup = Setup(
-            runner, decoding, case.kv, draft=self.make_draft(case, groups),
+            runner, decoding, case.kv, draft=draft, is_in_flight=is_in_flight,
+            draft_length=AutoLength(case.gamma, runner.group, runner.device) if is_auto else None,
             recorder=recorder if case.steps == "replayed" else Eager(),
         )  # fmt: skip
-        engine = Engine(runner, 64)
-        engine.prefill(requests_of(case))
-        steps = []
-        requests = decode(engine, name, setup, lambda output, _: steps.append(output))
+        requests, steps = requests_of(case), []
+        if is_in_flight:
+            self.serve(setup, requests)
+        else:
+            engine = Engine(runner, 64)
+            engine.prefill(requests)
+            requests = decode(engine, name, setup, lambda output, _: steps.append(output))
         return Result(
             asdict(case),
             [list(r.output_ids) for r in requests],
@@ -204,6 +229,18 @@ class Rank:
             sorted({s.num_drafted for s in steps}),
             recorder.replayed,
         )
+
+    def serve(self, setup: Setup, requests: list[Request]) -> None:
+        """The ranks' clocks disagree, so that the schedule depends on which rank decides."""
+        shape = setup.runner.cache.shape
+        sizes = shape.block_size, shape.num_blocks
+        limits = Limits(MAX_TOKENS, *sizes, step_tokens=4, prefill_tokens=7)
+        clock = VirtualClock(1.0 + self.launch.rank)
+        for request in requests:
+            request.arrived_s = 1.5 * request.request_id
+        strategy = make_strategy("speculative", setup)
+        Engine(setup.runner, 16, limits, clock).serve(strategy, requests)
+        assert not any(setup.runner.cache.blocks)
 
     def make_draft(self, case: Case, groups) -> DraftModel | None:
         if case.draft_ranks is None:

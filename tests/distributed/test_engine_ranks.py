@@ -28,17 +28,6 @@ from magicdec.names import DRAFTERS, KV_POLICIES
 LOSSY = pytest.param("lossy", "diverged", marks=pytest.mark.wide)
 
 
-def test_ranks_serve_the_same_requests_alike(launch: Launch, tmp_path: Path) -> None:
-    """Requests join and leave a running batch; the first rank decides."""
-    path = save_checkpoint(tiny_transformer(), tmp_path / "model")
-    outputs = []
-    for num_ranks in (1, 2):
-        outputs.append(answer_of(launch, "distributed/in_flight.py", path, num_ranks=num_ranks))
-    expected = outputs[0][0]
-    assert [len(tokens) for tokens in expected] == [20, 9, 20, 1, 14]
-    assert all(tokens == expected for of_ranks in outputs for tokens in of_ranks)
-
-
 @pytest.mark.parametrize(("rule", "status"), [("exact", "ok_with_ties"), LOSSY])
 def test_two_ranks_agree_on_the_verdict(
     rule: str, status: str, launch: Launch, tmp_path: Path
@@ -96,7 +85,7 @@ def test_every_drafter_and_policy_emits_the_baselines_tokens(
             check_acceptance(r, alone[key(r.case)])
         elif r.case["steps"] == "eager":
             assert r.tokens == alone[key(r.case)].tokens, ("another rank count", r.case)
-    check_replayed([r for r in results if r.case["steps"] != "native"])
+    check_replayed([r for r in results if r.case["steps"] in ("eager", "replayed")])
 
 
 def check_acceptance(found: Result, alone: Result) -> None:

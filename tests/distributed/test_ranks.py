@@ -161,6 +161,7 @@ def test_bfloat16_activations_and_the_largest_draft(drive: Drive) -> None:
     flags = ("--target", "demo", "--model", "demo", "--dataset", "demo", "--dtype", "bfloat16")
     kinds = ("--draft_weights", "int8", "--draft_budget", -1)  # of all of the cache
     (record,) = drive("longspec", *INT8_FLAGS, *flags, *kinds, num_ranks=2).records
+    assert record["status"] in ("ok", "ok_with_ties")
     assert record["config"]["model"]["target_dtype"] == "bfloat16"
     assert record["config"]["draft"]["draft_dtype"] == "int8"
     assert 0.7 < record["metrics"]["acceptance_rate"] < 1

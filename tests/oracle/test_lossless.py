@@ -83,7 +83,7 @@ def test_speculation_emits_the_baseline_tokens(kv: KVSection) -> None:
     assert found.accepts_all == reads_all(kv)
 
 
-@pytest.mark.narrow("pairs")
+@pytest.mark.narrow("values", "pairs")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("weights", ["another model", "the target's"])
 @pytest.mark.parametrize("kv", DRAFT_SECTIONS, ids=repr)
