@@ -29,8 +29,11 @@ from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.device_batch import DeviceBatch
+from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.drafter import DraftSetup, make_drafter
 from magicdec.drafting.model_drafter import fold
+from magicdec.drafting.policies.streaming_llm import StreamingLLM
+from magicdec.drafting.self_drafter import SelfDrafter
 from magicdec.engine import Engine
 from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.request import Batch
@@ -180,6 +183,17 @@ def test_a_draft_costs_its_forwards_and_no_more() -> None:
     assert counts.num_forwards == chunks + 3 * steps
     # One token more a row in every step but the first: the last that was accepted.
     assert counts.num_tokens == 2 * 64 + 2 * 3 * steps + 2 * (steps - 1)
+
+
+def test_drafting_changes_no_committed_token_of_the_cache() -> None:
+    runner = make_runner(tiny_transformer(), 1, 64)
+    engine = Engine(runner, 64)
+    engine.prefill(make_requests(random_prompts([40], TINY.vocab_size), 5))
+    before = runner.cache.k[:, :, :, :40].clone()
+    batch = Batch(tuple(engine.scheduler.running))
+    drafter = SelfDrafter(DraftKV(runner, StreamingLLM(4, 10)))
+    drafter.propose(DeviceBatch.of(batch, TINY.vocab_size, runner.device), 3)
+    assert runner.cache.lengths == [40] and torch.equal(runner.cache.k[:, :, :, :40], before)
 
 
 def test_a_smaller_or_larger_padding_of_the_vocabulary_is_no_obstacle() -> None:
