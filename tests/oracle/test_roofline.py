@@ -74,6 +74,22 @@ def test_kv_bytes_are_what_the_kernel_counts(
     assert bytes_read(model, used) == expected
 
 
+def test_bytes_read_are_those_of_the_keys() -> None:
+    """The kernel counts keys. A key and its value take two bytes for each number."""
+    model = tiny_transformer(dtype=torch.bfloat16)
+    runner = make_runner(model, 2, 70, NativeBackend())
+    for row in range(2):
+        runner.cache.allocate(row, 70)
+    for ids in (torch.ones(2, 40, dtype=torch.long), torch.ones(2, 1, dtype=torch.long)):
+        counts, keys = runner.counts.copy(), kernel(TINY.head_dim).magicdec_keys_read()
+        runner.forward(ids, [0, 1])
+        keys = kernel(TINY.head_dim).magicdec_keys_read() - keys
+        used = runner.counts.minus(counts)
+        if ids.shape[1] == 1:  # a long chunk reads a key once for several tokens
+            assert used.kv_bytes_read == keys * 2 * 2 * TINY.head_dim > 0
+        assert bytes_read(model, used) == used.kv_bytes_read + weight_bytes(model)
+
+
 STEPS = 30
 
 
