@@ -35,7 +35,6 @@ DRAFTS = (
     *("--layer_split", "0.5,0.5/1.0", "--modes", "sequential", "sync"),
 )
 SHARED = ("--collectives", "shared_memory")
-RUN = ("run", "--gen_len", 8, "--B", 2)
 CASES = {  # (phase, killed rank, ranks, command and its flags)
     "preparing": ("preparing", 0, 3, RING),
     "timing, of the same stage": ("timing", 0, 4, TIMED),
@@ -63,9 +62,6 @@ CASES = {  # (phase, killed rank, ranks, command and its flags)
     "pipeline, serving drafts": ("serving drafts", 2, 3, (*DRAFTS, *SHARED)),
     "pipeline, serving drafts through gloo": ("serving drafts", 2, 3, (*DRAFTS, *GLOO)),
     "inflight, loading": ("loading", 1, 2, ("inflight", "--num_requests", 2)),
-    "run, preparing": ("preparing", 1, 3, RUN),
-    "run, loading": ("loading", 1, 3, RUN),
-    "latency, grouping": ("grouping", 1, 3, ("latency", "--B", 1, "--T", 1)),
 }
 QUICK = (
     *("loading", "serving", "serving through gloo"),
@@ -96,16 +92,34 @@ def test_a_rank_that_is_killed_is_named_and_ends_all(
     phase, killed, num_ranks, (command, *flags) = CASES[case]
     monkeypatch.setenv("KILLED_RANK", str(killed))
     monkeypatch.setenv("KILLED_IN", f"{command}: {phase}")
-    sizes = ("--dataset", text_file, *FLAGS)
-    if command in ("run", "latency"):
-        sizes = ("--prefix_len", 60, "--threads", 1)
-    before, words = segments(), ("--model", checkpoint, *sizes, *flags)
-    done = launch("distributed/killed_rank.py", *words, num_ranks=num_ranks)
+    files = "--model", checkpoint, "--dataset", text_file
+    before = segments()
+    done = launch("distributed/killed_rank.py", *files, *FLAGS, *flags, num_ranks=num_ranks)
     check_killed(done, killed, num_ranks, tmp_path)
     assert segments() <= before, "shared memory is left behind"
     if phase in PASSES_BEFORE:
         names = [record["name"] for record in read_records(tmp_path / "r.jsonl")]
         assert names == PASSES_BEFORE[phase]
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize(
+    ("command", "phase", "flags"),
+    [
+        ("run", "preparing", ("--gen_len", 8, "--B", 2)),
+        ("run", "loading", ("--gen_len", 8, "--B", 2)),
+        ("latency", "grouping", ("--B", 1, "--T", 1)),
+    ],
+)
+def test_other_commands_name_it_too(
+    command: str, phase: str, flags: tuple[object, ...], launch: Launch, checkpoint: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("KILLED_RANK", "1")
+    monkeypatch.setenv("KILLED_IN", f"{command}: {phase}")
+    script, sizes = "distributed/killed_rank.py", ("--prefix_len", 60, "--threads", 1)
+    done = launch(script, "--model", checkpoint, *sizes, *flags, num_ranks=3)
+    check_killed(done, 1, 3, tmp_path)
 
 
 @pytest.mark.wide

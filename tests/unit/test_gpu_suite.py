@@ -157,6 +157,18 @@ def test_what_tests_found_before_they_failed_is_kept(
     assert again.cells == {"some": {"passed": 1}} and not again.partial
 
 
+def test_an_unknown_folder_of_earlier_files_is_refused(tmp_path: Path) -> None:
+    done = suite(tmp_path, "summary", FROM=str(tmp_path / "nothing"))
+    assert done.returncode == 2 and "is no folder; give the one with the files" in done.stderr
+
+
+def test_an_unknown_stage_is_refused(tmp_path: Path) -> None:
+    done = suite(tmp_path, "nothing")
+    assert done.returncode == 2
+    assert "STAGE nothing is not known; choose from attention llama31" in done.stderr
+    assert not list(tmp_path.iterdir())
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -164,24 +176,9 @@ def test_what_tests_found_before_they_failed_is_kept(
         ([], "--device cpu is for --tiny shapes"),
     ],
 )
-def test_a_wrong_flag_is_refused(arguments: list[str], message: str) -> None:
+def test_what_cannot_be_is_refused(arguments: list[str], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         gpu_suite.read_options(["tests", "--device", "cpu", *arguments])
-
-
-@pytest.mark.parametrize(
-    ("stage", "earlier", "message"),
-    [
-        ("summary", "/nothing", "is no folder; give the one with the files"),
-        ("nothing", None, "STAGE nothing is not known; choose from attention llama31"),
-    ],
-)
-def test_a_wrong_call_of_the_script_is_refused(
-    stage: str, earlier: str | None, message: str, tmp_path: Path
-) -> None:
-    done = suite(tmp_path, stage, **({"FROM": earlier} if earlier else {}))
-    assert done.returncode == 2 and message in done.stderr
-    assert not list(tmp_path.iterdir())
 
 
 def test_what_cannot_be_recorded_is_measured_without_graphs(
