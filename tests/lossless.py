@@ -34,11 +34,6 @@ class Speculated:
     def accepts_all(self) -> bool:
         return self.counts == {self.num_drafts}
 
-    @property
-    def rate(self) -> float:
-        drafted = sum(self.num_drafts * len(step) for step in self.accepted)
-        return sum(map(sum, self.accepted)) / drafted
-
 
 def speculate(
     model: Transformer,
@@ -46,7 +41,6 @@ def speculate(
     num_drafts: int = 4,
     *,
     draft: Transformer | None = None,
-    drafter: str = "self",
     lengths: Sequence[int] = RAGGED,
     num_new: int | Sequence[int] = 60,
     seed: int = 0,
@@ -55,8 +49,6 @@ def speculate(
     draft_chunk: int = 16,
     block_size: int = 8,
     sampling: SamplingSection = SamplingSection(),
-    eos: tuple[int, ...] = (),
-    pa: float | None = None,
 ) -> Speculated:
     """Decode random prompts of `lengths` tokens by the baseline and by speculation, and assert that
     both emit the same tokens, as many as asked for. `draft` is the model of a standalone draft."""
@@ -64,15 +56,13 @@ def speculate(
     size = len(lengths), max(lengths) + max(each) + num_drafts
     runner, made = make_runner(model, *size, backend()), None
     if draft is not None:
-        drafter = "model"
         made = make_draft(
             draft, kv, *size, backend(), draft_chunk, block_size, max(8, num_drafts)
         )  # fmt: skip
     prompts = random_prompts(lengths, model.config.vocab_size, seed)
-    requests = make_requests(prompts, each, eos, sampling)
-    baseline, tokens, accepted = decode_both(
-        runner, requests, kv, num_drafts, chunk, drafter, made, pa=pa
-    )
+    requests = make_requests(prompts, each, sampling=sampling)
+    drafter = "self" if draft is None else "model"
+    baseline, tokens, accepted = decode_both(runner, requests, kv, num_drafts, chunk, drafter, made)
     assert tokens == baseline
-    assert eos or [len(row) for row in tokens] == each
+    assert [len(row) for row in tokens] == each
     return Speculated(tokens, accepted, num_drafts, runner, made)

@@ -1,6 +1,7 @@
 """Every drafter under every KV policy, and one rank of decoding with all of them: a ragged batch,
-up to 110 tokens a row. Started by test_engine_ranks.py; rank 0 prints what each case emitted as
-JSON.
+up to 110 tokens a row; and fewer tokens in steps that are recorded once and replayed, sums over
+ranks included, greedy or sampled, and of requests that join and leave. Started by
+test_engine_ranks.py; rank 0 prints what each case emitted as JSON.
 
 A new drafter is in the table by itself; a new policy is a line in KV_SECTIONS."""
 
@@ -19,21 +20,29 @@ from conftest import (
     pack,
     random_prompts,
     refusal,
+    served_pairs,
     trust_lookups,
 )
+from fake_clock import VirtualClock
+from recorder import Recorder
 
 from magicdec.attention.native import NativeBackend
-from magicdec.config.sections import DecodingSection, KVSection
-from magicdec.decoding.strategy import Setup
+from magicdec.attention.sdpa import SDPABackend
+from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
+from magicdec.decoding.recorder import Eager
+from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Group, Launch, read_launch
 from magicdec.distributed.start import close_groups, make_groups
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.drafting.draft_length import AutoLength
 from magicdec.drafting.drafter import DraftModel
 from magicdec.engine import Engine
 from magicdec.executor.executor import Executor
-from magicdec.model.transformer import Transformer
 from magicdec.names import DRAFTERS, NGRAM_AND
+from magicdec.request import Request
 from magicdec.runner import ModelRunner
+from magicdec.sampling.sampling import make_params
+from magicdec.scheduling.plan import Limits
 
 PROMPTS, NUM_NEW = [5, 70, 1, 33], [110, 110, 9, 91]
 TREE, MOST_DRAFTS = "2,2,1", 2 + 4 + 4
@@ -47,6 +56,14 @@ KV_SECTIONS = [
     KVSection("verified", 70, 4),
     KVSection("retrieval", 70, 4),
 ]
+# Of the replayed steps, in which only the last row is greedy where the others are sampled.
+FEW_NEW = [10, 8, 4, 9]
+SAMPLINGS = [
+    SamplingSection(temperature=0.9, repetition_penalty=1.3, presence_penalty=0.5),
+    SamplingSection(temperature=1.2, top_k=20, top_p=0.9, min_p=0.02),
+    SamplingSection(temperature=0.8, top_p=0.9, repetition_penalty=1.1),
+    SamplingSection(repetition_penalty=1.2),
+]
 
 
 @dataclass(frozen=True)
@@ -57,6 +74,17 @@ class Case:
     draft_ranks: tuple[int, ...] | None = None
     tree: str | None = None  # of the depth of gamma
     pa: float | None = None
+    steps: str = "native"  # or "eager", "replayed" or "in flight", by operators of torch
+    is_sampled: bool = False
+
+    @property
+    def is_native(self) -> bool:
+        return self.steps == "native"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In float64 nothing rounds so that a random number falls to the other side."""
+        return torch.float64 if self.is_sampled else torch.float32
 
 
 @dataclass(frozen=True)
@@ -66,6 +94,7 @@ class Result:
     num_drafted: int
     num_accepted: int
     depths: list[int]  # numbers of draft tokens that steps had
+    num_replayed: int
 
     @property
     def acceptance(self) -> float:
@@ -88,7 +117,9 @@ def make_cases(num_ranks: int, other_groups: bool = False) -> list[Case]:
             cases += [Case(drafter, kv, gamma, ranks) for ranks in groups if ranks != turn]
         elif not other_groups:
             cases.append(Case(drafter, kv, gamma, turn if drafter == "model" else None))
-    return cases if other_groups else [*cases, *make_tree_cases(groups), *make_stops(groups)]
+    others = [*make_tree_cases(groups), *make_stops(groups), *make_replayed(groups)]
+    others += make_in_flight(order)
+    return cases if other_groups else [*cases, *others]
 
 
 def make_mixed(order: tuple[int, ...]) -> list[tuple[str, KVSection, tuple[int, ...] | None]]:
@@ -118,6 +149,31 @@ def make_stops(groups: Sequence[tuple[int, ...]]) -> list[Case]:
     return [Case("self", streaming_llm, 5, pa=0.3), *of_drafts]
 
 
+def make_replayed(groups: Sequence[tuple[int, ...]]) -> list[Case]:
+    """Each pair that is served, greedy and sampled; a standalone draft on the first of the groups.
+    Sampled steps that the host starts are compared with those of other numbers of ranks, too."""
+    kinds = [("replayed", False), ("eager", True), ("replayed", True)]
+    cases = []
+    for (drafter, policy), (steps, is_sampled) in product(sorted(served_pairs(), key=str), kinds):
+        kv = KVSection("full") if policy in (None, "full") else KVSection(policy, 40, 4, 8)
+        ranks = groups[0] if drafter == "model" else None
+        cases.append(Case(drafter, kv, 3, ranks, steps=steps, is_sampled=is_sampled))
+    return cases
+
+
+def make_in_flight(order: tuple[int, ...]) -> list[Case]:
+    """Requests that join and leave: every drafter, and the policies that choose."""
+    cases = []
+    for drafter, policy in (
+        ("ngram", "full"), ("self", "snapkv"), ("self", "verified"), ("self", "streaming_llm"),
+        ("model", "streaming_llm"), ("ngram+self", "streaming_llm"), ("ngram+model", "full"),
+    ):  # fmt: skip
+        kv = KVSection(policy, -1 if policy == "full" else 40, 4, 8)
+        ranks = order if drafter.endswith("model") else None
+        cases.append(Case(drafter, kv, 3, ranks, steps="in flight"))
+    return cases
+
+
 def target_ranks(num_ranks: int) -> tuple[int, ...]:
     """Reversed, so that a rank and its place in the group are not the same number."""
     return tuple(reversed(range(num_ranks)))
@@ -128,41 +184,63 @@ class Rank:
 
     def __init__(self, launch: Launch, paths: list[str]) -> None:
         self.launch, self.order = launch, target_ranks(launch.world_size)
-        device = torch.device("cpu")
-        collectives = "shared_memory" if launch.world_size > 1 else None
+        device, is_alone = torch.device("cpu"), launch.world_size == 1
+        kinds = (None, None) if is_alone else ("shared_memory", "gloo")  # the latter is recorded
         self.groups = {
-            ranks: make_groups(launch, self.order, device, collectives, ranks)
-            for ranks in {None, (0,), (launch.world_size - 1,), self.order}
+            (is_native, ranks): make_groups(launch, self.order, device, collectives, ranks)
+            for is_native, collectives in ((True, kinds[0]), (False, kinds[1]))
+            for ranks in (None, *sorted({(0,), (launch.world_size - 1,), self.order}))
         }
         self.paths = paths
 
-    def load(self, which: int, group: Group) -> Transformer:
-        return pack(load(self.paths[which], Shard(group.index, group.size)))
+    def make_runner(self, case: Case, which: int, group: Group) -> ModelRunner:
+        model = load(self.paths[which], Shard(group.index, group.size), dtype=case.dtype)
+        size = len(PROMPTS), MAX_TOKENS
+        if case.steps == "in flight":  # a row less than requests, and memory for a long one
+            return ModelRunner(model, SDPABackend(8), group, 3, MAX_TOKENS, num_blocks=14)
+        if not case.is_native:
+            return ModelRunner(model, SDPABackend(16), group, *size)
+        executor = Executor(pack(model), group)
+        return ModelRunner(model, NativeBackend(), group, *size, executor=executor)
 
-    def decode(self, case: Case | None) -> Result:
-        """Case None: the baseline."""
-        groups = self.groups[case.draft_ranks if case else None]
-        model, tree = self.load(0, groups.target), case and case.tree
-        runner = ModelRunner(
-            model, NativeBackend(), groups.target, len(PROMPTS), MAX_TOKENS,
-            executor=Executor(model, groups.target),
+    def decode(self, case: Case, name: str = "speculative") -> Result:
+        groups, recorder = self.groups[case.is_native, case.draft_ranks], Recorder()
+        runner = self.make_runner(case, 0, groups.target)
+        decoding = DecodingSection(name, case.drafter, case.gamma, case.tree, case.pa)
+        is_in_flight, draft = case.steps == "in flight", self.make_draft(case, groups)
+        is_auto = is_in_flight and case.kv.policy == "streaming_llm"
+        setup = Setup(
+            runner, decoding, case.kv, draft=draft, is_in_flight=is_in_flight,
+            draft_length=AutoLength(case.gamma, runner.group, runner.device) if is_auto else None,
+            recorder=recorder if case.steps == "replayed" else Eager(),
         )  # fmt: skip
-        name = "speculative" if case else "autoregressive"
-        drafter, gamma, pa = (case.drafter, case.gamma, case.pa) if case else (None, 1, None)
-        decoding = DecodingSection(name, drafter, gamma, tree, pa)
-        draft = case and self.make_draft(case, groups)
-        setup = Setup(runner, decoding, case.kv if case else KV_SECTIONS[0], draft=draft)
-        engine = Engine(runner, 64)
-        engine.prefill(make_requests(random_prompts(PROMPTS, 97), NUM_NEW))
-        steps = []
-        requests = decode(engine, name, setup, lambda output, _: steps.append(output))
+        requests, steps = requests_of(case), []
+        if is_in_flight:
+            self.serve(setup, requests)
+        else:
+            engine = Engine(runner, 64)
+            engine.prefill(requests)
+            requests = decode(engine, name, setup, lambda output, _: steps.append(output))
         return Result(
-            asdict(case) if case else {},
+            asdict(case),
             [list(r.output_ids) for r in requests],
             sum(s.num_drafted * len(s.token_ids) for s in steps),
             sum(sum(s.num_accepted or []) for s in steps),
             sorted({s.num_drafted for s in steps}),
+            recorder.replayed,
         )
+
+    def serve(self, setup: Setup, requests: list[Request]) -> None:
+        """The ranks' clocks disagree, so that the schedule depends on which rank decides."""
+        shape = setup.runner.cache.shape
+        sizes = shape.block_size, shape.num_blocks
+        limits = Limits(MAX_TOKENS, *sizes, step_tokens=4, prefill_tokens=7)
+        clock = VirtualClock(1.0 + self.launch.rank)
+        for request in requests:
+            request.arrived_s = 1.5 * request.request_id
+        strategy = make_strategy("speculative", setup)
+        Engine(setup.runner, 16, limits, clock).serve(strategy, requests)
+        assert not any(setup.runner.cache.blocks)
 
     def make_draft(self, case: Case, groups) -> DraftModel | None:
         if case.draft_ranks is None:
@@ -170,13 +248,21 @@ class Rank:
         source = self.order.index(case.draft_ranks[0])
         assert (groups.draft is not None) == (self.launch.rank in case.draft_ranks)
         if groups.draft is None:
-            return DraftModel(None, source, 16)
-        model, backend = self.load(1, groups.draft), NativeBackend()
-        place = {"group": groups.draft, "source": source}
-        draft = make_draft(model, case.kv, len(PROMPTS), MAX_TOKENS, backend, **place)
+            return DraftModel(None, source, 16, case.kv.policy == "streaming_llm")
+        runner = self.make_runner(case, 1, groups.draft)
+        size, place = (len(PROMPTS), MAX_TOKENS), {"group": groups.draft, "source": source}
+        draft = make_draft(runner.model, case.kv, *size, runner.backend, **place)
         assert draft.runner is not None
-        draft.runner.executor = Executor(model, groups.draft)
+        draft.runner.executor = runner.executor
         return draft
+
+
+def requests_of(case: Case) -> list[Request]:
+    prompts = random_prompts(PROMPTS, 97)
+    if not case.is_sampled:
+        return make_requests(prompts, NUM_NEW if case.is_native else FEW_NEW)
+    rows = zip(prompts, FEW_NEW, SAMPLINGS, strict=True)
+    return [Request(i, prompt, make_params(s, n, (), i)) for i, (prompt, n, s) in enumerate(rows)]
 
 
 def main() -> None:
@@ -185,7 +271,8 @@ def main() -> None:
     launch = read_launch()
     target, draft, which = sys.argv[1:]
     rank, cases = Rank(launch, [target, draft]), make_cases(launch.world_size, which == "other")
-    results = [rank.decode(case) for case in [None, *cases]]
+    baseline = rank.decode(Case("self", KV_SECTIONS[0], 1), "autoregressive")
+    results = [baseline, *map(rank.decode, cases)]
     if launch.rank == 0:
         print(json.dumps([asdict(result) for result in results]), flush=True)
     close_groups()

@@ -9,76 +9,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, Launch, refusal, save_checkpoint, served_pairs, tiny_transformer
-from matrix import NUM_NEW, Result, make_cases, make_mixed
-from several_ranks import answer_of, disturbed
+from conftest import (
+    TINY,
+    Launch,
+    make_requests,
+    random_prompts,
+    refusal,
+    save_checkpoint,
+    served_pairs,
+    tiny_transformer,
+)
+from matrix import FEW_NEW, MAX_TOKENS, NUM_NEW, PROMPTS, Result, make_cases, make_mixed
+from several_ranks import answer_of, disturbed, generate_alone
 
 from magicdec.config.sections import KVSection
 from magicdec.names import DRAFTERS, KV_POLICIES
 
 LOSSY = pytest.param("lossy", "diverged", marks=pytest.mark.wide)
-
-
-@pytest.mark.parametrize(
-    ("kv_heads", "ranks"),
-    [
-        pytest.param((2,), ((1, "gloo"), (3, "shared_memory")), id="kv_heads0"),
-        pytest.param(
-            (3, 6), ((1, "gloo"), (2, "shared_memory"), (3, "shared_memory")), id="kv_heads1",
-            marks=pytest.mark.wide,
-        ),
-    ],
-)  # fmt: skip
-def test_ragged_batches_over_ranks(
-    kv_heads: tuple[int, ...], ranks: tuple[tuple[int, str], ...], launch: Launch, tmp_path: Path
-) -> None:
-    """MHA and GQA, greedy or sampled, speculated or not: the same tokens, and the same drafts are
-    accepted, also where ranks share a KV head. Each launch decodes with all the models, and drafts
-    with the first, a little disturbed, so that some of it is accepted. The test of every
-    drafter has two ranks in `make test`, too."""
-    models = [tiny_transformer(replace(TINY, num_kv_heads=heads)) for heads in kv_heads]
-    paths = [save_checkpoint(model, tmp_path / str(i)) for i, model in enumerate(models)]
-    draft = save_checkpoint(disturbed(models[0]), tmp_path / "draft")
-    outputs = [
-        answer_of(launch, "distributed/ragged.py", how, draft, *paths, num_ranks=num_ranks)
-        for num_ranks, how in ranks
-    ]
-    assert all(found == outputs[0] for found in outputs) and len(outputs[0]) == len(kv_heads) + 1
-    for of_model in outputs[0][:-1]:
-        assert [len(tokens) for tokens in of_model[0]] == [24, 9, 24, 19]
-
-
-def test_ranks_serve_the_same_requests_alike(launch: Launch, tmp_path: Path) -> None:
-    """Requests join and leave a running batch; the first rank decides."""
-    path = save_checkpoint(tiny_transformer(), tmp_path / "model")
-    outputs = []
-    for num_ranks in (1, 2):
-        outputs.append(answer_of(launch, "distributed/in_flight.py", path, num_ranks=num_ranks))
-    expected = outputs[0][0]
-    assert [len(tokens) for tokens in expected] == [20, 9, 20, 1, 14]
-    assert all(tokens == expected for of_ranks in outputs for tokens in of_ranks)
-
-
-@pytest.mark.parametrize("sampling", ["greedy", pytest.param("sampled", marks=pytest.mark.wide)])
-def test_replayed_steps_of_two_ranks_emit_the_same_tokens(
-    sampling: str, launch: Launch, tmp_path: Path
-) -> None:
-    """The sums over ranks are part of what is recorded."""
-    paths = [
-        save_checkpoint(tiny_transformer(seed=seed), tmp_path / str(seed)) for seed in range(2)
-    ]
-    results = answer_of(launch, "distributed/replayed.py", *paths, sampling, num_ranks=2)
-    assert len(results) == 1 + len(served_pairs())
-    baseline = results[0][2]
-    assert [len(tokens) for tokens in baseline] == [10, 8, 4]
-    for drafter, policy, eager, replayed, times in results:
-        assert times > 3, (drafter, policy)
-        if sampling == "greedy":
-            assert eager == replayed == baseline, (drafter, policy)
-        elif (drafter, policy) == ("model", "snapkv"):  # see oracle/test_replay.py
-            assert eager[2] == replayed[2] == baseline[2], "the greedy row"
-        else:
-            assert replayed == eager, (drafter, policy)
 
 
 @pytest.mark.parametrize(("rule", "status"), [("exact", "ok_with_ties"), LOSSY])
@@ -95,54 +42,75 @@ def test_two_ranks_agree_on_the_verdict(
 
 def key(case: dict[str, Any]) -> tuple[Any, ...]:
     """What a case is, whatever the ranks."""
-    return case["drafter"], case["gamma"], case["tree"], case["pa"], tuple(case["kv"].values())
+    names = ("drafter", "gamma", "tree", "pa", "steps", "is_sampled")
+    return *(case[name] for name in names), *case["kv"].values()
 
 
 @pytest.fixture(scope="module")
-def of_one_rank() -> dict[str, list[Result]]:
-    """Filled by the first test that needs them."""
+def of_one_rank() -> dict[int, list[Result]]:
+    """By the number of KV heads; filled by the first test that needs them."""
     return {}
 
 
 @pytest.mark.parametrize(
-    ("num_ranks", "groups"),
+    ("num_ranks", "groups", "kv_heads"),
     [
-        pytest.param(1, "in turn", id="1"),
-        pytest.param(2, "in turn", id="2"),
-        pytest.param(2, "other", id="2, other groups", marks=pytest.mark.wide),
+        pytest.param(1, "in turn", 3, id="1"),
+        pytest.param(2, "in turn", 3, id="2"),
+        pytest.param(2, "other", 3, id="2, other groups", marks=pytest.mark.wide),
+        pytest.param(3, "in turn", 2, id="3, which share KV heads"),
     ],
 )
 def test_every_drafter_and_policy_emits_the_baselines_tokens(
-    num_ranks: int,
-    groups: str,
-    launch: Launch,
-    tmp_path: Path,
-    of_one_rank: dict[str, list[Result]],
-) -> None:
+    num_ranks: int, groups: str, kv_heads: int, launch: Launch, tmp_path: Path,
+    of_one_rank: dict[int, list[Result]],
+) -> None:  # fmt: skip
     """The draft model: the target's weights, a little disturbed, so that some of it is accepted."""
-    target = tiny_transformer()
+    target = tiny_transformer(replace(TINY, num_kv_heads=kv_heads))
     models = {"target": target, "draft": disturbed(target)}
     paths = [save_checkpoint(model, tmp_path / name) for name, model in models.items()]
     found = answer_of(launch, "distributed/matrix.py", *paths, groups, num_ranks=num_ranks)
     baseline, *results = (Result(**r) for r in found)
     assert len(results) == len(make_cases(num_ranks, groups == "other"))
-    assert [len(tokens) for tokens in baseline.tokens] == NUM_NEW
+    requests = make_requests(random_prompts(PROMPTS, 97), NUM_NEW)
+    assert baseline.tokens == generate_alone(target, requests, MAX_TOKENS)
     assert len({tuple(t[:9]) for t in baseline.tokens}) == len(NUM_NEW), "unlike texts"
-    wrong = [r.case for r in results if r.tokens != baseline.tokens]
+    few = [tokens[:count] for tokens, count in zip(baseline.tokens, FEW_NEW, strict=True)]
+    greedy = [r for r in results if not r.case["is_sampled"]]
+    wrong = [r.case for r in greedy if r.tokens not in (baseline.tokens, few)]
     assert not wrong, wrong
+    alone = {key(r.case): r for r in of_one_rank.setdefault(kv_heads, results)}
     for r in results:
-        is_lookup = r.case["drafter"] == "ngram"  # nothing is repeated
-        assert r.num_drafted > 0 and (is_lookup or r.num_accepted > 0), ("of no use", r.case)
-        reads_all = r.case["drafter"] == "self" and r.case["kv"]["policy"] == "full"
-        assert (r.num_accepted == r.num_drafted) == reads_all, r.case
-        ends_early = is_lookup or r.case["pa"] is not None
-        assert (len(r.depths) > 1) == ends_early, (r.case, r.depths)
-    first, *others = of_one_rank.setdefault("results", [baseline, *results])
-    assert baseline.tokens == first.tokens, "another rank count, another text"
+        if r.case["steps"] == "native":
+            check_acceptance(r, alone[key(r.case)])
+        elif r.case["steps"] == "eager":
+            assert r.tokens == alone[key(r.case)].tokens, ("another rank count", r.case)
+    check_replayed([r for r in results if r.case["steps"] in ("eager", "replayed")])
+
+
+def check_acceptance(found: Result, alone: Result) -> None:
+    case = found.case
+    is_lookup = case["drafter"] == "ngram"  # nothing is repeated
+    assert found.num_drafted > 0 and (is_lookup or found.num_accepted > 0), ("of no use", case)
+    reads_all = case["drafter"] == "self" and case["kv"]["policy"] == "full"
+    assert (found.num_accepted == found.num_drafted) == reads_all, case
+    ends_early = is_lookup or case["pa"] is not None
+    assert (len(found.depths) > 1) == ends_early, (case, found.depths)
     # Rounding may turn a draft's near-tie; ranks that draft otherwise show.
-    alone = {key(r.case): r.acceptance for r in others}
-    for r in results:
-        assert abs(r.acceptance - alone[key(r.case)]) < 0.02, (r.case, alone[key(r.case)])
+    assert abs(found.acceptance - alone.acceptance) < 0.02, (case, alone.acceptance)
+
+
+def check_replayed(results: list[Result]) -> None:
+    """Sampled steps that are replayed emit the tokens of those that the host starts."""
+    pairs = [(r.case["drafter"], r.case["kv"]["policy"]) for r in results]
+    by_pair = list(zip(pairs, results, strict=True))
+    eager = {pair: r.tokens for pair, r in by_pair if r.case["steps"] == "eager"}
+    for pair, r in by_pair:
+        assert (r.num_replayed > 3) == (r.case["steps"] == "replayed"), (pair, r.num_replayed)
+        if r.case["is_sampled"]:
+            # Of that pair only the greedy row, see oracle/test_replay.py.
+            first = 3 if pair == ("model", "snapkv") else 0
+            assert r.tokens[first:] == eager[pair][first:], pair
 
 
 def test_the_table_is_complete() -> None:

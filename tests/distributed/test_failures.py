@@ -56,6 +56,10 @@ REFUSED: dict[str, list[tuple[list[object], str]]] = {
             "--model random:llama-68m has a vocabulary of 32000 ids, --target demo of 2048",
         ),
         (["--prefix_len", 20470], "20480 positions of --target demo"),
+        (
+            ["--target", "random:bloom-7b1", "--model", "random:bloom-7b1", "--draft_budget", 50],
+            "but --model random:bloom-7b1 has ALiBi; choose from full, snapkv",
+        ),
     ],
     "baseline": [
         (

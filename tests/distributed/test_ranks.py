@@ -1,16 +1,11 @@
 """The drivers from the command line, over 1, 2 and 3 ranks: same tokens, right records, whatever
-the order of ranks. Also families whose heads do not divide, and int8 weights, quantised while
-loading or stored so."""
+the order of ranks. Also int8 weights, quantised while loading or stored so."""
 
-import shutil
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
-from conftest import ROOT, TINY, Drive, Launch, save_checkpoint, tiny_transformer
+from conftest import Drive, Launch
 from several_ranks import check_numbers, read_records
-from tiny_families import MODELS, make_model
 
 from magicdec.model.checkpoint.convert import convert, find_checkpoint, quantized
 
@@ -39,10 +34,8 @@ def single() -> dict[str, list[list[int]]]:
     ("ranks", "collectives"),
     [
         ("0", "auto"),
-        pytest.param("0 1", "shared_memory", marks=pytest.mark.wide),
-        pytest.param("0 1", "gloo", marks=pytest.mark.wide),
         ("1 0", "auto"),
-        pytest.param("0 1 2", "gloo", marks=pytest.mark.wide),
+        ("0 1 2", "gloo"),
         ("2 0 1", "shared_memory"),
     ],
 )
@@ -66,12 +59,11 @@ def test_every_rank_count_and_order_emits_the_same_tokens(
     assert found.tokens == single.setdefault("tokens", found.tokens)
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.wide), 2])
-def test_the_draft_length_that_pays(num_ranks: int, drive: Drive, tiny: Words) -> None:
+def test_the_draft_length_that_pays(drive: Drive, tiny: Words) -> None:
     """Clocks decide, and differ between ranks: all follow the first. No ignored end tokens, so rows
     end apart."""
     flags = "--gamma", "auto", "--warmup_batches", 1
-    found = drive("selfspec", *tiny, *SPECULATION, *flags, num_ranks=num_ranks)
+    found = drive("selfspec", *tiny, *SPECULATION, *flags, num_ranks=2)
     (record,) = found.records
     assert record["correctness"]["identical"] is True
     assert record["config"]["decoding"]["num_draft_tokens"] == "auto"
@@ -89,11 +81,10 @@ def test_the_draft_length_that_pays(num_ranks: int, drive: Drive, tiny: Words) -
     check_numbers(record)
 
 
-@pytest.mark.parametrize("num_ranks", [pytest.param(1, marks=pytest.mark.wide), 3])
-def test_bfloat16_agrees_with_its_own_baseline(num_ranks: int, drive: Drive, tiny: Words) -> None:
+def test_bfloat16_agrees_with_its_own_baseline(drive: Drive, tiny: Words) -> None:
     """With whatever kernels `auto` takes here; three ranks have shards of an odd width."""
     words = *tiny, *SPECULATION, "--dtype", "bfloat16", "--ignore_eos"
-    (record,) = drive("selfspec", *words, num_ranks=num_ranks).records
+    (record,) = drive("selfspec", *words, num_ranks=3).records
     assert record["config"]["model"]["dtype"] == "bfloat16"
     assert record["correctness"]["num_tokens"] == 6 * 40
     if record["config"]["model"]["linear"] == "packed":
@@ -111,18 +102,6 @@ def test_without_a_compiler_auto_says_what_it_takes(
     assert record["config"]["model"]["linear"] == "torch"
 
 
-@pytest.mark.wide
-def test_kv_heads_are_replicated_when_there_are_more_ranks(
-    drive: Drive, text_file: Path, tmp_path: Path
-) -> None:
-    """MQA: three ranks, one KV head, which each of them holds."""
-    config = replace(TINY, vocab_size=2051, num_kv_heads=1, qkv_bias=True, output_bias=True)
-    directory = save_checkpoint(tiny_transformer(config), tmp_path / "mqa")
-    words = "--model", directory, "--dataset", text_file, *FLAGS, *SPECULATION
-    one, three = (drive("selfspec", *words, num_ranks=num_ranks).tokens for num_ranks in (1, 3))
-    assert one == three
-
-
 def test_the_baseline_driver_and_its_text(
     launch: Launch, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
 ) -> None:
@@ -136,58 +115,6 @@ def test_the_baseline_driver_and_its_text(
     assert record["correctness"]["reference"] is None and record["baseline_metrics"] is None
     assert record["metrics"]["acceptance_rate"] is None
     assert record["config"]["workload"]["gen_len"] == 10
-
-
-FAMILY_FLAGS = (
-    *("--B", 2, "--prefix_len", 80, "--gen_len", 24, "--num_batches", 1, "--warmup_batches", 0),
-    *("--dtype", "float32", "--gamma", 3, "--streamingllm_budget", 24),
-    *("--num_sink_tokens", 4, "--ignore_eos"),
-)
-UNEVEN: dict[str, dict[str, Any]] = {
-    "gpt2": {"n_head": 5, "n_embd": 40},
-    "gptj": {"n_head": 3, "n_embd": 48, "rotary_dim": 4},
-    "falcon-40b": {"num_attention_heads": 12, "num_kv_heads": 3, "hidden_size": 96},
-    "bloom": {"n_head": 5, "hidden_size": 40},
-    "mistral": {"num_key_value_heads": 1},
-}
-SPECIAL_TOKENS = {"vocab_size": 2051, "bos_token_id": 1, "eos_token_id": 2}
-TOKENIZER = ROOT / "magicdec" / "demo" / "target" / "tokenizer.model"
-
-
-@pytest.mark.parametrize(
-    "name", [n if n == "gpt2" else pytest.param(n, marks=pytest.mark.wide) for n in UNEVEN]
-)
-def test_two_ranks_emit_the_tokens_of_one(
-    name: str, drive: Drive, text_file: Path, tmp_path: Path
-) -> None:
-    family, sizes = MODELS[name]
-    directory = tmp_path / name
-    make_model(family, sizes | UNEVEN[name] | SPECIAL_TOKENS).save_pretrained(directory)
-    shutil.copy(TOKENIZER, directory)
-    words = "--model", directory, "--dataset", text_file, *FAMILY_FLAGS
-    outputs = [drive("selfspec", *words, num_ranks=num_ranks) for num_ranks in (1, 2)]
-    records = [found.records[0] for found in outputs]
-    assert all(r["status"] == "ok" and r["correctness"]["identical"] for r in records)
-    assert [r["environment"]["world_size"] for r in records] == [1, 2]
-    tokens = [found.tokens for found in outputs]
-    assert tokens[0] == tokens[1] and all(len(t) == 24 for t in tokens[0])
-
-
-@pytest.mark.parametrize(("name", "why"), [("gpt2", "learned positions"), ("bloom", "ALiBi")])
-def test_a_draft_that_cannot_roll_is_refused_in_one_line(
-    name: str, why: str, launch: Launch, tmp_path: Path
-) -> None:
-    family, sizes = MODELS[name]
-    make_model(family, sizes | SPECIAL_TOKENS | {"vocab_size": 2048}).save_pretrained(
-        tmp_path / name
-    )
-    shutil.copy(TOKENIZER, tmp_path / name)
-    done = launch(
-        "longspec_benchmark.py", "--target", "demo", "--model", tmp_path / name, *FAMILY_FLAGS,
-        "--kv_policy", "streaming_llm",
-    )  # fmt: skip
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert f"but --model {name} has {why}; choose from full, snapkv" in done.stderr
 
 
 INT8_FLAGS = (
@@ -206,49 +133,27 @@ def int8_checkpoint(tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFact
     return out
 
 
-@pytest.fixture(scope="module")
-def tokens_of_one_rank() -> dict[str, Any]:
-    """Filled by the first test that needs them."""
-    return {}
-
-
-@pytest.mark.narrow("values")
-@pytest.mark.parametrize("is_stored", [False, True])
-@pytest.mark.parametrize("num_ranks", [1, 2, 3])
-def test_ranks_emit_the_tokens_of_one(
-    num_ranks: int, is_stored: bool, drive: Drive, text_file: Path, tiny_checkpoint: Path,
-    int8_checkpoint: Path, tokens_of_one_rank: dict[str, Any],
-) -> None:  # fmt: skip
-    """Speculation against its own baseline too, in float32 exactly."""
-    model = ("--model", int8_checkpoint) if is_stored else ("--model", tiny_checkpoint)
-    asked = () if is_stored else ("--target_dtype", "int8")
-    flags = (*model, *asked, *FLOAT32, "--dataset", text_file)
-    found = drive("selfspec", *INT8_FLAGS, *flags, num_ranks=num_ranks)
-    (record,), tokens = found.records, found.tokens
-    assert record["status"] == "ok" and record["correctness"]["identical"] is True
-    section = record["config"]["model"]
-    assert (section["dtype"], section["target_dtype"]) == ("float32", "int8")
-    assert section["linear"] == "torch"
-    assert tokens == tokens_of_one_rank.setdefault("tokens", tokens)
-    if num_ranks == 1 and not is_stored:
-        others = drive("selfspec", *INT8_FLAGS, *model, *FLOAT32, "--dataset", text_file)
-        (plain,) = others.records
-        assert plain["config"]["model"]["target_dtype"] == "float32" and others.tokens != tokens
-        read = [r["baseline_metrics"]["bytes_read"] for r in (record, plain)]
-        assert read[0] < 0.75 * read[1]
-
-
-@pytest.mark.narrow("values")
-@pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("target", ["float32", "int8"])
-def test_an_int8_draft(target: str, num_ranks: int, drive: Drive) -> None:
-    models = ("--target", "demo", "--model", "demo-draft", "--dataset", "demo", *FLOAT32)
-    kinds = ("--draft_weights", "int8", "--target_dtype", target)
-    (record,) = drive("longspec", *INT8_FLAGS, *models, *kinds, num_ranks=num_ranks).records
-    assert record["status"] == "ok" and record["correctness"]["identical"] is True
-    config = record["config"]
-    assert config["model"]["target_dtype"] == target and config["draft"]["draft_dtype"] == "int8"
-    assert 0 < record["metrics"]["acceptance_rate"] < 1
+def test_int8_weights_have_the_same_tokens_on_all_ranks(
+    drive: Drive, text_file: Path, tiny_checkpoint: Path, int8_checkpoint: Path
+) -> None:
+    """Quantised while loading, or stored so; each has the tokens of its own baseline."""
+    flags, quantise = (*INT8_FLAGS, *FLOAT32, "--dataset", text_file), ("--target_dtype", "int8")
+    outputs = []
+    for num_ranks, model in (
+        (1, (tiny_checkpoint, *quantise)), (2, (int8_checkpoint,)),
+        (3, (tiny_checkpoint, *quantise)),
+    ):  # fmt: skip
+        outputs.append(drive("selfspec", *flags, "--model", *model, num_ranks=num_ranks))
+        (record,) = outputs[-1].records
+        assert record["status"] == "ok" and record["correctness"]["identical"] is True
+        section = record["config"]["model"]
+        assert (section["dtype"], section["target_dtype"]) == ("float32", "int8")
+        assert section["linear"] == "torch" and outputs[-1].tokens == outputs[0].tokens, num_ranks
+    plain = drive("selfspec", *flags, "--model", tiny_checkpoint)
+    assert plain.records[0]["config"]["model"]["target_dtype"] == "float32"
+    assert plain.tokens != outputs[0].tokens
+    read = [each.records[0]["baseline_metrics"]["bytes_read"] for each in (outputs[0], plain)]
+    assert read[0] < 0.75 * read[1]
 
 
 def test_bfloat16_activations_and_the_largest_draft(drive: Drive) -> None:
@@ -256,7 +161,9 @@ def test_bfloat16_activations_and_the_largest_draft(drive: Drive) -> None:
     flags = ("--target", "demo", "--model", "demo", "--dataset", "demo", "--dtype", "bfloat16")
     kinds = ("--draft_weights", "int8", "--draft_budget", -1)  # of all of the cache
     (record,) = drive("longspec", *INT8_FLAGS, *flags, *kinds, num_ranks=2).records
+    assert record["status"] in ("ok", "ok_with_ties")
     assert record["config"]["model"]["target_dtype"] == "bfloat16"
+    assert record["config"]["draft"]["draft_dtype"] == "int8"
     assert 0.7 < record["metrics"]["acceptance_rate"] < 1
 
 

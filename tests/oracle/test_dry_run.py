@@ -91,7 +91,7 @@ def check(waits: Counter[str], listed: set[str] = LISTED) -> None:
     assert set(waits) <= listed, sorted(set(waits) - listed)
 
 
-@pytest.mark.narrow("pairs")
+@pytest.mark.narrow("values", "pairs")
 @pytest.mark.parametrize("kind", ["greedy", "mixed"])
 @pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
 @pytest.mark.parametrize(("drafter", "policy"), [(None, None), *PAIRS], ids=str)
@@ -152,7 +152,7 @@ def test_attention_by_triton(
     expected = decoded(torch.device("cpu"), None)
     launches.clear()
     assert decoded(DEVICE, Recorder() if captures else None) == expected
-    assert launches
+    assert ("sum_mass" in launches) == (policy == "verified")
     check(waits)
 
 
@@ -201,12 +201,10 @@ def test_requests_in_flight(
     waits: Counter[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On the schedules of test_in_flight.py, which first run on the CPU: later runs compare with
-    the tokens that a request emitted alone there."""
+    """On the schedules of test_in_flight.py, which compares with what a request emits alone on the
+    CPU."""
     monkeypatch.setattr(test_in_flight, "NativeBackend", lambda: SDPABackend(8))
     kv, seeds = KVSection(policy, 20 if policy == "verified" else -1, 2, recent_window=2), [9, 11]
-    test_in_flight.check_seeds(seeds, drafter, kv, captures)
-    assert not waits
     monkeypatch.setattr(test_in_flight, "MODEL", tiny_transformer(seed=1).to(DEVICE))
     test_in_flight.check_seeds(seeds, drafter, kv, captures)
     check(waits, LISTED | OF_MEASUREMENT | (set() if captures else OF_PA))

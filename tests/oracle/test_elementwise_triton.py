@@ -1,6 +1,6 @@
-"""Triton's elementwise kernels beyond the tests of the interface: CUDA graphs and whole models,
-interpreted if there is no GPU; and, without one, that launches depend on shapes alone, their number
-per layer, and their machine code."""
+"""Triton's elementwise kernels beyond the tests of the interface: whole models, interpreted if
+there is no GPU; and, without one, that launches depend on shapes alone, their number per layer, and
+their machine code. On a GPU, `test_cuda_tokens.py` replays them from CUDA graphs."""
 
 from __future__ import annotations
 
@@ -65,37 +65,6 @@ def test_a_model_is_the_same_model(config: ModelConfig) -> None:
     assert (found[F32, OURS] - exact).abs().max() < 1e-4
     ours, torchs = ((found[BF16, c] - exact).square().mean().sqrt() for c in (OURS, TORCHS))
     assert ours < 1.2 * torchs < 0.02 * exact.abs().max()
-
-
-@pytest.mark.cuda
-@pytest.mark.parametrize("T", [1, 5])
-def test_a_graph_holds_every_call(T: int) -> None:
-    """Captured once and replayed on other values: the same results as the calls."""
-
-    def numbers(*shape: int) -> Tensor:
-        return torch.randn(shape).to(DEVICE, BF16)
-
-    angles = torch.randn(2, T, 64, device=DEVICE)
-    table = torch.stack([angles.cos(), angles.sin()], dim=2)
-    weight, parts = numbers(4096), [(4096,), (4096,), (48, 128), (28672,)]
-    x, y, heads, gate_up = (numbers(2, T, *part) for part in parts)
-
-    def compute() -> list[Tensor]:
-        total, normed = OURS.add_rms_norm(x, y, weight, 1e-5)
-        rotated = OURS.rotate(heads, table, 40, False)
-        return [total, normed, rotated, OURS.silu_gate(gate_up), OURS.rms_norm(x, weight, 1e-5)]
-
-    compute()  # compiles
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = compute()
-    for tensor in (x, y, heads, gate_up):
-        tensor.copy_(torch.randn(tensor.shape))
-    kept = heads.clone()
-    graph.replay()
-    replayed = [t.clone() for t in captured]
-    heads.copy_(kept)
-    assert all(torch.equal(a, b) for a, b in zip(replayed, compute(), strict=True))
 
 
 def test_no_pair_of_numbers_is_read_by_two_threads() -> None:

@@ -66,7 +66,8 @@ CASES = [
     ("ngram+model", KVSection("full")),
     ("ngram+model", KVSection("streaming_llm", 12, 4)),
 ]
-MODEL, PACKED = tiny_transformer(seed=1), pack(tiny_transformer(seed=1))
+LONE, MODEL = tiny_transformer(seed=1), tiny_transformer(seed=1)
+PACKED = pack(tiny_transformer(seed=1))
 lone_outputs: dict[tuple[object, ...], list[int]] = {}
 
 
@@ -140,7 +141,7 @@ def lone_output(request: Request) -> list[int]:
     """The tokens that the request emits alone, by autoregressive decoding of a static batch."""
     key = request.prompt_ids, request.sampling
     if key not in lone_outputs:
-        runner = make_runner(MODEL, 1, MAX_TOKENS)
+        runner = make_runner(LONE, 1, MAX_TOKENS)
         alone, engine = Request(0, request.prompt_ids, request.sampling), Engine(runner, 64)
         engine.prefill([alone])
         setup = Setup(runner, DecodingSection(), KVSection("full"))

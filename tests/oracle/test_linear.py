@@ -254,14 +254,6 @@ def test_a_packed_model_is_the_same_model(tied: bool) -> None:
     assert packeds < 1.2 * torchs < 0.02 * logits[0].abs().max()
 
 
-@pytest.mark.parametrize("policy", ["streaming_llm", "snapkv", "verified"])
-@pytest.mark.parametrize("config", [TINY, PARALLEL], ids=["plain", "parallel"])
-def test_speculation_with_an_int8_target_is_lossless(policy: str, config: ModelConfig) -> None:
-    model, _ = int8_twins(config, F32)
-    kv = KVSection(policy, 33, 16, window_size=8)
-    assert min(speculate(model, kv, num_new=40, backend=NativeBackend).counts) < 4
-
-
 @pytest.mark.narrow("pairs")
 @pytest.mark.parametrize("is_int8", [False, True])
 @pytest.mark.parametrize("heads", [6, 3, 1])
@@ -276,18 +268,6 @@ def test_speculation_in_bfloat16_emits_the_baseline_tokens(
     model = int8_twins(config, BF16)[0] if is_int8 else tiny_transformer(config, dtype=BF16)
     found = speculate(pack(model), KVSection(policy, budget, 16), backend=NativeBackend)
     assert found.accepts_all == (budget == 5000)
-
-
-@pytest.mark.parametrize("kv", [KVSection("full"), KVSection("streaming_llm", 40, 4)], ids=str)
-@pytest.mark.parametrize("is_int8_target", [False, True])
-def test_an_int8_draft(kv: KVSection, is_int8_target: bool) -> None:
-    """The draft has the target's weights in int8. Most drafts are accepted, and the output is the
-    same."""
-    draft, _ = int8_twins(TINY, F32)
-    target = int8_twins(TINY, F32)[0] if is_int8_target else tiny_transformer()
-    found = speculate(target, kv, draft=draft, num_new=40)
-    if kv.policy == "full":
-        assert found.accepts_all if is_int8_target else found.rate > 0.5
 
 
 def test_differences_are_settled_by_the_same_weights() -> None:

@@ -31,6 +31,7 @@ def make_layer(kind: str, shape: tuple[int, int], bias: Tensor | None) -> tuple[
     return Int8Linear(numbers, scales, bias).to(DEVICE), numbers.double() * scales.unsqueeze(1)
 
 
+@pytest.mark.narrow("values", "pairs")
 @pytest.mark.parametrize("rows", [(1,), (2, 3), (17,), (4, 16)], ids=str)
 @pytest.mark.parametrize(
     ("kind", "shape"),

@@ -102,7 +102,7 @@ def forward(
         )  # fmt: skip
 
 
-@pytest.mark.narrow("pairs")
+@pytest.mark.narrow("values", "pairs")
 @pytest.mark.parametrize("block_size", [1, 5, 64])
 @pytest.mark.parametrize("policy", POLICIES, ids=repr)
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -24,7 +24,7 @@ from magicdec.attention.native import NativeBackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.decoding.strategy import Setup
 from magicdec.device_batch import DeviceBatch
-from magicdec.drafting.draft_length import AutoLength, DraftLength, Measure
+from magicdec.drafting.draft_length import DraftLength, Measure
 from magicdec.drafting.drafter import DraftSetup, DraftShape, make_drafter
 from magicdec.drafting.forecast import Acceptance
 from magicdec.drafting.mixed import LOOKUP_ALONE, MixedDrafter
@@ -171,22 +171,6 @@ def test_sampled_steps_without_drafts_emit_the_baselines_tokens() -> None:
     kv = KVSection("streaming_llm", 40, 4)
     baseline, ours, steps = run("self", kv, GroupedBackend, [0], sampling)
     assert ours == baseline and not steps
-
-
-def test_gamma_auto_emits_the_baselines_tokens() -> None:
-    """Real clocks choose the draft lengths, so these may be any; the tokens may not."""
-    runner = make_runner(tiny_transformer(seed=1), 4, 70 + 120 + MOST, NativeBackend())
-    engine = Engine(runner, 32)
-    snapshots = engine.prefill(make_requests(random_prompts([5, 70, 1, 33], 97), NEW))
-    length = AutoLength(MOST, runner.group, runner.device)
-    outputs = []
-    for name in ("autoregressive", "speculative", "speculative"):
-        engine.rewind(snapshots)
-        kv = KVSection("streaming_llm", 40, 4)
-        setup = Setup(runner, DecodingSection("speculative", "self"), kv, draft_length=length)
-        outputs.append([list(r.output_ids) for r in decode(engine, name, setup)])
-    assert outputs[0] == outputs[1] == outputs[2]
-    assert length.calibration_s > 0
 
 
 def test_calibration_is_not_timed_as_a_phase_of_a_step() -> None:

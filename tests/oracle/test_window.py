@@ -1,6 +1,6 @@
 """Mistral's sliding window in texts that are longer than it: the tokens of `transformers`, and
 drafts that read only keys which the target would see. `test_attention.py` tests attention alone,
-and `test_families.py` the logits."""
+and `test_families.py` the logits, and drafts under every policy in shorter texts."""
 
 from dataclasses import replace
 from typing import Any
@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import decode_both, make_requests, make_runner, random_prompts
 from lossless import speculate
-from tiny_families import VOCAB, Reference, stored
+from tiny_families import VOCAB, stored
 from torch import Tensor
 
 from magicdec.attention.grouped import GroupedBackend
@@ -28,8 +28,6 @@ KV_SECTIONS = [
     KVSection("full"),
     KVSection("streaming_llm", 17, 4),
     KVSection("streaming_llm", 100, 60),
-    KVSection("snapkv", 20, window_size=8),
-    KVSection("snapkv", 20, window_size=8, reselect_every=7),
     KVSection("verified", 37, 4),
     KVSection("retrieval", 37, 4),
     KVSection("verified", 37, 4, recent_window=20),
@@ -37,42 +35,18 @@ KV_SECTIONS = [
 
 
 @pytest.fixture
-def mistral() -> tuple[Transformer, Reference]:
+def mistral() -> Transformer:
     assert stored("mistral").source.config.sliding_window == WINDOW
-    return stored("mistral").load(), stored("mistral").reference
+    return stored("mistral").load()
 
 
 @pytest.mark.parametrize("kv", KV_SECTIONS, ids=str)
-def test_tokens_of_baseline_and_self_speculation_equal_transformers(
-    kv: KVSection, mistral: tuple[Transformer, Reference]
+def test_tokens_are_those_of_transformers_and_drafts_read_no_key_before_the_window(
+    kv: KVSection, mistral: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some prompts are longer than the window. One text grows past it while it is decoded."""
-    model, reference = mistral
-    lengths = [150, 30, 91]
-    found = speculate(model, kv, lengths=lengths, num_new=40, seed=1, chunk=16)
-    prompts = random_prompts(lengths, VOCAB, seed=1)
-    assert found.tokens == [reference.greedy(prompt, 40) for prompt in prompts]
-    assert max(len(set(text)) for text in found.tokens) > 8, "they say something"
-    assert found.accepts_all == (kv.policy == "full")
-
-
-@pytest.mark.parametrize("kv", KV_SECTIONS[:4], ids=str)
-def test_a_standalone_draft_with_a_window_emits_the_same_tokens(
-    kv: KVSection, mistral: tuple[Transformer, Reference]
-) -> None:
-    model, _ = mistral
-    found = speculate(model, kv, 3, draft=model, lengths=LENGTHS, num_new=30, seed=2)
-    assert found.accepts_all == (kv.policy == "full")
-
-
-@pytest.mark.parametrize("kv", [kv for kv in KV_SECTIONS if kv.policy != "snapkv"], ids=str)
-def test_drafts_read_no_key_before_the_window(
-    kv: KVSection, mistral: tuple[Transformer, Reference], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The only exception are blocks that were chosen when the step began; the backend masks their
-    keys before the window."""
-    model, _ = mistral
-    forward, runner = ModelRunner.forward, make_runner(model, 2, 150 + 40 + 4)
+    """One prompt is longer than the window, one text grows past it. The only keys before it that
+    drafts read are those of blocks that were chosen when the step began; the backend masks them."""
+    forward, runner = ModelRunner.forward, make_runner(mistral, 2, 150 + 40 + 4)
     num_checked = 0
 
     def note(self: ModelRunner, ids: Tensor, rows: Any, *how: Any, **more: Any) -> Tensor:
@@ -91,30 +65,31 @@ def test_drafts_read_no_key_before_the_window(
         return forward(self, ids, rows, *how, **more)
 
     monkeypatch.setattr(ModelRunner, "forward", note)
-    decode_both(runner, make_requests(random_prompts([150, 30], VOCAB, seed=4), 40), kv, 4)
+    prompts = random_prompts([150, 30], VOCAB, seed=4)
+    baseline, tokens, _ = decode_both(runner, make_requests(prompts, 40), kv, 4)
+    reference = stored("mistral").reference
+    assert tokens == baseline == [reference.greedy(prompt, 40) for prompt in prompts]
     assert num_checked > 100
 
 
-def test_a_rolling_draft_keeps_its_sinks(mistral: tuple[Transformer, Reference]) -> None:
+def test_a_rolling_draft_keeps_its_sinks(mistral: Transformer) -> None:
     """Its cache is shorter than the window, so it drafts as if its model had no window."""
-    model, _ = mistral
-    plain = Transformer(replace(model.config, sliding_window=None))
-    plain.load_state_dict(model.state_dict())
+    plain = Transformer(replace(mistral.config, sliding_window=None))
+    plain.load_state_dict(mistral.state_dict())
     kv, accepted = KVSection("streaming_llm", 24, 4), []
-    for drafting in (model, plain):
-        found = speculate(model, kv, 3, draft=drafting, lengths=LENGTHS, num_new=40, seed=6)
+    for drafting in (mistral, plain):
+        found = speculate(mistral, kv, 3, draft=drafting, lengths=LENGTHS, num_new=40, seed=6)
         accepted.append(found.accepted)
     assert accepted[0] == accepted[1]
 
 
 @pytest.mark.parametrize("every", [0, 7, 70])  # with 70, later tokens leave the window too
 def test_snapkv_keeps_only_keys_within_the_window(
-    every: int, mistral: tuple[Transformer, Reference], monkeypatch: pytest.MonkeyPatch
+    every: int, mistral: Transformer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The keys that draft forwards read from the small cache are looked up in the whole cache."""
-    model, _ = mistral
     num_new = 30 if every == 0 else 100
-    runner = make_runner(model, 1, 150 + num_new + 4)
+    runner = make_runner(mistral, 1, 150 + num_new + 4)
     reader = make_draft_kv(runner, KVSection("snapkv", 20, window_size=8, reselect_every=every))
     (prompt,) = random_prompts([150], VOCAB, seed=5)
     (request,) = make_requests([prompt], num_new)
@@ -156,15 +131,14 @@ def oldest(view: KVView, whole: ModelRunner, settled: int) -> int:
     return min(equal.float().argmax(-1)[equal.any(-1)].tolist(), default=settled)
 
 
-def test_a_decode_step_reads_only_a_window(mistral: tuple[Transformer, Reference]) -> None:
+def test_a_decode_step_reads_only_a_window(mistral: Transformer) -> None:
     """The KV bytes follow from the view: the tokens of the window, the new token included."""
-    model, _ = mistral
-    runner = make_runner(model, 2, 160)
+    runner = make_runner(mistral, 2, 160)
     for row in (0, 1):
         runner.allocate(row)
     runner.cache.advance([0, 1], 120)
     runner.cache.truncate([1], [20])
     runner.forward(torch.tensor([[5], [6]]), [0, 1])
     assert runner.counts.copy().kv_tokens_read == WINDOW + 21
-    kv = (WINDOW + 21) * kv_bytes_per_token(model)
-    assert bytes_read(model, runner.counts) == weight_bytes(model) + kv
+    kv = (WINDOW + 21) * kv_bytes_per_token(mistral)
+    assert bytes_read(mistral, runner.counts) == weight_bytes(mistral) + kv

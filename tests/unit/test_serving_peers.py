@@ -24,7 +24,7 @@ from peer_process import Start, started_here
 from peers import ENVIRONMENTS, PEERS, Entry
 from peers.serving_peer import Served, ServingPeer, ServingSizes, TimedRequest, serve_requests
 from rich.console import Console
-from serving_runs import WAYS, Way, check_tokens, estimate_left, measure, metrics, sizes_of
+from serving_runs import WAYS, Way, check_tokens, measure, metrics, sizes_of
 from serving_trace import describe_trace, make_trace
 
 NAMES = (
@@ -229,14 +229,6 @@ def test_rows_count_the_requests_unlike_float32_and_the_table_shows_each_way() -
     printed = StringIO()
     Console(width=140, file=printed).print(make_table("burst", rows))
     assert printed.getvalue().count("transformers-256x2") == 1
-
-
-def test_the_time_that_is_left_is_that_of_each_way_or_of_the_mean() -> None:
-    rows = [{"way": "a", "makespan_s": 30.0}, {"way": "a", "makespan_s": 90.0}]
-    rows.append({"way": "b", "makespan_s": 120.0})
-    order = [("burst", "a"), ("burst", "b"), ("burst", "new")]
-    assert estimate_left(rows, order) == "about 4.5 minutes left"
-    assert estimate_left(rows, []) == "done"
 
 
 @pytest.mark.usefixtures("_fake_workers")
