@@ -2,7 +2,8 @@
 `scripts/netns_ring.sh` where the kernel has no netem.
 
     python scripts/slow_link.py forward --hosts 3 --rate 1gbit --delay 1ms
-    NETNS_RING_PROGRAM=scripts/slow_link.py scripts/netns_ring.sh --hosts 2 --rate 1gbit --delay 1ms -- measure
+    NETNS_RING_PROGRAM=scripts/slow_link.py \\
+        scripts/netns_ring.sh --hosts 2 --rate 1gbit --delay 1ms -- measure
 
 `forward` makes a TAP device for each host, tap0, tap1 and so on, which can be moved into a
 namespace, and passes frames between them like a switch until it is ended. A frame occupies the link
@@ -95,7 +96,9 @@ class Switch:
                     while True:
                         frame = os.read(tap, LARGEST)
                         bits = 8 * (len(frame) - VNET_HDR)
-                        free_s[place] = max(free_s[place], time.monotonic()) + bits / self.bits_per_s
+                        free_s[place] = (
+                            max(free_s[place], time.monotonic()) + bits / self.bits_per_s
+                        )
                         count += 1
                         entry = (free_s[place] + self.delay_s, count, place, frame)
                         heapq.heappush(self.frames, entry)
