@@ -9,8 +9,7 @@
 namespace, and passes frames between them like a switch until it is ended. A frame occupies the link
 of the host that sends it for its bits over the rate, and arrives `--delay` after that; nothing is
 ever dropped. TCP hands over frames of up to 64 kB here, each of which arrives as a whole. At its
-end it prints by how much later than due the frames were passed on, because it was not woken in
-time.
+end it prints how late frames were passed on, because it was not woken in time.
 
 `measure`, on two or more hosts under torchrun, prints the round trip of a byte and the throughput
 of one TCP connection between the first two.
@@ -32,7 +31,9 @@ import statistics
 import struct
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 # linux/if_tun.h and linux/prctl.h
 TUNSETIFF, TUNSETOFFLOAD = 0x400454CA, 0x400454D0
@@ -42,26 +43,19 @@ PR_SET_TIMERSLACK = 29
 VNET_HDR = 10  # bytes of struct virtio_net_hdr before each frame: checksums and segments to come
 LARGEST = VNET_HDR + 14 + 65536
 UNITS = {"gbit": 1e9, "mbit": 1e6, "kbit": 1e3, "s": 1.0, "ms": 1e-3, "us": 1e-6}
+RATES, DELAYS = tuple(UNITS)[:3], tuple(UNITS)[3:]
 
 PORT = 29500
 ROUNDS, WARM_ROUNDS = 200, 20
 MEASURED_BYTES, BLOCK = 1 << 25, 1 << 16
 
 
-def number_of(text: str, *units: str) -> float:
+def number_of(text: str, units: Sequence[str]) -> float:
     """The number of bits a second or of seconds, as tc spells it, such as 100mbit or 1ms."""
     parts = re.fullmatch(rf"(\d+(?:\.\d+)?)({'|'.join(units)})", text)
     if parts is None or not float(parts[1]):
         raise argparse.ArgumentTypeError(f"{text}: choose a number above 0 and {', '.join(units)}")
     return float(parts[1]) * UNITS[parts[2]]
-
-
-def rate_of(text: str) -> float:
-    return number_of(text, "gbit", "mbit", "kbit")
-
-
-def delay_of(text: str) -> float:
-    return number_of(text, "s", "ms", "us")
 
 
 def open_tap(name: str) -> int:
@@ -117,11 +111,9 @@ class Switch:
                 os.write(self.taps[each], frame)
 
     def describe(self) -> str:
-        if len(self.late_s) < 2:
-            return "no frames were passed on"
-        cuts = statistics.quantiles(self.late_s, n=100)
-        late = f"{1e6 * cuts[49]:.0f} us late in the median, {1e6 * cuts[98]:.0f} us at the 99th"
-        return f"{len(self.late_s)} frames, {late} percentile"
+        cuts = statistics.quantiles([0.0, 0.0, *self.late_s], n=100)
+        median, high = 1e6 * cuts[49], 1e6 * cuts[98]
+        return f"{len(self.late_s)} frames, {median:.0f} us late in the median, {high:.0f} at 99 %"
 
 
 def forward(options: argparse.Namespace) -> None:
@@ -137,11 +129,10 @@ def forward(options: argparse.Namespace) -> None:
 
 
 def measure() -> None:
-    rank = int(os.environ["RANK"])
-    if rank == 0:
+    if os.environ["RANK"] == "0":
         with socket.create_server(("", PORT)) as server:
             answer(server.accept()[0])
-    elif rank == 1:
+    elif os.environ["RANK"] == "1":
         ask(connect(os.environ["MASTER_ADDR"]))
 
 
@@ -158,7 +149,6 @@ def connect(address: str) -> socket.socket:
 
 def answer(peer: socket.socket) -> None:
     """Each byte comes back; then a byte comes back for all of MEASURED_BYTES."""
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with peer:
         for _ in range(WARM_ROUNDS + ROUNDS):
             peer.sendall(peer.recv(1))
@@ -170,7 +160,6 @@ def answer(peer: socket.socket) -> None:
 
 
 def ask(peer: socket.socket) -> None:
-    peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     with peer:
         trips = []
         for _ in range(WARM_ROUNDS + ROUNDS):
@@ -195,14 +184,15 @@ def main() -> None:
     commands = parser.add_subparsers(dest="command", required=True)
     flags = commands.add_parser("forward")
     flags.add_argument("--hosts", type=int, required=True, metavar="N")
-    flags.add_argument("--rate", type=rate_of, required=True, metavar="RATE")
-    flags.add_argument("--delay", type=delay_of, required=True, metavar="TIME")
+    flags.add_argument(
+        "--rate", type=partial(number_of, units=RATES), required=True, metavar="RATE"
+    )
+    flags.add_argument(
+        "--delay", type=partial(number_of, units=DELAYS), required=True, metavar="TIME"
+    )
     commands.add_parser("measure")
     options = parser.parse_args()
-    if options.command == "forward":
-        forward(options)
-    else:
-        measure()
+    forward(options) if options.command == "forward" else measure()
 
 
 if __name__ == "__main__":

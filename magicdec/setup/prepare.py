@@ -129,12 +129,13 @@ def check_agreement(run: ResolvedRun, more: Mapping[str, object] | None = None) 
     facts: dict[str, Any] = {"magicdec": version("magicdec")}
     for section in vars(run.config.run_config).values():
         if section is not None and not isinstance(section, OutputSection):
-            names = declared(type(section)).keys() - {"model", "threads"}
+            kind: type = type(section)
+            names = declared(kind).keys() - {"model", "threads"}
             facts |= {flag_of(section, name): getattr(section, name) for name in sorted(names)}
-    for kind, source in (("model", run.source), ("draft", run.draft_source)):
+    for role, source in (("model", run.source), ("draft", run.draft_source)):
         if source is not None:
-            facts |= {f"{kind}'s {name}": value for name, value in asdict(source.config).items()}
-            facts[f"{kind}'s weights, by their fingerprint,"] = fingerprint(source)
+            facts |= {f"{role}'s {name}": value for name, value in asdict(source.config).items()}
+            facts[f"{role}'s weights, by their fingerprint,"] = fingerprint(source)
     check_equal(run.launch, facts | dict(more or {}), "settings")
 
 
