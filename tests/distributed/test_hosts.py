@@ -85,7 +85,7 @@ SERVE = "serve --modes ring --num_requests 2 --prefix_len 64 --gen_len 8 --out /
             marks=pytest.mark.wide,
         ),
         pytest.param(
-            SWEEP, {"RANK_1_WORDS": "--gamma 2 3"}, "runs of the study: rank 0 has",
+            SWEEP, {"RANK_1_WORDS": "--gamma 2 3"}, "--gamma: rank 0 has None, rank 1 has 3",
             marks=pytest.mark.wide,
         ),
     ],
