@@ -134,7 +134,8 @@ def check_agreement(run: ResolvedRun, more: Mapping[str, object] | None = None) 
             facts |= {flag_of(section, name): getattr(section, name) for name in sorted(names)}
     for role, source in (("model", run.source), ("draft", run.draft_source)):
         if source is not None:
-            facts |= {f"{role}'s {name}": value for name, value in asdict(source.config).items()}
+            shape = asdict(replace(source.config, name=""))
+            facts |= {f"{role}'s {name}": value for name, value in shape.items()}
             facts[f"{role}'s weights, by their fingerprint,"] = fingerprint(source)
     check_equal(run.launch, facts | dict(more or {}), "settings")
 
