@@ -158,9 +158,10 @@ def prepare(
         check_scores,
         check_window,
     )
-    from magicdec.setup.prepare import SetupCache, find
+    from magicdec.setup.prepare import SetupCache, check_agreement, find
 
     run = find(asked, launch, SetupCache())
+    check_agreement(run, vars(grid))
     config, source, model = run.config, run.source, run.source.config
     check_interpreter(config)
     for weights in grid.draft_weights:

@@ -54,9 +54,9 @@ def first_refusal(launch: Launch, refusal: str, topic: str) -> str:
 
 
 def check_equal(launch: Launch, facts: Mapping[str, object], topic: str) -> None:
-    """Raises ValueError, on every rank, if a rank has another fact than rank 0. Facts are values of
-    JSON by what they are called in the message. All ranks must call it."""
-    texts = exchange_texts(launch, json.dumps(facts), topic)
+    """Raises ValueError, on every rank, if a rank has another fact than rank 0. Facts are values by
+    what they are called in the message, compared as JSON or as text. All ranks must call it."""
+    texts = exchange_texts(launch, json.dumps(facts, default=str), topic)
     first = json.loads(texts[0])
     for rank, theirs in enumerate(map(json.loads, texts)):
         for name in {**first, **theirs}:

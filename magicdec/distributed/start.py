@@ -188,6 +188,10 @@ def _make_group(
         from magicdec.distributed.shared_memory import SharedMemoryExchange
 
         exchange = SharedMemoryExchange(handle, ranks, index)
+    elif collectives == "gloo":
+        from magicdec.distributed.channels.carriers import DirectExchange
+
+        exchange = DirectExchange(handle, ranks, index)
     group = Group(ranks, index, handle, exchange)
     total = group.all_reduce(torch.ones(1, device=device))
     assert int(total.item()) == len(ranks), f"the group of ranks {ranks} sums to {total.item():g}"

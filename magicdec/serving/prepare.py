@@ -6,21 +6,19 @@ times.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from functools import partial
-from importlib.metadata import version
 from typing import Any
 
 from magicdec.config.run_config import RunConfig
-from magicdec.distributed.groups import Launch, check_equal
+from magicdec.distributed.groups import Launch
 from magicdec.memory.check import Room, check_together, find_room
 from magicdec.memory.plan import MemoryPlan
-from magicdec.model.checkpoint.source import fingerprint
 from magicdec.names import load_object
 from magicdec.serving.modes import Pass, Ranks
 from magicdec.serving.options import ServeOptions
 from magicdec.serving.system import System
-from magicdec.setup.prepare import Prepared, SetupCache
+from magicdec.setup.prepare import Prepared, SetupCache, check_agreement
 
 
 @dataclass(frozen=True)
@@ -61,7 +59,7 @@ def prepare(run_config: RunConfig, options: ServeOptions, launch: Launch) -> Pre
     room = find_room(first.config, launch, first.machine.num_gpus)
     memory = check_together(launch, partial(check_here, systems, room))
     prepared = PreparedServing(launch, options, systems, memory)
-    check_agreement(run_config, prepared)
+    check_equal_serving(prepared)
     return prepared
 
 
@@ -86,15 +84,11 @@ def check_here(systems: Sequence[System], room: Room) -> str:
     return room.describe(plan, f" for {each}" if len(plans) > 1 else "")
 
 
-def check_agreement(run_config: RunConfig, prepared: PreparedServing) -> None:
-    """Raises ValueError, on every rank, if a rank has another version, model, split or setting."""
-    run, launch = prepared.run, prepared.launch
-    facts: dict[str, Any] = {"magicdec": version("magicdec")}
-    facts |= {f"model's {name}": value for name, value in asdict(run.source.config).items()}
+def check_equal_serving(prepared: PreparedServing) -> None:
+    """As `check_agreement`, for what serves requests: the split of its layers too."""
+    facts: dict[str, Any] = prepared.options.describe()
     for system in prepared.systems:
         transport = system.transport
         facts[f"layers of {system.names}"] = [len(layers) for layers in system.layers]
         facts[f"messages of {system.names}"] = None if transport is None else transport.describe()
-    facts |= prepared.options.describe() | asdict(run_config.sampling)
-    facts["model's weights, by their fingerprint,"] = fingerprint(run.source)
-    check_equal(launch, facts, "pipeline")
+    check_agreement(prepared.run, facts)

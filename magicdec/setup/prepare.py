@@ -5,16 +5,18 @@ Owns the order of the checks. Every rank prepares on its own, and all ranks reac
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve, with_steps
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DraftSection, ModelSection, flag_of
-from magicdec.distributed.groups import Launch
+from magicdec.config.sections import DraftSection, ModelSection, OutputSection, flag_of
+from magicdec.config.setting import declared
+from magicdec.distributed.groups import Launch, check_equal
 from magicdec.executor.descriptions import layer_obstacle
 from magicdec.hardware.environment import probe_machine
 from magicdec.memory.check import check_memory, check_together, free_device_memory, planned
@@ -110,7 +112,30 @@ def prepare(run_config: RunConfig, launch: Launch) -> Prepared:
     """Resolve the config and check everything. Raises ValueError, one line naming the flag, for
     errors that a user can correct."""
     cache = SetupCache()
-    return complete(find(run_config, launch, cache), cache)
+    run = find(run_config, launch, cache)
+    check_agreement(run)
+    prepared = complete(run, cache)
+    check_equal(launch, {"prompts, by their hash,": prepared.workload.sha256}, "prompts")
+    return prepared
+
+
+def check_agreement(run: ResolvedRun, more: Mapping[str, object] | None = None) -> None:
+    """Raises ValueError, on every rank, if a rank has another version, setting or model, or another
+    fact of `more`. On each host the models may have other paths, and ranks other threads."""
+    if run.launch.world_size == 1:
+        return
+    facts: dict[str, Any] = {"magicdec": version("magicdec")}
+    for section in vars(run.config.run_config).values():
+        if section is not None and not isinstance(section, OutputSection):
+            kind: type = type(section)
+            names = declared(kind).keys() - {"model", "threads"}
+            facts |= {flag_of(section, name): getattr(section, name) for name in sorted(names)}
+    for role, source in (("model", run.source), ("draft", run.draft_source)):
+        if source is not None:
+            shape = asdict(replace(source.config, name=""))
+            facts |= {f"{role}'s {name}": value for name, value in shape.items()}
+            facts[f"{role}'s weights, by their fingerprint,"] = fingerprint(source)
+    check_equal(run.launch, facts | dict(more or {}), "settings")
 
 
 def find(

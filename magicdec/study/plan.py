@@ -24,6 +24,7 @@ from magicdec.distributed.groups import Launch, exchange_texts
 from magicdec.memory.check import needed
 from magicdec.records.record import RunRecord
 from magicdec.run.resident import Room
+from magicdec.setup.prepare import check_agreement
 from magicdec.study.cells import Cell, config_key, file_of, make_cells, results_in, whole_records
 from magicdec.study.study import Settings
 
@@ -51,6 +52,8 @@ def make_plan(
     """In a job, each run has a results file of its own. Raises ValueError as `make_cells` does, and
     for a results file that cannot be read."""
     cells, results = make_cells(configs, launch), Path(settings.out)
+    for cell in {id(each.resolved.source): each for each in cells}.values():  # one for each target
+        check_agreement(cell.resolved, {"runs of the study": [c.names for c in cells]})
     order = in_order(cells, settings)
     rooms = make_rooms(cells)
     files = {c.key: [file_of(results, n) for n in c.names] if is_job else [results] for c in cells}

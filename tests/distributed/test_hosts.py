@@ -26,11 +26,14 @@ WHY_NOT = why_not()
 pytestmark = pytest.mark.skipif(WHY_NOT is not None, reason=f"no network namespaces: {WHY_NOT}")
 
 
-def run_on_hosts(options: list[str], words: list[str]) -> subprocess.CompletedProcess[str]:
+def run_on_hosts(
+    options: list[str], words: list[str], **more: str
+) -> subprocess.CompletedProcess[str]:
     package = str(SCRIPT.parents[1])
     paths = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": paths, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"}
     environment["NETNS_RING_PROGRAM"] = str(Path(__file__).with_name("impatient.py"))
+    environment |= more
     return subprocess.run(
         [SCRIPT, *options, "--", *words],
         check=False, capture_output=True, text=True, timeout=120, env=environment,
@@ -55,6 +58,57 @@ def test_a_ring_of_hosts_decodes_the_tokens_of_one_process(tmp_path: Path) -> No
     assert (one["threads"], ring["threads"]) == ([2, 0], [2, 2])
     assert ring["ring"]["num_layers"] == [3, 3] and max(ring["ring"]["queue_depth"]) > 0
     assert chart.read_bytes().startswith(b"\x89PNG")
+
+
+RUN = (
+    "baseline --B 1 --prefix_len 64 --gen_len 8 --num_batches 1 --warmup_batches 0 --out /dev/null"
+)
+LATENCY = "latency --B 1 --prefix_len 64 --repeats 1 --out /dev/null"
+SWEEP = "sweep run --B 1 --prefix_len 64 --gen_len 8 --num_batches 1 --out /dev/null"
+SERVE = "serve --modes ring --num_requests 2 --prefix_len 64 --gen_len 8 --out /dev/null"
+
+
+@pytest.mark.parametrize(
+    ("words", "rank_1", "line"),
+    [
+        (RUN, {"RANK_1_WORDS": "--gen_len 9"}, "--gen_len: rank 0 has 8, rank 1 has 9"),
+        pytest.param(
+            RUN, {"RANK_1_WORDS": "--model demo-draft"}, r"model's \w+: rank 0 has \d+, rank 1 has",
+            marks=pytest.mark.wide,
+        ),
+        pytest.param(
+            SERVE, {"RANK_1_VERSION": "0.0.1"}, r"magicdec: rank 0 has .*, rank 1 has 0\.0\.1",
+            marks=pytest.mark.wide,
+        ),
+        pytest.param(
+            LATENCY, {"RANK_1_WORDS": "--repeats 2"}, "repeats: rank 0 has 1, rank 1 has 2",
+            marks=pytest.mark.wide,
+        ),
+        pytest.param(
+            SWEEP, {"RANK_1_WORDS": "--gamma 2 3"}, "--gamma: rank 0 has None, rank 1 has 3",
+            marks=pytest.mark.wide,
+        ),
+    ],
+)  # fmt: skip
+def test_hosts_that_disagree_refuse(words: str, rank_1: dict[str, str], line: str) -> None:
+    done = run_on_hosts(["--hosts", "2"], [*words.split(), "--threads", "1"], **rank_1)
+    assert done.returncode != 0, done.stdout
+    assert re.search(rf"^host0: .*{line}", done.stdout, re.MULTILINE), done.stdout
+
+
+LINK_RATE, LINK_DELAY_MS = 100, 20
+
+
+@pytest.mark.skipif(not Path("/dev/net/tun").exists(), reason="/dev/net/tun is missing")
+def test_links_have_their_delay_and_their_rate() -> None:
+    """They are never faster; how much slower is up to the machine."""
+    options = ["--hosts", "2", "--rate", f"{LINK_RATE}mbit", "--delay", f"{LINK_DELAY_MS}ms"]
+    program = {"NETNS_RING_PROGRAM": str(SCRIPT.with_name("slow_link.py"))}
+    done = run_on_hosts(options, ["measure"], **program)
+    assert done.returncode == 0, done.stdout + done.stderr
+    numbers = re.findall(r"^host1: .*? (\d+\.\d+) ", done.stdout, re.MULTILINE)
+    round_trip_ms, throughput = map(float, numbers)
+    assert round_trip_ms >= 2 * LINK_DELAY_MS and throughput <= LINK_RATE
 
 
 @pytest.mark.wide

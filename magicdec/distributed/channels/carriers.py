@@ -1,5 +1,6 @@
 """What carries tensors along one edge between two ranks: a ring buffer in shared memory
-(`shared_ring.cpp`), or a process group of its own, by gloo or from GPU to GPU by NCCL.
+(`shared_ring.cpp`), or a process group, by gloo or from GPU to GPU by NCCL. And the collectives of
+ranks whose edges go through gloo.
 
 Owns the shared memory segments of edges, how many tensors are under way, and how the end of a peer
 is noticed while a rank or its device waits for it.
@@ -10,11 +11,12 @@ from __future__ import annotations
 import ctypes
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -26,6 +28,8 @@ from magicdec.kernels.build import load_library
 
 SOURCE = Path(__file__).with_name("shared_ring.cpp")
 CHECK_S = 0.05  # between two such looks while a device waits
+PACKET_BYTES, MOST_PACKETS = 1 << 16, 32  # of a gloo edge, and how many its receiver is ready for
+DIRECT_BYTES = 1 << 16  # of a sum for which each of three or more ranks sends its part to all
 
 
 class GroupCarrier:
@@ -70,6 +74,80 @@ class GroupCarrier:
     def _wait(self) -> None:
         work, _ = self._under_way.popleft()
         self.wait_for(work, self.peer, self.processes)
+
+
+class PacketCarrier(GroupCarrier):
+    """One end of an edge through gloo, which carries tensors in packets. The receiver is ready for
+    packets before they are sent: to one that is not, gloo sends a question first, so that a tensor
+    takes the delay of the link three times."""
+
+    def __init__(
+        self,
+        handle: ProcessGroup,
+        peer: int,
+        depth: int,
+        processes: Processes,
+        is_receiver: bool,
+    ) -> None:
+        super().__init__(handle, peer, depth, processes)
+        self._expected: deque[tuple[Any, Tensor]] = deque()
+        for _ in range(MOST_PACKETS if is_receiver else 0):
+            self._expect(torch.empty(PACKET_BYTES, dtype=torch.uint8))
+
+    def send(self, tensor: Tensor) -> None:
+        for packet in packets(tensor):
+            super().send(packet)
+
+    def fill(self, tensor: Tensor) -> None:
+        for packet in packets(tensor):
+            work, buffer = self._expected.popleft()
+            self.wait_for(work, self.peer, self.processes)
+            packet.copy_(buffer[: packet.numel()])
+            self._expect(buffer)
+
+    def _expect(self, buffer: Tensor) -> None:
+        self._expected.append((self._start(dist.irecv, buffer), buffer))
+
+
+def packets(tensor: Tensor) -> Sequence[Tensor]:
+    """The bytes of a contiguous tensor, in parts that share its memory."""
+    return tensor.view(-1).view(torch.uint8).split(PACKET_BYTES)
+
+
+class DirectExchange:
+    """Collectives of the CPU ranks of a group of which each sends what it has to all others, so
+    that they take the delay of a link once. Gloo's own take it several times."""
+
+    def __init__(self, handle: ProcessGroup, ranks: Sequence[int], index: int) -> None:
+        """All these ranks must create it together."""
+        self.handle, self.index, self.size = handle, index, len(ranks)
+        self._edges = [
+            [
+                PacketCarrier(handle, rank, MOST_PACKETS, Processes(), is_receiver)
+                for rank in ranks if rank != ranks[index]
+            ]
+            for is_receiver in (False, True)
+        ]  # fmt: skip
+
+    def all_reduce(self, x: Tensor) -> Tensor:
+        """Sum x over the ranks, in place. The result is the same to the bit on each rank."""
+        if self.size > 2 and x.nbytes > DIRECT_BYTES:  # a ring of ranks sends fewer bytes
+            dist.all_reduce(x, group=self.handle)
+            return x
+        return x.copy_(self.all_gather(x).sum(dim=0))
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's x, in the order of the group: [size, ...]."""
+        out = x.new_empty(self.size, *x.shape)
+        out[self.index] = x
+        senders, receivers = self._edges
+        copy = x.clone(memory_format=torch.contiguous_format)  # the caller may change x at once
+        for sender in senders:
+            sender.send(copy)
+        others = (out[each] for each in range(self.size) if each != self.index)
+        for receiver, part in zip(receivers, others, strict=True):
+            receiver.fill(part)
+        return out
 
 
 def wait_for(work: Any, peer: int, processes: Processes) -> None:

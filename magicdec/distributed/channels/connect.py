@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from magicdec.distributed.channels.carriers import GroupCarrier, SharedRing
+from magicdec.distributed.channels.carriers import GroupCarrier, PacketCarrier, SharedRing
 from magicdec.distributed.channels.message import (
     PATIENCE_S,
     Carrier,
@@ -73,7 +73,7 @@ class Connector:
         carrier: Carrier = (
             SharedRing(handle, peer, self.capacity, processes, is_receiver)
             if self.headers == "shared_memory"
-            else GroupCarrier(handle, peer, MOST_TENSORS * self.depth, processes)
+            else PacketCarrier(handle, peer, MOST_TENSORS * self.depth, processes, is_receiver)
         )
         if is_receiver:
             return None, ChannelReceiver(form, carrier, self.device, payloads, self.shares_clock)
