@@ -160,7 +160,7 @@ inline void multiply_amx(const Activations& x, int64_t row, int64_t first, int64
     alignas(64) int32_t part[BLOCKS * amx::ROWS * WIDTH];
     std::fill_n(sums, count * WIDTH, 0.0f);
     for (int64_t g = 0; g < x.groups; ++g) {
-        amx::Ahead ahead = {(const char*)block + AHEAD, 16 * BLOCKS};
+        amx::Ahead ahead{block + AHEAD / 4, 16 * BLOCKS};
         const uint32_t* left = (const uint32_t*)x.inputs + x.place(row, g * GROUP / 4);
         for (int column = 0; column < WIDTH; column += 16 * COLUMNS) {
             amx::zero_sums<4>();
