@@ -25,6 +25,7 @@ from magicdec.distributed.groups import (
     rendezvous_store,
 )
 from magicdec.distributed.layout import StageGrid
+from magicdec.distributed.watching.processes import processes_of
 from magicdec.distributed.watching.watch import leave_ranks, watch_ranks
 
 if TYPE_CHECKING:
@@ -116,12 +117,12 @@ def _make_parallel_groups(
     draft_ranks: tuple[int, ...] | None,
 ) -> ParallelGroups:
     """Every rank makes the groups of all stages, and then that of the draft."""
-    groups = [_make_group(launch.rank, ranks, device, collectives) for ranks in ranks_of_stages]
+    groups = [_make_group(launch, ranks, device, collectives) for ranks in ranks_of_stages]
     alone = Group((launch.rank,), 0)
     target = next((group for group in groups if group is not None), alone)
     draft = None
     if draft_ranks is not None:
-        draft = _make_group(launch.rank, draft_ranks, device, collectives)
+        draft = _make_group(launch, draft_ranks, device, collectives)
     return ParallelGroups(launch.rank, launch.world_size, target, draft, grid)
 
 
@@ -170,20 +171,20 @@ def _start(launch: Launch, device: torch.device, backend: str, store: Store | No
 
 
 def _make_group(
-    rank: int, ranks: tuple[int, ...], device: torch.device, collectives: str | None
+    launch: Launch, ranks: tuple[int, ...], device: torch.device, collectives: str | None
 ) -> Group | None:
     """The group of `ranks`; None on other ranks. All ranks must call it with the same `ranks`. An
     all-reduce checks the size, so that a mistake fails here instead of causing a deadlock later."""
     if len(ranks) == 1:
-        return Group(ranks, 0) if rank in ranks else None
+        return Group(ranks, 0) if launch.rank in ranks else None
     import torch
     import torch.distributed as dist
 
     handle = dist.new_group(sorted(ranks), backend=backend_of(device))
     exchange: Exchange | None = None
-    if rank not in ranks:
+    if launch.rank not in ranks:
         return None
-    index = ranks.index(rank)
+    index = ranks.index(launch.rank)
     if collectives == "shared_memory":
         from magicdec.distributed.shared_memory import SharedMemoryExchange
 
@@ -191,7 +192,7 @@ def _make_group(
     elif collectives == "gloo":
         from magicdec.distributed.channels.carriers import DirectExchange
 
-        exchange = DirectExchange(handle, ranks, index)
+        exchange = DirectExchange(handle, ranks, index, processes_of(launch))
     group = Group(ranks, index, handle, exchange)
     total = group.all_reduce(torch.ones(1, device=device))
     assert int(total.item()) == len(ranks), f"the group of ranks {ranks} sums to {total.item():g}"

@@ -185,10 +185,11 @@ class Rank:
     def __init__(self, launch: Launch, paths: list[str]) -> None:
         self.launch, self.order = launch, target_ranks(launch.world_size)
         device, is_alone = torch.device("cpu"), launch.world_size == 1
-        kinds = (None, None) if is_alone else ("shared_memory", "gloo")  # the latter is recorded
+        shared = None if is_alone else "shared_memory"
+        # What is recorded needs the process group's own collectives, as it has them by NCCL.
         self.groups = {
             (is_native, ranks): make_groups(launch, self.order, device, collectives, ranks)
-            for is_native, collectives in ((True, kinds[0]), (False, kinds[1]))
+            for is_native, collectives in ((True, shared), (False, None))
             for ranks in (None, *sorted({(0,), (launch.world_size - 1,), self.order}))
         }
         self.paths = paths

@@ -118,12 +118,14 @@ class DirectExchange:
     """Collectives of the CPU ranks of a group of which each sends what it has to all others, so
     that they take the delay of a link once. Gloo's own take it several times."""
 
-    def __init__(self, handle: ProcessGroup, ranks: Sequence[int], index: int) -> None:
+    def __init__(
+        self, handle: ProcessGroup, ranks: Sequence[int], index: int, processes: Processes
+    ) -> None:
         """All these ranks must create it together."""
         self.handle, self.index, self.size = handle, index, len(ranks)
         self._edges = [
             [
-                PacketCarrier(handle, rank, MOST_PACKETS, Processes(), is_receiver)
+                PacketCarrier(handle, rank, MOST_PACKETS, processes, is_receiver)
                 for rank in ranks if rank != ranks[index]
             ]
             for is_receiver in (False, True)
