@@ -4,7 +4,6 @@ system."""
 
 import resource
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
@@ -27,7 +26,7 @@ from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.cost_model.roofline import bytes_read, kv_bytes_per_token, weight_bytes
 from magicdec.decoding.strategy import Setup
 from magicdec.engine import Engine
-from magicdec.executor.executor import Executor
+from magicdec.executor.executor import Executor, Forward
 from magicdec.kv.view import WEIGHTS_BLOCK
 from magicdec.runner import ModelRunner
 
@@ -130,14 +129,14 @@ def test_a_draft_forward_reads_the_budget_and_its_step(
     """Rows that begin within the budget and past it. A standalone draft also takes the draft of the
     last step that it has not read itself."""
     reads: list[int] = []
-    count = ModelRunner._count
+    run_layers = ModelRunner._run_layers
 
-    def spy(runner: ModelRunner, view: Any, rows: Any, is_draft: bool) -> None:
-        count(runner, view, rows, is_draft)
-        if is_draft and not rows.is_captured:
-            reads.extend(view.count_keys().tolist())
+    def spy(runner: ModelRunner, forward: Forward) -> None:
+        run_layers(runner, forward)
+        if forward.is_draft and not forward.rows.is_captured:
+            reads.extend(forward.view.count_keys().tolist())
 
-    monkeypatch.setattr(ModelRunner, "_count", spy)
+    monkeypatch.setattr(ModelRunner, "_run_layers", spy)
     model, kv = tiny_transformer(), KVSection(policy, BUDGET, 4, 8)
     runner = make_runner(model, 3, 100 + max(NUM_NEW) + GAMMA)
     draft = None
