@@ -153,8 +153,8 @@ def test_jobs_of_slurm_are_the_study(
     first = load_records(results, is_strict=True)
     assert 0 < len(first) < NUM_CELLS
     sweep = start(*command, **cluster)
-    wait_for_record(tmp_path)
-    jobs = squeue(cluster, "--states", "RUNNING", "--format", "%i")
+    while not (jobs := squeue(cluster, "--states", "RUNNING", "--format", "%i")):
+        assert sweep.poll() is None, "jobs start while it runs"
     subprocess.run(["scancel", jobs[0]], check=True, env={**os.environ, **cluster})
     code, stderr = ended(sweep)
     assert code == 1 and f"{len(first)} of them done before" in stderr
