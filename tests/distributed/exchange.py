@@ -62,6 +62,11 @@ for collectives in ("gloo", "shared_memory"):
     order = (1, 2, 0) if launch.world_size == 3 else (1, 0)
     group = make_groups(launch, order, torch.device("cpu"), collectives).target
     check(group, order, 10)
+    large = torch.full((3 << 20,), 1.0 + launch.rank)  # more than receivers are ready for
+    assert torch.equal(group.all_gather(large)[:, -1], torch.tensor(order) + 1.0)
+    assert torch.equal(
+        group.all_reduce(large).unique(), torch.tensor([sum(order) + 1.0 * len(order)])
+    )
     for vocab_size in (97, 98, 99, 20_001):
         for dtype in (torch.float32, torch.bfloat16):
             generator = torch.Generator().manual_seed(0)

@@ -75,6 +75,13 @@ def check(ends: Ends, is_first: bool, rounds: int = 40) -> None:
                 ends.outbound.send(found)
 
 
+def check_large(ends: Ends) -> None:
+    """Every rank sends more than its receiver is ready for, and receives only then."""
+    large = Message(Kind.HIDDEN, payload=torch.ones(1, 150_000, WIDTH, dtype=torch.bfloat16))
+    ends.outbound.send(large)
+    assert is_same(ends.inbound.receive(), large)
+
+
 def check_apart(place: tuple[Any, ...], grid: StageGrid, is_first: bool) -> None:
     """Payloads go by process groups of their own; a message without one sends its header alone."""
     form, ends = place[2], Connector(*place, "gloo", depth=DEPTH, capacity=CAPACITY).ring(grid)
@@ -107,6 +114,8 @@ def main(collectives: str, task: str) -> None:
     if task == "check":
         check(ends, is_first)
         check(ends, is_first)
+        if collectives == "gloo":  # a ring in shared memory holds what it was made for
+            check_large(ends)
         check_apart(place, grid, is_first)
     elif task == "time":
         if is_first:

@@ -46,13 +46,18 @@ class GroupCarrier:
     ) -> None:
         self.handle, self.peer, self.depth, self.processes = handle, peer, depth, processes
         self.wait_for, self.num_bytes = wait_for_device if is_on_device else wait_for, 0
-        self._under_way: deque[tuple[Any, Tensor]] = deque()  # sends, with what they read
+        self._under_way: deque[tuple[list[Any], Tensor]] = deque()  # sends, with what they read
 
     def send(self, tensor: Tensor) -> None:
         while len(self._under_way) >= self.depth:
             self._wait()
-        self._under_way.append((self._start(dist.isend, tensor), tensor))
+        sends = [self._start(dist.isend, part) for part in self.parts(tensor)]
+        self._under_way.append((sends, tensor))
         self.num_bytes += tensor.nbytes
+
+    def parts(self, tensor: Tensor) -> Sequence[Tensor]:
+        """What is sent one after the other in place of a contiguous tensor."""
+        return [tensor]
 
     def fill(self, tensor: Tensor) -> None:
         self.wait_for(self._start(dist.irecv, tensor), self.peer, self.processes)
@@ -72,14 +77,16 @@ class GroupCarrier:
             raise self.processes.lost(self.peer, error) from None
 
     def _wait(self) -> None:
-        work, _ = self._under_way.popleft()
-        self.wait_for(work, self.peer, self.processes)
+        sends, _ = self._under_way.popleft()
+        for work in sends:
+            self.wait_for(work, self.peer, self.processes)
 
 
 class PacketCarrier(GroupCarrier):
     """One end of an edge through gloo, which carries tensors in packets. The receiver is ready for
     packets before they are sent: to one that is not, gloo sends a question first, so that a tensor
-    takes the delay of the link three times."""
+    takes the delay of the link three times. No send waits for the receiver of that tensor: two
+    ranks that send to each other would both wait."""
 
     def __init__(
         self,
@@ -94,12 +101,12 @@ class PacketCarrier(GroupCarrier):
         for _ in range(MOST_PACKETS if is_receiver else 0):
             self._expect(torch.empty(PACKET_BYTES, dtype=torch.uint8))
 
-    def send(self, tensor: Tensor) -> None:
-        for packet in packets(tensor):
-            super().send(packet)
+    def parts(self, tensor: Tensor) -> Sequence[Tensor]:
+        """Its bytes, in packets that share its memory."""
+        return tensor.view(-1).view(torch.uint8).split(PACKET_BYTES)
 
     def fill(self, tensor: Tensor) -> None:
-        for packet in packets(tensor):
+        for packet in self.parts(tensor):
             work, buffer = self._expected.popleft()
             self.wait_for(work, self.peer, self.processes)
             packet.copy_(buffer[: packet.numel()])
@@ -107,11 +114,6 @@ class PacketCarrier(GroupCarrier):
 
     def _expect(self, buffer: Tensor) -> None:
         self._expected.append((self._start(dist.irecv, buffer), buffer))
-
-
-def packets(tensor: Tensor) -> Sequence[Tensor]:
-    """The bytes of a contiguous tensor, in parts that share its memory."""
-    return tensor.view(-1).view(torch.uint8).split(PACKET_BYTES)
 
 
 class DirectExchange:
@@ -125,7 +127,7 @@ class DirectExchange:
         self.handle, self.index, self.size = handle, index, len(ranks)
         self._edges = [
             [
-                PacketCarrier(handle, rank, MOST_PACKETS, processes, is_receiver)
+                PacketCarrier(handle, rank, 1, processes, is_receiver)
                 for rank in ranks if rank != ranks[index]
             ]
             for is_receiver in (False, True)
@@ -143,12 +145,13 @@ class DirectExchange:
         out = x.new_empty(self.size, *x.shape)
         out[self.index] = x
         senders, receivers = self._edges
-        copy = x.clone(memory_format=torch.contiguous_format)  # the caller may change x at once
         for sender in senders:
-            sender.send(copy)
+            sender.send(out[self.index])
         others = (out[each] for each in range(self.size) if each != self.index)
         for receiver, part in zip(receivers, others, strict=True):
             receiver.fill(part)
+        for sender in senders:  # the caller may change the result
+            sender.close()
         return out
 
 
