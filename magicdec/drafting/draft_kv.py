@@ -86,9 +86,9 @@ class DraftKV:
         num_outputs: int | None = None,
     ) -> Tensor:
         """This rank's logits [B, T, V] of token_ids [B, T], appended to `rows`, or those of the
-        last `num_outputs` tokens alone. The policy chooses
-        among the first `committed` tokens of each row; all tokens after them are read. `committed`
-        is one object for all forwards between two verifications.
+        last `num_outputs` tokens alone. The policy chooses among the first `committed` tokens of
+        each row; all tokens after them are read. `committed` is one object for all forwards between
+        two verifications.
 
         With `parents` [B, U], the tokens after the committed ones are a tree (`kv.tree`), of which
         token_ids are the last nodes."""

@@ -81,9 +81,9 @@ class DraftLength(ABC):
     ) -> None:
         """A step, or a part of it, has drafted `num_drafted` tokens for each row of `batch`, which
         may be fewer than `lengths` said. `seconds` is None if its time is not that of such a step
-        alone. `accepted` is the number that each row accepted, empty if
-        nothing was drafted. `judged` are the tokens of each row that say what is accepted: those
-        that were asked of a model, also if it drafted fewer."""
+        alone. `accepted` is the number that each row accepted, empty if nothing was drafted.
+        `judged` are the tokens of each row that say what is accepted: those that were asked of a
+        model, also if it drafted fewer."""
         if self.acceptance is not None and any(judged):
             requests = [r.request_id for r in batch.requests]
             self.acceptance.observe(requests, judged, accepted or [0] * len(requests))

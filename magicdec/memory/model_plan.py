@@ -146,7 +146,10 @@ class ModelPlan:
     def rolling_rule(self) -> SinksAndWindow | None:
         """What a cache that forgets keeps; None if it keeps everything."""
         policy = make_policy(self.config.kv)
-        return policy if self.is_draft and isinstance(policy, SinksAndWindow) else None
+        if not (self.is_draft and policy.can_roll):
+            return None
+        assert isinstance(policy, SinksAndWindow), "the rule of a policy that can roll"
+        return policy
 
     @property
     def tail(self) -> int:

@@ -4,11 +4,11 @@ for the small GEMMs of decoding (`packed.cpp`).
 Int8 layers have int8 weights and a float32 scale per output channel, y = (x w) * scale + bias. Int4
 layers have a bfloat16 scale for each output channel and GROUP inputs. Both compute with torch's
 operators in any dtype on any device, and a few rows on CUDA by a Triton kernel where it is
-installed. Packed layers have bfloat16, int8, int4 or float32 weights.
-CPUs without bfloat16 dot products widen bfloat16 in registers. Packed int8 and int4 layers round
-activations, to 16 and 8 bits with a scale for each row and group of inputs. A call reads the
-weights once for any number of rows. The result of a row is the same to the bit whatever other rows
-are in the batch, so verification and decoding agree.
+installed. Packed layers have bfloat16, int8, int4 or float32 weights. CPUs without bfloat16 dot
+products widen bfloat16 in registers. Packed int8 and int4 layers round activations, to 16 and 8
+bits with a scale for each row and group of inputs. A call reads the weights once for any number of
+rows. The result of a row is the same to the bit whatever other rows are in the batch, so
+verification and decoding agree.
 """
 
 from __future__ import annotations
