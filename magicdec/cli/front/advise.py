@@ -81,15 +81,17 @@ class Measured:
 def describe_advice(best: Measured, place: str, expectation: str) -> str:
     """Whether speculation pays, with which draft, what the plan expects of other contexts, and how
     sure that is. `place` says where it was measured, such as `B 4 and 2048 tokens of context`."""
-    verdict = f"pays here: at {place}, `{best.draft}` was"
+    verdict, draft = "pays here", f"`{best.draft}`"
     if best.speedup <= 1:
-        verdict = f"does not pay here: at {place}, the best draft, `{best.draft}`, was"
+        verdict, draft = "does not pay here", f"the best draft, {draft},"
     between = ""
     if best.interval is not None:
         between = f" (95 % interval {best.interval[0]:.2f} to {best.interval[1]:.2f})"
+        if best.interval[0] <= 1 <= best.interval[1]:
+            verdict = "may or may not pay here"
     return (
-        f"Speculation {verdict} {best.speedup:.2f} times as fast as decoding without drafts"
-        f"{between}; {expectation}{_how_sure(best)}."
+        f"Speculation {verdict}: at {place}, {draft} was {best.speedup:.2f} times as fast as "
+        f"decoding without drafts{between}; {expectation}{_how_sure(best)}."
     )
 
 
@@ -248,10 +250,18 @@ def net_speedup(record: RunRecord) -> float:
     return (record.metrics.net_speedup if record.metrics else None) or 0.0
 
 
+def least_speedup(record: RunRecord) -> float:
+    """The lower end of the interval of the net speedup, or the speedup where there is no interval.
+    Drafts are ranked by it: of many noisy runs, the one with the highest speedup is often the one
+    that was disturbed most."""
+    interval = record.metrics.net_speedup_interval if record.metrics else None
+    return interval[0] if interval else net_speedup(record)
+
+
 def find_advice(args: AdviceSection, records: dict[str, RunRecord], plan: Plan | None) -> str:
     """The sentence, and in a line of its own the command to run. Raises ValueError if no run has a
     speedup."""
-    flags, record = max(records.items(), key=lambda item: net_speedup(item[1]))
+    flags, record = max(records.items(), key=lambda item: least_speedup(item[1]))
     if not net_speedup(record) or record.metrics is None:
         raise ValueError("no run has a speedup: their tokens differ, or the weights are random")
     predicted, kv = None, record.config["kv"]
@@ -295,7 +305,7 @@ def make_plan(args: AdviceSection, records: dict[str, RunRecord], file: Path) ->
     ]  # fmt: skip
     if not own:
         return None
-    config = max(own, key=net_speedup).config
+    config = max(own, key=least_speedup).config
     name = config["model"]["model"]
     longest = find_config("--model", name).max_length
     contexts = sorted({min(args.prefix_len * n, longest) for n in (1, 4, LONGEST)})
