@@ -32,7 +32,7 @@ from magicdec.memory.model_plan import max_tokens as row_tokens
 from magicdec.names import BASELINE
 from magicdec.request import Request, Status
 from magicdec.sampling.sampling import make_params
-from magicdec.scheduling.plan import Limits
+from magicdec.scheduling.plan import PREFILL_TOKENS, Limits
 from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.model_checks import check_fits
 from magicdec.setup.prepare import SetupCache, find, find_tokenizer
@@ -67,7 +67,7 @@ class LLM:
         max_concurrency: int = 8,
         cache_tokens: int | None = None,
         block_tokens: int = 256,
-        prefill_tokens: int = 512,
+        prefill_tokens: int = PREFILL_TOKENS,
         threads: int | None = None,
         max_new_tokens: int | None = None,
         draft_weights: str | None = None,

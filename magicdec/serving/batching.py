@@ -37,9 +37,8 @@ from magicdec.memory.plan import model_plans_of
 from magicdec.names import BASELINE
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
-from magicdec.scheduling.plan import Limits
+from magicdec.scheduling.plan import PREFILL_TOKENS, Limits
 from magicdec.serving.modes import Pass
-from magicdec.serving.options import PREFILL_TOKENS
 from magicdec.serving.system import Extras, System, Watch
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
 from magicdec.setup.model_checks import check_shared

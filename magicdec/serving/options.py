@@ -19,6 +19,7 @@ from magicdec.distributed.layer_split import FLAG, is_auto
 from magicdec.distributed.layout import StageGrid, make_grid, read_split
 from magicdec.names import NGRAM_AND
 from magicdec.pipelined_speculation.options import Options
+from magicdec.scheduling.plan import PREFILL_TOKENS
 from magicdec.serving.metrics import GOODPUT_OF
 from magicdec.serving.modes import (
     ENDPOINT,
@@ -34,7 +35,7 @@ from magicdec.serving.modes import (
 )
 from magicdec.workload.request_shapes import FORMS, TRACE, RequestShape, make_shapes, parse_arrival
 
-WINDOW_MS, PREFILL_TOKENS = 1000.0, 512
+WINDOW_MS = 1000.0
 OF_SAMPLING = ("temperature", "repetition_penalty", "presence_penalty")
 FLAGS = ("--prefix_len", "--gen_len")  # the lengths of a request without a trace
 WINDOWED = "dynamic"  # the mode that has a time window
@@ -111,8 +112,8 @@ class ServeOptions(StagesSection):
     )
     prefill_tokens: int | None = setting(
         None,
-        "Prompt tokens that a step prefills at most, beside its decoding. Default: 512; in a ring, "
-        "--prefill_chunk for each stage.",
+        "Prompt tokens that a step prefills at most, beside its decoding. Default: "
+        f"{PREFILL_TOKENS}; in a ring, --prefill_chunk for each stage.",
         least=1,
     )
     window_ms: float | None = setting(

@@ -6,8 +6,6 @@ import time
 
 from peers.serving_peer import ServingPeer, ServingSizes, TimedRequest
 
-PREFILL_TOKENS = 512  # the default of `LLM`
-
 
 class MagicdecServing(ServingPeer):
     """Autoregressive decoding in flight by `magicdec.llm.LLM`. All requests may run together,
@@ -15,6 +13,7 @@ class MagicdecServing(ServingPeer):
 
     def __init__(self, model: str, dtype: str, sizes: ServingSizes) -> None:
         from magicdec.llm import LLM, Stream
+        from magicdec.scheduling.plan import PREFILL_TOKENS
 
         self.llm = LLM(
             model,
