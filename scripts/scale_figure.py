@@ -92,7 +92,7 @@ NVLINK = Network("NVLink", 4e-6, 450e9)  # of one GPU in one direction; 8 us a s
 NETWORKS = (
     Network("InfiniBand, 400 Gbit/s a GPU", 10e-6, 8 * 50e9),
     Network("10 Gbit/s a node, 1 ms", 1e-3, 1.25e9),
-    Network("1 Gbit/s a node, 1 ms", 1e-3, 0.125e9),
+    Network("1 Gbit/s a node, 10 ms", 10e-3, 0.125e9),
 )
 
 
@@ -348,7 +348,7 @@ def winners(clusters: list[Cluster]) -> Table:
             rows.append((
                 cluster.network.name, f"{acceptance:g}", *(str(kinds.count(k)) for k in KINDS),
                 f"{len(drafting)} of {len(ways)}", f"{most:.2f}x",
-                f"{min(leads):.2f}x to {max(leads):.2f}x",
+                f"{min(leads):.2f}x to {max(leads):.2f}x" if leads else "",
             ))  # fmt: skip
     columns = ["predicted winners, cells", "acceptance", *KINDS, "with self-drafts", "at most"]
     return Table([*columns, "pipeline over the same drafts in turns"], rows)

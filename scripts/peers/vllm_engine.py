@@ -1,10 +1,10 @@
-"""vLLM's engine for CPUs, in this process and step by step, with and without its own prompt lookup."""
+"""vLLM's engine for CPUs, in this process and step by step, with and without its prompt lookup."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from peers.peer import CHUNK, Peer
 
@@ -14,7 +14,7 @@ class VLLM(Peer):
     caching. The engine computes with the threads of OpenMP. It cannot verify, because its interface
     has no forward of several given tokens."""
 
-    speculation: dict[str, Any] | None = None
+    speculation: ClassVar[dict[str, Any] | None] = None
 
     def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
         os.environ |= {
@@ -82,7 +82,7 @@ class VLLM(Peer):
 class VLLMLookup(VLLM):
     """With prompt lookup: the 4 tokens after the newest earlier place of the last 2 to 4 tokens."""
 
-    speculation = {
+    speculation: ClassVar[dict[str, Any] | None] = {
         "method": "ngram", "num_speculative_tokens": 4,
         "prompt_lookup_min": 2, "prompt_lookup_max": 4,
     }  # fmt: skip
