@@ -3,10 +3,12 @@ same weights, token ids and threads, in turn.
 
     python scripts/bench_peers.py
     python scripts/bench_peers.py --openvino_python VENV/bin/python \\
-        --llama_cpp_python OTHER_VENV/bin/python --json peers.json
+        --llama_cpp_python OTHER_VENV/bin/python --vllm_python THIRD_VENV/bin/python
 
-Then compares whole generations with the packaged demo model on its demo text: this project with and
-without self-speculation, and transformers' `generate` with and without its assisted generation.
+Then compares whole generations with the packaged demo model, by default after its demo text and
+after prompts from which it copies: this project without drafts, with self-speculation and with
+prompt lookup, transformers' `generate` with and without its assisted generation, and vLLM with and
+without its own prompt lookup (4 tokens of n-grams of 2 to 4).
 
 `transformers` is always measured. The others are measured if their own virtual environment is
 given; an environment that lacks something is refused with the command that installs it. Before
@@ -23,16 +25,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import statistics
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from measuring import describe_machine, dtypes_here
-from peer_process import Start, check_python, export_model, started_here
+from peer_process import Start, check_python
 from peer_runs import (
     BATCH,
     GENERATED,
@@ -43,12 +45,13 @@ from peer_runs import (
     VERIFIED,
     Case,
     check_tokens,
+    make_starts,
     marked,
     measure,
     measure_generations,
     save_model,
 )
-from peers import ENVIRONMENTS, PEERS
+from peers import ENVIRONMENTS
 from rich.console import Console
 from rich.table import Table
 
@@ -67,16 +70,24 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.add_argument(f"--{name}_python", metavar="PATH", help=text)
     parser.add_argument(
         "--cases",
-        nargs="+",
+        nargs="*",
         metavar="KV_HEADS:PREFIX",
         default=[f"{case.kv_heads}:{case.prefix}" for case in CASES],
-        help="KV heads and prefix lengths for the random model (default: %(default)s)",
+        help="KV heads and prefix lengths for the random model; no word: no steps are timed "
+        "(default: %(default)s)",
     )
     parser.add_argument(
         "--generated_prefix",
         type=int,
         default=GENERATED_PREFIX,
         help="prefix length in tokens for whole generations; 0: skip them (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--generated_texts",
+        nargs="+",
+        metavar="TEXT",
+        default=["demo", "ruler:niah_multikey"],
+        help="what whole generations follow, as --dataset of the runs (default: %(default)s)",
     )
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--json", type=Path, help="write the measurements to this file")
@@ -116,28 +127,15 @@ def measure_decode(
     interpreters by environment."""
     rows: list[dict[str, Any]] = []
     versions: dict[str, str] = {}
+    starts: dict[int, list[Start]] = {}  # by the model's KV heads
     with tempfile.TemporaryDirectory() as temporary:
         for case in cases:
-            plain = Path(temporary) / f"hf-{case.kv_heads}"
-            exported = {
-                environment: Start(
-                    environment, python, plain.with_name(f"{environment}-{plain.name}")
-                )
-                for environment, python in pythons.items()
-            }
-            starts = [
-                replace(exported[entry.environment], name=name)
-                if entry.environment
-                else started_here(name, plain)
-                for name, entry in PEERS.items()
-                if entry.decodes and entry.environment in {"", *exported}
-            ]
-            if not plain.exists():
+            if case.kv_heads not in starts:
+                plain = Path(temporary) / f"hf-{case.kv_heads}"
                 save_model(case.kv_heads, plain)
-                for start in exported.values():
-                    export_model(start, plain)
-                versions |= check_tokens(starts, threads)
-            rows += measure(case, starts, dtypes, threads)
+                starts[case.kv_heads] = make_starts(plain, pythons, lambda entry: entry.decodes)
+                versions |= check_tokens(starts[case.kv_heads], threads)
+            rows += measure(case, starts[case.kv_heads], dtypes, threads)
             print(f"measured {case}", file=sys.stderr, flush=True)
     return rows, versions
 
@@ -169,12 +167,19 @@ def spread(row: dict[str, Any], prefix: str) -> tuple[str, str]:
 def generation_table(rows: Sequence[dict[str, Any]]) -> Table:
     prefix = rows[0]["prefix"]
     table = Table(title=f"{BATCH} x {GENERATED} tokens after prefixes of {prefix}, demo model")
-    for column in ("way", "seconds, prefill included", "least-most"):
+    for column in ("text", "way", "seconds", "least-most", "after the first tokens", "least-most"):
         table.add_column(column, justify="right", no_wrap=True)
     for row in rows:
-        least, most = min(row["all_seconds"]), max(row["all_seconds"])
-        table.add_row(row["way"], f"{row['seconds']:.2f}", f"{least:.2f}-{most:.2f}")
+        table.add_row(
+            row["text"], row["way"], *range_of(row["all_seconds"]),
+            *range_of(row["all_decode_seconds"]),
+        )  # fmt: skip
     return table
+
+
+def range_of(seconds: Sequence[float]) -> tuple[str, str]:
+    """Median, and least to most."""
+    return f"{statistics.median(seconds):.2f}", f"{min(seconds):.2f}-{max(seconds):.2f}"
 
 
 def run(options: argparse.Namespace) -> None:
@@ -182,16 +187,18 @@ def run(options: argparse.Namespace) -> None:
     dtypes = dtypes_here()
     measured: dict[str, Any] = {"machine": describe_machine()}
     console = Console(width=140)
-    measured["decode"], measured["versions"] = measure_decode(
-        options.cases, options.pythons, dtypes, options.threads
-    )
-    console.print(decode_table(measured))
-    for version in measured["versions"].values():
-        console.print(version, soft_wrap=True)
+    if options.cases:
+        measured["decode"], measured["versions"] = measure_decode(
+            options.cases, options.pythons, dtypes, options.threads
+        )
+        console.print(decode_table(measured))
+        for version in measured["versions"].values():
+            console.print(version, soft_wrap=True)
     if options.generated_prefix:
         measured["generate"] = measure_generations(
-            options.generated_prefix, dtypes, options.threads
-        )
+            options.generated_texts, options.generated_prefix,
+            options.pythons, dtypes, options.threads,
+        )  # fmt: skip
         console.print(generation_table(measured["generate"]))
     if options.json:
         options.json.write_text(json.dumps(measured, indent=1) + "\n")

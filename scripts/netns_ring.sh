@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Several hosts on one machine: a network namespace for each, joined by a bridge or by slow links.
 #
-#   scripts/netns_ring.sh [--hosts N] [--rate RATE --delay TIME] [--cut_on TEXT] [--kill_on TEXT] -- COMMAND FLAGS...
+#   scripts/netns_ring.sh [--hosts N] [--rate RATE --delay TIME] [--cut_on TEXT] [--kill_on TEXT] [--srun] -- COMMAND FLAGS...
 #   scripts/netns_ring.sh --hosts 3 -- selfspec --model demo --B 1 --gen_len 16 --threads 1
 #   scripts/netns_ring.sh --hosts 2 --rate 1gbit --delay 1ms -- serve --modes ring --threads 1
 #
@@ -10,15 +10,16 @@
 # Every host runs `torchrun ... -m magicdec COMMAND FLAGS` with one rank under torchrun's own
 # rendezvous, as on real hosts, and sees its own processes only. When a host prints TEXT, --cut_on
 # takes the last host's link down, and --kill_on kills that host's processes.
-# NETNS_RING_PROGRAM, if it is set, is run in the place of `-m magicdec`.
+# NETNS_RING_PROGRAM, if it is set, is run in the place of `-m magicdec`. With --srun, a Slurm of N
+# nodes (scripts/slurm_node.sh) starts torchrun on the hosts; that needs root.
 # Each host's output goes to the screen behind its name. The exit code is that of the first host
 # that fails; a host that was cut off or killed does not count. Needs iproute2, unshare and the right
 # to make namespaces (root, or unprivileged user namespaces). Nothing is left behind.
 set -euo pipefail
 
-usage() { sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 2; }
+usage() { sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 2; }
 
-hosts=3 rate= delay= cut_on= kill_on=
+hosts=3 rate= delay= cut_on= kill_on= srun=
 while [ $# -gt 0 ]; do
   case "$1" in
     --hosts) hosts=${2:?--hosts needs a number}; shift 2 ;;
@@ -26,6 +27,7 @@ while [ $# -gt 0 ]; do
     --delay) delay=${2:?--delay needs a time such as 1ms}; shift 2 ;;
     --cut_on) cut_on=${2:?--cut_on needs a text}; shift 2 ;;
     --kill_on) kill_on=${2:?--kill_on needs a text}; shift 2 ;;
+    --srun) srun=--srun; shift ;;
     --) shift; break ;;
     *) usage ;;
   esac
@@ -36,15 +38,18 @@ done
 [[ $delay =~ ^([0-9.]+[mu]?s)?$ ]] || { echo "--delay $delay: choose one such as 1ms" >&2; exit 2; }
 [ -n "$rate" ] && [ -n "$delay" ] || [ -z "$rate$delay" ] ||
   { echo "netns_ring.sh: --rate and --delay need each other" >&2; exit 2; }
+[ -z "$srun" ] || [ -z "$cut_on$kill_on" ] || { echo "netns_ring.sh: --srun ends no host" >&2; exit 2; }
 for tool in ip unshare ${rate:+tc}; do
   command -v "$tool" > /dev/null || { echo "netns_ring.sh needs $tool" >&2; exit 2; }
 done
 
 if [ -z "${NETNS_RING_INSIDE:-}" ]; then  # once more, in namespaces that end with this process
-  unshare --map-root-user --net --mount --pid --fork true 2> /dev/null ||
+  user=--map-root-user
+  if [ -n "$srun" ]; then user=; fi  # Slurm sets groups, which a user's namespace does not allow
+  unshare $user --net --mount --pid --fork true 2> /dev/null ||
     { echo "netns_ring.sh: this user may not make namespaces here" >&2; exit 2; }
-  options=(--hosts "$hosts" ${rate:+--rate "$rate" --delay "$delay"} ${cut_on:+--cut_on "$cut_on"} ${kill_on:+--kill_on "$kill_on"})
-  exec env NETNS_RING_INSIDE=1 unshare --map-root-user --net --mount --pid --fork --kill-child \
+  options=(--hosts "$hosts" ${rate:+--rate "$rate" --delay "$delay"} ${cut_on:+--cut_on "$cut_on"} ${kill_on:+--kill_on "$kill_on"} $srun)
+  exec env NETNS_RING_INSIDE=1 unshare $user --net --mount --pid --fork --kill-child \
     --mount-proc bash "$0" "${options[@]}" -- "$@"
 fi
 
@@ -83,13 +88,22 @@ done
 printed=/run/printed  # what the hosts have printed so far
 touch "$printed"
 pids=()
-for ((host = 0; host < hosts; host++)); do
-  ip netns exec "host$host" unshare --pid --fork --kill-child --mount-proc python -u -m torch.distributed.run \
-    --nnodes "$hosts" --nproc-per-node 1 --node-rank "$host" \
-    --master-addr 10.9.0.1 --master-port 29400 ${NETNS_RING_PROGRAM:--m magicdec} "$@" \
-    > >(sed -u "s/^/host$host: /" | tee -a "$printed") 2>&1 &
+start='exec ip netns exec "host$SLURM_NODEID" unshare --pid --fork --kill-child --mount-proc \
+  python -u -m torch.distributed.run --node-rank "$SLURM_NODEID" "$@"'
+torchrun=(--nnodes "$hosts" --nproc-per-node 1 --master-addr 10.9.0.1 --master-port 29400)
+torchrun+=(${NETNS_RING_PROGRAM:--m magicdec} "$@")
+if [ -n "$srun" ]; then
+  ip link set lo up
+  "$(dirname "$0")/slurm_node.sh" --nodes "$hosts" srun --nodes "$hosts" --ntasks "$hosts" --label \
+    bash -c "$start" - "${torchrun[@]}" &
   pids+=($!)
-done
+else
+  for ((host = 0; host < hosts; host++)); do
+    SLURM_NODEID=$host bash -c "$start" - "${torchrun[@]}" \
+      > >(sed -u "s/^/host$host: /" | tee -a "$printed") 2>&1 &
+    pids+=($!)
+  done
+fi
 last=$((hosts - 1)) lost_on=${cut_on:-$kill_on}
 if [ -n "$lost_on" ]; then
   until grep -qF -- "$lost_on" "$printed" || ! kill -0 "${pids[0]}" 2> /dev/null; do sleep 0.2; done

@@ -5,16 +5,17 @@ emit the same float32 tokens, and measure nothing if not."""
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from measuring import Timing, timing_of
-from peer_process import Sizes, Start, Worker, started_here
-from peers import PEERS
+from peer_process import Sizes, Start, Worker, export_model, started_here
+from peers import PEERS, Entry
 from serving_trace import VOCAB
 
 from magicdec.model.checkpoint.source import find_model
@@ -158,19 +159,59 @@ def take_turns(
     return steps, verifications
 
 
+def make_starts(
+    plain: Path, pythons: Mapping[str, str], wanted: Callable[[Entry], bool]
+) -> list[Start]:
+    """The peers with a wanted entry that this environment or one of `pythons`, the interpreters by
+    environment, runs. Writes transformers' checkpoint `plain` in the format of each, beside it."""
+    starts: dict[str, Start] = {}
+    for environment, python in pythons.items():
+        if any(wanted(entry) and entry.environment == environment for entry in PEERS.values()):
+            starts[environment] = Start(
+                environment, python, plain.with_name(f"{environment}-{plain.name}")
+            )
+            export_model(starts[environment], plain)
+    return [
+        replace(starts[entry.environment], name=name)
+        if entry.environment
+        else started_here(name, plain)
+        for name, entry in PEERS.items()
+        if wanted(entry) and entry.environment in {"", *starts}
+    ]
+
+
 def measure_generations(
-    prefix: int, dtypes: Mapping[str, str], threads: int
+    texts: Sequence[str],
+    prefix: int,
+    pythons: Mapping[str, str],
+    dtypes: Mapping[str, str],
+    threads: int,
 ) -> list[dict[str, Any]]:
-    """One row per peer: seconds from the prompts to the last token."""
-    source = find_model("--model", "demo")
-    bos = source.config.bos_token_id
-    workload = build_workload("demo", load_tokenizer(DEMO), bos, prefix, BATCH, 0)
-    prompts = [list(prompt) for prompt in workload.prompts]
-    starts = [started_here(name, DEMO) for name, entry in PEERS.items() if entry.generates]
-    check_generations(starts, [prompt[-GENERATED_CHECKED:] for prompt in prompts], threads)
+    """One row per text and peer: seconds from the prompts to the last token, and of these the
+    seconds after the first token of all rows."""
+    source, tokenizer = find_model("--model", "demo"), load_tokenizer(DEMO)
+    bos, rows = source.config.bos_token_id, list[dict[str, Any]]()
+    with tempfile.TemporaryDirectory() as directory:
+        for name in ("target", "draft"):  # the draft stays beside the model
+            (Path(directory) / name).symlink_to(DEMO.with_name(name))
+        starts = make_starts(Path(directory) / "target", pythons, lambda entry: entry.generates)
+        for text in texts:
+            workload = build_workload(text, tokenizer, bos, prefix, BATCH, 0, GENERATED)
+            prompts = [list(prompt) for prompt in workload.prompts]
+            check_generations(starts, [prompt[-GENERATED_CHECKED:] for prompt in prompts], threads)
+            measured = take_generations(starts, prompts, dtypes, threads)
+            rows += [{"text": workload.dataset, **row} for row in measured]
+    return rows
+
+
+def take_generations(
+    starts: Sequence[Start], prompts: list[list[int]], dtypes: Mapping[str, str], threads: int
+) -> list[dict[str, Any]]:
+    """All peers generate in turn, each the first token alone and then all."""
     seconds: dict[str, list[float]] = {start.name: [] for start in starts}
+    decoding: dict[str, list[float]] = {start.name: [] for start in starts}
+    sizes = Sizes(threads, len(prompts[0]) + ROOM, BATCH)
     with ExitStack() as stack:
-        sizes = Sizes(threads, prefix + ROOM, BATCH)
         workers = [
             stack.enter_context(Worker(start, dtypes[start.name], sizes)) for start in starts
         ]
@@ -179,11 +220,17 @@ def measure_generations(
             worker.ask(do="generate", prompts=warm, num_new=WARM_TOKENS)
         for _ in range(GENERATED_ROUNDS):
             for worker in workers:
-                answer = worker.ask(do="generate", prompts=prompts, num_new=GENERATED)
-                seconds[worker.name] += answer["seconds"]
+                first, whole = (
+                    worker.ask(do="generate", prompts=prompts, num_new=num_new)["seconds"][0]
+                    for num_new in (1, GENERATED)
+                )
+                seconds[worker.name].append(whole)
+                decoding[worker.name].append(whole - first)
     return [
-        {"way": name, "dtype": dtypes[name], "batch": BATCH, "prefix": prefix}
+        {"way": name, "dtype": dtypes[name], "batch": BATCH, "prefix": len(prompts[0])}
         | {"num_new": GENERATED, "seconds": statistics.median(values), "all_seconds": values}
+        | {"decode_seconds": statistics.median(decoding[name])}
+        | {"all_decode_seconds": decoding[name]}
         for name, values in seconds.items()
     ]
 

@@ -1,5 +1,6 @@
 """Which way of decoding is predicted to win on 8 to 512 GPUs: a map for each model and context,
-for nodes of 8 GPUs joined by InfiniBand and by slow links. Nothing runs; docs/scale.md explains.
+for nodes of 8 GPUs joined by InfiniBand and by two kinds of slow links. Nothing runs; docs/scale.md
+explains.
 
     python scripts/scale_figure.py                # the tables of the page
     python scripts/scale_figure.py --plot docs/scale.png --gain docs/scale_gain.png
@@ -90,7 +91,8 @@ SPECS = {"h100": Gpu(3.35e12, 989e12, 80e9), "h200": Gpu(4.8e12, 989e12, 141e9)}
 NVLINK = Network("NVLink", 4e-6, 450e9)  # of one GPU in one direction; 8 us a small all-reduce
 NETWORKS = (
     Network("InfiniBand, 400 Gbit/s a GPU", 10e-6, 8 * 50e9),
-    Network("slow links, 10 Gbit/s a node, 1 ms", 1e-3, 1.25e9),
+    Network("10 Gbit/s a node, 1 ms", 1e-3, 1.25e9),
+    Network("1 Gbit/s a node, 10 ms", 10e-3, 0.125e9),
 )
 
 
@@ -346,7 +348,7 @@ def winners(clusters: list[Cluster]) -> Table:
             rows.append((
                 cluster.network.name, f"{acceptance:g}", *(str(kinds.count(k)) for k in KINDS),
                 f"{len(drafting)} of {len(ways)}", f"{most:.2f}x",
-                f"{min(leads):.2f}x to {max(leads):.2f}x",
+                f"{min(leads):.2f}x to {max(leads):.2f}x" if leads else "",
             ))  # fmt: skip
     columns = ["predicted winners, cells", "acceptance", *KINDS, "with self-drafts", "at most"]
     return Table([*columns, "pipeline over the same drafts in turns"], rows)
@@ -396,7 +398,7 @@ def draw_maps(path: Path, clusters: list[Cluster], gpu: str) -> None:
     """A map for each network, context and model: the colour is the kind that wins, the number what
     drafts bring."""
     columns = len(clusters) * len(DRAFT_OF)
-    with saved_figure("--plot", path, (15.5, 8.2), len(CONTEXTS), columns) as (figure, axes):
+    with saved_figure("--plot", path, (21, 8.2), len(CONTEXTS), columns) as (figure, axes):
         panels = iter(axes)
         for S in CONTEXTS:
             for cluster in clusters:

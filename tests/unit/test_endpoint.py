@@ -29,6 +29,7 @@ class Server:
     has_ids: bool = True
     has_usage: bool = True
     fault: str = ""
+    odd: Any = None  # sent after two tokens
     bodies: list[dict[str, Any]] = field(default_factory=list)
     address: str = ""
     released: threading.Event = field(default_factory=threading.Event)
@@ -50,6 +51,8 @@ class Server:
                 yield None
             if number == 2 and self.fault == "error event":
                 yield {"error": {"message": "out of memory"}}
+            if number == 2 and self.fault == "odd":
+                yield self.odd
             if self.has_ids:
                 yield {"choices": [{"text": "", "token_ids": [token]}]}
             elif number != 1 or not self.has_usage:  # the second has no text of its own
@@ -73,7 +76,9 @@ def server() -> Iterator[Server]:
 
         def do_GET(self) -> None:
             assert self.path == "/v1/models"
-            models = {"data": [{"id": "tiny"}, {"id": "other"}]}
+            models: Any = {"data": [{"id": "tiny"}, {"id": "other"}]}
+            if ours.fault == "odd models":
+                models = ours.odd
             self.answer(200, "<html>" if ours.fault == "no JSON" else json.dumps(models))
 
         def do_POST(self) -> None:
@@ -87,7 +92,7 @@ def server() -> Iterator[Server]:
             for event in ours.events(body):
                 if event is None:
                     return
-                self.wfile.write(f"data: {json.dumps(event)}\n\n".encode())
+                self.wfile.write(f": ping\n\nevent: new\ndata: {json.dumps(event)}\n\n".encode())
                 self.wfile.flush()
             self.wfile.write(b"data: [DONE]\n\n")
 
@@ -206,6 +211,53 @@ def test_a_failing_server_costs_only_its_own_record(
     assert code == 2 and message in line and server.address in line
     (record,) = records_of(tmp_path)
     assert record["name"] == "sequential" and record["metrics"]
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ([1], "answers /completions with no object: [1]"),
+        ({"choices": ["a"]}, "sends choices that are no list of objects: ['a']"),
+        ({"choices": [{"token_ids": ["5"]}]}, "sends token_ids that are no ids: ['5']"),
+        ({"choices": [{"token_ids": 5}]}, "sends token_ids that are no ids: 5"),
+    ],
+)
+def test_an_odd_stream_is_one_line(
+    odd: Any, message: str, words: list[str], server: Server, tmp_path: Path, command: Command
+) -> None:
+    server.fault, server.odd = "odd", odd
+    code, _, err = command("serve", *words, "--modes", "sequential", "endpoint")
+    assert code == 2 and err.splitlines()[-1].endswith(f"{server.address} {message}"), err
+    assert [record["name"] for record in records_of(tmp_path)] == ["sequential"]
+
+
+@pytest.mark.usefixtures("learning")
+@pytest.mark.parametrize(
+    "odd", [{"choices": None}, {"error": None}, {"usage": {"completion_tokens": "many"}}]
+)
+def test_what_says_nothing_is_passed_over(
+    odd: Any, words: list[str], server: Server, tmp_path: Path
+) -> None:
+    server.fault, server.odd = "odd", odd
+    assert run([*words, "--modes", "sequential", "endpoint"]) == 0
+    assert records_of(tmp_path)[1]["status"] == "ok"
+
+
+@pytest.mark.parametrize(
+    ("odd", "message"),
+    [
+        ([], "answers /models with no object: []"),
+        ({"data": 3}, "sends data that are no list of objects: 3"),
+        ({"data": None}, "--endpoint_model None is not served there; choose from no model"),
+        ({"data": [{}]}, "--endpoint_model None is not served there; choose from no model"),
+    ],
+)
+def test_odd_models_are_one_line(
+    odd: Any, message: str, words: list[str], server: Server, command: Command
+) -> None:
+    server.fault, server.odd = "odd models", odd
+    code, _, err = command("serve", *words, "--modes", "endpoint")
+    assert code == 2 and message in err.splitlines()[-1], err
 
 
 def test_what_no_server_can_serve_is_refused(

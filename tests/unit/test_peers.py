@@ -9,6 +9,7 @@ import inspect
 import json
 import sys
 from io import StringIO
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +23,14 @@ sys.path.insert(0, str(ROOT / "scripts"))
 import peer_runs
 from bench_peers import decode_table, read_options
 from peer_process import Sizes, Start, Worker, started_here
-from peer_runs import Case, check_tokens, make_drafts, make_prompts, measure
+from peer_runs import Case, check_tokens, make_drafts, make_prompts, measure, measure_generations
 from peers import ENVIRONMENTS, PEERS, Entry, Environment, timed_dtypes
 from peers.gguf_file import gguf_tensors, interleave_rotary, read_bfloat16, widen
 from peers.peer import Peer
 from rich.console import Console
 
 HERE = sys.executable
+DTYPES = dict.fromkeys(PEERS, "float32")
 
 
 @pytest.mark.parametrize(
@@ -84,7 +86,8 @@ def test_an_environment_with_all_requirements_is_taken(monkeypatch: pytest.Monke
 def test_the_documentation_installs_what_is_checked() -> None:
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8").replace("\\\n", " ")
     page = " ".join(page.split())
-    for name, python in (("openvino", "openvino/bin/python"), ("llama_cpp", "llama/bin/python")):
+    for name, folder in (("openvino", "openvino"), ("llama_cpp", "llama"), ("vllm", "vllm")):
+        python = f"{folder}/bin/python"
         assert ENVIRONMENTS[name].install_command(python) in page
 
 
@@ -144,12 +147,40 @@ def test_a_row_of_the_table_has_every_number(
     assert rows[0]["bytes"] == 2 * 6 * 4 * 2 * 64 * 40 * 4
 
 
+def test_generations_of_every_text_and_peer_are_measured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Peers of other environments get the model in their format; without its Python, one is left
+    out. Seconds after the first tokens are those of all tokens less those of the first."""
+    exported = []
+
+    class Generates(FakeWorker):
+        def ask(self, do: str, num_new: int = 0, **command: Any) -> dict[str, Any]:
+            return {"tokens": [[0] * num_new], "seconds": [2.0 + num_new]}
+
+    def export(start: Start, source: Path) -> None:
+        exported.append((start.name, start.python, source.resolve()))
+
+    monkeypatch.setattr(peer_runs, "Worker", Generates)
+    monkeypatch.setattr(peer_runs, "export_model", export)
+    texts = ["demo", "ruler:niah_multikey"]
+    rows = measure_generations(texts, 512, {"vllm": "python", "openvino": "python"}, DTYPES, 1)
+    ways = [name for name, entry in PEERS.items() if entry.generates]
+    assert [(row["text"], row["way"]) for row in rows] == list(product(texts, ways))
+    assert exported == [("vllm", "python", peer_runs.DEMO)], "OpenVINO is not in this table"
+    assert {row["seconds"] for row in rows} == {98.0}
+    assert {row["decode_seconds"] for row in rows} == {95.0}
+    here = measure_generations(texts[:1], 512, {}, DTYPES, 1)
+    assert {row["way"] for row in here} == {way for way in ways if not PEERS[way].environment}
+
+
 class FakeWorker:
     """Emits 0s; a peer named "odd" emits or verifies 1s."""
 
     version, can_verify = "0", True
 
     def __init__(self, start: Start, dtype: str, sizes: Sizes) -> None:
+        self.name = start.name
         self.odd = int(start.name.startswith("odd"))
         self.verifies_odd = start.name == "odd_verified"
 
