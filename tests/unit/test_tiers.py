@@ -1,4 +1,4 @@
-"""Which cases `make test` runs: that they have every pair; and that every architecture has a tiny model."""
+"""Which cases `make test` runs: that they have every pair. Every architecture has a tiny model."""
 
 from itertools import combinations, product
 
