@@ -17,13 +17,16 @@ from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve, with_steps
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import ModelSection
-from magicdec.cost_model.costs import Deployment, attention_flops, kv_bytes_per_token
+from magicdec.cost_model.costs import attention_flops, kv_bytes_per_token
 from magicdec.distributed.groups import Group, Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import BY_DTYPE, Hardware, Link, MachineFile
 from magicdec.hardware.timing import read_bandwidths, seconds_of
 from magicdec.memory.model_plan import Kinds
-from magicdec.model.checkpoint.source import find_model
+from magicdec.model.checkpoint.random_weights import RandomWeights
+from magicdec.model.checkpoint.source import ModelSource, find_model
+from magicdec.model.checkpoint.weight_map import expected_shapes
+from magicdec.model.config import ModelConfig
 from magicdec.names import ATTENTION_BACKENDS, DTYPES, load_named
 from magicdec.runner import ModelRunner, greedy
 from magicdec.setup.loading import load_kind, make_executor
@@ -35,6 +38,8 @@ STRETCHES = 5
 FEWEST_ROUNDS, ROUNDS, STRETCH_S = 5, 30, 0.5
 CACHED, CONTEXT = 32, 8192  # cached tokens per row: attention takes almost no time, or most of it
 MANY = 5  # new tokens per row in a verification
+# Models whose layers take hardly any time but their overhead: they have 28,672 weights each.
+FEW, SEVERAL = (ModelConfig("small", 64, layers, 64, 64, 1, 1, 64, 64) for layers in (2, 10))
 
 
 class Spreads(dict[str, float]):
@@ -100,54 +105,71 @@ def measure_forwards(
     spreads: Spreads,
 ) -> Hardware:
     """`hardware` with attention's rates of reading and computing over a long KV cache and the
-    overheads of a layer. They are measured in forwards of the demo model, whole on each rank."""
+    overheads of a layer. The rates are measured in forwards of the demo model. Its own overheads
+    cannot be: where a cache of the processor holds its weights, its forwards take less time than
+    the memory takes to read these. They are the time that `SEVERAL` takes longer than `FEW`. All
+    models are whole on each rank."""
     num_rows = 32 if device.type == "cuda" else 4  # their KV exceeds the last-level cache
-    runner = load_runner(group, device, kinds, backend, num_rows)
-    config, size = runner.model.config, runner.cache.k.element_size()
+    place = group, device, kinds, backend
+    demo = load_runner(*place, find_model("--model", "demo"), num_rows, CONTEXT + MANY)
+    small = [
+        load_runner(*place, random_model(config), num_rows, CACHED + MANY)
+        for config in (FEW, SEVERAL)
+    ]
+    config, size = demo.model.config, demo.cache.k.element_size()
 
-    def fastest(name: str, num_rows: int, cached: int, num_new: int) -> float:
+    def fastest(name: str, runner: ModelRunner, num_rows: int, cached: int, num_new: int) -> float:
         """The fastest stretch of these forwards; its spread is noted under a name that is given."""
         stretches = forward_stretches(runner, range(num_rows), cached, num_new, group)
         if name:
             spreads.note(f"{name} {kinds.dtype}", stretches)
         return min(stretches)
 
-    short = fastest("", num_rows, CACHED, 1)
-    long = fastest("kv_bytes_per_s", num_rows, CONTEXT, 1)
+    short = fastest("", demo, num_rows, CACHED, 1)
+    long = fastest("kv_bytes_per_s", demo, num_rows, CONTEXT, 1)
     kv_bytes = num_rows * (CONTEXT - CACHED) * kv_bytes_per_token(config, Shard(), size)
     # Noise must not make attention look faster than memory.
     rate = min(hardware.read_bytes_per_s, kv_bytes / max(long - short, 1e-9))
-    short = fastest("", num_rows, CACHED, MANY)
-    long = fastest("attention_flops_per_s", num_rows, CONTEXT, MANY)
+    short = fastest("", demo, num_rows, CACHED, MANY)
+    long = fastest("attention_flops_per_s", demo, num_rows, CONTEXT, MANY)
     flops = [num_rows * attention_flops(config, Shard(), MANY, n) for n in (CACHED, CONTEXT)]
-    attention_rate = (flops[1] - flops[0]) / max(long - short, 1e-9)
-    hardware = replace(
-        hardware, kv_bytes_per_s=rate, attention_flops_per_s=attention_rate,
-        layer_overhead_s=0.0, token_overhead_s=0.0,
+    each = SEVERAL.num_layers - FEW.num_layers
+    few, several = (fastest("layer_overhead_s", runner, 1, CACHED, 1) for runner in small)
+    layer_s = max(0.0, several - few) / each
+    few, several = (fastest("", runner, num_rows, CACHED, MANY) for runner in small)
+    more_s = max(0.0, (several - few) / each - layer_s)
+    return replace(
+        hardware, kv_bytes_per_s=rate,
+        attention_flops_per_s=(flops[1] - flops[0]) / max(long - short, 1e-9),
+        layer_overhead_s=layer_s, token_overhead_s=more_s / (num_rows * MANY - 1),
     )  # fmt: skip
-    bare = Deployment(config, hardware, size)
-    layers = config.num_layers
-    alone = fastest("layer_overhead_s", 1, CACHED, 1)
-    fixed = max(0.0, alone - bare.seconds(1, 1, CACHED))
-    more = short - bare.seconds(num_rows, MANY, CACHED)
-    per_token = max(0.0, more - fixed) / (num_rows * MANY - 1)
-    return replace(hardware, layer_overhead_s=fixed / layers, token_overhead_s=per_token / layers)
+
+
+def random_model(config: ModelConfig) -> ModelSource:
+    weights = RandomWeights(expected_shapes(config))
+    return ModelSource(config.name, config, weights, tokenizer_directory=None, is_random=True)
 
 
 def load_runner(
-    group: Group, device: torch.device, kinds: Kinds, backend: str, num_rows: int
+    group: Group,
+    device: torch.device,
+    kinds: Kinds,
+    backend: str,
+    source: ModelSource,
+    num_rows: int,
+    max_tokens: int,
 ) -> ModelRunner:
-    """The demo model, whole on this rank, with a KV cache for CONTEXT + MANY tokens per row."""
-    model = load_kind(find_model("--model", "demo"), Shard(), kinds, device)
+    """A model, whole on this rank, whose cache is not the zeros of fresh memory."""
+    model = load_kind(source, Shard(), kinds, device)
     alone = Group((group.ranks[group.index],), 0)
     runner = ModelRunner(
-        model, load_named(ATTENTION_BACKENDS, backend)(), alone, num_rows, CONTEXT + MANY,
+        model, load_named(ATTENTION_BACKENDS, backend)(), alone, num_rows, max_tokens,
         executor=make_executor(kinds, model, alone),
     )  # fmt: skip
     for pool in (runner.cache.k, runner.cache.v):
         pool.fill_(0.1)  # unwritten pages share one page of zeros, which stays cached
     for row in range(num_rows):
-        runner.cache.allocate(row, CONTEXT + MANY)
+        runner.allocate(row)
     return runner
 
 

@@ -9,10 +9,11 @@ Shapes: B rows, T new tokens, V vocabulary rows on this rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Concatenate, ParamSpec
 
 import torch
 from torch import Tensor
@@ -30,6 +31,24 @@ from magicdec.model.transformer import Transformer
 
 Tokens = Tensor | Sequence[Sequence[int]]
 """Token ids [B, T], on the device or on the host, or hidden states [B, T, hidden]."""
+
+
+P = ParamSpec("P")
+
+
+def at_once(
+    defer: Callable[Concatenate[ModelRunner, P], Forward],
+) -> Callable[Concatenate[ModelRunner, P], Tensor]:
+    """As `ModelRunner.defer`, but it returns what was computed."""
+
+    def forward(runner: ModelRunner, *of: P.args, **options: P.kwargs) -> Tensor:
+        forward = defer(runner, *of, **options)
+        if forward.out is None:
+            runner.flush()
+        assert forward.out is not None, "it has just been computed"
+        return forward.out
+
+    return forward
 
 
 @dataclass
@@ -134,42 +153,6 @@ class ModelRunner:
         """Allocate `max_tokens` tokens in a row that was released before."""
         self.cache.allocate(row, self.max_tokens)
 
-    def forward(
-        self,
-        x: Tokens,
-        rows: Rows,
-        policy: Visible | None = None,
-        committed: Lengths | Sequence[int] | None = None,
-        num_outputs: int | None = None,
-        watch: Watch | None = None,
-        watch_queries: Watch | None = None,
-        is_draft: bool = False,
-        tree: DraftTree | None = None,
-        cancellation: Cancellation | None = None,
-    ) -> Tensor:
-        """Append the tokens of x to `rows` and return what `Transformer.forward` does: this rank's
-        logits [B, T, V], or [B, num_outputs, V] of the last tokens, or hidden states of a model's
-        part.
-
-        `policy` (default: the runner's own) chooses the visible tokens among the first `committed`
-        tokens of each row (default: all tokens of the row). What draft forwards (`is_draft`) read
-        is counted separately as well. `watch` is called with each layer and its attention weights
-        [B, G, blocks], `watch_queries` with its queries [B, T, H, D] after RoPE. Raises Cancelled
-        if the `cancellation` is set before a layer; nothing is appended then.
-
-        With a `tree`, the tokens are its last T nodes, and logits [B, T, V] are those of the nodes.
-        The rows become longer by T tokens all the same, so that `cache.keep_path` or `truncate`
-        must follow. Raises ValueError if the attention backend does not support trees.
-        """
-        forward = self.defer(
-            x, rows, policy, committed, num_outputs, watch, watch_queries, is_draft, tree,
-            cancellation,
-        )  # fmt: skip
-        if forward.out is None:
-            self.flush()
-        assert forward.out is not None, "it has just been computed"
-        return forward.out
-
     @torch.inference_mode()
     def defer(
         self,
@@ -184,9 +167,22 @@ class ModelRunner:
         tree: DraftTree | None = None,
         cancellation: Cancellation | None = None,
     ) -> Forward:
-        """As `forward`, but it may be computed together with the next forward, of other rows, so
-        that the weights are read once for both; `flush` computes it at the latest. Until then
-        nothing may touch its rows. It is computed now unless a forward is one native call."""
+        """Append the tokens of x to `rows`. What `Transformer.forward` returns is in `out`: this
+        rank's logits [B, T, V], or [B, num_outputs, V] of the last tokens, or hidden states of a
+        model's part. It may be computed together with the next forward, of other rows, so that the
+        weights are read once for both; `flush` computes it at the latest. Until then nothing may
+        touch its rows. It is computed now unless a forward is one native call.
+
+        `policy` (default: the runner's own) chooses the visible tokens among the first `committed`
+        tokens of each row (default: all tokens of the row). What draft forwards (`is_draft`) read
+        is counted separately as well. `watch` is called with each layer and its attention weights
+        [B, G, blocks], `watch_queries` with its queries [B, T, H, D] after RoPE. Raises Cancelled
+        if the `cancellation` is set before a layer; nothing is appended then.
+
+        With a `tree`, the tokens are its last T nodes, and logits [B, T, V] are those of the nodes.
+        The rows become longer by T tokens all the same, so that `cache.keep_path` or `truncate`
+        must follow. Raises ValueError if the attention backend does not support trees.
+        """
         x = x if isinstance(x, Tensor) else upload(x, self.device)
         num_new, rows = x.shape[1], BatchRows.of(rows, self.device)
         if tree is not None:
@@ -202,6 +198,8 @@ class ModelRunner:
         else:
             self._run_layers(forward)
         return forward
+
+    forward = at_once(defer)
 
     @torch.inference_mode()
     def flush(self) -> None:

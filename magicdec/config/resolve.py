@@ -31,6 +31,8 @@ from magicdec.config.resolved import (
 )
 from magicdec.config.run_config import RunConfig
 
+LAYER_BY_LAYER = Choice("off")  # until all parts of a forward are known
+
 
 def resolve(
     config: RunConfig,
@@ -54,30 +56,24 @@ def resolve(
         choose_collectives(config.parallel.collectives, device, machine, is_staged),
         choose_threads(config.parallel.threads, machine),
     )
-    backend_flag, kv = config.attention.backend, config.kv.resolve()
-    drafts_trees = config.decoding.tree is not None
-    needs = drafts_trees, is_staged
-    backend = choose_backend(backend_flag, device, machine, head_dim, dtype, *needs)
-    weights = choose_weights("--target_dtype", config.model.target_dtype, dtype)
-    low_bit = config.decoding.draft_weights
-    of_draft = [] if config.draft is None else [low_bit or dtype]
-    linear = choose_linear(config.model.linear, device, dtype, machine, [weights, *of_draft])
-    elementwise = choose_elementwise(config.model.elementwise, device, dtype, linear, machine)
-    layer_by_layer = Choice("off")  # until all parts of a forward are known
-    model = ResolvedModel(config.model.model, dtype, linear, elementwise, layer_by_layer, weights)
+
+    def backend_for(head_dim: int) -> Choice:
+        flag, has_tree = config.attention.backend, config.decoding.tree is not None
+        return choose_backend(flag, device, machine, head_dim, dtype, has_tree, is_staged)
+
+    backend, kv, low_bit = backend_for(head_dim), config.kv.resolve(), config.decoding.draft_weights
+    model = resolve_model(config, device, dtype, machine)
     if config.decoding.model_drafter == "self":
         check_returns_weights(backend, kv.policy)
-        check_copy(low_bit, weights)
+        check_copy(low_bit, model.target_dtype)
     check_low_bit(low_bit, device, machine)
-    draft, drafting, size = None, backend, head_dim
+    draft = None
     if config.draft is not None:
-        size = draft_head_dim
-        drafting = choose_backend(backend_flag, device, machine, size, dtype, *needs)
         draft = ResolvedDraft(
             config.draft.model,
             config.draft.rank_group or parallel.rank_group[:1],
-            drafting,
-            layer_by_layer,
+            backend_for(draft_head_dim),
+            LAYER_BY_LAYER,
             low_bit or dtype,
         )
     gamma = config.decoding.gamma
@@ -96,6 +92,16 @@ def resolve(
     )
     collectives = parallel.collectives
     return with_steps(resolved, machine, layer_obstacles, collectives).resolve_graphs(is_staged)
+
+
+def resolve_model(config: RunConfig, device: str, dtype: str, machine: Machine) -> ResolvedModel:
+    """The target. Its linear layers are of the kind that a standalone draft has too."""
+    asked = config.model
+    weights = choose_weights("--target_dtype", asked.target_dtype, dtype)
+    of_draft = [] if config.draft is None else [config.decoding.draft_weights or dtype]
+    linear = choose_linear(asked.linear, device, dtype, machine, [weights, *of_draft])
+    elementwise = choose_elementwise(asked.elementwise, device, dtype, linear, machine)
+    return ResolvedModel(asked.model, dtype, linear, elementwise, LAYER_BY_LAYER, weights)
 
 
 def with_steps(

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from magicdec.kernels.huge_pages import use_huge_pages
+from magicdec.kernels.build import use_huge_pages
 from magicdec.kv.layout import PLAIN, Layout
 
 

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import HANG, ROOT, Launch
+from conftest import HANG, ROOT, Command, Launch
 from several_ranks import read_records
 
 from magicdec.workload.ruler import TASKS
@@ -80,14 +80,14 @@ REFUSED: dict[str, list[tuple[list[object], str]]] = {
     ids=str,
 )
 def test_bad_input_is_refused_in_one_line(
-    driver: str, args: list[object], expected: str, launch: Launch, tiny_checkpoint: Path,
-    text_file: Path, tmp_path: Path,
+    driver: str, args: list[object], expected: str, command: Command, tiny_checkpoint: Path,
+    text_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
     files = ["--model", tiny_checkpoint, "--dataset", text_file] if driver == "selfspec" else []
-    done = launch(f"{driver}_benchmark.py", *files, *DEFAULTS[driver], *args)
-    assert done.returncode == 2
-    assert len(done.stderr.splitlines()) == 1 and expected in done.stderr, done.stderr
-    assert done.stdout == "" and not (tmp_path / "results").exists()
+    code, out, err = command(driver, *files, *DEFAULTS[driver], *args)
+    assert (code, out) == (2, "") and err.count("\n") == 1 and expected in err, err
+    assert not (tmp_path / "results").exists()
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import TINY, Drive, Launch, num_parameters, save_checkpoint, tiny_transformer
+from conftest import TINY, Command, Drive, Launch, num_parameters, save_checkpoint, tiny_transformer
 from several_ranks import check_numbers
 
 from magicdec.model.checkpoint.source import find_model
@@ -71,24 +71,25 @@ def parameters(name: str) -> tuple[Any, int]:
     return config, 4 * num_parameters(config)
 
 
-def test_a_draft_of_short_reach_follows_a_long_text(launch: Launch, tmp_path: Path) -> None:
+def test_a_draft_of_short_reach_follows_a_long_text(
+    launch: Launch, command: Command, tmp_path: Path
+) -> None:
     """100 positions, 340 tokens of text: refused under full KV, which says what would serve;
     served by a rolling cache, if budget and chunk fit."""
     config = replace(TINY, vocab_size=2048, max_position_embeddings=100)
     directory = save_checkpoint(tiny_transformer(config), tmp_path / "short")
     flags = ["--target", "demo", "--model", directory, *FLAGS]
-    done = launch("longspec_benchmark.py", *flags, "--kv_policy", "snapkv")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1
-    assert "340 exceeds the 100 positions of the draft --model short" in done.stderr
-    assert "under --kv_policy snapkv; --kv_policy streaming_llm would serve" in done.stderr
-    done = launch("longspec_benchmark.py", *flags, "--draft_budget", 50)
-    assert done.returncode == 2, done.stderr
-    assert "--budget 50 and the --prefill_chunk 64" in done.stderr
+    code, _, err = command("longspec", *flags, "--kv_policy", "snapkv")
+    assert code == 2 and err.count("\n") == 1
+    assert "340 exceeds the 100 positions of the draft --model short" in err
+    assert "under --kv_policy snapkv; --kv_policy streaming_llm would serve" in err
+    code, _, err = command("longspec", *flags, "--draft_budget", 50)
+    assert code == 2 and "--budget 50 and the --prefill_chunk 64" in err
     done = launch("longspec_benchmark.py", *flags, "--draft_budget", 50, "--prefill_chunk", 50)
     assert done.returncode == 0, done.stderr
 
 
-def test_other_tokenizers_are_refused(launch: Launch, tmp_path: Path) -> None:
+def test_other_tokenizers_are_refused(command: Command, tmp_path: Path) -> None:
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
 
@@ -97,9 +98,9 @@ def test_other_tokenizers_are_refused(launch: Launch, tmp_path: Path) -> None:
     (directory / "tokenizer.model").unlink()
     words = {f"w{i}": i for i in range(2048)}
     Tokenizer(WordLevel(words, unk_token="w0")).save(str(directory / "tokenizer.json"))
-    done = launch("longspec_benchmark.py", "--target", "demo", "--model", directory, *FLAGS)
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
-    assert "the tokenizers of --model foreign and --target demo have different" in done.stderr
+    code, _, err = command("longspec", "--target", "demo", "--model", directory, *FLAGS)
+    assert code == 2 and err.count("\n") == 1, err
+    assert "the tokenizers of --model foreign and --target demo have different" in err
 
 
 def test_heads_that_the_drafts_ranks_cannot_share(launch: Launch) -> None:

@@ -4,7 +4,7 @@ the order of ranks. Also int8 weights, quantised while loading or stored so."""
 from pathlib import Path
 
 import pytest
-from conftest import Drive, Launch
+from conftest import Command, Drive, Launch
 from several_ranks import check_numbers, read_records
 
 from magicdec.model.checkpoint.convert import convert, find_checkpoint, quantized
@@ -167,11 +167,11 @@ def test_bfloat16_activations_and_the_largest_draft(drive: Drive) -> None:
     assert 0.7 < record["metrics"]["acceptance_rate"] < 1
 
 
-def test_int8_checkpoints_are_not_dequantised(launch: Launch, int8_checkpoint: Path) -> None:
+def test_int8_checkpoints_are_not_dequantised(command: Command, int8_checkpoint: Path) -> None:
     stored = ("--model", int8_checkpoint)
-    done = launch("selfspec_benchmark.py", *INT8_FLAGS, *stored, "--target_dtype", "bfloat16")
-    assert done.returncode == 2 and len(done.stderr.splitlines()) == 1, done.stderr
+    code, _, err = command("selfspec", *INT8_FLAGS, *stored, "--target_dtype", "bfloat16")
+    assert code == 2 and err.count("\n") == 1, err
     expected = f"--target_dtype bfloat16: --model {int8_checkpoint} holds int8 weights; choose from"
-    assert expected in done.stderr
-    done = launch("longspec_benchmark.py", *INT8_FLAGS, *stored, "--draft_weights", "int4")
-    assert done.returncode == 2 and "--draft_weights int4: --model" in done.stderr
+    assert expected in err
+    code, _, err = command("longspec", *INT8_FLAGS, *stored, "--draft_weights", "int4")
+    assert code == 2 and "--draft_weights int4: --model" in err

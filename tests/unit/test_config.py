@@ -24,16 +24,11 @@ from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DraftSection,
-    KVSection,
-    ParallelSection,
-    WorkloadSection,
 )
 from magicdec.config.setting import Declared, declared
 from magicdec.distributed.groups import Launch
-from magicdec.names import load_named
 
 DRIVER, LONGSPEC = DRIVERS["selfspec"].config, DRIVERS["longspec"].config
-TABLES = ("ATTENTION_BACKENDS", "KV_POLICIES", "STRATEGIES", "DRAFTERS")
 
 
 def parsed(*argv: object, driver: RunConfig = DRIVER) -> RunConfig:
@@ -183,16 +178,6 @@ def test_the_help_has_two_levels() -> None:
     assert parser.format_help_all() == whole
 
 
-def test_no_flags_change_nothing() -> None:
-    assert parsed(driver=RunConfig()) == RunConfig()
-    other = RunConfig(
-        parallel=ParallelSection(rank_group=(1, 0), threads=3),
-        kv=KVSection(policy="full", budget=7),
-        workload=WorkloadSection(batch_size=9, gen_len=5),
-    )
-    assert parsed(driver=other) == other
-
-
 @pytest.mark.parametrize("driver", [DRIVER, LONGSPEC], ids=["selfspec", "longspec"])
 def test_every_flag_reaches_its_own_field(driver: RunConfig) -> None:
     for section, field, default in fields(driver):
@@ -278,15 +263,6 @@ def test_a_budget_of_minus_one_is_the_full_cache() -> None:
         assert resolve(config, Machine(1)).kv.policy == "full"
 
 
-def test_help_tells_every_flag_and_default() -> None:
-    text = " ".join(parser_of(DRIVER).format_help_all().split())
-    for _, field, default in fields(DRIVER):
-        assert all(flag in text for flag in field.flags)
-        if type(default) in (int, str):
-            assert f"[{default}]" in text or f"[{default}; " in text
-    assert "None" not in text
-
-
 def test_two_spellings_of_a_length() -> None:
     by_gen = parsed("--prefix_len", 100, "--gen_len", 28)
     by_max = parsed("--prefix_len", 100, "--max_len", 128)
@@ -358,13 +334,6 @@ def test_what_was_chosen_is_kept() -> None:
     assert (resolved.model.dtype, resolved.attention.backend) == ("float32", "sdpa")
     with pytest.raises(ValueError, match="--device cuda: no CUDA device here; choose from auto"):
         resolve(parsed("--device", "cuda"), Machine(8))
-
-
-@pytest.mark.parametrize(
-    ("table", "name"), [(table, name) for table in TABLES for name in getattr(module, table)]
-)
-def test_every_name_of_the_tables_exists(table: str, name: str) -> None:
-    assert callable(load_named(getattr(module, table), name))
 
 
 def test_rank_0_says_why_and_another_only_if_it_was_not_ended(
@@ -466,13 +435,6 @@ def test_an_attention_backend_that_cannot_serve_is_refused(
         resolve(config, machine, head_dim)
 
 
-def test_attention_backends_for_a_gpu_are_served() -> None:
-    machine = Machine(num_cpus=2, has_cuda=True)
-    for name in ("triton", "varlen", "flash_attn"):
-        assert choose_backend(name, "cuda", machine, 128, "bfloat16") == name
-    assert named("triton", "cuda", machine, 80)[0] == "triton"
-
-
 def test_triton_on_a_cpu_is_said_to_be_interpreted(capsys: pytest.CaptureFixture[str]) -> None:
     config = resolve(parsed("--attention", "triton", "--device", "cpu"), Machine(2))
     for rank in (0, 1):
@@ -481,14 +443,6 @@ def test_triton_on_a_cpu_is_said_to_be_interpreted(capsys: pytest.CaptureFixture
         )
     line = "--attention triton: asked for; interpreted on a CPU, for checks and not for times\n"
     assert capsys.readouterr().err == line
-
-
-def test_what_auto_attention_is_on_cuda_waits_for_a_measurement() -> None:
-    machine = Machine(num_cpus=2, has_cuda=True)
-    config = resolve(LONGSPEC, machine)
-    for choice in (config.attention.backend, config.draft.backend):
-        assert (choice.how, choice.settled) == (How.TO_BE_MEASURED, None)
-        assert choice.why == "auto: to be measured"
 
 
 GRAPHS = [

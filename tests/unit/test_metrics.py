@@ -188,24 +188,6 @@ def test_what_was_not_measured_is_none_and_never_zero() -> None:
     assert add_prefill(Metrics(bytes_read=0), nothing) == Metrics(bytes_read=0)
 
 
-def test_an_autoregressive_pass_has_no_acceptance_and_untimed_phases_no_rest() -> None:
-    samples = observed([(0.1, None)])
-    emit(samples)
-    metrics = decode_metrics(samples, 1e9, False)
-    assert metrics.mean_step_ms == 100.0 and metrics.other_ms is None
-    assert metrics.acceptance_rate is metrics.acceptance_length is None
-    assert metrics.acceptance_per_position is metrics.mean_draft_tokens is None
-
-
-def test_prefill_metrics() -> None:
-    prefill = PrefillSamples(
-        prefill_ms=[1000.0, 500.0], ttft_ms=[[500.0, 900.0], [400.0]], num_tokens=[2000, 1000]
-    )
-    metrics = add_prefill(Metrics(bytes_read=0), prefill)
-    assert metrics.prefill_tokens_per_s == 2000.0
-    assert metrics.mean_ttft_ms == pytest.approx(600)
-
-
 def timed(
     begin: Sequence[float],
     steps: Sequence[Sequence[float]],

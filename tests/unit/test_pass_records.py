@@ -188,14 +188,3 @@ def test_metrics_of_passes_are_compared_by_name(tmp_path: Path, command: Command
 
 def cells_of(line: str) -> list[str]:
     return [cell.strip() for cell in line.strip("|").split("|")] if "|" in line else []
-
-
-def test_a_damaged_line_is_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    whole, cut = record("async"), record("sync")
-    del cut["requests"]
-    path = write(tmp_path / "passes.jsonl", cut, whole)
-    (records,) = commands_of(read_records(path, ServingRecord))
-    assert [each.name for each in records] == ["async"]
-    assert ":1: not a record; it has no requests; this line is skipped" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="it has no requests"):
-        list(commands_of(read_records(path, ServingRecord, is_strict=True)))

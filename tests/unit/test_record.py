@@ -265,17 +265,6 @@ def test_contradictions_cannot_be_made(fields: dict[str, Any]) -> None:
         small(**({"correctness": None, "metrics": None} | fields))
 
 
-def test_what_passes() -> None:
-    for correctness, passed in (
-        (PASSED, True),
-        (UNCOMPARED, True),
-        (TIED, True),
-        (DIVERGED, False),
-        (Correctness("autoregressive"), False),
-    ):
-        assert correctness.passed is passed
-
-
 def small(**fields: Any) -> RunRecord:
     """A record that passed, the same each time, with these fields."""
     record = RECORDS["baseline"]()
@@ -377,16 +366,4 @@ def test_a_compressed_file_is_read_and_a_torn_one_is_named(tmp_path: Path) -> No
     for torn in (packed[:-12], b"no gzip", packed[:20] + bytes(8) + packed[28:]):
         path.write_bytes(torn)
         with pytest.raises(ValueError, match=f"{re.escape(str(path))}: .*; give a file of records"):
-            load_records(path)
-
-
-def test_unreadable_files_are_named(tmp_path: Path) -> None:
-    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
-    for name, reason in (
-        ("missing", "No such file or directory"),
-        (".", "Is a directory"),
-        ("binary", "1: not UTF-8 text"),
-    ):
-        path = tmp_path / name
-        with pytest.raises(ValueError, match=f"{path}: ?{reason}; give a file of records"):
             load_records(path)

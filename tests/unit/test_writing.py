@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import cast
 
 import pytest
-from conftest import HANG, ROOT, Launch
+from conftest import HANG, ROOT, Command, Launch
 from matplotlib.figure import Figure
 from test_record import RECORDS
 
@@ -124,12 +124,11 @@ def test_a_picture_that_could_not_be_drawn_leaves_no_part(
 
 @needs_full
 @pytest.mark.parametrize("flag", ["--out", "--save_tokens"])
-def test_a_run_whose_files_cannot_be_written_does_not_start(flag: str, launch: Launch) -> None:
-    done = launch("baseline_benchmark.py", *FEW, flag, FULL)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.splitlines() == [
-        f"baseline_benchmark.py: {flag} /dev/full: No space left on device; name a file to write to"
-    ]
+def test_a_run_whose_files_cannot_be_written_does_not_start(flag: str, command: Command) -> None:
+    code, out, err = command("baseline", *FEW, flag, FULL)
+    assert (code, out) == (2, "")
+    expected = f"{flag} /dev/full: No space left on device; name a file to write to\n"
+    assert err == f"magicdec baseline: {expected}"
 
 
 def publish(folder: Path) -> bool:
