@@ -6,9 +6,10 @@
 The packaged model does not copy what it has read. So that a text decides how much of the output is
 a copy, every token that the model chooses is replaced by the next token of a given continuation;
 its forwards, and all that drafts, are those of a run. Texts with `own` in their names are decoded
-by the model itself. Each speedup is the median, over repetitions in turns, of the time that
-autoregressive decoding takes over that of the drafts; `--gamma auto` has measured its steps in a
-pass before. Without --books there are no texts of books.
+by the model itself. Of `quotes`, the model writes every second piece of 64 tokens itself, and the
+others are quotations from its prompt. Each speedup is the median, over repetitions in turns, of the
+time that autoregressive decoding takes over that of the drafts; `--gamma auto` has measured its
+steps in a pass before. Without --books there are no texts of books.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ from magicdec.workload.workload import build_workload
 
 ROOT = Path(__file__).parents[1]
 OLDER, NEWER = "7abf6ae", "1900e48"  # commits between which files were edited
+OWN = -1  # in a continuation: the token that the model chooses
 PIECE = 64  # tokens of each quotation, and of the text between two
 Way = tuple[str | None, int | str | None]  # what drafts, and --gamma
 Sample = tuple[tuple[int, ...], tuple[int, ...]]  # prompt, continuation
@@ -89,6 +91,15 @@ class Texts:
             answer += [*novel[begin : begin + PIECE], *prompt[place : place + PIECE]]
         return prompt, tuple(answer[: self.new])
 
+    def quotes(self, index: int) -> Sample:
+        """A book, and an answer that the model writes itself (OWN), but for every second piece,
+        which is a quotation from the prompt."""
+        rng, prompt, answer = random.Random(index), self.book(index)[0], list[int]()
+        while len(answer) < self.new:
+            place = rng.randrange(len(prompt) - PIECE)
+            answer += [*[OWN] * PIECE, *prompt[place : place + PIECE]]
+        return prompt, tuple(answer[: self.new])
+
     def edit(self, index: int) -> Sample:
         """An older version of a source file, after others, and its next version."""
         names = ["decoding/speculative", "drafting/draft_length", "engine", "decoding/steps"]
@@ -112,8 +123,8 @@ def forced(continuations: dict[int, tuple[int, ...]]) -> Callable[..., Judgement
         places = [(r.request_id, len(r.output_ids)) for r in requests]
         count = logits.shape[1]
         rows = [(*continuations[i][n : n + count], *[0] * count)[:count] for i, n in places]
-        logits.argmax(dim=-1)  # what a run would do
-        target = torch.tensor(rows)
+        own, target = logits.argmax(dim=-1), torch.tensor(rows)
+        target = torch.where(target == OWN, own, target)
         return Judgement(count_accepted(drafts, target), target)
 
     return judge
@@ -160,7 +171,8 @@ def measure(
     if is_forced:
         steps.judge = forced({i: answer for i, (_, answer) in enumerate(samples)})
         for request, (_, answer) in zip(snapshots, samples, strict=True):
-            request.output_ids[:] = [answer[0]]
+            if answer[0] != OWN:
+                request.output_ids[:] = [answer[0]]
     try:
         lengths = {way: make_length(run, *way) for way in every}
         for (drafter, _), length in lengths.items():

@@ -148,6 +148,12 @@ class Command:
             config = replace(config, decoding=replace(config.decoding, ignore_eos=True))
             values.refuse_given(["decoding.draft_weights"], "emulated stages have no weights")
         config = config.with_draft(draft)
+        # Lookups have a threshold only where they draft ahead.
+        kinds = set(map(drafts_ahead, drafting))
+        stops = False in kinds and not (True in kinds and config.decoding.looks_up)
+        if "speculation.pa" in values.given and stops:
+            pa = values[Options].pa
+            config = replace(config, decoding=replace(config.decoding, pa=pa))
         config.check(world_size)
         refuse_unused(values, passes)
         used = ["decoding.num_draft_tokens"] if drafting else []
@@ -208,8 +214,11 @@ def drafts_ahead(each: Pass) -> bool:
 # What only some modes use, by the beginnings of names of settings.
 USED_BY: dict[str, Callable[[Pass], bool]] = {
     "parallel.rank_group": lambda each: each.system == BATCHING,
-    "speculation.": lambda each: each.system == SPECULATIVE,
-    "speculation.p": drafts_ahead,
+    "speculation.max_in_flight": lambda each: each.system == SPECULATIVE,
+    "speculation.lanes": lambda each: each.system == SPECULATIVE,
+    "speculation.pa": lambda each: each.is_drafting,
+    "speculation.pr": drafts_ahead,
+    "speculation.pd": drafts_ahead,
     "draft.rank_group": lambda each: each.system == BATCHING and each.is_drafting,
     "decoding.cuda_graphs": lambda each: each.system == BATCHING,
     "serving.window_ms": lambda each: each.mode == WINDOWED,

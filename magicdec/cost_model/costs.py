@@ -92,21 +92,25 @@ def _widths(config: ModelConfig, shard: Shard) -> tuple[int, int, int, int]:
     return num_queries * config.head_dim, num_keys * config.head_dim, ffn, head
 
 
+def matrices(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
+    """(outputs, inputs) of this rank's linear layers, the head last."""
+    q, kv, ffn, head = _widths(config, shard)
+    hidden, up = config.hidden_size, (2 if config.gated_mlp else 1) * ffn
+    layer = [(q + 2 * kv, hidden), (hidden, q), (up, hidden), (hidden, ffn)]
+    return layer * config.num_layers + [(head, hidden)]
+
+
 def linear_parameters(config: ModelConfig, shard: Shard) -> int:
     """Number of weights in this rank's linear layers, including the head."""
-    q, kv, ffn, head = _widths(config, shard)
-    mlp = (3 if config.gated_mlp else 2) * ffn
-    layer = config.hidden_size * (q + 2 * kv + q + mlp)
-    return config.num_layers * layer + head * config.hidden_size
+    return sum(outputs * inputs for outputs, inputs in matrices(config, shard))
 
 
 def low_bit_bytes(config: ModelConfig, shard: Shard, low_bit: str) -> int:
     """Bytes of this rank's matrices, the head included. int8: one byte per weight and a float32
     scale per output channel; int4: half a byte, and a bfloat16 scale for 32 weights."""
-    q, kv, ffn, head = _widths(config, shard)
-    matrices, up = linear_parameters(config, shard), (2 if config.gated_mlp else 1) * ffn
-    outputs = config.num_layers * (q + 2 * kv + up + 2 * config.hidden_size) + head
-    return matrices + outputs * SCALE_BYTES if low_bit == "int8" else matrices // 2 + matrices // 16
+    weights = linear_parameters(config, shard)
+    outputs = sum(outputs for outputs, _ in matrices(config, shard))
+    return weights + outputs * SCALE_BYTES if low_bit == "int8" else weights // 2 + weights // 16
 
 
 def weight_bytes(

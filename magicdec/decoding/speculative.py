@@ -95,8 +95,9 @@ class Speculative:
         return StepOutput(emitted, num_drafted, accepted, [proposed[r] for r in batch.requests])
 
     def _draft(self, batch: Batch, count: int) -> Draft:
-        plan = DraftPlan([0] * len(batch.requests), ())
-        if self.drafter is not None:
+        if self.drafter is None:
+            plan = DraftPlan([0] * len(batch.requests), ())
+        else:
             plan = self.drafter.plan(batch.requests, count, self.draft_length)
         if not any(plan.counts):
             return Draft(batch, plan, None, 0)

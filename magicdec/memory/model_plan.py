@@ -6,6 +6,7 @@ and `setup.loading` loads them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from magicdec.attention.backend import backend_class
 from magicdec.config.resolved import ResolvedConfig
@@ -13,6 +14,7 @@ from magicdec.config.sections import SELF
 from magicdec.cost_model.costs import (
     kv_bytes_per_token,
     low_bit_bytes,
+    matrices,
     stored_bytes,
 )
 from magicdec.cost_model.plan import DTYPE_BYTES
@@ -21,7 +23,10 @@ from magicdec.drafting.policies.policy import make_policy
 from magicdec.drafting.rolling_runner import BLOCK_SIZE, blocks_held
 from magicdec.kv.view import WEIGHTS_BLOCK, SinksAndWindow
 from magicdec.model.config import ModelConfig
+from magicdec.model.linear.packed import TILE, WIDTH
 from magicdec.names import LOW_BIT
+
+OF_LOW_BIT = {"int8": Fraction(1), "int4": Fraction(9, 16)}  # bytes of a packed weight
 
 
 def max_tokens(config: ResolvedConfig) -> int:
@@ -117,7 +122,10 @@ class ModelPlan:
     def copy_bytes(self) -> int:
         """Bytes of that copy."""
         kinds = self.copy_kinds
-        return 0 if kinds is None else low_bit_bytes(self.part_model, self.shard, kinds.weights)
+        if kinds is None:
+            return 0
+        own = low_bit_bytes(self.part_model, self.shard, kinds.weights)
+        return own + self.padding_bytes(kinds, True)
 
     @property
     def layers(self) -> range:
@@ -177,10 +185,26 @@ class ModelPlan:
     @property
     def weight_bytes(self) -> int:
         kinds = self.kinds
-        return stored_bytes(
+        own = stored_bytes(
             self.part_model, self.shard, DTYPE_BYTES[kinds.dtype], kinds.linear == "packed",
             kinds.weights if kinds.weights in LOW_BIT else None, *self.ends,
         )  # fmt: skip
+        return own + self.padding_bytes(kinds, self.ends[1])
+
+    def padding_bytes(self, kinds: Kinds, has_head: bool) -> int:
+        """Bytes with which packed matrices are filled up: outputs to whole blocks, and inputs to
+        whole tiles in int8 and to pairs in bfloat16."""
+        if kinds.linear != "packed":
+            return 0
+        low_bit = kinds.weights if kinds.weights in LOW_BIT else None
+        size = Fraction(DTYPE_BYTES[kinds.dtype]) if low_bit is None else OF_LOW_BIT[low_bit]
+        part = TILE if low_bit == "int8" else 2 if low_bit is None and size == 2 else 1
+        shapes = matrices(self.part_model, self.shard)
+        numbers = sum(
+            -(-outputs // WIDTH) * WIDTH * -(-inputs // part) * part - outputs * inputs
+            for outputs, inputs in (shapes if has_head else shapes[:-1])
+        )
+        return int(numbers * size)
 
     @property
     def kv_bytes(self) -> int:

@@ -277,7 +277,7 @@ class RingTiming(Timing):
             models = LoadedModels(runner.device, make_progress(False))
             run = replace(self.run, config=self.config)
             speculation = make_speculation(run, runner, groups, models)
-            speculation.is_padded = True
+            speculation.is_padded, speculation.drafter.pa = True, 0.0
         return partial(self.time_first, stage, speculation)
 
     def time_first(self, stage: FilledStage, speculation: Speculation | None) -> float:

@@ -90,7 +90,9 @@ class Speculation:
             proposal = self.drafter.propose(on_device, DraftShape(count, pending))
         self.counts.num_messages += 1
         tokens = torch.cat([on_device.newest[:, -1:], proposal.ids], dim=1)
-        return Draft(tokens, proposal, on_device.sampling, plan.counts)
+        most = proposal.ids.shape[1]  # fewer than were asked for, if the chains have stopped
+        counts = [min(count, most) for count in plan.counts]
+        return Draft(tokens, proposal, on_device.sampling, counts)
 
     @torch.inference_mode()
     def judge(self, draft: Draft, logits: Tensor) -> StepOutput:

@@ -93,6 +93,27 @@ def test_a_packed_int4_layer_multiplies_and_a_row_keeps_its_bits(
     assert torch.equal(PackedLinear(numbers, bias, scale=scales)(x), linear(x))
 
 
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+@pytest.mark.parametrize("cpu", CPUS)
+def test_a_row_that_is_not_finite_has_no_number_among_its_outputs(
+    cpu: str, weights: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rounded activations have no place for infinities. Other rows keep their bits."""
+    found = library(*CPUS[cpu])
+    monkeypatch.setattr(packed, "library", lambda: found)
+    torch.manual_seed(0)
+    if weights == "int4":
+        numbers, scales = quantize_groups(torch.randn(97, 352))
+    else:
+        numbers, scales = torch.randint(-127, 128, (97, 352)).to(torch.int8), torch.rand(97)
+    linear, x = PackedLinear(numbers, scale=scales), torch.randn(12, 352).to(BF16)
+    expected = linear(x)
+    for row, number in enumerate((float("nan"), float("inf"), -float("inf"))):
+        x[3 * row, 100 * row + 51] = number
+        expected[3 * row] = float("nan")
+    assert torch.equal(linear(x).nan_to_num(9e9), expected.nan_to_num(9e9))
+
+
 @pytest.mark.parametrize("dtype", [F32, BF16, torch.float64], ids=str)
 def test_the_plain_int4_layer(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(packed, "CONVERTED", 1 << 13)  # several parts

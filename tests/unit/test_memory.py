@@ -47,7 +47,7 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.policies.policy import keep_queries, make_draft_kv, make_policy
 from magicdec.engine import Engine
 from magicdec.memory.check import check_memory, free_host_memory, largest, needed
-from magicdec.memory.model_plan import ModelPlan, StagePart
+from magicdec.memory.model_plan import Kinds, ModelPlan, StagePart
 from magicdec.memory.plan import (
     Models,
     first_choice_bytes,
@@ -111,6 +111,26 @@ def test_packed_weights_replace_the_others(tied: bool, monkeypatch: pytest.Monke
     assert stored == parameter_bytes(model)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_what_fills_up_packed_weights_is_planned(
+    tied: bool, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No size of the tiny model is that of a whole block or tile."""
+    monkeypatch.setattr("magicdec.model.linear.packed.library", lambda: FakeLibrary)
+    config = replace(TINY, tie_word_embeddings=tied)
+    model = Transformer(untie_head(config) if dtype == "int8" else config)
+    if dtype != "float32":
+        model.to(torch.bfloat16)
+    if dtype == "int8":
+        model.to_int8()
+    model.pack()
+    kinds = Kinds("float32" if dtype == "float32" else "bfloat16", dtype, "packed")
+    plan = ModelPlan(config_of("llama-68m"), config, (0,), 0)
+    monkeypatch.setattr(ModelPlan, "kinds", kinds)
+    assert plan.weight_bytes == parameter_bytes(model)
+
+
 class FakeLibrary:
     """Sizes count here, not values."""
 
@@ -118,7 +138,7 @@ class FakeLibrary:
     def magicdec_pack(*args: object) -> None:
         pass
 
-    magicdec_pack_int8 = magicdec_pack
+    magicdec_pack_int8 = magicdec_pack_float32 = magicdec_pack
 
 
 def speculative(drafter: str, kv: KVSection, backend: str = "auto") -> RunConfig:

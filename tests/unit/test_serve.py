@@ -50,7 +50,8 @@ REFUSALS = [  # (ranks, flags, message)
     (1, "--draft other", "--draft other is not known; choose from self, model:NAME, ngram, "),
     (2, "--modes async --draft ngram+self", "--modes async drafts from one source; choose"),
     (2, "--modes ring+draft --draft ngram+self", "--modes ring+draft drafts from one source"),
-    (1, "--modes inflight+draft --draft self --pa 0.3", f"--pa {UNUSED} inflight+draft uses it"),
+    (1, "--modes inflight+draft --draft self --pr 0.3", f"--pr {UNUSED} inflight+draft uses it"),
+    (1, "--modes inflight+draft --draft ngram --pa 0.3", "lookup ends where its own evidence does"),
     (1, "--modes inflight --pa 0.3", f"--pa {UNUSED} inflight uses it; leave it out"),
     (1, "--modes iterative --pa 0.3", f"--pa {UNUSED} iterative uses it"),
     (1, "--modes iterative --pr 0.1", f"--pr {UNUSED} iterative uses it"),
@@ -158,9 +159,11 @@ ALL = (
 )
 
 
-@pytest.mark.parametrize(("draft", "rows"), [("ngram", 2), ("model", 5)])
+@pytest.mark.parametrize(
+    ("draft", "rows", "pa"), [("ngram", 2, 0), ("model", 5, 0), ("model", 3, 0.02)]
+)
 def test_every_mode_serves_the_tokens_of_the_first(
-    draft: str, rows: int, words: list[str], tiny_checkpoint: Path, tmp_path: Path,
+    draft: str, rows: int, pa: float, words: list[str], tiny_checkpoint: Path, tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
     """With all files that the command can write, and with more rows than requests. The model that
@@ -170,7 +173,7 @@ def test_every_mode_serves_the_tokens_of_the_first(
     flags = [
         *("--modes", *ALL, "--draft", drafter, "--gamma", "3", "--arrival", "poisson:10"),
         *("--num_requests", "4", "--prefix_len", "uniform:5:40", "--gen_len", "uniform:3:12"),
-        *("--B", str(rows), "--pa", "0"),
+        *("--B", str(rows), "--pa", str(pa)),
         *(word for flag, path in files.items() for word in (flag, str(path))),
     ]
     assert COMMANDS["serve"].parse([*words, *flags], ALONE).run([*words, *flags], ALONE) == 0
@@ -184,11 +187,14 @@ def test_every_mode_serves_the_tokens_of_the_first(
         assert config["workload"]["batch_size"] == rows
         if each.is_drafting and each.mode in ("inflight", "ring"):
             assert config["decoding"]["drafter"] == draft
+            assert config["decoding"]["pa"] == (pa if draft == "model" else None)
         assert (record["ring"] is not None) == (each.mode == "ring")
         assert (record["speculation"] is not None) == (each.mode in PIPELINED)
     by_name = {record["name"]: record for record in records}
     if draft == "model":
-        assert by_name["ring+draft"]["ring"]["acceptance_rate"] == 1
+        ring = by_name["ring+draft"]["ring"]
+        assert ring["acceptance_rate"] == 1
+        print("RING", pa, ring)
         assert by_name["sync"]["speculation"]["acceptance_rate"] == 1
     said = capsys.readouterr()
     assert "async: all 4 requests have the tokens of sequential" in said.out

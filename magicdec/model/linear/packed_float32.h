@@ -5,10 +5,17 @@
 //
 // The loops over blocks are shared by the threads of the parallel region from which they are called.
 #pragma once
+#include <bit>
+
 #include <omp.h>
 
 #include "../../kernels/barrier.h"
 #include "../../kernels/wide.h"
+
+// Numbers without their sign, in their order, as bits: compilers may take comparisons of floats to be of finite ones. From
+// NOT_FINITE on they are infinite or no numbers.
+constexpr uint32_t NOT_FINITE = 0x7f800000;
+inline uint32_t magnitude(float x) { return std::bit_cast<uint32_t>(x) & 0x7fffffff; }
 
 namespace float32 {
 

@@ -37,11 +37,14 @@ struct Activations {
 
 template <typename S>
 inline void round_group(const S* x, int8_t* out, float* scale, int32_t* zero) {
-    float numbers[GROUP], most = 0.0f;
+    float numbers[GROUP];
+    uint32_t largest = 0;
     for (int64_t i = 0; i < GROUP; ++i) {
         numbers[i] = to_float(x[i]);
-        most = std::max(most, std::fabs(numbers[i]));
+        largest = std::max(largest, magnitude(numbers[i]));
     }
+    const float most = std::bit_cast<float>(largest);
+    if (largest >= NOT_FINITE) std::fill_n(numbers, GROUP, 0.0f);  // by such a scale: every output of the row is no number
     const float inverse = most > 0.0f ? 127.0f / most : 0.0f;
     int32_t sum = 0, rounded[GROUP];
     for (int64_t i = 0; i < GROUP; ++i) {

@@ -45,9 +45,11 @@ struct Activations {
 
     template <typename S>
     void round_group(const S* x, int64_t K, int64_t row, int64_t g) {
-        float most = 0.0f;
-        const int64_t count = std::min(GROUP, K - g * GROUP);
-        for (int64_t i = 0; i < count; ++i) most = std::max(most, std::fabs(to_float(x[i])));
+        uint32_t largest = 0;
+        int64_t count = std::min(GROUP, K - g * GROUP);
+        for (int64_t i = 0; i < count; ++i) largest = std::max(largest, magnitude(to_float(x[i])));
+        float most = std::bit_cast<float>(largest);
+        if (largest >= NOT_FINITE) count = 0;  // zeros by such a scale: every output of the row is no number
         if (most < 1e-30f) most = 0.0f;  // its inverse would be no number
         const float inverse = most > 0.0f ? LARGEST / most : 0.0f;
         int32_t rounded[GROUP] = {}, sum = 0;
