@@ -397,28 +397,28 @@ def examples(clusters: list[Cluster]) -> Table:
 def draw_maps(path: Path, clusters: list[Cluster], gpu: str) -> None:
     """A map for each network, context and model: the colour is the kind that wins, the number what
     drafts bring."""
-    columns = len(clusters) * len(DRAFT_OF)
-    with saved_figure("--plot", path, (21, 8.2), len(CONTEXTS), columns) as (figure, axes):
+    rows = [(cluster, S) for cluster in clusters for S in CONTEXTS]
+    size = (10.5, 2.1 * len(rows))
+    with saved_figure("--plot", path, size, len(rows), len(DRAFT_OF)) as (figure, axes):
         panels = iter(axes)
-        for S in CONTEXTS:
-            for cluster in clusters:
-                for model in DRAFT_OF:
-                    ax = next(panels)
-                    draw_map(ax, cluster, model, S)
-                    if CONTEXTS[0] == S:
-                        name = model.replace("llama-", "Llama-").replace("b", "B")
-                        ax.set_title(f"{name}\n{cluster.network.name.split(',')[0]}")
-                    if ax is axes[CONTEXTS.index(S) * columns]:
-                        ax.set_ylabel(f"{S // 1024} k tokens of context\nrequests in flight")
-                    if CONTEXTS[-1] == S:
-                        ax.set_xlabel("GPUs")
+        for row, (cluster, S) in enumerate(rows):
+            for column, model in enumerate(DRAFT_OF):
+                ax = next(panels)
+                draw_map(ax, cluster, model, S)
+                if row == 0:
+                    ax.set_title(model.replace("llama-", "Llama-").replace("b", "B"))
+                if column == 0:
+                    network = cluster.network.name.split(",")[0]
+                    ax.set_ylabel(f"{network}\n{S // 1024} k tokens\nrequests in flight")
+                if row == len(rows) - 1:
+                    ax.set_xlabel("GPUs")
         handles = [Patch(color=COLOUR_OF[kind], label=kind) for kind in KINDS]
         handles.append(Patch(color=NO_ROOM, label="does not fit"))
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=10)
         figure.suptitle(
             "Predicted: a few requests want asynchronous pipelines, many want replicas of a node, "
             "and rings where a node is too small\n"
-            f"{gpu.upper()}, nodes of {NODE}; {'; '.join(c.network.name for c in clusters)}.  "
+            f"{gpu.upper()}, nodes of {NODE}; {'; '.join(c.network.name for c in clusters)}\n"
             "Numbers: gain by drafts at acceptance 0.7 (+: only at 0.8)",
             fontsize=12,
         )
