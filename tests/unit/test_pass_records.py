@@ -129,6 +129,17 @@ def test_a_prediction_is_printed_repeated_and_compared(
     assert code == 3 and "the baseline has no prediction of these inputs" in said
 
 
+def test_a_file_of_another_kind_is_refused_with_its_command(
+    tmp_path: Path, command: Command
+) -> None:
+    made = record("ring")
+    made["environment"]["argv"] = ["magicdec serve", "--modes", "ring", "--model", "a b"]
+    path = write(tmp_path / "passes.jsonl", made)
+    code, _, err = command(config_of, path, "--kind", "serving")
+    again = "magicdec serve --modes ring --model 'a b'"
+    assert code == 2 and err.endswith(f"the command itself makes it again: {again}\n")
+
+
 def test_each_command_has_a_table(tmp_path: Path, command: Command) -> None:
     passes = [measured("sync"), measured("async"), record("async", "third")]
     passes[2:2] = [measured(name, "second", layer_split="2,4") for name in ("sync", "async")]
