@@ -94,6 +94,7 @@ torchrun=(--nnodes "$hosts" --nproc-per-node 1 --master-addr 10.9.0.1 --master-p
 torchrun+=(${NETNS_RING_PROGRAM:--m magicdec} "$@")
 if [ -n "$srun" ]; then
   ip link set lo up
+  ip addr add 10.8.0.1/24 dev br0  # without an address beside 127.0.0.1 no name is looked up
   "$(dirname "$0")/slurm_node.sh" --nodes "$hosts" srun --nodes "$hosts" --ntasks "$hosts" --label \
     bash -c "$start" - "${torchrun[@]}" &
   pids+=($!)

@@ -45,8 +45,8 @@ class Endpoint(System):
         self.run = self.complete(of_first_rank_alone(models), cache)
         self.model = self.options.endpoint_model
         if self.launch.rank == 0:
-            models = self._parts(next(self._events("/models")), "data")
-            names = [str(each["id"]) for each in models if "id" in each]
+            served = self._parts(next(self._events("/models")), "data")
+            names = [str(each["id"]) for each in served if "id" in each]
             self.model = self.model or next(iter(names), None)
             if self.model not in names:
                 choices = ", ".join(names) or "no model"
@@ -162,11 +162,11 @@ class Endpoint(System):
                 yield self._object(path, response.read())
                 return
             for line in response:
-                text = line.strip().removeprefix(b"data:").strip()
-                if text == b"[DONE]":
+                sent = line.strip().removeprefix(b"data:").strip()
+                if sent == b"[DONE]":
                     return
-                if text and not text.startswith(OTHER_FIELDS):
-                    event = self._object(path, text)
+                if sent and not sent.startswith(OTHER_FIELDS):
+                    event = self._object(path, sent)
                     if event.get("error"):
                         raise ValueError(f"{self._flag} ends an answer with: {event['error']}")
                     yield event

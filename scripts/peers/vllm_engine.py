@@ -31,7 +31,7 @@ class VLLM(Peer):
 
         torch.set_num_threads(threads)
         self.engine = LLM(
-            model,
+            str(Path(model).resolve()),  # what is compiled is kept by this path
             dtype=dtype,
             skip_tokenizer_init=True,
             max_model_len=max_tokens,
