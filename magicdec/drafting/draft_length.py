@@ -183,7 +183,8 @@ class AutoLength(DraftLength):
         useful = best > 0 or hope * seconds[0] > MARGIN
         first = other if useful and self._since[other > 0] >= steps else best
         few = min(self.most, MOST_DRAFT_TOKENS)
-        cost = (seconds[few] / seconds[0] - 1) / few
+        # A step of decoding that was disturbed takes longer than one with drafts.
+        cost = max(0.0, (seconds[few] / seconds[0] - 1) / few)
         return [round(cost * COST_UNIT), first, best, *self._split_rows(batch, best, drafting)]
 
     def _split_rows(self, batch: Batch, best: int, count: int) -> list[int]:

@@ -241,6 +241,14 @@ def test_no_more_is_drafted_than_is_still_wanted() -> None:
         assert max(length.lengths(make_batch(2, wanted=wanted))) <= wanted - 1
 
 
+def test_a_token_costs_no_less_than_nothing() -> None:
+    """Also where a decode step was disturbed while it was timed."""
+    length, batch = make_length(), make_batch(2)
+    length.begin(batch, lambda batch: [1.4, *[1.0] * MOST])
+    length.lengths(batch)
+    assert length.token_cost == 0
+
+
 def test_all_ranks_do_as_the_first_says() -> None:
     """The second rank would never draft; the group's broadcast says otherwise."""
 
