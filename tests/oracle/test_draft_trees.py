@@ -2,6 +2,7 @@
 our own forwards, with the same bits in native attention; and what is kept of an accepted path."""
 
 import random
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.capabilities import capabilities_of
 from magicdec.kv.cache import KVCache
 from magicdec.kv.tree import DraftTree
-from magicdec.kv.view import FULL, SinksAndWindow, Visible, make_view
+from magicdec.kv.view import FULL, KVView, SinksAndWindow, Visible, make_view
 from magicdec.runner import ModelRunner
 
 FAMILIES = ["llama-3.1", "mistral", "bloom", "gpt2"]  # RoPE, a window, ALiBi, learned positions
@@ -173,18 +174,25 @@ def drawn(heads: tuple[int, int, int], dtype: torch.dtype) -> tuple[Tensor, Tens
     return q.contiguous(), k.contiguous(), v.contiguous()
 
 
+def bits(backend: NativeBackend, qkv: Iterable[Tensor], view: KVView) -> Tensor:
+    """The output [B, T, ...] and the log-sum-exp, which shows differences of float32 that the
+    rounding of the output nearly always hides."""
+    backend.plan(view)
+    out, lse = backend.run_with_lse(0, *qkv, view)
+    return torch.cat([out.float().flatten(2), lse], 2)
+
+
 def run_tree(
-    backend: NativeBackend | SDPABackend, cache: KVCache, qkv: tuple[Tensor, Tensor, Tensor],
+    backend: NativeBackend, cache: KVCache, qkv: tuple[Tensor, Tensor, Tensor],
     parents: Tensor, view_of: tuple[Visible, int | None], cuts: list[int],
 ) -> Tensor:  # fmt: skip
-    """The output of all nodes, level by level. The rows have their bases again afterwards."""
+    """The bits of all nodes, level by level. The rows have their bases again afterwards."""
     rows, base, found = list(range(len(BASES))), torch.tensor(BASES), []
     for first, last in zip([0, *cuts], cuts, strict=False):
         tree = DraftTree(base, parents[:, :last])
         policy, window = view_of
         view = make_view(cache, rows, policy, last - first, BASES, window, tree)
-        backend.plan(view)
-        found.append(backend.run(0, *(x[:, first:last] for x in qkv), view))
+        found.append(bits(backend, (x[:, first:last] for x in qkv), view))
         cache.advance(rows, last - first)
     cache.truncate(rows, BASES)
     return torch.cat(found, 1)
@@ -196,8 +204,7 @@ def run_path(
 ) -> Tensor:  # fmt: skip
     policy, window = view_of
     view = make_view(cache, [row], policy, len(path), [BASES[row]], window)
-    backend.plan(view)
-    return backend.run(0, *(x[row : row + 1, path] for x in qkv), view)[0]
+    return bits(backend, (x[row : row + 1, path] for x in qkv), view)[0]
 
 
 @pytest.mark.narrow("values", "pairs")

@@ -1,5 +1,16 @@
 // Scores of one query to weights, with AVX-512, for native_bf16.h and native_registers.h.
 
+// A number that the compiler must not regroup with others. Files of attention are compiled so that sums may be regrouped, and each
+// place that `to_weights` is inlined into may do it in its own way; but a query must have the same bits in all of them.
+inline __m512 as_it_is(__m512 x) {
+    asm("" : "+v"(x));
+    return x;
+}
+inline float as_it_is(float x) {
+    asm("" : "+v"(x));
+    return x;
+}
+
 // 2^x for x <= 0: a polynomial (Taylor series of 2^f on [-1/2, 1/2], relative error 2e-7) times a power of two.
 inline __m512 exp2_negative(__m512 x) {
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -32,13 +43,13 @@ inline void to_weights(const float* scores, int64_t from, int64_t to, float fact
     const __m512 shift = _mm512_set1_ps(highest);
     __m512 sum = _mm512_setzero_ps();
     for (int i = 0; i < C; ++i) {
-        w[i] = _mm512_maskz_mov_ps(seen[i], exp2_negative(_mm512_sub_ps(s[i], shift)));
-        sum = _mm512_add_ps(sum, w[i]);
+        w[i] = _mm512_maskz_mov_ps(seen[i], exp2_negative(as_it_is(_mm512_sub_ps(s[i], shift))));
+        sum = as_it_is(_mm512_add_ps(sum, w[i]));
     }
     for (int i = C; i < 4; ++i) w[i] = _mm512_setzero_ps();
     // Mostly the maximum stays. Then the factor is exactly 1.
-    *scale = highest == *maximum ? 1.0f : _mm512_cvtss_f32(exp2_negative(_mm512_set1_ps(*maximum - highest)));
-    *total = *total * *scale + _mm512_reduce_add_ps(sum);
+    *scale = highest == *maximum ? 1.0f : _mm512_cvtss_f32(exp2_negative(as_it_is(_mm512_set1_ps(*maximum - highest))));
+    *total = as_it_is(*total * *scale) + as_it_is(_mm512_reduce_add_ps(sum));
     *maximum = highest;
 }
 
