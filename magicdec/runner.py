@@ -41,12 +41,12 @@ def at_once(
 ) -> Callable[Concatenate[ModelRunner, P], Tensor]:
     """As `ModelRunner.defer`, but it returns what was computed."""
 
-    def forward(runner: ModelRunner, *of: P.args, **options: P.kwargs) -> Tensor:
-        forward = defer(runner, *of, **options)
-        if forward.out is None:
+    def forward(runner: ModelRunner, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        deferred = defer(runner, *args, **kwargs)
+        if deferred.out is None:
             runner.flush()
-        assert forward.out is not None, "it has just been computed"
-        return forward.out
+        assert deferred.out is not None, "it has just been computed"
+        return deferred.out
 
     return forward
 

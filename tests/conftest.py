@@ -290,7 +290,6 @@ def trust_lookups() -> None:
     """From now on lookups are believed and cost nothing, so that they draft often and are often
     wrong, but after some tokens there is none."""
     suffix_index.LEAST_MATCH = 1
-    ngram.MOST_LATE = 1
     suffix_index.PRIORS = (0.999,) * len(suffix_index.PRIORS)
     suffix_index.PRIOR_WEIGHT = suffix_index.TEXT_WEIGHT = 1e9
     for module in (ngram, mixed):
@@ -307,8 +306,8 @@ def trust_lookups() -> None:
 @pytest.fixture
 def trusted_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `trust_lookups`, in one test."""
-    names = ("LEAST_MATCH", "MOST_LATE", "PRIORS", "PRIOR_WEIGHT", "TEXT_WEIGHT", "TOKEN_COST",
-             "STEP_COST", "DRAFT_COST")  # fmt: skip
+    names = ("LEAST_MATCH", "PRIORS", "PRIOR_WEIGHT", "TEXT_WEIGHT", "TOKEN_COST", "STEP_COST",
+             "DRAFT_COST")  # fmt: skip
     for module, name in product((suffix_index, ngram, mixed), names):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, getattr(module, name))

@@ -148,10 +148,11 @@ class Command:
             config = replace(config, decoding=replace(config.decoding, ignore_eos=True))
             values.refuse_given(["decoding.draft_weights"], "emulated stages have no weights")
         config = config.with_draft(draft)
-        # Lookups have a threshold only where they draft ahead.
-        kinds = set(map(drafts_ahead, drafting))
-        stops = False in kinds and not (True in kinds and config.decoding.looks_up)
-        if "speculation.pa" in values.given and stops:
+        ahead = list(map(drafts_ahead, drafting))
+        # Modes that draft in turns stop by `--pa` as `run` does, which refuses it for lookups.
+        # Beside a mode that drafts ahead, for which lookups have it, it is for that mode alone.
+        is_for_turns = not all(ahead) and not (any(ahead) and config.decoding.looks_up)
+        if "speculation.pa" in values.given and is_for_turns:
             pa = values[Options].pa
             config = replace(config, decoding=replace(config.decoding, pa=pa))
         config.check(world_size)

@@ -74,9 +74,6 @@ class MixedDrafter(Drafter):
         """Compares a step of lookups alone with one in which the model drafts `num_draft_tokens`,
         by the tokens that they are expected to emit in their time."""
         of_lookup = self.lookup.look_up(requests, self.lookup.most)
-        if not of_lookup and num_draft_tokens == 0:
-            return DraftPlan([0] * len(requests), ())
-        of_lookup = of_lookup or [[]] * len(requests)
         cost = draft_length.token_cost
         cost = TOKEN_COST + DRAFT_COST if cost is None else cost
         alone, worth = best_length(of_lookup, min(TOKEN_COST, cost / 2))

@@ -11,7 +11,7 @@ import torch
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_length import DraftLength
 from magicdec.drafting.drafter import Drafter, DraftPlan, DraftSetup, DraftShape
-from magicdec.drafting.suffix_index import LEAST_MATCH, TOKEN_BITS, Lookup, Rates, SuffixIndex
+from magicdec.drafting.suffix_index import Lookup, Rates, SuffixIndex
 from magicdec.kv.cache import upload
 from magicdec.request import Request
 from magicdec.sampling.model_tokens import Proposal
@@ -19,8 +19,6 @@ from magicdec.sampling.model_tokens import Proposal
 TOKEN_COST = 0.15  # time of one more token of a verification, in decode steps, if it is not known
 STEP_COST = 0.05  # what a verification takes more than its tokens
 MARGIN = 1.03  # expected speedup of a step that drafts
-MOST_LATE = 8  # steps until an index has the tokens of a text in which nothing repeats
-ONES = 1 << 2 * TOKEN_BITS | 1 << TOKEN_BITS | 1  # an n-gram has token ids plus 1
 
 
 class NgramDrafter(Drafter):
@@ -35,9 +33,6 @@ class NgramDrafter(Drafter):
         self.most, self.rates = most, Rates()
         self.corpus = SuffixIndex(corpus, len(corpus)) if corpus else None
         self.lookups: dict[int, Lookup] = {}  # by row
-        self._known: dict[int, dict[int, int]] = {}  # by row: the n-grams of its index
-        self._of_corpus = {} if self.corpus is None else self.corpus.newest
-        self._num_late = 0  # steps since all indexes got their tokens
         self.proposals: dict[int, list[tuple[int, float]]] = {}  # of the last plan, by row
         self._tokens = torch.zeros(num_rows, most, dtype=torch.int64, device=device)
 
@@ -52,12 +47,10 @@ class NgramDrafter(Drafter):
             assert request.row is not None, "an admitted request has a row"
             self.lookups[request.row] = Lookup(self.corpus, self.rates)
             self.lookups[request.row].extend(request.prompt_ids)
-            self._known[request.row] = self.lookups[request.row].index.newest
 
     def release(self, rows: Sequence[int]) -> None:
         for row in rows:
             self.lookups.pop(row, None)
-            self._known.pop(row, None)
 
     def lengths(self, choices: Sequence[int]) -> Sequence[int]:
         """None, powers of 2, and the most."""
@@ -66,40 +59,22 @@ class NgramDrafter(Drafter):
     def plan(
         self, requests: Sequence[Request], num_draft_tokens: int, draft_length: DraftLength
     ) -> DraftPlan:
-        survivals = self.look_up(requests, min(num_draft_tokens, self.most))
-        if not survivals:
-            return DraftPlan([0] * len(requests), ())
         cost = draft_length.token_cost
+        survivals = self.look_up(requests, min(num_draft_tokens, self.most))
         count, _ = best_length(survivals, TOKEN_COST if cost is None else cost)
         counts = [min(count, len(each)) for each in survivals]
         return DraftPlan(counts, counts)
 
     def look_up(self, requests: Sequence[Request], most: int) -> list[list[float]]:
         """Look up at most so many tokens of each request. Returns the probabilities that each of
-        them and all before it are right; nothing if there is no proposal for any of them.
-
-        This runs in every step and finds the caches cold, where each line of Python takes a
-        microsecond. So a text whose newest n-gram is new is left alone in most steps: its index
-        gets several tokens at once, and what repeats within these is seen a few steps later."""
-        proposals = self.proposals = {}
-        self._num_late += 1
-        if is_due := self._num_late >= MOST_LATE:
-            self._num_late = 0
+        them and all before it are right."""
+        self.proposals = {}
         for request in requests:
-            row, end = request.row, request.output_ids[-LEAST_MATCH:]
-            assert row is not None, "an admitted request has a row"
-            if not is_due and len(end) == LEAST_MATCH:
-                a, b, c = end
-                ngram = (a << 2 * TOKEN_BITS | b << TOKEN_BITS | c) + ONES
-                if ngram not in self._known[row] and ngram not in self._of_corpus:
-                    continue
-            lookup = self.lookups[row]
+            assert request.row is not None, "an admitted request has a row"
+            lookup = self.lookups[request.row]
             lookup.extend(request.output_ids[lookup.length - len(request.prompt_ids) :])
-            if proposal := lookup.propose(most):
-                proposals[row] = proposal
-        if not proposals:
-            return []
-        return [[p for _, p in proposals.get(r.row or 0, ())] for r in requests]
+            self.proposals[request.row] = lookup.propose(most)
+        return [[p for _, p in proposal] for proposal in self.proposals.values()]
 
     def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
         """Upload what was planned. Rows with fewer tokens are padded with their newest one."""

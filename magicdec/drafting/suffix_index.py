@@ -33,7 +33,6 @@ class SuffixIndex:
 
     def __init__(self, tokens: Sequence[int] = (), most_tokens: int = MOST_TOKENS) -> None:
         self.most_tokens = most_tokens
-        self.newest = dict[int, int]()
         self._clear()
         self.extend(tokens)
 
@@ -42,7 +41,7 @@ class SuffixIndex:
         # Of each n-gram, the place after its newest occurrence, and for each place the one before
         # it. No token follows the newest n-gram, `end`, so it is not there yet. An n-gram is one
         # number, which is faster to look up than a tuple.
-        self.newest.clear()
+        self.newest: dict[int, int] = {}
         self.before, self.end = array("i"), 0
 
     def extend(self, tokens: Sequence[int]) -> None:
@@ -137,6 +136,11 @@ class Lookup:
         evidence does; without any it is empty."""
         text, proposal, survival = self.index.tokens, list[tuple[int, float]](), 1.0
         self._guess = []
+        for index in self._searched:
+            if self.index.end in index.newest:
+                break
+        else:
+            return proposal
         places = self._places(text[-MOST_MATCH:])
         while places and len(self._guess) < count:
             followers = [

@@ -164,8 +164,8 @@ def cpu_field(name: str) -> str:
 
 def use_huge_pages(tensor: Tensor) -> None:
     """Ask Linux to back a fresh CPU tensor with 2 MiB pages: reading it front to back then misses
-    the TLB, and stops the hardware prefetcher, 512 times less often. It is no
-    error if the system refuses."""
+    the TLB, and stops the hardware prefetcher, 512 times less often. It is no error if the system
+    refuses."""
     if tensor.device.type != "cpu" or not sys.platform.startswith("linux"):
         return
     page = mmap.PAGESIZE

@@ -14,7 +14,7 @@ from magicdec.device_batch import DeviceBatch
 from magicdec.drafting import suffix_index
 from magicdec.drafting.draft_length import FixedLength
 from magicdec.drafting.drafter import DraftShape
-from magicdec.drafting.ngram import MOST_LATE, NgramDrafter, best_length
+from magicdec.drafting.ngram import NgramDrafter, best_length
 from magicdec.drafting.suffix_index import (
     LEAST_MATCH,
     MOST_MATCH,
@@ -170,7 +170,6 @@ def test_a_drafter_follows_the_output_of_each_request(
         for lookup, request in zip(lookups, requests, strict=True):
             lookup.extend(request.output_ids[lookup.length - len(request.prompt_ids) :])
             proposals.append(lookup.propose(4))
-        drafter._num_late = MOST_LATE  # each token is in the index at once
         plan = drafter.plan(requests, 4, length)
         longest = best_length([[p for _, p in each] for each in proposals], 0.05)[0]
         assert max(plan.counts) == longest
@@ -191,29 +190,3 @@ def test_lengths_by_default_and_by_gamma() -> None:
     assert (mixed.most_draft_tokens, mixed.num_draft_steps, mixed.gamma) == (31, 8, "auto")
     six = replace(mixed, num_draft_tokens=6)
     assert (six.most_draft_tokens, six.num_draft_steps) == (6, 6)
-
-
-@pytest.mark.usefixtures("trusting")
-def test_what_repeats_is_found_at_once_in_a_prompt_and_soon_in_an_output() -> None:
-    """A text without repetitions is read a few steps at a time. A quotation from the prompt is
-    found when as many tokens match as must; one from the newest output at most so much later."""
-    (request,) = requests = make_requests([tuple(range(100, 200))], 1000)
-    request.row = 0
-    drafter, length = NgramDrafter(1, 4, CPU), FixedLength(4)
-    drafter.admit(requests)
-
-    def steps_until_found(tokens: Sequence[int]) -> int | None:
-        for step, token in enumerate(tokens, 1):
-            request.output_ids.append(token)
-            if any(drafter.plan(requests, 4, length).counts):
-                assert drafter.proposals[0][0][0] == token + 1
-                return step
-        return None
-
-    assert steps_until_found(range(300, 311)) is None
-    assert steps_until_found(range(140, 160)) == LEAST_MATCH
-    assert steps_until_found(range(400, 410)) is None
-    late = steps_until_found([*range(400, 410)])
-    assert late is not None and LEAST_MATCH <= late <= MOST_LATE
-    drafter.release([0])
-    assert not drafter.lookups and not drafter._known

@@ -22,12 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from magicdec.kernels.build import (
-    SHARED_HEADERS,
-    load_library,
-    share_openmp,
-    use_huge_pages,
-)
+from magicdec.kernels.build import SHARED_HEADERS, load_library, share_openmp, use_huge_pages
 from magicdec.model.linear import triton
 
 SOURCE = Path(__file__).with_name("packed.cpp")
