@@ -98,7 +98,8 @@ class Speculative:
         if self.drafter is None:
             plan = DraftPlan([0] * len(batch.requests), ())
         else:
-            plan = self.drafter.plan(batch.requests, count, self.draft_length)
+            can_join = self.steps.can_join
+            plan = self.drafter.plan(batch.requests, count, self.draft_length, can_join)
         if not any(plan.counts):
             return Draft(batch, plan, None, 0)
         count = self.steps.padded_length(max(plan.counts))

@@ -113,10 +113,15 @@ class Drafter(ABC):
         return self.pending
 
     def plan(
-        self, requests: Sequence[Request], num_draft_tokens: int, draft_length: DraftLength
+        self,
+        requests: Sequence[Request],
+        num_draft_tokens: int,
+        draft_length: DraftLength,
+        can_join: bool = False,
     ) -> DraftPlan:
         """Decide on the next draft, where `num_draft_tokens` are asked for. `draft_length` knows
-        what they cost and how many are accepted. The same on every rank."""
+        what they cost and how many are accepted. Rows with different numbers of drafts are verified
+        together if they `can_join`, and padded otherwise. The same on every rank."""
         counts = [num_draft_tokens] * len(requests)
         return DraftPlan(counts, counts)
 

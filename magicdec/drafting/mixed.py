@@ -1,13 +1,16 @@
 """Two sources of drafts: prompt lookup where it is the more promising one, and a model elsewhere.
 
 In each step either prompt lookup alone drafts, for all rows, or the model drafts for all rows, and
-those rows in which a lookup promises more take its tokens instead. Which of the two it is follows
-from the acceptance of each source, so that all ranks decide alike.
+those rows in which a lookup promises more take its tokens instead: as many as are worth verifying
+where one forward verifies rows with different numbers of drafts, else no more than the model
+drafts. Which of the two it is follows from the acceptance of each source, so that all ranks decide
+alike.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import accumulate
 from operator import mul
 
@@ -39,6 +42,7 @@ class MixedDrafter(Drafter):
         self.watch, self.watch_queries = model.watch, model.watch_queries
         self._choices: Sequence[int] = ()  # numbers of tokens that the model may be asked for
         self._uses_model, self._is_looked_up = True, dict[int, bool]()
+        self._model_tokens = lookup.most  # the model drafts no more
         # For each row of the cache: whether its drafts are those of a lookup.
         self._looked_up = torch.zeros(target.num_rows, dtype=torch.bool, device=target.device)
 
@@ -54,7 +58,8 @@ class MixedDrafter(Drafter):
         self.lookup.admit(requests)
         self.model.admit(requests)
         self.draft_kv = self.model.draft_kv
-        self._uses_model = True  # in drafts that are timed before the next plan
+        # In drafts that are timed before the next plan:
+        self._uses_model, self._model_tokens = True, self.lookup.most
 
     def release(self, rows: Sequence[int]) -> None:
         self.lookup.release(rows)
@@ -69,14 +74,19 @@ class MixedDrafter(Drafter):
         return (LOOKUP_ALONE, *of_model)
 
     def plan(
-        self, requests: Sequence[Request], num_draft_tokens: int, draft_length: DraftLength
+        self,
+        requests: Sequence[Request],
+        num_draft_tokens: int,
+        draft_length: DraftLength,
+        can_join: bool = False,
     ) -> DraftPlan:
         """Compares a step of lookups alone with one in which the model drafts `num_draft_tokens`,
         by the tokens that they are expected to emit in their time."""
         of_lookup = self.lookup.look_up(requests, self.lookup.most)
         cost = draft_length.token_cost
         cost = TOKEN_COST + DRAFT_COST if cost is None else cost
-        alone, worth = best_length(of_lookup, min(TOKEN_COST, cost / 2))
+        verifying = min(TOKEN_COST, cost / 2)
+        alone, worth = best_length(of_lookup, verifying)
         plan = DraftPlan([min(alone, len(each)) for each in of_lookup], [0] * len(requests))
         self._uses_model = False
         if num_draft_tokens == 0:
@@ -86,18 +96,23 @@ class MixedDrafter(Drafter):
             list(accumulate(acceptance.rates(request.request_id)[:num_draft_tokens], mul))
             for request in requests
         ]
-        cut = [each[:num_draft_tokens] for each in of_lookup]
+        if can_join:  # tokens that bring more than their time brings in a step of lookups
+            cut = [[p for p in each if p > verifying * worth] for each in of_lookup]
+        else:
+            cut = [each[:num_draft_tokens] for each in of_lookup]
         takes = [sum(a) > sum(b) for a, b in zip(cut, of_model, strict=True)]
-        chosen = (a if take else b for take, a, b in zip(takes, cut, of_model, strict=True))
+        chosen = [a if take else b for take, a, b in zip(takes, cut, of_model, strict=True)]
         expected = 1 + sum(map(sum, chosen)) / len(requests)
-        if alone and expected / (1 + STEP_COST + cost * num_draft_tokens) < worth:
+        more = sum(max(0, len(each) - num_draft_tokens) for each in chosen) / len(requests)
+        step = 1 + STEP_COST + cost * num_draft_tokens + verifying * more
+        if alone and expected / step < worth:
             return plan
         self._uses_model = True
+        self._model_tokens = num_draft_tokens if can_join else self.lookup.most
         rows = [request.row for request in requests if request.row is not None]
         self._is_looked_up = dict(zip(rows, takes, strict=True))
         judged = [0 if take else num_draft_tokens for take in takes]
-        pairs = zip(cut, judged, strict=True)
-        return DraftPlan([count or len(each) for each, count in pairs], judged)
+        return DraftPlan([len(each) for each in chosen], judged)
 
     def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
         self.lookup.prepare(requests, num_draft_tokens)
@@ -107,7 +122,7 @@ class MixedDrafter(Drafter):
         looked_up = [self._is_looked_up.get(row, False) for row in rows]
         device = self.target.device
         self._looked_up.index_copy_(0, upload(rows, device), upload(looked_up, device, torch.bool))
-        return self.model.prepare(requests, num_draft_tokens)
+        return self.model.prepare(requests, min(num_draft_tokens, self._model_tokens))
 
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
         """The tokens of lookups have a probability of 1."""
@@ -116,16 +131,18 @@ class MixedDrafter(Drafter):
             one_hot = F.one_hot(ids, self.target.model.config.vocab_size).double()
         if shape.pending == LOOKUP_ALONE:
             return Proposal(ids, one_hot)
-        drafts = self.model.propose(batch, shape)
+        count = min(shape.num_tokens, self._model_tokens)
+        drafts = self.model.propose(batch, replace(shape, num_tokens=count))
         is_ours, probs = self._looked_up[batch.rows.index].unsqueeze(1), drafts.probabilities
         if self.draft_kv is not None:  # which holds other tokens than will be verified
             held = self.target.cache.lengths_of(batch.rows).plus(1)
-            most = held.plus(shape.num_tokens)
+            most = held.plus(count)
             kept = torch.where(is_ours[:, 0], held.tensor, most.tensor)
             self.draft_kv.rewind(batch.rows, Lengths(kept, most.bounds))
+        room = shape.num_tokens - count  # is not verified in the rows of the model
         if probs is not None and one_hot is not None:
-            probs = torch.where(is_ours.unsqueeze(2), one_hot, probs)
-        return Proposal(torch.where(is_ours, ids, drafts.ids), probs)
+            probs = torch.where(is_ours.unsqueeze(2), one_hot, F.pad(probs, (0, 0, 0, room)))
+        return Proposal(torch.where(is_ours, ids, F.pad(drafts.ids, (0, room))), probs)
 
     def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
         self.model.commit(rows, lengths, path)

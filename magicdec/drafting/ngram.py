@@ -57,7 +57,11 @@ class NgramDrafter(Drafter):
         return sorted({0, self.most, *(1 << n for n in range(self.most.bit_length()))})
 
     def plan(
-        self, requests: Sequence[Request], num_draft_tokens: int, draft_length: DraftLength
+        self,
+        requests: Sequence[Request],
+        num_draft_tokens: int,
+        draft_length: DraftLength,
+        can_join: bool = False,
     ) -> DraftPlan:
         cost = draft_length.token_cost
         survivals = self.look_up(requests, min(num_draft_tokens, self.most))
