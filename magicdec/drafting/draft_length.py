@@ -16,6 +16,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -38,6 +39,19 @@ MIN_PROBE_STEPS = 32
 COST_UNIT = 10**4  # a cost of 1 as it is broadcast
 
 
+@dataclass(frozen=True)
+class DraftCost:
+    """What a step takes more for its drafts, in steps of decoding: a part of its own, and one for
+    each draft token of a row, its verification included."""
+
+    step: float
+    token: float
+
+    def __call__(self, tokens: float) -> float:
+        """The time of a step with so many draft tokens a row, in steps of decoding."""
+        return 1 + self.step + self.token * tokens
+
+
 class DraftLength(ABC):
     """By default it measures nothing, and counts acceptance if it has something to count with."""
 
@@ -48,9 +62,8 @@ class DraftLength(ABC):
     calibration_s: float | None = None
     """Seconds that `begin` has spent on measuring so far; None if it never measures."""
 
-    token_cost: float | None = None
-    """The time that each token of a draft takes, its verification included, in steps of decoding;
-    None if it is not known. The same on every rank."""
+    cost: DraftCost | None = None
+    """None if it is not known. The same on every rank."""
     acceptance: Acceptance | None = None
     """What was accepted of that which a model drafted, in earlier passes too; None if nobody needs
     to know. The same on every rank."""
@@ -150,8 +163,8 @@ class AutoLength(DraftLength):
         if self._left == 0 or len(ids) != self._rows:
             self._rows, before = len(ids), (self._then, self._split)
             decision = upload(self.decide(batch), self.device)
-            cost, count, self._then, *split = self.group.broadcast(decision, 0).tolist()
-            self.token_cost = cost / COST_UNIT
+            step, token, count, self._then, *split = self.group.broadcast(decision, 0).tolist()
+            self.cost = DraftCost(step / COST_UNIT, token / COST_UNIT)
             self._split = dict(zip(ids, split, strict=True)) if any(split) else {}
             # After a change the next decision comes soon, because the change may be wrong.
             is_kept = before == (self._then, self._split)
@@ -165,9 +178,9 @@ class AutoLength(DraftLength):
         return [min(by_request.get(request, count), most) for request in ids]
 
     def decide(self, batch: Batch) -> list[int]:
-        """`token_cost` in whole numbers, the number of draft tokens of the next step, of the steps
-        after it, and what `_split_rows` returns. Sometimes the next step is of the other kind (with
-        or without drafts), to measure it."""
+        """`cost` in whole numbers, the number of draft tokens of the next step, of the steps after
+        it, and what `_split_rows` returns. Sometimes the next step is of the other kind (with or
+        without drafts), to measure it."""
         self.times.settle()
         until_done = self.predict(batch)
         drafting = min(range(1, self.most + 1), key=lambda k: until_done[k])
@@ -184,8 +197,10 @@ class AutoLength(DraftLength):
         first = other if useful and self._since[other > 0] >= steps else best
         few = min(self.most, MOST_DRAFT_TOKENS)
         # A step of decoding that was disturbed takes longer than one with drafts.
-        cost = max(0.0, (seconds[few] / seconds[0] - 1) / few)
-        return [round(cost * COST_UNIT), first, best, *self._split_rows(batch, best, drafting)]
+        token = max(0.0, seconds[few] - seconds[1]) / max(1, few - 1)
+        step = max(0.0, seconds[1] - token - seconds[0])
+        costs = [round(each / seconds[0] * COST_UNIT) for each in (step, token)]
+        return [*costs, first, best, *self._split_rows(batch, best, drafting)]
 
     def _split_rows(self, batch: Batch, best: int, count: int) -> list[int]:
         """The number of draft tokens of each row, `count` or 0; all 0, or none, if each row is to

@@ -9,15 +9,14 @@ from collections.abc import Sequence
 import torch
 
 from magicdec.device_batch import DeviceBatch
-from magicdec.drafting.draft_length import DraftLength
+from magicdec.drafting.draft_length import DraftCost, DraftLength
 from magicdec.drafting.drafter import Drafter, DraftPlan, DraftSetup, DraftShape
 from magicdec.drafting.suffix_index import Lookup, Rates, SuffixIndex
 from magicdec.kv.cache import upload
 from magicdec.request import Request
 from magicdec.sampling.model_tokens import Proposal
 
-TOKEN_COST = 0.15  # time of one more token of a verification, in decode steps, if it is not known
-STEP_COST = 0.05  # what a verification takes more than its tokens
+COST = DraftCost(0.05, 0.15)  # if it is not known
 MARGIN = 1.03  # expected speedup of a step that drafts
 
 
@@ -63,9 +62,8 @@ class NgramDrafter(Drafter):
         draft_length: DraftLength,
         can_join: bool = False,
     ) -> DraftPlan:
-        cost = draft_length.token_cost
         survivals = self.look_up(requests, min(num_draft_tokens, self.most))
-        count, _ = best_length(survivals, TOKEN_COST if cost is None else cost)
+        count, _ = best_length(survivals, draft_length.cost or COST, can_join)
         counts = [min(count, len(each)) for each in survivals]
         return DraftPlan(counts, counts)
 
@@ -100,17 +98,19 @@ class NgramDrafter(Drafter):
 
 
 def best_length(
-    survivals: Sequence[Sequence[float]], token_cost: float, step_cost: float = STEP_COST
+    survivals: Sequence[Sequence[float]], cost: DraftCost, can_join: bool = False
 ) -> tuple[int, float]:
     """How many tokens to verify so that a step emits most tokens in its time, and how many times as
     fast as decoding that is; (0, 1.0) if it is not faster by a margin.
 
-    `survivals` are, for each row, the probabilities that it accepts its first 1, 2, ... tokens. A
-    step takes as long as that many decode steps: 1 + step_cost + token_cost * tokens."""
-    best, count, expected = MARGIN, 0, 1.0
+    `survivals` are, for each row, the probabilities that it accepts its first 1, 2, ... tokens.
+    What counts are the tokens of a row on average if rows `can_join`, else of the longest."""
+    best, count, expected, tokens = MARGIN, 0, 1.0, 0.0
     for number in range(1, 1 + max(map(len, survivals), default=0)):
-        expected += sum(p[number - 1] for p in survivals if number <= len(p)) / len(survivals)
-        speed = expected / (1 + step_cost + token_cost * number)
+        of_rows = [p[number - 1] for p in survivals if number <= len(p)]
+        expected += sum(of_rows) / len(survivals)
+        tokens += len(of_rows) / len(survivals) if can_join else 1
+        speed = expected / cost(tokens)
         if speed > best:
             best, count = speed, number
     return (count, best) if count else (0, 1.0)

@@ -22,6 +22,7 @@ from magicdec.distributed.groups import Group
 from magicdec.drafting.draft_length import (
     MARGIN,
     AutoLength,
+    DraftCost,
     DraftLength,
     FixedLength,
     make_draft_length,
@@ -153,7 +154,7 @@ def test_chains_that_stop_are_forecast_without_bias(rows: int) -> None:
 
     class InTurn(AutoLength):
         def decide(self, batch: Batch) -> list[int]:
-            return [2500, *[next(turns)] * 2]
+            return [500, 2500, *[next(turns)] * 2]
 
     turns, length = cycle(range(1, MOST + 1)), InTurn(MOST, Group((0,), 0), CPU)
     STOPPING.run(length, rows, 10**6, most_steps=3000)
@@ -241,12 +242,17 @@ def test_no_more_is_drafted_than_is_still_wanted() -> None:
         assert max(length.lengths(make_batch(2, wanted=wanted))) <= wanted - 1
 
 
-def test_a_token_costs_no_less_than_nothing() -> None:
-    """Also where a decode step was disturbed while it was timed."""
+@pytest.mark.parametrize(
+    ("decode", "cost"),
+    # The last decode step was disturbed while it was timed.
+    [(2.0, DraftCost(0.2, 0.1)), (1.0, DraftCost(1.4, 0.2)), (7.0, DraftCost(0, 0.0286))],
+)
+def test_what_drafts_cost_is_in_steps_of_decoding(decode: float, cost: DraftCost) -> None:
     length, batch = make_length(), make_batch(2)
-    length.begin(batch, lambda batch: [1.4, *[1.0] * MOST])
+    length.begin(batch, lambda batch: [decode, *(2.4 + 0.2 * n for n in range(1, MOST + 1))])
     length.lengths(batch)
-    assert length.token_cost == 0
+    assert length.cost == cost
+    assert decode == 7.0 or cost(3) * decode == pytest.approx(3.0)
 
 
 def test_all_ranks_do_as_the_first_says() -> None:
@@ -255,7 +261,7 @@ def test_all_ranks_do_as_the_first_says() -> None:
     class Told(Group):
         def broadcast(self, x: torch.Tensor, index: int) -> torch.Tensor:
             assert index == 0
-            return torch.tensor([2500, 3, 5])
+            return torch.tensor([500, 2500, 3, 5])
 
     length, batch = AutoLength(MOST, Told((0, 1), 1), CPU), make_batch(2)
     length.begin(batch, DEAR.measure)
@@ -265,6 +271,7 @@ def test_all_ranks_do_as_the_first_says() -> None:
         length.observe(batch, counts[-1], [0, 0], 1.0, [counts[-1]] * 2)
     assert counts == [3, 5, 3, 5, 5, 5, 3, *[5] * 7]  # windows of 2, 4 and 8 steps
     assert length.lengths(batch) == [3, 3], "the next window"
+    assert length.cost == DraftCost(0.05, 0.25)
     assert length.lengths(make_batch(1)) == [3], "a row has ended: decided anew, within the window"
 
 

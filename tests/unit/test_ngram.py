@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from magicdec.config.sections import DecodingSection
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting import suffix_index
-from magicdec.drafting.draft_length import FixedLength
+from magicdec.drafting.draft_length import DraftCost, FixedLength
 from magicdec.drafting.drafter import DraftShape
-from magicdec.drafting.ngram import NgramDrafter, best_length
+from magicdec.drafting.ngram import COST, NgramDrafter, best_length
 from magicdec.drafting.suffix_index import (
     LEAST_MATCH,
     MOST_MATCH,
@@ -132,18 +132,31 @@ def test_probabilities_rise_with_the_match_and_are_learned() -> None:
             assert not last or last[0][1] < first[0][1] / 2
 
 
-def test_what_a_step_verifies_is_worth_its_time() -> None:
+@pytest.mark.parametrize("can_join", [False, True])
+def test_what_a_step_verifies_is_worth_its_time(can_join: bool) -> None:
     """The best number, by trying all."""
     certain, doubtful = [0.9**n for n in range(1, 20)], [0.3, 0.1]
-    assert best_length([doubtful], 0.3) == (0, 1.0) and best_length([[]], 0.1) == (0, 1.0)
-    for survivals, cost in (([certain], 0.1), ([certain, [], doubtful], 0.1), ([certain] * 4, 0.4)):
-        speeds = [
-            (1 + sum(sum(p[:n]) for p in survivals) / len(survivals)) / (1.05 + cost * n)
-            for n in range(1, 20)
-        ]
-        count, speed = best_length(survivals, cost)
+    assert best_length([doubtful], DraftCost(0, 0.3)) == best_length([[]], COST) == (0, 1.0)
+    for survivals, token in (
+        ([certain], 0.1),
+        ([certain, [], doubtful], 0.1),
+        ([certain] * 4, 0.4),
+    ):
+        of_token = DraftCost(0.05, token)
+        speeds = []
+        for n in range(1, 20):
+            drafts = [p[:n] for p in survivals]
+            tokens = sum(map(len, drafts)) / len(drafts) if can_join else n
+            speeds.append((1 + sum(map(sum, drafts)) / len(drafts)) / of_token(tokens))
+        count, speed = best_length(survivals, of_token, can_join)
         assert speed == pytest.approx(max(speeds)) and speeds[count - 1] == pytest.approx(speed)
-    assert best_length([certain, [], []], 0.1)[0] < best_length([certain], 0.1)[0], "others pay"
+    alone, *others = (
+        best_length(rows, DraftCost(0.05, 0.1), can_join)[0]
+        for rows in ([certain], [certain, [], []])
+    )
+    assert can_join or others[0] < alone, "others pay"
+    assert best_length([certain, []], DraftCost(0.5, 0.1))[0] > 0
+    assert best_length([certain, []], DraftCost(3.0, 0.1)) == (0, 1.0), "a step's own part counts"
 
 
 @given(prompts=st.lists(TEXT, min_size=2, max_size=2), outputs=st.lists(TEXT, min_size=4))
@@ -163,7 +176,7 @@ def test_a_drafter_follows_the_output_of_each_request(
     for lookup, request in zip(lookups, requests, strict=True):
         lookup.extend(request.prompt_ids)
     on_device, length = DeviceBatch.of(batch, 100, CPU), FixedLength(4)
-    length.token_cost = 0.05
+    length.cost = DraftCost(0.05, 0.05)
     for i, emitted in enumerate(outputs):
         requests[i % 2].output_ids += emitted
         proposals = []
@@ -171,7 +184,7 @@ def test_a_drafter_follows_the_output_of_each_request(
             lookup.extend(request.output_ids[lookup.length - len(request.prompt_ids) :])
             proposals.append(lookup.propose(4))
         plan = drafter.plan(requests, 4, length)
-        longest = best_length([[p for _, p in each] for each in proposals], 0.05)[0]
+        longest = best_length([[p for _, p in each] for each in proposals], length.cost)[0]
         assert max(plan.counts) == longest
         assert drafter.prepare(requests, longest) == 1
         ids = drafter.propose(on_device, DraftShape(longest)).ids
