@@ -85,7 +85,8 @@ class Speculative:
                 verdicts |= zip(rows.requests, of_rows, strict=True)
             seconds = time.perf_counter() - started
             for draft in drafts:
-                self._observe(draft, verdicts, seconds if is_alone and len(parts) == 1 else None)
+                is_timed = is_alone and len(drafts) == 1
+                self._observe(draft, verdicts, seconds if is_timed else None, len(parts) > 1)
                 proposed |= zip(draft.batch.requests, draft.counts, strict=True)
                 num_drafted = max(num_drafted, draft.count)
         accepted = [verdicts[request][0] for request in batch.requests]
@@ -123,11 +124,19 @@ class Speculative:
         return parts
 
     def _observe(
-        self, draft: Draft, verdicts: dict[Request, list[int]], seconds: float | None
+        self,
+        draft: Draft,
+        verdicts: dict[Request, list[int]],
+        seconds: float | None,
+        is_ragged: bool,
     ) -> None:
         accepted = [verdicts[r][0] for r in draft.batch.requests] if draft.count else ()
-        judged = draft.plan.judged
-        self.draft_length.observe(draft.batch, draft.count, accepted, seconds, judged)
+        judged, verified = draft.plan.judged, draft.count
+        if is_ragged:
+            verified = round(sum(draft.counts) / len(draft.counts)) or 1
+            if judged != draft.plan.counts:  # some of them were drafted in another way
+                seconds = None
+        self.draft_length.observe(draft.batch, draft.count, accepted, seconds, judged, verified)
 
     def measure(self, batch: Batch) -> list[float]:
         """The seconds of a step of `batch` with 0, 1, 2, ... draft tokens. Changes nothing."""

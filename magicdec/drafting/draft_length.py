@@ -91,12 +91,13 @@ class DraftLength(ABC):
         accepted: Sequence[int],
         seconds: float | None,
         judged: Sequence[int],
+        verified: int | None = None,
     ) -> None:
         """A step, or a part of it, has drafted `num_drafted` tokens for each row of `batch`, which
-        may be fewer than `lengths` said. `seconds` is None if its time is not that of such a step
-        alone. `accepted` is the number that each row accepted, empty if nothing was drafted.
-        `judged` are the tokens of each row that say what is accepted: those that were asked of a
-        model, also if it drafted fewer."""
+        may be fewer than `lengths` said, and has verified as many, or `verified` on average.
+        `seconds` is None if its time is not that of such a step alone. `accepted` is the number
+        that each row accepted, empty if nothing was drafted. `judged` are the tokens of each row
+        that say what is accepted: those that were asked of a model, also if it drafted fewer."""
         if self.acceptance is not None and any(judged):
             requests = [r.request_id for r in batch.requests]
             self.acceptance.observe(requests, judged, accepted or [0] * len(requests))
@@ -130,7 +131,9 @@ class AutoLength(DraftLength):
     ) -> None:
         self.most, self.group, self.device = most, group, device
         self.per_row = per_row
-        self.choices = range(most + 1)
+        few = min(most, MOST_DRAFT_TOKENS)
+        # All that a model may draft, and few of the longer ones of a lookup: each takes time.
+        self.choices = sorted({*range(few + 1), *range(few, most, MOST_DRAFT_TOKENS), most})
         # Acceptance of the tokens that were asked for, whether they were drafted or not: it does
         # not depend on the draft length, while that of drafted tokens would be of confident ones.
         self.acceptance, self.chains = Acceptance(most), ChainLengths(most)
@@ -183,16 +186,16 @@ class AutoLength(DraftLength):
         without drafts), to measure it."""
         self.times.settle()
         until_done = self.predict(batch)
-        drafting = min(range(1, self.most + 1), key=lambda k: until_done[k])
+        drafting = min(self.choices[1:], key=until_done.__getitem__)
         best = drafting if until_done[drafting] * MARGIN < until_done[0] else 0
         rows, other = len(batch.requests), 0 if best else 1
-        seconds = [self.seconds(rows, k) for k in range(self.most + 1)]
+        seconds = {k: self.seconds(rows, k) for k in self.choices}
         expected = [mean for mean, _ in tokens_of_steps(self.acceptance.rates())]
         # The time of a step of the other kind, without the time that its tokens save.
         lost_s = seconds[other] - expected[other] * seconds[best] / expected[best]
         steps = max(MIN_PROBE_STEPS, lost_s / (PROBE_COST * seconds[best]))
         # A step with drafts is useless if it would be slower with all its drafts accepted.
-        hope = max((k + 1) / self.times(rows, k) for k in range(self.most + 1))
+        hope = max((k + 1) / self.times(rows, k) for k in self.choices)
         useful = best > 0 or hope * seconds[0] > MARGIN
         first = other if useful and self._since[other > 0] >= steps else best
         few = min(self.most, MOST_DRAFT_TOKENS)
@@ -214,14 +217,16 @@ class AutoLength(DraftLength):
         split = forecast.fastest_split(tokens, count, MARGIN * uniform, self.seconds)
         return [count * is_drafting for is_drafting in split]
 
-    def predict(self, batch: Batch) -> list[float]:
-        """Seconds until `batch` has all its tokens, with 0, 1, 2, ... draft tokens in each step."""
+    def predict(self, batch: Batch) -> dict[int, float]:
+        """Seconds until `batch` has all its tokens, by the number of draft tokens in each step."""
         remaining = [r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests]
         steps = [tokens_of_steps(self.acceptance.rates(r.request_id)) for r in batch.requests]
-        return [
-            forecast.seconds_until_done(remaining, tokens, partial(self.seconds, asked=count))
-            for count, tokens in enumerate(zip(*steps, strict=True))
-        ]
+        return {
+            count: forecast.seconds_until_done(
+                remaining, [of_row[count] for of_row in steps], partial(self.seconds, asked=count)
+            )
+            for count in self.choices
+        }
 
     def seconds(self, rows: int, asked: int) -> float:
         """The expected time of a step of which `asked` draft tokens are asked."""
@@ -234,6 +239,7 @@ class AutoLength(DraftLength):
         accepted: Sequence[int],
         seconds: float | None,
         judged: Sequence[int],
+        verified: int | None = None,
     ) -> None:
         is_drafting = any(judged)
         if num_drafted > 0 and not is_drafting:
@@ -241,7 +247,7 @@ class AutoLength(DraftLength):
         self._since[not is_drafting] += 1
         self._since[is_drafting] = 0
         if seconds is not None:
-            self.times.correct(len(batch.requests), num_drafted, seconds)
+            self.times.correct(len(batch.requests), verified or num_drafted, seconds)
         if is_drafting:
             self.chains.observe(max(judged), num_drafted)
             super().observe(batch, num_drafted, accepted, seconds, judged)
