@@ -40,6 +40,7 @@ from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting import mixed, ngram, suffix_index
+from magicdec.drafting.draft_length import DraftCost
 from magicdec.drafting.drafter import DraftModel
 from magicdec.drafting.policies.policy import keep_queries, make_policy
 from magicdec.drafting.policies.streaming_llm import StreamingLLM
@@ -293,7 +294,7 @@ def trust_lookups() -> None:
     suffix_index.PRIORS = (0.999,) * len(suffix_index.PRIORS)
     suffix_index.PRIOR_WEIGHT = suffix_index.TEXT_WEIGHT = 1e9
     for module in (ngram, mixed):
-        module.TOKEN_COST, module.STEP_COST = 0.001, 0.0
+        module.COST = DraftCost(0.0, 0.001)
     mixed.DRAFT_COST = 0.0
     propose = suffix_index.Lookup.propose
 
@@ -306,8 +307,7 @@ def trust_lookups() -> None:
 @pytest.fixture
 def trusted_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `trust_lookups`, in one test."""
-    names = ("LEAST_MATCH", "PRIORS", "PRIOR_WEIGHT", "TEXT_WEIGHT", "TOKEN_COST", "STEP_COST",
-             "DRAFT_COST")  # fmt: skip
+    names = ("LEAST_MATCH", "PRIORS", "PRIOR_WEIGHT", "TEXT_WEIGHT", "COST", "DRAFT_COST")
     for module, name in product((suffix_index, ngram, mixed), names):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, getattr(module, name))

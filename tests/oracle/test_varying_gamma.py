@@ -24,13 +24,13 @@ from magicdec.attention.native import NativeBackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.decoding.strategy import Setup
 from magicdec.device_batch import DeviceBatch
-from magicdec.drafting.draft_length import DraftLength, Measure
-from magicdec.drafting.drafter import DraftSetup, DraftShape, make_drafter
+from magicdec.drafting.draft_length import DraftCost, DraftLength, FixedLength, Measure
+from magicdec.drafting.drafter import DraftPlan, DraftSetup, DraftShape, make_drafter
 from magicdec.drafting.forecast import Acceptance
 from magicdec.drafting.mixed import LOOKUP_ALONE, MixedDrafter
 from magicdec.drafting.ngram import NgramDrafter
 from magicdec.engine import Engine
-from magicdec.request import Batch
+from magicdec.request import Batch, Request
 from magicdec.sampling.model_tokens import Proposal
 
 MOST, NEW = 5, [120, 9, 90, 61]
@@ -164,6 +164,39 @@ def test_a_draft_models_cache_has_no_drafts_in_place_of_those_of_a_lookup() -> N
     assert pending != LOOKUP_ALONE, "drafts that are timed now are those of the model"
     drafter.propose(DeviceBatch.of(Batch(tuple(running)), 97, cpu), DraftShape(3, pending))
     assert draft.runner.cache.seq_lens.tolist() == [50 + 1, 9 + 3]
+
+
+@pytest.mark.parametrize("can_join", [True, False])
+def test_rows_verified_together_have_drafts_of_their_own_number(
+    can_join: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model drafts 2 tokens for one row, where a lookup is sure of 8 tokens of the other."""
+
+    def look_up(lookups: NgramDrafter, requests: Sequence[Request], most: int) -> list[list[float]]:
+        lookups.proposals = {0: [(n + 1, 1.0) for n in range(8)], 1: []}
+        return [[1.0] * 8, []]
+
+    monkeypatch.setattr(NgramDrafter, "look_up", look_up)
+    engine = Engine(make_runner(tiny_transformer(seed=1), 2, 200), 64)
+    engine.prefill(make_requests(random_prompts([50, 9], 97), 100))
+    section, running = DecodingSection("speculative", "ngram+self", 8), engine.scheduler.running
+    setup = DraftSetup(engine.runner, section, KVSection("full"))
+    drafter, length = make_drafter("ngram+self", setup), FixedLength(2, Acceptance(2))
+    drafter.admit(running)
+    length.cost = DraftCost(0.0, 0.05)
+    plan = drafter.plan(running, 2, length, can_join)
+    if not can_join:  # then the lookup alone is worth more than 2 tokens of each row
+        assert plan == DraftPlan([8, 0], [0, 0])
+        return
+    assert plan == DraftPlan([8, 2], [0, 2])
+    shape = DraftShape(8, drafter.prepare(running, 8))
+    drafts = drafter.propose(DeviceBatch.of(Batch(tuple(running)), 97, torch.device("cpu")), shape)
+    assert drafts.ids[0].tolist() == [*range(1, 9)]
+    own = make_drafter("self", setup)
+    own.admit(running)
+    batch = DeviceBatch.of(Batch(tuple(running)), 97, torch.device("cpu"))
+    expected = own.propose(batch, DraftShape(2, own.prepare(running, 2))).ids[1].tolist()
+    assert drafts.ids[1].tolist() == [*expected, *[0] * 6]
 
 
 def test_sampled_steps_without_drafts_emit_the_baselines_tokens() -> None:
