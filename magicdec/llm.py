@@ -74,14 +74,10 @@ class LLM:
     ) -> None:
         if drafter not in DRAFTERS:
             raise ValueError(f"drafter {drafter}; choose from {', '.join(map(str, DRAFTERS))}")
-        for name, number in (
-            ("max_tokens", max_tokens - 1), ("block_tokens", block_tokens),
-            ("prefill_tokens", prefill_tokens),
-            ("cache_tokens", 1 if cache_tokens is None else cache_tokens),
-            ("max_new_tokens", 1 if max_new_tokens is None else max_new_tokens),
-        ):  # fmt: skip
-            if number < 1:
-                raise ValueError(f"{name} is too small")
+        check_positive(
+            max_tokens=max_tokens - 1, block_tokens=block_tokens, prefill_tokens=prefill_tokens,
+            cache_tokens=cache_tokens, max_new_tokens=max_new_tokens,
+        )  # fmt: skip
         self.max_new_tokens = min(max_new_tokens or max_tokens, max_tokens)
         strategy = BASELINE if drafter is None else "speculative"
         run_config = RunConfig(
@@ -160,6 +156,13 @@ class LLM:
     def _encode(self, text: str) -> tuple[int, ...]:
         bos = self.model.bos_token_id
         return (*(() if bos is None else (bos,)), *self.tokenizer.encode(text))
+
+
+def check_positive(**numbers: int | None) -> None:
+    """Raises ValueError for a number below 1; None is none."""
+    for name, number in numbers.items():
+        if number is not None and number < 1:
+            raise ValueError(f"{name} is too small")
 
 
 class Stream:
