@@ -16,7 +16,7 @@ from magicdec.kv.cache import upload
 from magicdec.request import Request
 from magicdec.sampling.model_tokens import Proposal
 
-COST = DraftCost(0.05, 0.15)  # if it is not known
+COST = DraftCost(0.2, 0.15)  # if it is not known
 MARGIN = 1.03  # expected speedup of a step that drafts
 
 
