@@ -16,6 +16,8 @@ from pathlib import Path
 import pretend_cuda
 import pytest
 import test_in_flight
+import test_low_bit
+import test_replay
 import torch
 from conftest import (
     TINY,
@@ -31,6 +33,7 @@ from pretend_cuda import DEVICE, MixedDevices, OnDevice, waits
 from recorder import Recorder
 from several_ranks import generate_alone
 from test_replay import (
+    MIXED,
     PAIRS,
     SCRIPT,
     OneAlone,
@@ -53,6 +56,7 @@ from magicdec.config.sections import KVSection, SamplingSection
 from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.engine import Engine
 from magicdec.kv.cache import BatchRows
+from magicdec.model.checkpoint.quantization import low_bit_copy
 from magicdec.model.elementwise.triton import TritonElementwise
 from magicdec.pipeline.drafter import ModelDrafter
 from magicdec.pipeline.stage import RunStage
@@ -98,7 +102,8 @@ def check(waits: Counter[str], listed: set[str] = LISTED) -> None:
 @pytest.mark.narrow("values", "pairs")
 @pytest.mark.parametrize("kind", ["greedy", "mixed"])
 @pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
-@pytest.mark.parametrize(("drafter", "policy"), [(None, None), *PAIRS], ids=str)
+@pytest.mark.parametrize(("drafter", "policy"), [(None, None), *PAIRS, *MIXED], ids=str)
+@pytest.mark.usefixtures("trusted_lookups")
 def test_a_step_waits_once(
     drafter: str | None, policy: str | None, captures: bool, kind: str, waits: Counter[str]
 ) -> None:
@@ -220,6 +225,45 @@ def test_a_forward_launches_few_kernels_beside_its_layers(
     totals: list[int] = []
     run(engine, requests, "self", section, 4, Counted())
     assert tuple(totals) == A_STEP[policy]
+
+
+@interprets
+@pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_low_bit_drafts_by_triton(
+    weights: str,
+    captures: bool,
+    all_launches: list[str],
+    waits: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their products are our kernel's, as on a GPU. The sizes are multiples of a group of int4."""
+    monkeypatch.setattr(test_replay, "TINY", test_low_bit.SMALL)
+    kv = section_of("streaming_llm")
+    tokens = run(*started(), None, kv, 3, None)[0]
+    model = tiny_transformer(test_low_bit.SMALL)
+    copy = low_bit_copy(model, weights, False).to(DEVICE)
+    engine, requests = started(device=str(DEVICE))
+    engine.runner.drafting = engine.runner.with_model(copy, None)
+    found = run(engine, requests, "self", kv, 3, Recorder() if captures else None)
+    assert found[0] == tokens and any(map(any, found[1])), "some drafts are accepted"
+    assert set(all_launches) == {"multiply_rows"}
+    check(waits)
+    assert waits[STEP] == len(found[1])
+
+
+@pytest.mark.usefixtures("trusted_lookups")
+@pytest.mark.parametrize(
+    ("drafter", "policy"), [("self", "streaming_llm"), ("model", "full"), *MIXED[:1]], ids=str
+)
+def test_chains_that_stop(drafter: str, policy: str, waits: Counter[str]) -> None:
+    """The host waits for each draft token under `--pa`, and for nothing else."""
+    kv = section_of(policy)
+    expected = run(*started(), drafter, kv, 4, None, pa=0.02)
+    found = run(*started(device=str(DEVICE)), drafter, kv, 4, None, pa=0.02)
+    assert found[:2] == expected[:2]
+    check(waits, LISTED | OF_PA)
+    assert set(waits) & OF_PA
 
 
 @pytest.mark.parametrize("drafter", ["self", "model"])

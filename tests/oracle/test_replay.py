@@ -54,6 +54,7 @@ from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.model.elementwise import triton as elementwise
 from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.elementwise.triton import TritonElementwise
+from magicdec.model.linear import triton as linear
 from magicdec.request import Batch, Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
@@ -124,6 +125,7 @@ def run(
     gamma: int | str,
     recorder: AnyRecorder | None,
     length: DraftLength | None = None,
+    pa: float | None = None,
 ) -> tuple[list[list[int]], list[list[int]], ForwardCounts]:
     """The emitted tokens, the accepted drafts of each step, and the counts of the target's
     forwards."""
@@ -131,7 +133,7 @@ def run(
     engine.rewind(snapshots)
     name = "autoregressive" if drafter is None else "speculative"
     draft = draft_for(kv, runner) if drafter and drafter.endswith("model") else None
-    section = DecodingSection(name, drafter, gamma)
+    section = DecodingSection(name, drafter, gamma, pa=pa)
     setup = Setup(
         runner, section, kv, draft=draft, draft_length=length, recorder=recorder or Eager()
     )
@@ -443,10 +445,10 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 @pytest.fixture
 def all_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
     """The same of all kernels of a forward."""
-    modules = triton.load_kernels("cpu"), elementwise.kernels("cpu"), kernel_view.kernels("cpu")
-    with dispatched(*modules) as found:
+    others = elementwise, kernel_view, linear
+    with dispatched(triton.load_kernels("cpu"), *(m.kernels("cpu") for m in others)) as found:
         monkeypatch.setattr(triton, "load_kernels", lambda device: found)
-        for module in (elementwise, kernel_view):
+        for module in others:
             monkeypatch.setattr(module, "kernels", lambda device: found)
         yield found.made
 
