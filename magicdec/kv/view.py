@@ -199,10 +199,9 @@ class KVView:
         return keys + self.num_nodes if self.num_nodes else keys
 
     def reads(self, rows: BatchRows) -> Tensor:
-        """What is counted of a forward, int64 [B, 2]: the keys that each row reads, and 1; two
-        zeros for rows that have ended."""
-        keys = self.count_keys()
-        return torch.stack([keys * rows.active if rows.is_captured else keys, rows.active], dim=1)
+        """What is counted of a captured forward, int64 [B, 2]: the keys that each row reads, and 1;
+        two zeros for rows that have ended."""
+        return torch.stack([self.count_keys() * rows.active, rows.active], dim=1)
 
     def positions(self) -> Tensor:
         """Positions of the new tokens in their text, [B, T]. They differ by `offsets` from those in
