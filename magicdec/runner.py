@@ -23,6 +23,7 @@ from magicdec.distributed.groups import Group
 from magicdec.executor.executor import Cancellation, Cancelled, Executor, Forward, Watch
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows, upload
 from magicdec.kv.forward_counts import ForwardCounts
+from magicdec.kv.kernel_view import make_kernel_view
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.prompt_queries import PromptQueries
 from magicdec.kv.tree import DraftTree
@@ -76,7 +77,7 @@ class ModelRunner:
     prompt_queries: PromptQueries | None = field(init=False, default=None)  # for prefill to fill
     drafting: ModelRunner | None = field(init=False, default=None)  # see `with_model`
     cache: KVCache = field(init=False)
-    counts: ForwardCounts = field(init=False, default_factory=ForwardCounts)
+    counts: ForwardCounts = field(init=False)
     deferred: list[Forward] = field(init=False, default_factory=list)  # by `defer`
 
     def __post_init__(self) -> None:
@@ -97,13 +98,13 @@ class ModelRunner:
         self.window = None if window is None or window >= self.max_tokens else window
         self.cache = KVCache(shape, self.num_rows, blocks_per_row, dtype, self.device)
         self.model.set_positions(self.max_tokens, self.device)
-        with torch.inference_mode(False):  # counts change outside inference mode
-            self.counts.on_device = torch.zeros(4, dtype=torch.int64, device=self.device)
-        self._per_token, self._per_draft_token = (
-            torch.tensor([1, self.cache.bytes_per_token, is_draft, 0], device=self.device)
-            for is_draft in (0, 1)
-        )
+        self.counts = self._make_counts()
         self.offsets: Tensor | None = None
+
+    def _make_counts(self) -> ForwardCounts:
+        with torch.inference_mode(False):  # counts change outside inference mode
+            on_device = torch.zeros(2, self.num_rows, 2, dtype=torch.int64, device=self.device)
+        return ForwardCounts(bytes_per_token=self.cache.bytes_per_token, on_device=on_device)
 
     @cached_property
     def vocab_places(self) -> list[tuple[int, int]]:
@@ -128,9 +129,7 @@ class ModelRunner:
         runner = copy(self)
         runner.model, runner.executor, runner.backend = model, executor, copy(self.backend)
         runner.deferred = []
-        with torch.inference_mode(False):
-            on_device = torch.zeros(4, dtype=torch.int64, device=self.device)
-        runner.counts = ForwardCounts(on_device=on_device)
+        runner.counts = self._make_counts()
         model.set_positions(self.max_tokens, self.device)
         return runner
 
@@ -189,7 +188,8 @@ class ModelRunner:
             check_trees(self.backend.capabilities.name)
         policy = policy or self.policy
         committed = self.make_room(rows, num_new, policy, committed, tree)
-        view = make_view(self.cache, rows, policy, num_new, committed, self.window, tree)
+        make = make_kernel_view if self.model.elementwise.has_views else make_view
+        view = make(self.cache, rows, policy, num_new, committed, self.window, tree, self.offsets)
         if num_outputs is None or not self.model.is_last:
             num_outputs = num_new
         forward = Forward(x, rows, view, num_outputs, watch, watch_queries, is_draft, cancellation)
@@ -213,10 +213,7 @@ class ModelRunner:
         for each, num_keys in zip(forwards, keys, strict=True):
             num_new, num_rows = each.view.num_new, len(each.rows)
             self.cache.advance(each.rows, num_new)
-            self.counts.count(
-                0, num_new * num_rows, num_keys, self.cache.bytes_per_token,
-                num_rows * each.is_draft,
-            )  # fmt: skip
+            self.counts.count(0, num_new * num_rows, num_keys, num_rows * each.is_draft)
 
     def make_room(
         self,
@@ -250,25 +247,23 @@ class ModelRunner:
             if forward.cancellation is not None and forward.cancellation.is_set():
                 raise Cancelled(layer - first)
 
-        positions = view.query_positions()
-        if self.offsets is not None:
-            positions = positions + self.offsets[view.row_index].unsqueeze(1)
         forward.out = self.model(
-            forward.x, positions, attend, self.group.all_reduce, forward.num_outputs, before_layer,
+            forward.x, view.positions(), attend, self.group.all_reduce, forward.num_outputs,
+            before_layer,
         )  # fmt: skip
         self.cache.advance(rows, view.num_new)
-        counts, keys = self.counts, view.count_keys()
-        assert counts.on_device is not None
+        counts, num_tokens = self.counts, view.num_new * len(rows)
         counts.num_forwards += 1
-        counts.num_tokens += view.num_new * len(rows)
+        counts.num_tokens += num_tokens
         if rows.is_captured:
-            keys = keys * rows.active
-        per_token = self._per_draft_token if forward.is_draft else self._per_token
-        counts.on_device.addcmul_(keys.sum(), per_token)
-        if forward.is_draft and rows.is_captured:
-            counts.on_device[3].add_(rows.active.sum())
-        elif forward.is_draft:
-            counts.draft_rows += len(rows)
+            assert counts.on_device is not None
+            counts.on_device[int(forward.is_draft)].index_add_(0, rows.index, view.reads(rows))
+            return
+        keys = sum(view.num_visible) + num_tokens
+        counts.kv_tokens_read += keys
+        counts.kv_bytes_read += keys * counts.bytes_per_token
+        counts.draft_kv_tokens_read += keys * forward.is_draft
+        counts.draft_rows += len(rows) * forward.is_draft
 
     @property
     def can_chain(self) -> bool:
@@ -295,8 +290,7 @@ class ModelRunner:
         drafts, keys = self.executor.draft(token_ids, view, self.offsets, count, pa)
         count = drafts.shape[1]
         self.cache.advance(rows, num_new + count - 1)
-        num_tokens, num_bytes = (num_new + count - 1) * len(rows), self.cache.bytes_per_token
-        self.counts.count(count, num_tokens, keys, num_bytes, count * len(rows))
+        self.counts.count(count, (num_new + count - 1) * len(rows), keys, count * len(rows))
         return drafts
 
     def truncate(self, rows: Rows, lengths: Lengths | Sequence[int]) -> None:

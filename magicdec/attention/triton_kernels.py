@@ -275,10 +275,10 @@ def attend(
 ):  # fmt: skip
     """Attention of one tile of packed queries over one split of its keys: out [B,T,H,D] and
     log-sum-exp, float32 [B,T,H]. The last program of a row, head and tile merges their parts.
-    `IS_LISTED` says that keys are found by `slots`, and `positions` if there is a window; otherwise
-    the keys of a row are its last tokens. `APPENDS`: the programs that see new tokens write them to
-    the pools first; all queries are one tile. A query sees its last `WINDOW` positions (0: all).
-    `GROUP` is H/G. Programs: (B, G * query tiles, splits)."""
+    `IS_LISTED`: keys are found by `slots`, and `positions` if there is a window; else they are the
+    last tokens of a row. `APPENDS`: programs that see new tokens write them to the pools first; all
+    queries are one tile. A query sees its last `WINDOW` positions (0: all). `GROUP` is H/G.
+    Programs: (B, G * query tiles, splits)."""
     row, split, num_splits = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
     num_kv_heads = num_heads // GROUP
     head, tile = tl.program_id(1) % num_kv_heads, tl.program_id(1) // num_kv_heads
@@ -289,8 +289,7 @@ def attend(
     # Keys are numbered so that new tokens have their positions and the others come before them.
     first_key, last_key = seq_len + num_new - num_keys, seq_len + last_token + 1
     origin = first_key if IS_LISTED else first_key // BLOCK_N * BLOCK_N
-    num_tiles = tl.cdiv(last_key - origin, BLOCK_N)
-    first_tile, last_tile = split_tiles(split, num_splits, num_tiles)
+    first_tile, last_tile = split_tiles(split, num_splits, tl.cdiv(last_key - origin, BLOCK_N))
     if APPENDS:
         new = tl.arange(0, BLOCK_T)
         is_new = (new < num_new) & (origin + last_tile * BLOCK_N > seq_len)
@@ -303,15 +302,13 @@ def attend(
         q, tile * BLOCK_M, row, head, num_new, q_row, q_token, GROUP, SIZE, BLOCK_D, BLOCK_M
     )
     own_list = row.to(tl.int64) * list_row + head * list_head - first_key
-    if IS_LISTED:
-        table = slots + own_list
+    table = slots + own_list if IS_LISTED else table
     most, total, sums = _attend_tiles(
         queries, seq_len + token, k_pool, v_pool, table, positions + own_list if IS_LISTED else 0,
         origin, first_key, last_key, first_tile, last_tile, scale, num_kv_heads, head,
         IS_LISTED, WINDOW, SIZE, BLOCK_D, BLOCK_M, BLOCK_N, BLOCK_SIZE, IN_FLOAT32,
     )  # fmt: skip
-    place = (row * num_new + token).to(tl.int64) * num_heads + query_head
-    is_query = token < num_new
+    place, is_query = (row * num_new + token).to(tl.int64) * num_heads + query_head, token < num_new
     if IS_SPLIT:
         num_queries = tl.num_programs(0) * num_new * num_heads
         own_part = place + split.to(tl.int64) * num_queries

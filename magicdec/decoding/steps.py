@@ -177,16 +177,18 @@ class Steps:
         rows, last = batch.rows, batch.newest[:, -1:]
         judgement = judge(runner, batch.sampling, proposal, logits)
         accepted, ids = judgement.accepted, judgement.ids
-        batch.sampling.take(ids, accepted + 1, rows.active)
+        emitted = accepted + 1
+        batch.sampling.take(ids, emitted, rows.active)
         # The newest token and the accepted drafts stay cached. The last emitted token is not cached
         # yet.
-        new_lengths = Lengths(before.tensor + 1 + accepted, before.plus(ids.shape[1]).bounds)
+        bounds = tuple(bound + ids.shape[1] for bound in before.bounds)
+        new_lengths = Lengths(before.tensor + emitted, bounds)
         path = None if judgement.path is None else AcceptedPath(before, accepted, judgement.path)
         if path is not None:
             runner.cache.keep_path(rows, before, path.places())
         elif proposal.ids.shape[1] > 0:
             runner.truncate(rows, new_lengths)
-        places = torch.stack([accepted, accepted + 1], dim=1)
+        places = torch.stack([accepted, emitted], dim=1)
         batch.newest.copy_(torch.cat([last, ids], dim=1).gather(1, places))
         if drafter is not None and tells_drafter:
             drafter.commit(rows, new_lengths, path)

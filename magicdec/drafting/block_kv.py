@@ -23,7 +23,7 @@ from magicdec.drafting.observation import sum_over_replicas
 from magicdec.drafting.policies.policy import KVPolicy, check_sinks
 from magicdec.kv.cache import BatchRows, Lengths, Rows
 from magicdec.kv.view import WEIGHTS_BLOCK as BLOCK
-from magicdec.kv.view import Visible
+from magicdec.kv.view import ChosenRanges, Visible
 from magicdec.runner import ModelRunner
 
 Number = TypeVar("Number", int, Tensor)
@@ -127,14 +127,11 @@ class BlockSelection(KVPolicy):
 
 
 @dataclass(frozen=True)
-class BlockRanges:
+class BlockRanges(ChosenRanges):
     """A policy whose choice of ranges for one batch is made."""
 
     policy: BlockSelection
-    key_ranges: Tensor  # [L, B, G, R, 2]
-
-    def ranges(self, committed: Tensor) -> Tensor:
-        return self.key_ranges
+    key_ranges: Tensor
 
     def num_visible(self, committed: int) -> int:
         return self.policy.num_visible(committed)

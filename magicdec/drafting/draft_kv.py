@@ -151,15 +151,15 @@ def draft_chain(
     would bias the draws of sampled rows to drop tokens for what they are."""
     if sampling.is_greedy and kv.runner.can_chain:
         return Proposal(kv.chain(newest, rows, committed, count, pa))
-    drafts, drawn_from = newest[:, :0], []
-    goes_on = newest.new_ones(len(newest), dtype=torch.bool)
+    drafts, drawn_from, goes_on = newest[:, :0], [], None
     for _ in range(count):
         logits = kv.forward(newest, rows, committed, num_outputs=1)
         newest, probs = draft_token(kv.runner, logits, sampling, drafts)
         drafts = torch.cat([drafts, newest], dim=1)
         drawn_from += [] if probs is None else [probs]
         if pa > 0:
-            goes_on &= confidence(kv.runner, logits) >= pa
+            is_sure = confidence(kv.runner, logits) >= pa
+            goes_on = is_sure if goes_on is None else goes_on & is_sure
             if not goes_on.any():
                 break
     return Proposal(drafts, torch.cat(drawn_from, dim=1) if drawn_from else None)

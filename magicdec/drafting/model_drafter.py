@@ -32,11 +32,13 @@ STOPPED = -1  # no token: what stands behind a chain that has stopped
 
 
 def draft(
-    kv: DraftKV, batch: DeviceBatch, newest: Tensor, shape: DraftShape, pa: float, vocab_size: int
-) -> Proposal:
+    kv: DraftKV, batch: DeviceBatch, committed: Lengths, newest: Tensor, shape: DraftShape,
+    pa: float, vocab_size: int,
+) -> Proposal:  # fmt: skip
     """Draft a chain or a tree with ids below `vocab_size`, after the newest tokens [B, T] of each
-    row, which `kv` does not hold. All but the last drafts are appended, uncommitted."""
-    rows, committed, sampling = batch.rows, kv.lengths(batch.rows), batch.sampling
+    row, which `kv` does not hold, and the `committed` tokens, which it does. All but the last
+    drafts are appended, uncommitted."""
+    rows, sampling = batch.rows, batch.sampling
     if shape.tree is not None:
         return draft_tree(kv, rows, committed, newest, sampling, shape.tree, vocab_size)
     proposal = draft_chain(kv, rows, committed, newest, sampling, shape.num_tokens, pa)
@@ -71,7 +73,8 @@ class SelfDrafter(Drafter):
         kv = self.draft_kv
         kv.follow(batch.rows, shape.num_tokens + 1)
         committed, vocab_size = kv.lengths(batch.rows), kv.runner.model.config.vocab_size
-        proposal = draft(kv, batch, batch.newest[:, -1:], shape, self.pa, vocab_size)
+        newest = batch.newest[:, -1:]
+        proposal = draft(kv, batch, committed, newest, shape, self.pa, vocab_size)
         kv.rewind(batch.rows, committed)
         return proposal
 
@@ -155,7 +158,8 @@ class ModelDrafter(Drafter):
             # The target holds all tokens but the newest.
             kv.rewind(batch.rows, self.target.cache.lengths_of(batch.rows).plus(1 - shape.pending))
             newest = self._known(batch.newest[:, -shape.pending :])
-            proposal = draft(kv, batch, newest, shape, self.pa, self.vocab_size)
+            committed = kv.lengths(batch.rows)
+            proposal = draft(kv, batch, committed, newest, shape, self.pa, self.vocab_size)
         else:
             proposal = self._room_for(batch, shape)
         ids, probs = proposal.ids, proposal.probabilities

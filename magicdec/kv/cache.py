@@ -182,11 +182,13 @@ class KVCache(KVPool):
     def lengths_of(self, rows: Rows) -> Lengths:
         """The number of tokens that each of `rows` holds now."""
         rows = BatchRows.of(rows, self.seq_lens.device)
+        return Lengths(self.seq_lens[rows.index], self.bounds_of(rows))
+
+    def bounds_of(self, rows: BatchRows) -> tuple[int, ...]:
+        """Their upper bounds on the host."""
         if rows.is_captured:
-            bounds = (self.tokens_per_row,) * len(rows)
-        else:
-            bounds = tuple(self.lengths[row] for row in rows.numbers)
-        return Lengths(self.seq_lens[rows.index], bounds)
+            return (self.tokens_per_row,) * len(rows)
+        return tuple(self.lengths[row] for row in rows.numbers)
 
     def set_host_lengths(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """Set the host's copy to lengths that were read from the device."""

@@ -21,26 +21,27 @@ class ForwardCounts:
     kv_bytes_read: int = 0  # bytes of these keys and their values
     draft_kv_tokens_read: int = 0  # the part of `kv_tokens_read` that draft forwards read
     draft_rows: int = 0  # rows of draft forwards, summed over forwards
-    # int64 [4]: counted on the device and not yet added to the last four counts.
+    bytes_per_token: int = field(default=0, compare=False)  # of a token's key and value, all layers
+    # int64 [2, rows, 2]: what the device has counted of the target's forwards and of drafts, which
+    # is not yet added to the last four counts: for each row of the cache, keys and forwards.
     on_device: Tensor | None = field(default=None, compare=False)
 
-    def count(
-        self, num_forwards: int, num_tokens: int, keys: int, bytes_per_token: int, draft_rows: int
-    ) -> None:
+    def count(self, num_forwards: int, num_tokens: int, keys: int, draft_rows: int) -> None:
         """Add forwards that read `keys` keys, which the host knows, each with its value.
         `draft_rows` are the rows of draft forwards; 0: these were none."""
         self.num_forwards += num_forwards
         self.num_tokens += num_tokens
         self.kv_tokens_read += keys
-        self.kv_bytes_read += keys * bytes_per_token
+        self.kv_bytes_read += keys * self.bytes_per_token
         self.draft_kv_tokens_read += keys if draft_rows else 0
         self.draft_rows += draft_rows
 
     def copy(self) -> ForwardCounts:
         """A copy of the current counts. Waits for the device."""
         if self.on_device is not None:
-            for name, count in zip(COUNTS[2:], self.on_device.tolist(), strict=True):
-                setattr(self, name, getattr(self, name) + count)
+            (keys, _), (draft_keys, draft_rows) = self.on_device.sum(1).tolist()
+            self.count(0, 0, keys, 0)
+            self.count(0, 0, draft_keys, draft_rows)
             self.on_device.zero_()
         return replace(self, on_device=None)
 
@@ -55,4 +56,4 @@ class ForwardCounts:
         return ForwardCounts(*(getattr(self, name) - getattr(other, name) for name in COUNTS))
 
 
-COUNTS = tuple(each.name for each in fields(ForwardCounts) if each.name != "on_device")
+COUNTS = tuple(each.name for each in fields(ForwardCounts) if each.compare)

@@ -100,6 +100,15 @@ class FullView(Visible):
 FULL = FullView()
 
 
+class ChosenRanges(Visible):
+    """What each layer and KV head sees of one batch is chosen already, whatever the lengths."""
+
+    key_ranges: Tensor  # [L, B, G, R, 2]
+
+    def ranges(self, committed: Tensor) -> Tensor:
+        return self.key_ranges
+
+
 @dataclass(frozen=True)
 class KVView:
     """What attention reads for one forward of T new tokens over `rows`.
@@ -126,6 +135,7 @@ class KVView:
     is_full: bool  # every cached token is visible, except those before the window
     window: int | None = None  # most tokens that a token sees, itself included; None: no limit
     tree: DraftTree | None = None
+    offsets: Tensor | None = None  # [rows of the cache]; see `positions`
 
     @property
     def num_nodes(self) -> int:
@@ -186,7 +196,20 @@ class KVView:
         """The number of visible keys of each row, its new tokens included: int64 [B]."""
         first_head = self.layer_ranges(0)[:, 0]  # every head sees the same number
         keys = (first_head[..., 1] - first_head[..., 0]).sum(dim=1)
-        return keys + self.num_nodes
+        return keys + self.num_nodes if self.num_nodes else keys
+
+    def reads(self, rows: BatchRows) -> Tensor:
+        """What is counted of a captured forward, int64 [B, 2]: the keys that each row reads, and 1;
+        two zeros for rows that have ended."""
+        return torch.stack([self.count_keys() * rows.active, rows.active], dim=1)
+
+    def positions(self) -> Tensor:
+        """Positions of the new tokens in their text, [B, T]. They differ by `offsets` from those in
+        the cache if it holds only selected tokens."""
+        positions = self.query_positions()
+        if self.offsets is None:
+            return positions
+        return positions + self.offsets[self.row_index].unsqueeze(1)
 
     def query_positions(self) -> Tensor:
         """Positions of the new tokens, [B, T]."""
@@ -229,6 +252,7 @@ def make_view(
     committed: Lengths | Sequence[int] | None = None,
     window: int | None = None,
     tree: DraftTree | None = None,
+    offsets: Tensor | None = None,
 ) -> KVView:
     """The view of `rows` under a rule. `committed` defaults to all tokens that the rows hold, or
     all before the `tree`. A rule whose heads have ranges of their own must keep them within the
@@ -245,21 +269,41 @@ def make_view(
     if window is not None and ranges.ndim == 3:
         first_keys = (before.tensor + 1 - window).clamp(min=0)
         ranges = torch.maximum(ranges, first_keys.view(-1, 1, 1))
-    num_tail = num_new if tree is None else tree.num_nodes
     if rows.is_captured:
         is_row = (-1, 1, 1) if ranges.ndim == 3 else (1, -1, 1, 1, 1)
         ranges = ranges * rows.active.view(is_row)
-        before = Lengths(before.tensor, (cache.tokens_per_row - num_tail,) * len(rows))
-        seen, is_full = _captured_bounds(before.bounds, rows, visible, committed is None, window)
-    else:
-        seen, is_full = _exact_bounds(before.bounds, base.bounds, visible, ranges.ndim == 5, window)
-    num_visible = tuple(count + num_tail - num_new for count in seen)
-    cached = 0 if tree is None else tree.num_cached(num_new)
-    lengths = tuple(length + cached for length in before.bounds)
+    on_host = host_numbers(
+        cache,
+        rows,
+        visible,
+        num_new,
+        before,
+        None if committed is None else base,
+        window,
+        ranges.ndim == 5,
+        tree,
+    )
     return KVView(
-        cache, rows.numbers, rows.index, lengths_held.tensor, start, ranges,
-        lengths, num_visible, num_new, is_full, window, tree,
+        cache, rows.numbers, rows.index, lengths_held.tensor, start, ranges, *on_host[:2],
+        num_new, on_host[2], window, tree, offsets,
     )  # fmt: skip
+
+
+def host_numbers(
+    cache: KVCache, rows: BatchRows, visible: Visible, num_new: int, before: Lengths,
+    committed: Lengths | None, window: int | None, per_head: bool, tree: DraftTree | None = None,
+) -> tuple[tuple[int, ...], tuple[int, ...], bool]:  # fmt: skip
+    """`lengths`, `num_visible` and `is_full` of a view of rows that hold `before` tokens."""
+    num_tail = num_new if tree is None else tree.num_nodes
+    if rows.is_captured:
+        bounds = (cache.tokens_per_row - num_tail,) * len(rows)
+        seen, is_full = _captured_bounds(bounds, rows, visible, committed is None, window)
+    else:
+        bounds = before.bounds
+        settled = bounds if committed is None else committed.bounds
+        seen, is_full = _exact_bounds(bounds, settled, visible, per_head, window)
+    lengths = tuple(length + num_tail - num_new for length in bounds)
+    return lengths, tuple(count + num_tail - num_new for count in seen), is_full
 
 
 def _exact_bounds(

@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.block import MLP, Attend, Block, RMSNorm, make_norm
+from magicdec.model.block import MLP, Attend, Block, RMSNorm, add_norm, make_norm
 from magicdec.model.config import ModelConfig
 from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.linear.packed import (
@@ -146,12 +146,11 @@ class Transformer(nn.Module):
         assert y is not None, "a part has at least one layer"
         if self.is_last and num_outputs is not None:
             x, y = (part[:, part.shape[1] - num_outputs :] for part in (x, y))
-        x = x + y
-        if not self.is_last:
-            return x
-        if num_outputs == 0:
+        if self.is_last and num_outputs == 0:
             return x.new_empty(*x.shape[:2], self.width_out)
-        return self.logits(x) if self.has_head else x
+        if self.is_last and self.has_head:
+            return self._multiply_head(add_norm(self.norm, x, y)[1])
+        return x + y
 
     @property
     def width_out(self) -> int:
@@ -161,8 +160,11 @@ class Transformer(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """This rank's logits [B,T,V] from hidden states [B,T,hidden] after the last layer."""
-        x = self.norm(x)
-        return F.linear(x, self.tied_head) if self.head is None else self.head(x)
+        return self._multiply_head(self.norm(x))
+
+    def _multiply_head(self, x: Tensor) -> Tensor:
+        logits: Tensor = F.linear(x, self.tied_head) if self.head is None else self.head(x)
+        return logits
 
     def _embed(self, token_ids: Tensor, positions: Tensor) -> Tensor:
         x: Tensor = self.embedding(token_ids)

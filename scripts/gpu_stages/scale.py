@@ -62,6 +62,7 @@ FULL = Scale(
         "tests": (
             *("tests/oracle/test_attention.py", "tests/oracle/test_cuda_libraries.py"),
             *("tests/oracle/test_triton.py", "tests/oracle/test_elementwise_triton.py"),
+            *("tests/oracle/test_kernel_view.py", "tests/oracle/test_low_bit_triton.py"),
             *("tests/oracle/test_elementwise.py", "tests/unit/test_step_times.py"),
         ),
     },

@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
+from collections import ChainMap, Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,9 +17,11 @@ from typing import Any
 
 import pytest
 import torch
+from pretend_cuda import PACKAGE, values_of
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from magicdec.model.block import Block
 from magicdec.model.elementwise import triton as module
 
 ALLOCATIONS = {"aten.new_empty", "aten.empty", "aten.empty_like", "aten._unsafe_view"}
@@ -70,10 +72,40 @@ class Operators(TorchDispatchMode):
         kinds = [value.alias_info for value in func._schema.returns]
         is_view = bool(kinds) and all(kind is not None and not kind.is_write for kind in kinds)
         if is_view and isinstance(out, Tensor):  # or a copy, as `to` and `reshape` may make
-            is_view = out.untyped_storage()._cdata == args[0].untyped_storage()._cdata
+            storages = {values_of(t).untyped_storage()._cdata for t in (out, args[0])}
+            is_view = len(storages) == 1
         if name.startswith("aten.") and not is_view and name not in ALLOCATIONS:
-            self.counts[name] += 1
+            self.note(name)
         return out
+
+    def note(self, name: str) -> None:
+        self.counts[name] += 1
+
+
+class BesideLayers(Operators):
+    """Counts what is launched outside of a model's layers, our kernels (`dispatched`) included, by
+    operator and by the function of the package that asks for it. A view that a layer is the first
+    to ask for counts as well."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.namespace == "magicdec_tests":
+            self.note("ours")
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def note(self, name: str) -> None:
+        frame, place = sys._getframe(1), None
+        while frame is not None:
+            file = Path(frame.f_code.co_filename)
+            if place is None and file.is_relative_to(PACKAGE):
+                path = file.relative_to(PACKAGE).with_suffix("")
+                place = f"{path}.{frame.f_code.co_name}: {name}"
+            if frame.f_code is Block.forward.__code__ and not str(place).startswith("kv/view"):
+                return
+            frame = frame.f_back  # type: ignore[assignment]
+        if place is not None:
+            self.counts[place] += 1
 
 
 POINTERS = {torch.bfloat16: "*bf16", torch.float32: "*fp32"}
@@ -134,16 +166,16 @@ def compile_apart(code: str, cache: Path) -> None:
 
 
 class Launches:
-    """Stands where a module of kernels does. A launch is an operator with its numbers as they were
+    """Stands where modules of kernels do. A launch is an operator with its numbers as they were
     then, replayed on what its tensors hold by then. `made` has the names of all that were made."""
 
-    def __init__(self, kernels: ModuleType) -> None:
-        self._kernels = kernels
+    def __init__(self, *modules: ModuleType) -> None:
+        self._kernels = ChainMap(*map(vars, modules))
         self._given: list[tuple[str, Any, tuple[Any, ...], dict[str, Any]]] = []
         self.made: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
-        found = getattr(self._kernels, name)
+        found = self._kernels[name]
         return _Kernel(self, name) if type(found).__name__ == "InterpretedFunction" else found
 
     def start(self, name: str, grid: Any, args: tuple[Any, ...], options: dict[str, Any]) -> None:
@@ -155,7 +187,7 @@ class Launches:
     def make(self, tensors: list[Tensor], number: int) -> None:
         (name, grid, args, options), current = self._given[number], iter(tensors)
         self.made.append(name)
-        getattr(self._kernels, name)[grid](
+        self._kernels[name][grid](
             *(next(current) if arg is Tensor else arg for arg in args), **options
         )
 
@@ -169,9 +201,9 @@ class _Kernel:
 
 
 @contextmanager
-def dispatched(kernels: ModuleType) -> Iterator[Launches]:
+def dispatched(*modules: ModuleType) -> Iterator[Launches]:
     """One at a time."""
-    launches = Launches(kernels)
+    launches = Launches(*modules)
     library = torch.library.Library("magicdec_tests", "DEF")
     library.define("launch(Tensor(a!)[] tensors, int number) -> ()")
     library.impl("launch", launches.make, "CPU")

@@ -16,6 +16,8 @@ from pathlib import Path
 import pretend_cuda
 import pytest
 import test_in_flight
+import test_low_bit
+import test_replay
 import torch
 from conftest import (
     TINY,
@@ -26,13 +28,16 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
+from launches import BesideLayers
 from pretend_cuda import DEVICE, MixedDevices, OnDevice, waits
 from recorder import Recorder
 from several_ranks import generate_alone
 from test_replay import (
+    MIXED,
     PAIRS,
     SCRIPT,
     OneAlone,
+    all_launches,
     interprets,
     launches,
     run,
@@ -48,19 +53,22 @@ from magicdec.attention.triton import TritonBackend
 from magicdec.config.choices.backend import choose_graphs
 from magicdec.config.choices.choice import Choice
 from magicdec.config.sections import KVSection, SamplingSection
+from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.engine import Engine
+from magicdec.kv.cache import BatchRows
+from magicdec.model.checkpoint.quantization import low_bit_copy
+from magicdec.model.elementwise.triton import TritonElementwise
 from magicdec.pipeline.drafter import ModelDrafter
 from magicdec.pipeline.stage import RunStage
 from magicdec.pipelined_speculation.options import Options
 from magicdec.sampling.coupled import CoupledSampling
 
-__all__ = ["launches", "waits"]  # fixtures
+__all__ = ["all_launches", "launches", "waits"]  # fixtures
 
 STEP = "decoding/steps._read: tolist"
 LISTED = {
     STEP,
     # When models, caches and groups are made.
-    "runner.<genexpr>: upload",
     "model/transformer.set_positions: upload",
     "distributed/groups.all_gather_range: upload",
     "distributed/groups.all_gather_range: tolist",
@@ -94,7 +102,8 @@ def check(waits: Counter[str], listed: set[str] = LISTED) -> None:
 @pytest.mark.narrow("values", "pairs")
 @pytest.mark.parametrize("kind", ["greedy", "mixed"])
 @pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
-@pytest.mark.parametrize(("drafter", "policy"), [(None, None), *PAIRS], ids=str)
+@pytest.mark.parametrize(("drafter", "policy"), [(None, None), *PAIRS, *MIXED], ids=str)
+@pytest.mark.usefixtures("trusted_lookups")
 def test_a_step_waits_once(
     drafter: str | None, policy: str | None, captures: bool, kind: str, waits: Counter[str]
 ) -> None:
@@ -154,6 +163,107 @@ def test_attention_by_triton(
     assert decoded(DEVICE, Recorder() if captures else None) == expected
     assert ("sum_mass" in launches) == (policy == "verified")
     check(waits)
+
+
+# What a forward launches beside its layers, by the function that asks for it.
+A_FORWARD = {
+    "kv/kernel_view.describe: ours": 1,
+    "model/transformer._embed: aten.embedding": 1,
+    "model/transformer._position_encoding: aten.index": 1,
+    "model/elementwise/triton._launch_norm: ours": 1,
+    "model/transformer._multiply_head: aten.linear": 1,
+    "kv/cache.advance: aten.index_add_": 1,
+    "runner._run_layers: aten.index_add_": 1,
+}
+A_STEP = {  # of a captured verification of 4 drafts, and of these
+    "full": (25, 40), "streaming_llm": (25, 44), "snapkv": (26, 81), "verified": (27, 101),
+}  # fmt: skip
+A_LIST = {"attention/triton.list_keys: ours": 1}  # of keys, where a draft does not see all
+
+
+@interprets
+@pytest.mark.parametrize("policy", ["full", "streaming_llm", "snapkv", "verified"])
+def test_a_forward_launches_few_kernels_beside_its_layers(
+    policy: str, all_launches: list[str], waits: Counter[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A decode, a verification of 5 tokens and a draft after the first of a step, as they are
+    captured; and what a whole verification of 4 drafts launches, and the drafts. The numbers are
+    those of docs/gpu.md."""
+    monkeypatch.setattr(triton, "count_resident", lambda *kernel: 4)  # nothing is compiled
+    model = tiny_transformer(replace(TINY, num_heads=4, num_kv_heads=2)).to(DEVICE)
+    model.use(TritonElementwise())
+    runner = make_runner(model, 2, 64, TritonBackend(2))
+    engine = Engine(runner, 40)
+    requests = engine.prefill(make_requests(random_prompts([40, 30], 97), [3, 3]))
+    section = KVSection(policy, -1 if policy == "full" else 20, 4, 8)
+    kv, rows = make_draft_kv(runner, section), BatchRows.of([0, 1], DEVICE, 6)
+    kv.admit(requests)
+    ids = torch.ones(2, 5, dtype=torch.int64, device=DEVICE)
+    committed = kv.lengths(rows)
+
+    @torch.inference_mode()
+    def launched(forward: Callable[[], torch.Tensor]) -> dict[str, int]:
+        forward()
+        with BesideLayers() as operators:
+            forward()
+        return dict(operators.counts)
+
+    assert launched(lambda: runner.forward(ids[:, :1], rows)) == A_FORWARD
+    runner.truncate([0, 1], [40, 30])
+    assert launched(lambda: runner.forward(ids, rows)) == A_FORWARD
+    runner.truncate([0, 1], [40, 30])
+    own = A_FORWARD if policy == "full" else A_FORWARD | A_LIST
+    assert launched(lambda: kv.forward(ids[:, :1], rows, committed, num_outputs=1)) == own
+
+    class Counted(Recorder):
+        def record(self, work: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+            with BesideLayers() as operators:
+                replay = super().record(work)
+            totals.append(operators.counts.total())
+            return replay
+
+    totals: list[int] = []
+    run(engine, requests, "self", section, 4, Counted())
+    assert tuple(totals) == A_STEP[policy]
+
+
+@interprets
+@pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
+@pytest.mark.parametrize("weights", ["int8", "int4"])
+def test_low_bit_drafts_by_triton(
+    weights: str,
+    captures: bool,
+    all_launches: list[str],
+    waits: Counter[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their products are our kernel's, as on a GPU. The sizes are multiples of a group of int4."""
+    monkeypatch.setattr(test_replay, "TINY", test_low_bit.SMALL)
+    kv = section_of("streaming_llm")
+    tokens = run(*started(), None, kv, 3, None)[0]
+    model = tiny_transformer(test_low_bit.SMALL)
+    copy = low_bit_copy(model, weights, False).to(DEVICE)
+    engine, requests = started(device=str(DEVICE))
+    engine.runner.drafting = engine.runner.with_model(copy, None)
+    found = run(engine, requests, "self", kv, 3, Recorder() if captures else None)
+    assert found[0] == tokens and any(map(any, found[1])), "some drafts are accepted"
+    assert set(all_launches) == {"multiply_rows"}
+    check(waits)
+    assert waits[STEP] == len(found[1])
+
+
+@pytest.mark.usefixtures("trusted_lookups")
+@pytest.mark.parametrize(
+    ("drafter", "policy"), [("self", "streaming_llm"), ("model", "full"), *MIXED[:1]], ids=str
+)
+def test_chains_that_stop(drafter: str, policy: str, waits: Counter[str]) -> None:
+    """The host waits for each draft token under `--pa`, and for nothing else."""
+    kv = section_of(policy)
+    expected = run(*started(), drafter, kv, 4, None, pa=0.02)
+    found = run(*started(device=str(DEVICE)), drafter, kv, 4, None, pa=0.02)
+    assert found[:2] == expected[:2]
+    check(waits, LISTED | OF_PA)
+    assert set(waits) & OF_PA
 
 
 @pytest.mark.parametrize("drafter", ["self", "model"])

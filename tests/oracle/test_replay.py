@@ -49,10 +49,12 @@ from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.drafting.draft_length import DraftLength, Measure
 from magicdec.drafting.drafter import DraftModel
 from magicdec.engine import Engine
+from magicdec.kv import kernel_view
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.model.elementwise import triton as elementwise
 from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.elementwise.triton import TritonElementwise
+from magicdec.model.linear import triton as linear
 from magicdec.request import Batch, Request
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
@@ -123,6 +125,7 @@ def run(
     gamma: int | str,
     recorder: AnyRecorder | None,
     length: DraftLength | None = None,
+    pa: float | None = None,
 ) -> tuple[list[list[int]], list[list[int]], ForwardCounts]:
     """The emitted tokens, the accepted drafts of each step, and the counts of the target's
     forwards."""
@@ -130,7 +133,7 @@ def run(
     engine.rewind(snapshots)
     name = "autoregressive" if drafter is None else "speculative"
     draft = draft_for(kv, runner) if drafter and drafter.endswith("model") else None
-    section = DecodingSection(name, drafter, gamma)
+    section = DecodingSection(name, drafter, gamma, pa=pa)
     setup = Setup(
         runner, section, kv, draft=draft, draft_length=length, recorder=recorder or Eager()
     )
@@ -440,10 +443,13 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
 
 @pytest.fixture
-def elementwise_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The same of the elementwise kernels."""
-    with dispatched(elementwise.kernels("cpu")) as found:
-        monkeypatch.setattr(elementwise, "kernels", lambda device: found)
+def all_launches(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The same of all kernels of a forward."""
+    others = elementwise, kernel_view, linear
+    with dispatched(triton.load_kernels("cpu"), *(m.kernels("cpu") for m in others)) as found:
+        monkeypatch.setattr(triton, "load_kernels", lambda device: found)
+        for module in others:
+            monkeypatch.setattr(module, "kernels", lambda device: found)
         yield found.made
 
 
@@ -471,9 +477,9 @@ def test_replayed_steps_of_tritons_attention_emit_the_eager_tokens(
 @interprets
 @pytest.mark.parametrize(("drafter", "policy"), [(None, None), ("self", "streaming_llm")], ids=str)
 def test_replayed_steps_emit_the_tokens_of_torchs_operators(
-    drafter: str | None, policy: str | None, elementwise_launches: list[str]
+    drafter: str | None, policy: str | None, all_launches: list[str]
 ) -> None:
-    launches = elementwise_launches
+    launches = all_launches
     runner = make_runner(tiny_transformer(), 3, 20 + 7 + 3, SDPABackend(16))
     engine = Engine(runner, 20)
     requests = make_requests(random_prompts([20, 1, 9], TINY.vocab_size), [4, 7, 5])
@@ -485,6 +491,6 @@ def test_replayed_steps_emit_the_tokens_of_torchs_operators(
     found, replayed, _ = run(engine, snapshots, drafter, kv, 3, recorder)
     assert (found, replayed) == (expected, accepted)
     assert recorder.replayed >= len(replayed)
-    a_forward = 4 * model.config.num_layers + 1
+    a_forward = 4 * model.config.num_layers + 2
     assert len(launches) % a_forward == 0 and len(launches) > recorder.replayed * a_forward
-    assert set(launches) == {"norm_rows", "rotate_heads", "gate_rows"}
+    assert set(launches) == {"norm_rows", "rotate_heads", "gate_rows", "describe_rows"}

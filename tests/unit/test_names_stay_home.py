@@ -19,7 +19,12 @@ OTHER_MEANINGS = {
     "verified": ("cli/front/checkpoints", "model/checkpoint/convert", "config/capabilities"),
     "grouped": ("model/families/",),  # a packing of q, k and v
     "native": ("model/elementwise/",),  # a way to compute norms, rotation and gates, as `triton`
-    "triton": ("model/elementwise/", "kernels/build", "cli/front/doctor"),  # the library
+    "triton": (
+        "model/elementwise/",
+        "kernels/build",
+        "kv/kernel_view",
+        "cli/front/doctor",
+    ),  # library
 }
 
 

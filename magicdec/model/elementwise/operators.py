@@ -22,6 +22,8 @@ class Elementwise:
     """The reference with torch's operators. A subclass overrides the operations it speeds up."""
 
     requirements: ClassVar[Requirements] = Requirements("torch")
+    has_views: ClassVar[bool] = False
+    """One Triton kernel computes the view of a forward too (`kv.kernel_view`)."""
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         """x [..., W] / sqrt(mean of squares + eps) * weight [W]."""

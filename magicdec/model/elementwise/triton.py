@@ -40,6 +40,7 @@ class TritonElementwise(Elementwise):
     be contiguous; the others may be strided."""
 
     requirements = Requirements("triton", is_interpreted_on_cpu=True)
+    has_views = True
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         out = x.new_empty(x.shape)

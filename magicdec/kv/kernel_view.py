@@ -1,0 +1,119 @@
+"""KernelView: a view whose tensors one Triton kernel computes, in place of up to 17 of torch's
+operators (`kv.view`), each of which would be a launch of its own beside a forward's layers.
+
+Owns the launch. Grid and allocations follow from shapes alone, so that a CUDA graph can hold it. On
+a CPU the kernel runs in Triton's interpreter, for tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache as kept
+from types import ModuleType
+
+import torch
+from torch import Tensor
+
+from magicdec.kernels.build import load_kernels, next_power
+from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows
+from magicdec.kv.tree import DraftTree
+from magicdec.kv.view import (
+    ChosenRanges,
+    FullView,
+    KVView,
+    SinksAndWindow,
+    Visible,
+    host_numbers,
+    make_view,
+)
+
+NO_LIMIT = 2**31 - 1  # tokens
+MOST_AT_ONCE = 256  # positions that a program writes at once
+
+
+@kept
+def kernels(device: str) -> ModuleType:
+    return load_kernels("magicdec.kv.triton_kernels", "--elementwise triton", device)
+
+
+@dataclass(frozen=True)
+class Described:
+    """What the kernel writes: int64 tensors, as the members of `KVView` of these names."""
+
+    seq_lens: Tensor  # [B]
+    all_ranges: Tensor  # [L or 1, B, G or 1, R+1, 2]
+    positions: Tensor  # [B, T]
+    reads: Tensor  # [B, 2]
+
+
+@dataclass(frozen=True)
+class KernelView(KVView):
+    described: Described | None = None
+
+    @property
+    def all_ranges(self) -> Tensor:
+        assert self.described is not None, "made by `make_kernel_view`"
+        return self.described.all_ranges
+
+    def positions(self) -> Tensor:
+        assert self.described is not None, "made by `make_kernel_view`"
+        return self.described.positions
+
+    def reads(self, rows: BatchRows) -> Tensor:
+        assert self.described is not None, "made by `make_kernel_view`"
+        return self.described.reads
+
+
+def make_kernel_view(
+    cache: KVCache,
+    rows: Rows,
+    visible: Visible,
+    num_new: int,
+    committed: Lengths | Sequence[int] | None = None,
+    window: int | None = None,
+    tree: DraftTree | None = None,
+    offsets: Tensor | None = None,
+) -> KVView:
+    """As `make_view`, to which views of trees and rules that the kernel does not know are left."""
+    if tree is not None or not isinstance(visible, FullView | SinksAndWindow | ChosenRanges):
+        return make_view(cache, rows, visible, num_new, committed, window, tree, offsets)
+    device = cache.seq_lens.device
+    rows = BatchRows.of(rows, device)
+    settled = None if committed is None else Lengths.of(committed, device)
+    described = describe(cache, rows, visible, num_new, settled, window, offsets)
+    before = Lengths(described.seq_lens, cache.bounds_of(rows))
+    per_head, ranges = isinstance(visible, ChosenRanges), described.all_ranges[..., :-1, :]
+    lengths, num_visible, is_full = host_numbers(
+        cache, rows, visible, num_new, before, settled, window, per_head
+    )
+    return KernelView(
+        cache, rows.numbers, rows.index, before.tensor, (settled or before).tensor,
+        ranges if per_head else ranges[0, :, 0], lengths, num_visible, num_new, is_full, window,
+        offsets=offsets, described=described,
+    )  # fmt: skip
+
+
+def describe(
+    cache: KVCache, rows: BatchRows, visible: FullView | SinksAndWindow | ChosenRanges,
+    num_new: int, committed: Lengths | None, window: int | None, offsets: Tensor | None,
+) -> Described:  # fmt: skip
+    """Launch the kernel."""
+    num_rows, device, chosen = len(rows), cache.seq_lens.device, None
+    num_lists, num_heads, num_ranges, num_sinks, budget = 1, 1, 1, 0, NO_LIMIT
+    if isinstance(visible, SinksAndWindow):
+        num_ranges, num_sinks, budget = 2, visible.num_sink_tokens, visible.budget
+    elif isinstance(visible, ChosenRanges):
+        chosen = visible.key_ranges.contiguous()
+        num_lists, _, num_heads, num_ranges, _ = chosen.shape
+    shapes = (
+        (num_rows,), (num_lists, num_rows, num_heads, num_ranges + 1, 2), (num_rows, num_new),
+        (num_rows, 2),
+    )  # fmt: skip
+    made = [torch.empty(shape, dtype=torch.int64, device=device) for shape in shapes]
+    kernels(device.type).describe_rows[(num_rows, num_lists, num_heads)](
+        cache.seq_lens, rows.index, rows.active, committed and committed.tensor, offsets, chosen,
+        *made, num_new, num_ranges, num_sinks, budget, window or NO_LIMIT,
+        BLOCK_R=next_power(num_ranges + 1), BLOCK_T=min(MOST_AT_ONCE, next_power(num_new)),
+    )  # fmt: skip
+    return Described(*made)
