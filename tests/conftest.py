@@ -464,7 +464,8 @@ def run_torchrun(
     words: list[str], num_ranks: int, env: dict[str, str], directory: Path
 ) -> subprocess.CompletedProcess[str]:
     torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={num_ranks}"]
-    command = [sys.executable, *torchrun, *words]
+    logs = ["--log-dir", str(directory / "torchrun")]  # else it leaves a folder in /tmp
+    command = [sys.executable, *torchrun, *logs, *words]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=directory,
         start_new_session=True,
