@@ -7,9 +7,9 @@ a CPU the kernel runs in Triton's interpreter, for tests.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import cache as kept
+from dataclasses import dataclass, field
 from types import ModuleType
 
 import torch
@@ -32,13 +32,13 @@ NO_LIMIT = 2**31 - 1  # tokens
 MOST_AT_ONCE = 256  # positions that a program writes at once
 
 
-@kept
+@functools.cache
 def kernels(device: str) -> ModuleType:
     return load_kernels("magicdec.kv.triton_kernels", "--elementwise triton", device)
 
 
 @dataclass(frozen=True)
-class Described:
+class ViewTensors:
     """What the kernel writes: int64 tensors, as the members of `KVView` of these names."""
 
     seq_lens: Tensor  # [B]
@@ -49,20 +49,17 @@ class Described:
 
 @dataclass(frozen=True)
 class KernelView(KVView):
-    described: Described | None = None
+    tensors: ViewTensors = field(kw_only=True)
 
     @property
     def all_ranges(self) -> Tensor:
-        assert self.described is not None, "made by `make_kernel_view`"
-        return self.described.all_ranges
+        return self.tensors.all_ranges
 
     def positions(self) -> Tensor:
-        assert self.described is not None, "made by `make_kernel_view`"
-        return self.described.positions
+        return self.tensors.positions
 
     def reads(self, rows: BatchRows) -> Tensor:
-        assert self.described is not None, "made by `make_kernel_view`"
-        return self.described.reads
+        return self.tensors.reads
 
 
 def make_kernel_view(
@@ -81,23 +78,23 @@ def make_kernel_view(
     device = cache.seq_lens.device
     rows = BatchRows.of(rows, device)
     settled = None if committed is None else Lengths.of(committed, device)
-    described = describe(cache, rows, visible, num_new, settled, window, offsets)
-    before = Lengths(described.seq_lens, cache.bounds_of(rows))
-    per_head, ranges = isinstance(visible, ChosenRanges), described.all_ranges[..., :-1, :]
+    tensors = compute(cache, rows, visible, num_new, settled, window, offsets)
+    before = Lengths(tensors.seq_lens, cache.bounds_of(rows))
+    per_head, ranges = isinstance(visible, ChosenRanges), tensors.all_ranges[..., :-1, :]
     lengths, num_visible, is_full = host_numbers(
         cache, rows, visible, num_new, before, settled, window, per_head
     )
     return KernelView(
         cache, rows.numbers, rows.index, before.tensor, (settled or before).tensor,
         ranges if per_head else ranges[0, :, 0], lengths, num_visible, num_new, is_full, window,
-        offsets=offsets, described=described,
+        offsets=offsets, tensors=tensors,
     )  # fmt: skip
 
 
-def describe(
+def compute(
     cache: KVCache, rows: BatchRows, visible: FullView | SinksAndWindow | ChosenRanges,
     num_new: int, committed: Lengths | None, window: int | None, offsets: Tensor | None,
-) -> Described:  # fmt: skip
+) -> ViewTensors:  # fmt: skip
     """Launch the kernel."""
     num_rows, device, chosen = len(rows), cache.seq_lens.device, None
     num_lists, num_heads, num_ranges, num_sinks, budget = 1, 1, 1, 0, NO_LIMIT
@@ -116,4 +113,4 @@ def describe(
         *made, num_new, num_ranges, num_sinks, budget, window or NO_LIMIT,
         BLOCK_R=next_power(num_ranges + 1), BLOCK_T=min(MOST_AT_ONCE, next_power(num_new)),
     )  # fmt: skip
-    return Described(*made)
+    return ViewTensors(*made)
