@@ -167,7 +167,7 @@ def test_attention_by_triton(
 
 # What a forward launches beside its layers, by the function that asks for it.
 A_FORWARD = {
-    "kv/kernel_view.describe: ours": 1,
+    "kv/kernel_view.compute: ours": 1,
     "model/transformer._embed: aten.embedding": 1,
     "model/transformer._position_encoding: aten.index": 1,
     "model/elementwise/triton._launch_norm: ours": 1,
