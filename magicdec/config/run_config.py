@@ -119,7 +119,7 @@ class RunConfig:
                 "selfspec",
             ),
             (
-                d.draft_weights is not None and drafter not in (SELF, "model"),
+                d.draft_weights is not None and d.model_drafter is None,
                 f"--draft_weights {d.draft_weights}: no model drafts here; leave it out",
             ),
             (

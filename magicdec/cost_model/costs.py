@@ -14,11 +14,14 @@ rank; `roofline.py` counts the same bytes from a loaded model.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from fractions import Fraction
 
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import Hardware
 from magicdec.model.config import ModelConfig
 
+# Bytes of a weight; those of int4 with the bfloat16 scale of 32 of them.
+OF_LOW_BIT = {"int8": Fraction(1), "int4": Fraction(9, 16)}
 SCALE_BYTES = 4  # per output channel of an int8 matrix
 ARGMAX_BYTES = 16  # per token and rank: the best logit and its token id
 
@@ -106,11 +109,11 @@ def linear_parameters(config: ModelConfig, shard: Shard) -> int:
 
 
 def low_bit_bytes(config: ModelConfig, shard: Shard, low_bit: str) -> int:
-    """Bytes of this rank's matrices, the head included. int8: one byte per weight and a float32
-    scale per output channel; int4: half a byte, and a bfloat16 scale for 32 weights."""
-    weights = linear_parameters(config, shard)
+    """Bytes of this rank's matrices, the head included. int8 has a float32 scale for each output
+    channel besides."""
+    weights = int(linear_parameters(config, shard) * OF_LOW_BIT[low_bit])
     outputs = sum(outputs for outputs, _ in matrices(config, shard))
-    return weights + outputs * SCALE_BYTES if low_bit == "int8" else weights // 2 + weights // 16
+    return weights + (outputs * SCALE_BYTES if low_bit == "int8" else 0)
 
 
 def weight_bytes(

@@ -12,6 +12,7 @@ from magicdec.attention.backend import backend_class
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import SELF
 from magicdec.cost_model.costs import (
+    OF_LOW_BIT,
     kv_bytes_per_token,
     low_bit_bytes,
     matrices,
@@ -25,8 +26,6 @@ from magicdec.kv.view import WEIGHTS_BLOCK, SinksAndWindow
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear.packed import TILE, WIDTH
 from magicdec.names import LOW_BIT
-
-OF_LOW_BIT = {"int8": Fraction(1), "int4": Fraction(9, 16)}  # bytes of a packed weight
 
 
 def max_tokens(config: ResolvedConfig) -> int:

@@ -91,11 +91,12 @@ def command_of(environment: Environment) -> str:
 
 Row = dict[str, Setting]
 NARROW = 80  # columns of a text table that is written to a file or a pipe
-TEXT_COLUMNS = ("model", "draft_model", "drafter", "kv_policy", "status")
+TEXT_COLUMNS = ("model", "draft_model", "drafter", "draft_weights", "kv_policy", "status")
 # The columns, their labels, and the digits of those that are metrics.
 LABELS = {
-    "model": "model", "draft_model": "draft", "drafter": "drafter", "kv_policy": "kv_policy",
-    "budget": "budget", "gamma": "gamma", "ranks": "ranks", "B": "B", "prefix_len": "prefix",
+    "model": "model", "draft_model": "draft", "drafter": "drafter",
+    "draft_weights": "draft weights", "kv_policy": "kv_policy", "budget": "budget",
+    "gamma": "gamma", "ranks": "ranks", "B": "B", "prefix_len": "prefix",
     "decode_tokens_per_s": "tokens/s", "speedup": "speedup", "net_speedup": "net",
     "acceptance_rate": "accept", "roofline_fraction": "roof", "status": "status",
 }  # fmt: skip
@@ -162,18 +163,18 @@ def _halves(metrics: Metrics | None) -> Row:
 
 
 def _compact(columns: Sequence[str], rows: list[Row]) -> tuple[Sequence[str], list[Row]]:
-    """Fewer columns for the same: the draft is a model or what else drafts, and the budget stands
-    behind its policy. Columns that are not all there stay as they are."""
+    """Fewer columns for the same: the draft is a model or what else drafts, its low-bit weights
+    stand behind it, and the budget behind its policy. Columns that are not all there stay as they
+    are."""
     if {"draft_model", "drafter"} <= {*columns}:
         columns = [key for key in columns if key != "drafter"]
         rows = [row | {"draft_model": row["draft_model"] or row["drafter"]} for row in rows]
-    parts = ("kv_policy", "budget")
-    if {*parts} <= {*columns}:
-        columns = [key for key in columns if key != "budget"]
-        rows = [
-            row | {"kv_policy": " ".join(str(row[key]) for key in parts if row[key] is not None)}
-            for row in rows
-        ]
+    for first, second in (("draft_model", "draft_weights"), ("kv_policy", "budget")):
+        if {first, second} <= {*columns}:
+            columns = [key for key in columns if key != second]
+            pairs = [[row[key] for key in (first, second)] for row in rows]
+            texts = [" ".join(str(each) for each in pair if each is not None) for pair in pairs]
+            rows = [row | {first: text} for row, text in zip(rows, texts, strict=True)]
     return columns, rows
 
 

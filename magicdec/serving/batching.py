@@ -247,9 +247,11 @@ class Batching(System):
 
 def of_first_rank_alone(models: ResolvedRun) -> ResolvedRun:
     """The run of the first rank, which needs no other, with the threads of all ranks of its host,
-    since these wait."""
+    since these wait, but with no more than the host has cores: threads that share a core wait for
+    each other for most of the time."""
     config = models.alone()
-    threads = config.parallel.threads * len(models.launch.local_ranks)
+    own = config.parallel.threads
+    threads = min(own * len(models.launch.local_ranks), max(own, models.machine.num_cpus))
     parallel = replace(config.parallel, rank_group=(0,), collectives=None, threads=threads)
     draft = None if config.draft is None else replace(config.draft, rank_group=(0,))
     config = replace(config, parallel=parallel, draft=draft)

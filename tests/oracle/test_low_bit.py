@@ -273,7 +273,13 @@ def test_requests_in_flight_emit_the_tokens_of_their_lone_runs(weights: str) -> 
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2])
-@pytest.mark.parametrize("flags", ["--draft_weights int8", "--draft_weights int4"])
+@pytest.mark.parametrize(
+    "flags",
+    [
+        *("--draft_weights int8", "--draft_weights int4"),
+        "--draft_weights int4 --drafter ngram+self --gamma 4",
+    ],
+)
 def test_the_command_on_ranks(flags: str, num_ranks: int, drive: Drive) -> None:
     sizes = "--B 2 --prefix_len 300 --gen_len 64 --num_batches 1 --warmup_batches 0"
     words = f"{sizes} --kv_policy full --dtype float32 {flags}".split()

@@ -66,6 +66,15 @@ def test_markdown_and_latex_say_once_what_is_the_same_in_every_row(
     assert r"a_b\|100%" in command("table", path, "--format", "md").out
 
 
+def test_low_bit_drafts_are_told_from_others(tmp_path: Path, command: Command) -> None:
+    path, low_bit = tmp_path / "runs.jsonl", record(1, 1.5)
+    low_bit["config"]["decoding"]["draft_weights"] = "int4"
+    write(path, [record(1, 1.25), low_bit])
+    *_, names, _, row = command("table", path).out.splitlines()
+    assert names.startswith("draft weights ") and row.startswith("int4 ")
+    assert "| draft weights |" in command("table", path, "--format", "md").out
+
+
 @pytest.mark.parametrize("suffix", ["csv", "parquet"])
 def test_an_export_has_a_row_for_each_pass(tmp_path: Path, command: Command, suffix: str) -> None:
     out = tmp_path / f"runs.{suffix}"

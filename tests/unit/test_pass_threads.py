@@ -222,19 +222,24 @@ def test_a_run_whose_decoding_changes_the_threads_ends(
         execute(prepare(config, ALONE), is_leader=False)
 
 
-def test_each_rank_has_its_own_and_one_process_those_of_its_host(config: RunConfig) -> None:
-    """Ranks 2 and 3 are on another host."""
+@pytest.mark.parametrize("cores, threads", [(8, 6), (6, 6), (5, 5), (2, 3)])
+def test_each_rank_has_its_own_and_one_process_those_of_its_host(
+    config: RunConfig, cores: int, threads: int
+) -> None:
+    """Ranks 2 and 3 are on another host. One process has no more threads than cores, but as many as
+    a rank."""
     whole, each = prepare(config, ALONE), Pass.named("inflight")
-    parallel = replace(PARALLEL, threads=3)
-    for is_on_all, threads in ((True, [3, 3, 3, 3]), (False, [6, 0, 0, 0])):
+    parallel, machine = replace(PARALLEL, threads=3), replace(whole.machine, num_cpus=cores)
+    for is_on_all, of_ranks in ((True, [3, 3, 3, 3]), (False, [threads, 0, 0, 0])):
         expected = []
         for launch in (Launch(rank, 4, rank % 2, 2) for rank in range(4)):
-            run = replace(whole, config=replace(whole.config, parallel=parallel), launch=launch)
+            changed = replace(whole.config, parallel=parallel)
+            run = replace(whole, config=changed, launch=launch, machine=machine)
             ranks = "all" if is_on_all else "first"
             batching = Batching(ServeOptions(batch_ranks=ranks), [each], launch)
             batching.run = run if is_on_all else of_first_rank_alone(run)
             expected.append(batching.expected_threads)
-        assert expected == threads
+        assert expected == of_ranks
 
 
 Serve = Callable[[str], dict[str, list[int]]]
