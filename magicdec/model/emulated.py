@@ -14,6 +14,7 @@ from magicdec.distributed.channels.message import DUE
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.block import Attend
 from magicdec.model.config import ModelConfig
+from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.linear.packed import Reduce
 from magicdec.model.transformer import BeforeLayer, Transformer
 
@@ -39,6 +40,7 @@ class EmulatedModel(Transformer):
         """`like` has the dtype and the device of the weights that there would be."""
         nn.Module.__init__(self)
         self.set_part(config, shard, layers, has_ends)
+        self.elementwise = Elementwise()
         self.seconds = seconds
         self.weight = nn.Parameter(like.new_zeros(1), requires_grad=False)
 

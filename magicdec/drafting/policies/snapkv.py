@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from magicdec.config.sections import MOST_DRAFT_TOKENS, KVSection
-from magicdec.drafting.draft_kv import AcceptedPath, DraftKV
+from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.observation import newest_queries, weights_in_cache
 from magicdec.drafting.policies.policy import KVPolicy
 from magicdec.kv.cache import BatchRows, Lengths, Rows
@@ -114,7 +114,6 @@ class CopiedKV(DraftKV):
         # Tokens at positions before this one see everything that was chosen.
         self.lasts_until = [0] * source.num_rows
         self.shifts = [0] * source.num_rows  # `runner.offsets` on the host
-        self._held: tuple[Lengths, Lengths] | None = None  # what `held` was asked last, and said
 
     @property
     def following(self) -> int:
@@ -185,13 +184,7 @@ class CopiedKV(DraftKV):
         return self._shifted(rows, self.runner.cache.lengths_of(rows), 1)
 
     def held(self, rows: Rows, committed: Lengths) -> Lengths:
-        if self._held is None or self._held[0] is not committed:
-            rows = BatchRows.of(rows, self.source.device)
-            self._held = committed, self._shifted(rows, committed, -1)
-        return self._held[1]
-
-    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
-        self._held = None
+        return self._shifted(BatchRows.of(rows, self.source.device), committed, -1)
 
     def _shifted(self, rows: BatchRows, lengths: Lengths, sign: int) -> Lengths:
         shifts = [sign * self.shifts[row] for row in rows.numbers]
