@@ -58,8 +58,9 @@ PROPERTIES = (
         f"{THREADS}test_each_rank_has_its_own_and_one_process_those_of_its_host",
         (
             Fault("one process expected to have a rank's threads", "serving/batching.py",
-                  "threads = config.parallel.threads * len(models.launch.local_ranks)",
-                  "threads = config.parallel.threads"),
+                  "threads = min(own * len(models.launch.local_ranks), "
+                  "max(own, models.machine.num_cpus))",
+                  "threads = own"),
         ),
     ),
     Property(
