@@ -95,7 +95,7 @@ class MixedDrafter(Drafter):
             list(accumulate(acceptance.rates(request.request_id)[:num_draft_tokens], mul))
             for request in requests
         ]
-        if can_join:  # tokens that bring more than their time brings in a step of lookups
+        if can_join:  # A token must bring more than its time would bring in a step of lookups.
             cut = [[p for p in each if p > of_token * worth] for each in of_lookup]
         else:
             cut = [each[:num_draft_tokens] for each in of_lookup]

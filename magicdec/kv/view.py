@@ -272,20 +272,13 @@ def make_view(
     if rows.is_captured:
         is_row = (-1, 1, 1) if ranges.ndim == 3 else (1, -1, 1, 1, 1)
         ranges = ranges * rows.active.view(is_row)
-    on_host = host_numbers(
-        cache,
-        rows,
-        visible,
-        num_new,
-        before,
-        None if committed is None else base,
-        window,
-        ranges.ndim == 5,
-        tree,
+    settled = None if committed is None else base
+    lengths, num_visible, is_full = host_numbers(
+        cache, rows, visible, num_new, before, settled, window, ranges.ndim == 5, tree
     )
     return KVView(
-        cache, rows.numbers, rows.index, lengths_held.tensor, start, ranges, *on_host[:2],
-        num_new, on_host[2], window, tree, offsets,
+        cache, rows.numbers, rows.index, lengths_held.tensor, start, ranges,
+        lengths, num_visible, num_new, is_full, window, tree, offsets,
     )  # fmt: skip
 
 
