@@ -18,6 +18,7 @@ from conftest import (
     make_draft,
     make_requests,
     make_runner,
+    pack,
     random_prompts,
     tiny_transformer,
 )
@@ -26,13 +27,19 @@ from torch import Tensor
 from two_stages import serve_with_drafts
 
 from magicdec.attention.grouped import GroupedBackend
+from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.decoding.recorder import Eager, Recorder
 from magicdec.decoding.strategy import Setup
 from magicdec.drafting import draft_kv
 from magicdec.drafting.draft_kv import DraftKV, draft_chain
+from magicdec.drafting.draft_length import DraftCost, FixedLength
+from magicdec.drafting.drafter import DraftPlan
+from magicdec.drafting.forecast import Acceptance
+from magicdec.drafting.mixed import MixedDrafter
 from magicdec.engine import Engine
+from magicdec.executor.executor import Executor
 from magicdec.model.checkpoint.quantization import low_bit_copy
 from magicdec.request import Request
 from magicdec.sampling.metadata import Filters, Penalties
@@ -122,6 +129,34 @@ def test_speculation_samples_from_the_targets_distribution(
 ) -> None:
     counts = emitted("speculative", drafter, kv, num_drafts, tree=tree)
     assert p_of(counts, exact_distribution(SECTION)) > ACCEPTED
+
+
+@pytest.mark.usefixtures("trusted_lookups")
+def test_rows_with_their_own_number_of_drafts_sample_from_the_targets_distribution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Up to 4 tokens of a lookup in some rows, beside one of the model in the others."""
+    model, kv, ragged = pack(tiny_transformer(TOY)), KVSection("streaming_llm", 3, 1), 0
+    plan = MixedDrafter.plan
+
+    def counted(*arguments: Any) -> DraftPlan:
+        nonlocal ragged
+        planned = plan(*arguments)
+        ragged += any(planned.judged) and max(planned.counts) > 1
+        return planned
+
+    monkeypatch.setattr(MixedDrafter, "plan", counted)
+    runner = make_runner(model, ROWS, 32, NativeBackend())
+    runner = replace(runner, executor=Executor(model, runner.group))
+    length, counts = FixedLength(1, Acceptance(1)), Counter[tuple[int, ...]]()
+    length.cost = DraftCost(0.0, 0.01)
+    decoding = DecodingSection("speculative", "ngram+self", 4)
+    for seed in range(ROUNDS):
+        engine, section = Engine(runner, 16), replace(SECTION, seed=seed)
+        engine.prefill(make_requests([PROMPT] * ROWS, NUM_TOKENS, sampling=section))
+        setup = Setup(runner, decoding, kv, draft_length=length)
+        counts.update(tuple(r.output_ids) for r in decode(engine, "speculative", setup))
+    assert ragged and p_of(counts, exact_distribution(SECTION)) > ACCEPTED
 
 
 def stopping_counts(num_rounds: int, pa: float) -> Counter[tuple[int, ...]]:
