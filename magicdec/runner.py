@@ -252,13 +252,19 @@ class ModelRunner:
             before_layer,
         )  # fmt: skip
         self.cache.advance(rows, view.num_new)
-        counts, num_tokens, keys, draft_rows = self.counts, view.num_new * len(rows), 0, 0
-        if rows.is_captured:  # the device knows how many keys there are
+        counts, num_tokens = self.counts, view.num_new * len(rows)
+        counts.num_forwards += 1
+        counts.num_tokens += num_tokens
+        if rows.is_captured:
             assert counts.on_device is not None
             counts.on_device[int(forward.is_draft)].index_add_(0, rows.index, view.reads(rows))
-        else:
-            keys, draft_rows = sum(view.num_visible) + num_tokens, len(rows) * forward.is_draft
-        counts.count(1, num_tokens, keys, draft_rows)
+            return
+        # As `counts.count`, which would be another file on the way of a token.
+        keys = sum(view.num_visible) + num_tokens
+        counts.kv_tokens_read += keys
+        counts.kv_bytes_read += keys * counts.bytes_per_token
+        counts.draft_kv_tokens_read += keys * forward.is_draft
+        counts.draft_rows += len(rows) * forward.is_draft
 
     @property
     def can_chain(self) -> bool:
