@@ -118,14 +118,17 @@ class Texts:
 def forced(continuations: dict[int, tuple[int, ...]]) -> Callable[..., Judgement]:
     """A judgement of greedy chains by which requests emit their continuations."""
 
-    def judge(runner: object, sampling: object, proposal: Proposal, logits: Tensor) -> Judgement:
-        drafts, requests = proposal.ids, CURRENT[-1].requests
-        places = [(r.request_id, len(r.output_ids)) for r in requests]
-        count = logits.shape[1]
-        rows = [(*continuations[i][n : n + count], *[0] * count)[:count] for i, n in places]
-        own, target = logits.argmax(dim=-1), torch.tensor(rows)
+    def judge(
+        runner: object, sampling: object, proposal: Proposal, logits: Tensor, places: Tensor | None
+    ) -> Judgement:
+        drafts, counts, requests = proposal.ids, proposal.counts, CURRENT[-1].requests
+        begins = [(r.request_id, len(r.output_ids)) for r in requests]
+        count, own = 1 + drafts.shape[1], logits.argmax(dim=-1)
+        rows = [(*continuations[i][n : n + count], *[0] * count)[:count] for i, n in begins]
+        own, target = own if places is None else own[0, places], torch.tensor(rows)
         target = torch.where(target == OWN, own, target)
-        return Judgement(count_accepted(drafts, target), target)
+        most = None if counts is None else torch.tensor(counts)
+        return Judgement(count_accepted(drafts, target, most), target)
 
     return judge
 
@@ -137,7 +140,7 @@ class NotedSteps(steps.Steps):
     """Says whose tokens are judged."""
 
     def _finish(self, verification: steps.Verification, tells_drafter: bool = True) -> Tensor:
-        CURRENT[:] = [Batch(verification.batch.requests)]
+        CURRENT[:] = [Batch(self._batch.requests)]
         return super()._finish(verification, tells_drafter)
 
 

@@ -88,17 +88,16 @@ class CapturedSteps(Steps):
         probs = self._pending_proposal.first(num_draft_tokens).probabilities
         return Proposal(ids, None if probs is None else probs[self._place_index])
 
-    def _judged(self, parts: Sequence[tuple[Batch, Proposal | None]]) -> list[list[list[int]]]:
-        ((batch, proposal),) = parts
+    def _judged(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
         self._show(batch)
         count = 0 if proposal is None else self._hand_over(proposal)
         result = self._work("verify", count, 0)()
-        verdict = self._read(result, self._rows, self._places)
+        verdict = self._read(result)
         if self.drafter is not None and not self._captures_drafts:
             # The captured verification did not truncate the drafter's cache.
             rows = BatchRows.of(self._rows, self.runner.device)
             self.drafter.commit(rows, self.runner.cache.lengths_of(rows))
-        return [verdict]
+        return verdict
 
     def _propose(self, count: int, pending: int) -> Tensor:
         """The draft of a captured step: ids [B, K]. Their probabilities are copied to the pending

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from magicdec.config.tree_shape import TreeShape
 from magicdec.decoding.calibration import measure_steps
@@ -22,7 +22,7 @@ from magicdec.drafting.draft_length import DraftLength, FixedLength, make_draft_
 from magicdec.drafting.drafter import Drafter, DraftPlan, make_drafter
 from magicdec.request import Batch, Request, StepOutput
 from magicdec.runner import ModelRunner
-from magicdec.sampling.model_tokens import Proposal
+from magicdec.sampling.model_tokens import Proposal, join
 
 
 @dataclass(frozen=True)
@@ -80,13 +80,13 @@ class Speculative:
         for together in [groups] if self.steps.can_join else [[group] for group in groups]:
             started, is_alone = time.perf_counter(), not self.runner.deferred
             drafts = [self._draft(*group) for group in together]
-            parts = [part for draft in drafts for part in self._parts(draft)]
-            for (rows, _), of_rows in zip(parts, self.steps.verify_all(parts), strict=True):
-                verdicts |= zip(rows.requests, of_rows, strict=True)
+            rows = Batch(tuple(r for draft in drafts for r in draft.batch.requests))
+            proposal = self._join(drafts)
+            verdicts |= zip(rows.requests, self.steps.verify(rows, proposal), strict=True)
             seconds = time.perf_counter() - started
+            is_timed, is_ragged = is_alone and len(drafts) == 1, proposal and proposal.counts
             for draft in drafts:
-                is_timed = is_alone and len(drafts) == 1
-                self._observe(draft, verdicts, seconds if is_timed else None, len(parts) > 1)
+                self._observe(draft, verdicts, seconds if is_timed else None, bool(is_ragged))
                 proposed |= zip(draft.batch.requests, draft.counts, strict=True)
                 num_drafted = max(num_drafted, draft.count)
         accepted = [verdicts[request][0] for request in batch.requests]
@@ -109,19 +109,14 @@ class Speculative:
             count = proposal.ids.shape[1]  # the draft may end before
         return Draft(batch, plan, proposal, count)
 
-    def _parts(self, draft: Draft) -> list[tuple[Batch, Proposal | None]]:
-        """Rows of a draft for which different numbers of tokens are proposed, if these can be
-        verified together; else all rows, padded."""
-        batch, counts = draft.batch, draft.counts
-        if self.tree is not None or not self.steps.can_join or len(set(counts)) <= 1:
-            return [(batch, draft.proposal)]
-        assert draft.proposal is not None, "some rows have drafts"
-        parts = list[tuple[Batch, Proposal | None]]()
-        for count in sorted(set(counts)):
-            places = [place for place, each in enumerate(counts) if each == count]
-            proposal = draft.proposal.rows(places).first(count) if count else None
-            parts.append((_rows_with(batch, counts, count), proposal))
-        return parts
+    def _join(self, drafts: Sequence[Draft]) -> Proposal | None:
+        """What is proposed for the rows of all `drafts`. They keep their own numbers of drafts
+        where rows with different ones can be verified together."""
+        proposal, counts = drafts[0].proposal, [draft.counts for draft in drafts]
+        if len(drafts) > 1:
+            return join([draft.proposal for draft in drafts], counts)
+        is_ragged = self.tree is None and self.steps.can_join and len(set(counts[0])) > 1
+        return replace(proposal, counts=counts[0]) if proposal and is_ragged else proposal
 
     def _observe(
         self,

@@ -28,14 +28,20 @@ from magicdec.sampling.model_tokens import Proposal, judge
 
 @dataclass(frozen=True)
 class Verification:
-    """A verification that may still wait for its forward, of rows that held `before`."""
+    """A verification of rows that held `before`, whose forwards may still wait."""
 
-    batch: DeviceBatch
-    rows: Sequence[int]
-    places: Sequence[int]  # of these rows in the batch
     proposal: Proposal
     before: Lengths
-    forward: Forward
+    forwards: Sequence[Forward]
+    places: Tensor | None = None  # int64 [B, K+1], if there are several forwards: see `judge`
+
+    def logits(self) -> Tensor:
+        """As `judge` takes them."""
+        outs = [forward.out for forward in self.forwards if forward.out is not None]
+        assert len(outs) == len(self.forwards), "the forwards have been computed"
+        if self.places is None:
+            return outs[0]
+        return torch.cat([out.flatten(0, 1) for out in outs]).unsqueeze(0)
 
 
 class Steps:
@@ -82,25 +88,21 @@ class Steps:
             self._show(batch)
             return self._drafted(batch, num_draft_tokens, tree)
 
+    @torch.inference_mode()
     def verify(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
         """For each row: the number n of accepted drafts, then the ids of which the row emits the
-        first n + 1. Without a proposal this is a decode."""
-        return self.verify_all([(batch, proposal)])[0]
+        first n + 1. Without a proposal this is a decode. Rows may have different numbers of drafts
+        (`Proposal.counts`) if `can_join` holds."""
+        with self.phase("decode" if proposal is None else "verify"):
+            return self._judged(batch, proposal)
 
     @property
     def can_join(self) -> bool:
-        """Whether `verify_all` reads the weights once for several batches. What watches attention
-        watches that of one batch."""
+        """Whether the weights are read once for rows with different numbers of drafts. What watches
+        attention watches that of rows with the same number."""
         drafter = self.drafter
         is_watched = drafter is not None and (drafter.watch or drafter.watch_queries)
         return self.runner.executor is not None and not is_watched
-
-    @torch.inference_mode()
-    def verify_all(self, parts: Sequence[tuple[Batch, Proposal | None]]) -> list[list[list[int]]]:
-        """As `verify` for each of these batches, which have other rows and other numbers of drafts.
-        If there are several, `can_join` must hold."""
-        with self.phase("verify" if any(proposal for _, proposal in parts) else "decode"):
-            return self._judged(parts)
 
     @torch.inference_mode()
     def undo(self, batch: Batch, lengths: Sequence[int]) -> None:
@@ -130,21 +132,18 @@ class Steps:
         pending = self.drafter.prepare(batch.requests, num_draft_tokens)
         return self.drafter.propose(self._batch, DraftShape(num_draft_tokens, pending, tree))
 
-    def _judged(self, parts: Sequence[tuple[Batch, Proposal | None]]) -> list[list[list[int]]]:
-        """Verify, and read the results, which is the only read of a step."""
-        verifications = []
-        for batch, proposal in parts:
-            self._show(batch)
-            verifications.append(self._begin(proposal))
+    def _judged(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
+        """Verify, and read the result, which is the only read of a step."""
+        self._show(batch)
+        verification = self._begin(proposal)
         self.runner.flush()
-        results = [(self._finish(each), each) for each in verifications]
-        return [self._read(result, each.rows, each.places) for result, each in results]
+        return self._read(self._finish(verification))
 
-    def _read(self, result: Tensor, rows: Sequence[int], places: Sequence[int]) -> list[list[int]]:
+    def _read(self, result: Tensor) -> list[list[int]]:
         lines = result.tolist()
-        results = [lines[place] for place in places]
+        results = [lines[place] for place in self._places]
         for i, runner in enumerate(self._runners):
-            runner.cache.set_host_lengths(rows, [row[i] for row in results])
+            runner.cache.set_host_lengths(self._rows, [row[i] for row in results])
         return [row[len(self._runners) :] for row in results]
 
     def _begin(self, proposal: Proposal | None) -> Verification:
@@ -159,23 +158,42 @@ class Steps:
             if drafter is not None:
                 watch, watch_queries = drafter.watch, drafter.watch_queries
         before = runner.cache.lengths_of(rows)
+        if proposal.counts is not None:
+            return Verification(proposal, before, *self._begin_ragged(proposal.counts, tokens))
         tree = None
         if proposal.tree is not None:
             parents = upload([-1, *proposal.tree.parents], before.tensor.device)
             tree = DraftTree(before.tensor, parents.expand(len(before.bounds), -1))
         forward = runner.defer(tokens, rows, watch=watch, watch_queries=watch_queries, tree=tree)
-        return Verification(batch, self._rows, self._places, proposal, before, forward)
+        return Verification(proposal, before, [forward])
+
+    def _begin_ragged(self, counts: Sequence[int], tokens: Tensor) -> tuple[list[Forward], Tensor]:
+        """A forward for each number of drafts, all of which one native call computes, and the
+        `places` of their logits."""
+        rows, starts, num_tokens = self._batch.rows.numbers, [0] * len(counts), 0
+        forwards = list[Forward]()
+        for count in sorted(set(counts)):
+            members = [place for place, each in enumerate(counts) if each == count]
+            new_tokens = tokens[members, : 1 + count]
+            forwards.append(self.runner.defer(new_tokens, [rows[place] for place in members]))
+            for place in members:
+                starts[place], num_tokens = num_tokens, num_tokens + 1 + count
+        places = [
+            [start + min(k, count) for k in range(tokens.shape[1])]
+            for start, count in zip(starts, counts, strict=True)
+        ]
+        return forwards, upload(places, tokens.device)
 
     def _finish(self, verification: Verification, tells_drafter: bool = True) -> Tensor:
         """int64 [B, caches + 1 + ids]: the length of each cache, the number of accepted drafts, and
         the ids of which the row emits the first. `tells_drafter`: the drafter's `commit` is part of
         this work."""
-        batch, runner, drafter = verification.batch, self.runner, self.drafter
+        batch, runner, drafter = self._batch, self.runner, self.drafter
         proposal, before = verification.proposal, verification.before
-        logits = verification.forward.out
-        assert logits is not None, "the forward has been computed"
         rows, last = batch.rows, batch.newest[:, -1:]
-        judgement = judge(runner, batch.sampling, proposal, logits)
+        judgement = judge(
+            runner, batch.sampling, proposal, verification.logits(), verification.places
+        )
         accepted, ids = judgement.accepted, judgement.ids
         emitted = accepted + 1
         batch.sampling.take(ids, emitted, rows.active)

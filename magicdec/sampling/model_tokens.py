@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from magicdec.config.tree_shape import TreeShape
+from magicdec.kv.cache import upload
 from magicdec.runner import ModelRunner, gather_vocab, greedy
 from magicdec.sampling.coupled import perturb
 from magicdec.sampling.metadata import SamplingMetadata
@@ -36,11 +38,13 @@ class Proposal:
     `probabilities` is None if the drafts were not drawn at random: with greedy requests and with
     prompt lookup. With a `tree`, the drafts are its nodes 1 to K, and the probabilities are those
     after each of its E expanded nodes, from which their children were drawn without replacement.
+    With `counts`, rows have different numbers of drafts, and the rest of their K is padding.
     """
 
     ids: Tensor  # int64 [B, K]
     probabilities: Tensor | None = None  # float64 [B, K or E, V] over the whole vocabulary
     tree: TreeShape | None = None  # None: the drafts are a chain
+    counts: Sequence[int] | None = None  # None: K for each row
 
     def first(self, count: int) -> Proposal:
         """The first `count` drafts of each row of a chain."""
@@ -48,10 +52,26 @@ class Proposal:
         probs = self.probabilities
         return Proposal(self.ids[:, :count], None if probs is None else probs[:, :count])
 
-    def rows(self, places: Sequence[int]) -> Proposal:
-        """The drafts of some rows."""
-        probs = self.probabilities
-        return Proposal(self.ids[places], None if probs is None else probs[places], self.tree)
+
+def join(proposals: Sequence[Proposal | None], counts: Sequence[Sequence[int]]) -> Proposal | None:
+    """The chains of several batches, one batch after the other, as one proposal. `counts` are those
+    of the rows of each batch, for which nothing may be proposed."""
+    chains = [proposal for proposal in proposals if proposal is not None]
+    if not chains:
+        return None
+    width, all_ids, all_probs = max(each.ids.shape[1] for each in chains), [], list[Tensor]()
+    sizes = {each.probabilities.shape[2] for each in chains if each.probabilities is not None}
+    for proposal, of_rows in zip(proposals, counts, strict=True):
+        chain = proposal or Proposal(chains[0].ids.new_zeros(len(of_rows), 0))
+        room = width - chain.ids.shape[1]
+        all_ids.append(F.pad(chain.ids, (0, room)))
+        for size in sizes:
+            if chain.probabilities is None:  # not drawn at random
+                all_probs.append(F.one_hot(all_ids[-1], size).double())
+            else:
+                all_probs.append(F.pad(chain.probabilities, (0, 0, 0, room)))
+    probs = torch.cat(all_probs) if all_probs else None
+    return Proposal(torch.cat(all_ids), probs, counts=[n for each in counts for n in each])
 
 
 def greedy_tokens(
@@ -119,11 +139,22 @@ def confidence(runner: ModelRunner, logits: Tensor) -> Tensor:
 
 
 def judge(
-    runner: ModelRunner, sampling: SamplingMetadata, proposal: Proposal, logits: Tensor
+    runner: ModelRunner,
+    sampling: SamplingMetadata,
+    proposal: Proposal,
+    logits: Tensor,
+    places: Tensor | None = None,
 ) -> Judgement:
     """Verify a proposal of K drafts with this rank's logits [B, K+1, V], those of the newest token
-    and of the K drafts."""
+    and of the K drafts. If rows have different numbers of drafts, the logits are [1, N, V], and
+    `places` [B, K+1] says which of the N are those."""
     draws, drafts, tree = sampling.draws, proposal.ids, proposal.tree
+    counts = None if proposal.counts is None else upload(proposal.counts, drafts.device)
+    if places is not None and draws is None and sampling.penalties is None:
+        target = greedy_tokens(runner, logits, sampling)[0, places]
+        return Judgement(count_accepted(drafts, target, counts), target)
+    if places is not None:
+        logits = logits[0, places]
     if drafts.shape[1] == 0:
         token = next_tokens(runner, logits, sampling)
         return Judgement(torch.zeros_like(token[:, 0]), token)
@@ -133,13 +164,13 @@ def judge(
         target = greedy_tokens(runner, logits, sampling, drafts, is_before)
         if tree is not None:
             return longest_path(tree, drafts, target)
-        return Judgement(count_accepted(drafts, target), target)
+        return Judgement(count_accepted(drafts, target, counts), target)
     whole = whole_logits(runner, logits, sampling, drafts, is_before)
     probs, drawn_from = probabilities(whole, draws.filters), proposal.probabilities
     depth = drafts.shape[1] if tree is None else tree.depth
     resample = draws.ahead(depth + 1, Purpose.RESAMPLE)
     if tree is None:
         accept = draws.ahead(depth, Purpose.ACCEPT)
-        return Judgement.of(drafts, *verify(drafts, drawn_from, probs, accept, resample))
+        return Judgement.of(drafts, *verify(drafts, drawn_from, probs, accept, resample, counts))
     accept = draws.ahead(depth, Purpose.ACCEPT, branches=tree.most_children)
     return verify_tree(tree, drafts, drawn_from, probs, accept, resample)

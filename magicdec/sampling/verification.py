@@ -39,11 +39,16 @@ from magicdec.kv.cache import upload
 from magicdec.sampling.sampling import sample
 
 
-def count_accepted(draft_ids: Tensor, target_ids: Tensor) -> Tensor:
-    """How many leading draft ids [B, K] equal the target's choices [B, K+1] at the same positions:
-    int64 [B]."""
-    equal = draft_ids == target_ids[:, :-1]
-    return equal.long().cumprod(dim=1).sum(dim=1)
+def count_accepted(draft_ids: Tensor, target_ids: Tensor, counts: Tensor | None = None) -> Tensor:
+    """How many leading draft ids [B, K], of which the first `counts` [B] are drafts, equal the
+    target's choices [B, K+1] at the same positions: int64 [B]."""
+    return _leading(draft_ids == target_ids[:, :-1], counts)
+
+
+def _leading(is_kept: Tensor, counts: Tensor | None) -> Tensor:
+    """How many drafts of each row [B, K] are kept before the first that is not, and is one."""
+    leading = is_kept.long().cumprod(dim=1).sum(dim=1)
+    return leading if counts is None else leading.minimum(counts)
 
 
 def verify(
@@ -52,14 +57,16 @@ def verify(
     target_probs: Tensor,
     u_accept: Tensor,
     u_resample: Tensor,
+    counts: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Returns (accepted [B], next_ids [B]), both int64: how many leading drafts are accepted, and
     the token after them.
 
-    draft_ids [B, K] are the drafts. draft_probs, float64 [B, K, V], are the probabilities q from
-    which they were sampled; None if they were not sampled (then q is one-hot). target_probs,
-    float64 [B, K+1, V], are the target's probabilities p at each position, given the drafts before
-    it. u_accept [B, K] and u_resample [B, K+1] are independent uniform random numbers.
+    draft_ids [B, K] are the drafts; with `counts` [B], only so many first ones of each row are.
+    draft_probs, float64 [B, K, V], are the probabilities q from which they were sampled; None if
+    they were not sampled (then q is one-hot). target_probs, float64 [B, K+1, V], are the target's
+    probabilities p at each position, given the drafts before it. u_accept [B, K] and u_resample
+    [B, K+1] are independent uniform random numbers.
     """
     num_drafts = draft_ids.shape[1]
     p = target_probs[:, :num_drafts].gather(2, draft_ids.unsqueeze(2)).squeeze(2)  # [B, K]
@@ -68,14 +75,18 @@ def verify(
     else:
         # This is u < p / q without the division. A token with p = 0 is never accepted.
         is_kept = u_accept * draft_probs.gather(2, draft_ids.unsqueeze(2)).squeeze(2) < p
-    accepted = is_kept.long().cumprod(dim=1).sum(dim=1)
-    following = residual(draft_ids, draft_probs, target_probs, accepted)
+    accepted = _leading(is_kept, counts)
+    following = residual(draft_ids, draft_probs, target_probs, accepted, counts)
     u = u_resample.gather(1, accepted.unsqueeze(1)).squeeze(1)
     return accepted, sample(following, u)
 
 
 def residual(
-    draft_ids: Tensor, draft_probs: Tensor | None, target_probs: Tensor, accepted: Tensor
+    draft_ids: Tensor,
+    draft_probs: Tensor | None,
+    target_probs: Tensor,
+    accepted: Tensor,
+    counts: Tensor | None = None,
 ) -> Tensor:
     """The distribution from which the token after `accepted` [B] drafts is sampled, [B, V]: what
     remains of p at the rejected position, and p itself if every draft was accepted."""
@@ -89,7 +100,8 @@ def residual(
         q = torch.zeros_like(p).scatter_(1, draft_ids[rows, place].unsqueeze(1), 1.0)
     else:
         q = draft_probs[rows, place]
-    return torch.where((accepted < num_drafts).unsqueeze(1), remaining(p, q), p)
+    is_rejection = accepted < (num_drafts if counts is None else counts)
+    return torch.where(is_rejection.unsqueeze(1), remaining(p, q), p)
 
 
 @dataclass(frozen=True)

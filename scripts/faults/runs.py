@@ -24,13 +24,12 @@ PROPERTIES = (
                   "        output = strategy.step(batch)\n        now = self.clock.now()",
                   "        now = self.clock.now()\n        output = strategy.step(batch)"),
             Fault("tokens of a step read after its phase", "decoding/steps.py",
-                  "            return self._judged(parts)\n",
-                  "            ((batch, proposal),) = parts\n"
+                  "            return self._judged(batch, proposal)\n",
                   "            self._show(batch)\n"
                   "            each = self._begin(proposal)\n"
                   "            self.runner.flush()\n"
                   "            result = self._finish(each)\n"
-                  "        return [self._read(result, each.rows, each.places)]\n"),
+                  "        return self._read(result)\n"),
             Fault("the end of a phase marked before its work on CUDA", "hardware/timing.py",
                   "            yield\n            last.record()",
                   "            last.record()\n            yield"),

@@ -16,6 +16,7 @@ from magicdec.config.tree_shape import TreeShape, parse_expansion
 from magicdec.request import SamplingParams
 from magicdec.sampling import verification as tree_verification
 from magicdec.sampling.metadata import Filters
+from magicdec.sampling.model_tokens import Proposal, join
 from magicdec.sampling.randomness import Purpose, uniforms
 from magicdec.sampling.sampling import probabilities, sample
 from magicdec.sampling.verification import (
@@ -97,6 +98,45 @@ def test_without_drafts_the_target_is_sampled() -> None:
     none = torch.empty(1, 0)
     accepted, ids = verify(none.long(), None, p, none.double(), exact([[0.3]]))
     assert (accepted.tolist(), ids.tolist()) == ([0], [1])
+
+
+@pytest.mark.parametrize("is_drawn", [True, False])
+def test_rows_with_fewer_drafts_are_judged_as_by_themselves(is_drawn: bool) -> None:
+    """The padding after a row's drafts is never accepted, also where the target is sure of it."""
+    generator = torch.Generator().manual_seed(0)
+    p = torch.randn(200, 5, 4, generator=generator).double().mul(3).softmax(-1)
+    q = torch.randn(200, 4, 4, generator=generator).double().softmax(-1) if is_drawn else None
+    drafts = p[:, :4].argmax(-1)
+    accept = torch.rand(200, 4, generator=generator).double()
+    resample = torch.rand(200, 5, generator=generator).double()
+    counts = torch.arange(200) % 5
+    accepted, ids = verify(drafts, q, p, accept, resample, counts)
+    of_greedy = count_accepted(drafts, p.argmax(-1), counts)
+    assert torch.equal(of_greedy, counts), "all drafts are the likeliest tokens"
+    for row, n in enumerate(counts.tolist()):
+        alone = slice(row, row + 1)
+        drawn = None if q is None or n == 0 else q[alone, :n]
+        own = verify(
+            drafts[alone, :n], drawn, p[alone, : n + 1], accept[alone, :n], resample[alone]
+        )
+        assert (accepted[alone].tolist(), ids[alone].tolist()) == (own[0].tolist(), own[1].tolist())
+    assert set((counts - accepted).tolist()) >= {0, 1}
+
+
+def test_chains_of_several_batches_are_one_proposal() -> None:
+    """Those that were not drawn at random are certain beside those that were; a batch may have no
+    drafts at all."""
+    drawn = torch.rand(1, 1, 3).double().softmax(-1)
+    greedy, sampled = Proposal(torch.tensor([[1, 2], [2, 0]])), Proposal(torch.tensor([[0]]), drawn)
+    joined = join([greedy, None, sampled], [[2, 1], [0], [1]])
+    assert joined is not None and joined.counts == [2, 1, 0, 1]
+    assert joined.ids.tolist() == [[1, 2], [2, 0], [0, 0], [0, 0]]
+    assert joined.probabilities is not None
+    assert torch.equal(joined.probabilities[:2], torch.eye(3).double()[greedy.ids])
+    assert torch.equal(joined.probabilities[3, :1], drawn[0])
+    alone = join([greedy, None], [[2, 1], [0]])
+    assert alone is not None and alone.probabilities is None
+    assert join([None, None], [[0], [0, 0]]) is None
 
 
 def test_an_impossible_token_is_never_the_sample_of_uneven_sums(
