@@ -148,7 +148,9 @@ class AutoLength(DraftLength):
     def begin(self, batch: Batch, measure: Measure) -> None:
         rows, longest = len(batch.requests), max(r.num_cached for r in batch.requests)
         key = math.ceil(math.log2(rows)), round(2 * math.log2(max(longest, 1)))
-        if key not in self._times:
+        known = self._times.get(key)
+        was_disturbed = upload([known is not None and known.was_disturbed], self.device)
+        if known is None or self.group.broadcast(was_disturbed, 0).item():
             started = time.perf_counter()
             of_all = measure(batch)
             one = Batch(batch.requests[:1])

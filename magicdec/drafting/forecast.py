@@ -164,6 +164,13 @@ class StepTimes:
     def correct(self, rows: int, num_drafted: int, seconds: float) -> None:
         self._recent[num_drafted > 0].append(seconds / self.measured(rows, num_drafted))
 
+    @property
+    def was_disturbed(self) -> bool:
+        """Whether steps of decoding have taken less than half or more than twice the time that was
+        measured before: something disturbed the measurement."""
+        recent = self._recent[False]
+        return len(recent) == recent.maxlen and not 0.5 <= median(recent) <= 2
+
     def settle(self) -> None:
         """Let the recent steps correct the times."""
         self._drift = {kind: median(recent or [1.0]) for kind, recent in self._recent.items()}

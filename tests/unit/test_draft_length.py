@@ -234,6 +234,23 @@ def test_one_measurement_serves_a_batch_size_and_context() -> None:
     assert measured[7:] == [4, 1]
 
 
+@pytest.mark.parametrize(("factor", "times"), [(10.0, 2), (0.1, 2), (1.5, 1), (0.7, 1)])
+def test_steps_are_measured_again_if_something_disturbed_that(factor: float, times: int) -> None:
+    """Once, with the next batch. Drafts that seemed slow would not be tried for a long time."""
+    measured, length, batch = [], make_length(), make_batch(1)
+    factors = iter([factor, 1.0, 1.0])
+
+    def measure(batch: Batch) -> Sequence[float]:
+        measured.append(next(factors))
+        return [seconds * measured[-1] for seconds in CHEAP.measure(batch)]
+
+    for _ in range(3):
+        length.begin(batch, measure)
+        for _ in range(8):
+            length.observe(batch, 0, [], CHEAP.seconds(1, 0), [0])
+    assert len(measured) == times
+
+
 def test_no_more_is_drafted_than_is_still_wanted() -> None:
     length = make_length()
     CHEAP.run(length, 2, 100)
