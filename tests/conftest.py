@@ -294,7 +294,7 @@ def trust_lookups() -> None:
     suffix_index.PRIORS = (0.999,) * len(suffix_index.PRIORS)
     suffix_index.PRIOR_WEIGHT = suffix_index.TEXT_WEIGHT = 1e9
     for module in (ngram, mixed):
-        module.COST = DraftCost(0.0, 0.001)
+        module.LOOKUP = DraftCost(0.0, 0.001)
     mixed.DRAFT_COST = 0.0
     propose = suffix_index.Lookup.propose
 
@@ -307,7 +307,7 @@ def trust_lookups() -> None:
 @pytest.fixture
 def trusted_lookups(monkeypatch: pytest.MonkeyPatch) -> None:
     """As `trust_lookups`, in one test."""
-    names = ("LEAST_MATCH", "PRIORS", "PRIOR_WEIGHT", "TEXT_WEIGHT", "COST", "DRAFT_COST")
+    names = ("LEAST_MATCH", "PRIORS", "PRIOR_WEIGHT", "TEXT_WEIGHT", "LOOKUP", "DRAFT_COST")
     for module, name in product((suffix_index, ngram, mixed), names):
         if hasattr(module, name):
             monkeypatch.setattr(module, name, getattr(module, name))

@@ -129,7 +129,7 @@ class Speculative:
         judged, verified = draft.plan.judged, draft.count
         if is_ragged:
             verified = round(sum(draft.counts) / len(draft.counts)) or 1
-            if judged != draft.plan.counts:  # some of them were drafted in another way
+            if any(judged) and judged != draft.plan.counts:  # some are those of a model
                 seconds = None
         self.draft_length.observe(draft.batch, draft.count, accepted, seconds, judged, verified)
 

@@ -15,9 +15,11 @@ from __future__ import annotations
 import math
 import time
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from statistics import median
 
 import torch
 
@@ -52,6 +54,9 @@ class DraftCost:
         return 1 + self.step + self.token * tokens
 
 
+LOOKUP = DraftCost(0.2, 0.15)  # of drafts that a lookup makes, as long as nothing is known
+
+
 class DraftLength(ABC):
     """By default it measures nothing, and counts acceptance if it has something to count with."""
 
@@ -64,6 +69,9 @@ class DraftLength(ABC):
 
     cost: DraftCost | None = None
     """None if it is not known. The same on every rank."""
+    lookup_cost: DraftCost | None = None
+    """The cost of a step in which lookups alone draft, beside a model. None if it is not known. The
+    same on every rank."""
     acceptance: Acceptance | None = None
     """What was accepted of that which a model drafted, in earlier passes too; None if nobody needs
     to know. The same on every rank."""
@@ -144,6 +152,8 @@ class AutoLength(DraftLength):
         self._then = 0  # of all steps of the window but the first
         self._split: dict[int, int] = {}  # draft tokens by request, if they differ
         self._since = {False: 0, True: 0}  # steps since the last one without drafts, and with
+        # Of steps of lookups alone: their time in steps of decoding, and the drafts of a row.
+        self._lookups = deque[tuple[float, int]](maxlen=16)
 
     def begin(self, batch: Batch, measure: Measure) -> None:
         rows, longest = len(batch.requests), max(r.num_cached for r in batch.requests)
@@ -168,8 +178,9 @@ class AutoLength(DraftLength):
         if self._left == 0 or len(ids) != self._rows:
             self._rows, before = len(ids), (self._then, self._split)
             decision = upload(self.decide(batch), self.device)
-            step, token, count, self._then, *split = self.group.broadcast(decision, 0).tolist()
-            self.cost = DraftCost(step / COST_UNIT, token / COST_UNIT)
+            numbers = self.group.broadcast(decision, 0).tolist()
+            costs, (count, self._then, *split) = [n / COST_UNIT for n in numbers[:4]], numbers[4:]
+            self.cost, self.lookup_cost = DraftCost(*costs[:2]), DraftCost(*costs[2:])
             self._split = dict(zip(ids, split, strict=True)) if any(split) else {}
             # After a change the next decision comes soon, because the change may be wrong.
             is_kept = before == (self._then, self._split)
@@ -183,9 +194,9 @@ class AutoLength(DraftLength):
         return [min(by_request.get(request, count), most) for request in ids]
 
     def decide(self, batch: Batch) -> list[int]:
-        """`cost` in whole numbers, the number of draft tokens of the next step, of the steps after
-        it, and what `_split_rows` returns. Sometimes the next step is of the other kind (with or
-        without drafts), to measure it."""
+        """`cost` and `lookup_cost` in whole numbers, the number of draft tokens of the next step,
+        of the steps after it, and what `_split_rows` returns. Sometimes the next step is of the
+        other kind (with or without drafts), to measure it."""
         self.times.settle()
         until_done = self.predict(batch)
         drafting = min(self.choices[1:], key=until_done.__getitem__)
@@ -204,8 +215,17 @@ class AutoLength(DraftLength):
         # A step of decoding that was disturbed takes longer than one with drafts.
         token = max(0.0, seconds[few] - seconds[1]) / max(1, few - 1)
         step = max(0.0, seconds[1] - token - seconds[0])
-        costs = [round(each / seconds[0] * COST_UNIT) for each in (step, token)]
-        return [*costs, first, best, *self._split_rows(batch, best, drafting)]
+        cost = DraftCost(step / seconds[0], token / seconds[0])
+        lookup = self._cost_of_lookup(cost)
+        costs = [cost.step, cost.token, lookup.step, lookup.token]
+        whole = [round(each * COST_UNIT) for each in costs]
+        return [*whole, first, best, *self._split_rows(batch, best, drafting)]
+
+    def _cost_of_lookup(self, cost: DraftCost) -> DraftCost:
+        """A lookup saves the draft, which is taken to be half of what a token costs."""
+        token = min(LOOKUP.token, cost.token / 2)
+        steps = [time - 1 - token * count for time, count in self._lookups]
+        return DraftCost(max(0.0, min(cost.step, median(steps or [LOOKUP.step]))), token)
 
     def _split_rows(self, batch: Batch, best: int, count: int) -> list[int]:
         """The number of draft tokens of each row, `count` or 0; all 0, or none, if each row is to
@@ -245,7 +265,10 @@ class AutoLength(DraftLength):
     ) -> None:
         is_drafting = any(judged)
         if num_drafted > 0 and not is_drafting:
-            return  # the time, too, is not that of such drafts
+            if seconds is not None:
+                decode_s = self.times(len(batch.requests), 0)
+                self._lookups.append((seconds / decode_s, verified or num_drafted))
+            return
         self._since[not is_drafting] += 1
         self._since[is_drafting] = 0
         if seconds is not None:

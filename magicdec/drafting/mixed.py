@@ -19,10 +19,10 @@ import torch.nn.functional as F
 
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_kv import AcceptedPath
-from magicdec.drafting.draft_length import DraftCost, DraftLength
+from magicdec.drafting.draft_length import LOOKUP, DraftCost, DraftLength
 from magicdec.drafting.drafter import Drafter, DraftPlan, DraftSetup, DraftShape, make_drafter
 from magicdec.drafting.forecast import Acceptance
-from magicdec.drafting.ngram import COST, NgramDrafter, best_length
+from magicdec.drafting.ngram import NgramDrafter, best_length
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.names import NGRAM_AND
 from magicdec.request import Request
@@ -83,9 +83,9 @@ class MixedDrafter(Drafter):
         """Compares a step of lookups alone with one in which the model drafts `num_draft_tokens`,
         by the tokens that they are expected to emit in their time."""
         of_lookup = self.lookup.look_up(requests, self.lookup.most)
-        cost = draft_length.cost or DraftCost(COST.step, COST.token + DRAFT_COST)
-        of_token = min(COST.token, cost.token / 2)  # of a verification alone
-        alone, worth = best_length(of_lookup, replace(cost, token=of_token), can_join)
+        cost = draft_length.cost or DraftCost(LOOKUP.step, LOOKUP.token + DRAFT_COST)
+        lookup_cost = draft_length.lookup_cost or LOOKUP
+        alone, worth = best_length(of_lookup, lookup_cost, can_join)
         plan = DraftPlan([min(alone, len(each)) for each in of_lookup], [0] * len(requests))
         self._uses_model = False
         if num_draft_tokens == 0:
@@ -96,14 +96,14 @@ class MixedDrafter(Drafter):
             for request in requests
         ]
         if can_join:  # A token must bring more than its time would bring in a step of lookups.
-            cut = [[p for p in each if p > of_token * worth] for each in of_lookup]
+            cut = [[p for p in each if p > lookup_cost.token * worth] for each in of_lookup]
         else:
             cut = [each[:num_draft_tokens] for each in of_lookup]
         takes = [sum(a) > sum(b) for a, b in zip(cut, of_model, strict=True)]
         chosen = [a if take else b for take, a, b in zip(takes, cut, of_model, strict=True)]
         expected = 1 + sum(map(sum, chosen)) / len(requests)
         more = sum(max(0, len(each) - num_draft_tokens) for each in chosen) / len(requests)
-        if alone and expected / (cost(num_draft_tokens) + of_token * more) < worth:
+        if alone and expected / (cost(num_draft_tokens) + lookup_cost.token * more) < worth:
             return plan
         self._uses_model = True
         self._model_tokens = num_draft_tokens if can_join else self.lookup.most

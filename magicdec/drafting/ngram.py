@@ -9,14 +9,13 @@ from collections.abc import Sequence
 import torch
 
 from magicdec.device_batch import DeviceBatch
-from magicdec.drafting.draft_length import DraftCost, DraftLength
+from magicdec.drafting.draft_length import LOOKUP, DraftCost, DraftLength
 from magicdec.drafting.drafter import Drafter, DraftPlan, DraftSetup, DraftShape
 from magicdec.drafting.suffix_index import Lookup, Rates, SuffixIndex
 from magicdec.kv.cache import upload
 from magicdec.request import Request
 from magicdec.sampling.model_tokens import Proposal
 
-COST = DraftCost(0.2, 0.15)  # if it is not known
 MARGIN = 1.03  # expected speedup of a step that drafts
 
 
@@ -63,7 +62,7 @@ class NgramDrafter(Drafter):
         can_join: bool = False,
     ) -> DraftPlan:
         survivals = self.look_up(requests, min(num_draft_tokens, self.most))
-        count, _ = best_length(survivals, draft_length.cost or COST, can_join)
+        count, _ = best_length(survivals, draft_length.cost or LOOKUP, can_join)
         counts = [min(count, len(each)) for each in survivals]
         return DraftPlan(counts, counts)
 

@@ -183,7 +183,7 @@ def test_rows_verified_together_have_drafts_of_their_own_number(
     setup = DraftSetup(engine.runner, section, KVSection("full"))
     drafter, length = make_drafter("ngram+self", setup), FixedLength(2, Acceptance(2))
     drafter.admit(running)
-    length.cost = DraftCost(0.0, 0.05)
+    length.cost, length.lookup_cost = DraftCost(0.0, 0.05), DraftCost(0.0, 0.025)
     plan = drafter.plan(running, 2, length, can_join)
     if not can_join:  # then the lookup alone is worth more than 2 tokens of each row
         assert plan == DraftPlan([8, 0], [0, 0])

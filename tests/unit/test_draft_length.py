@@ -154,7 +154,7 @@ def test_chains_that_stop_are_forecast_without_bias(rows: int) -> None:
 
     class InTurn(AutoLength):
         def decide(self, batch: Batch) -> list[int]:
-            return [500, 2500, *[next(turns)] * 2]
+            return [500, 2500, 0, 0, *[next(turns)] * 2]
 
     turns, length = cycle(range(1, MOST + 1)), InTurn(MOST, Group((0,), 0), CPU)
     STOPPING.run(length, rows, 10**6, most_steps=3000)
@@ -272,13 +272,28 @@ def test_what_drafts_cost_is_in_steps_of_decoding(decode: float, cost: DraftCost
     assert decode == 7.0 or cost(3) * decode == pytest.approx(3.0)
 
 
+def test_what_a_lookup_costs_is_that_of_steps_in_which_no_model_drafts() -> None:
+    """Its drafts are taken to cost half of a model's, and no more beside them than a model's."""
+    length, batch = make_length(), make_batch(2)
+    length.begin(batch, lambda batch: [2.0, *(4.0 + 0.4 * n for n in range(1, MOST + 1))])
+    costs = []
+    for seconds in (None, 2.9, 2.9, 20.0, 100.0, 100.0, 100.0):
+        length.observe(batch, 4, [0, 0], seconds, [0, 0], verified=4)
+        length.lengths(make_batch(2 - len(costs) % 2))  # another number of rows: decided anew
+        costs.append(length.lookup_cost)
+    assert length.cost == DraftCost(1.0, 0.2)
+    first, second, *_, last = [cost.step for cost in costs if cost is not None]
+    assert (first, second, last) == (0.2, pytest.approx(0.05), 1.0)
+    assert {cost.token for cost in costs if cost is not None} == {0.1}
+
+
 def test_all_ranks_do_as_the_first_says() -> None:
     """The second rank would never draft; the group's broadcast says otherwise."""
 
     class Told(Group):
         def broadcast(self, x: torch.Tensor, index: int) -> torch.Tensor:
             assert index == 0
-            return torch.tensor([500, 2500, 3, 5])
+            return torch.tensor([500, 2500, 100, 900, 3, 5])
 
     length, batch = AutoLength(MOST, Told((0, 1), 1), CPU), make_batch(2)
     length.begin(batch, DEAR.measure)
@@ -288,7 +303,7 @@ def test_all_ranks_do_as_the_first_says() -> None:
         length.observe(batch, counts[-1], [0, 0], 1.0, [counts[-1]] * 2)
     assert counts == [3, 5, 3, 5, 5, 5, 3, *[5] * 7]  # windows of 2, 4 and 8 steps
     assert length.lengths(batch) == [3, 3], "the next window"
-    assert length.cost == DraftCost(0.05, 0.25)
+    assert length.cost == DraftCost(0.05, 0.25) and length.lookup_cost == DraftCost(0.01, 0.09)
     assert length.lengths(make_batch(1)) == [3], "a row has ended: decided anew, within the window"
 
 

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from magicdec.config.sections import DecodingSection
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting import suffix_index
-from magicdec.drafting.draft_length import DraftCost, FixedLength
+from magicdec.drafting.draft_length import LOOKUP, DraftCost, FixedLength
 from magicdec.drafting.drafter import DraftShape
-from magicdec.drafting.ngram import COST, NgramDrafter, best_length
+from magicdec.drafting.ngram import NgramDrafter, best_length
 from magicdec.drafting.suffix_index import (
     LEAST_MATCH,
     MOST_MATCH,
@@ -136,7 +136,7 @@ def test_probabilities_rise_with_the_match_and_are_learned() -> None:
 def test_what_a_step_verifies_is_worth_its_time(can_join: bool) -> None:
     """The best number, by trying all."""
     certain, doubtful = [0.9**n for n in range(1, 20)], [0.3, 0.1]
-    assert best_length([doubtful], DraftCost(0, 0.3)) == best_length([[]], COST) == (0, 1.0)
+    assert best_length([doubtful], DraftCost(0, 0.3)) == best_length([[]], LOOKUP) == (0, 1.0)
     for survivals, token in (
         ([certain], 0.1),
         ([certain, [], doubtful], 0.1),
