@@ -170,7 +170,7 @@ class Engine:
         """Prefill `parts`. Returns the requests whose texts are complete now."""
         complete = [part.request for part in parts if part.is_last]
         output = prefill(self.runner, parts, self.prefill_chunk, progress)
-        if self.is_in_flight:  # whose tokens are known when the step has ended
+        if self.is_in_flight:  # whose first tokens are known when all parts are prefilled
             output = replace(output, emitted_s=None)
         self.scheduler.commit(Batch(tuple(complete)), output, self.clock.now())
         return complete

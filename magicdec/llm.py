@@ -133,6 +133,7 @@ class LLM:
         if wrong is not None or not ids:
             what = "is empty" if wrong is None else f"has the token id {wrong}"
             raise ValueError(f"the prompt {what}; ids are below {self.model.vocab_size}")
+        check_positive(max_new_tokens=max_new_tokens)
         if max_new_tokens > self.max_new_tokens:
             raise ValueError(
                 f"max_new_tokens {max_new_tokens} is too large; this LLM was made for at most "

@@ -19,6 +19,7 @@ from magicdec.records.fields import Part, recorded
 from magicdec.request import Request
 
 NO_DRAFTS = "without drafts"
+NO_DECODES = "if a stage had no such message"
 
 
 @dataclass(frozen=True)
@@ -27,7 +28,7 @@ class StageUse:
 
     total_s: float
     waiting_s: float
-    decode_s: float  # median of messages of rows that decode
+    decode_s: float | None  # median of messages of rows that decode, if there were any
     num_bytes: int
     num_sent: int  # messages
     queued_s: float  # summed over the messages to the stage, from their sending until it took them
@@ -63,7 +64,7 @@ def uses_of(
             StageUse(
                 total_s=total_s,
                 waiting_s=total_s - sum(span.seconds for span in turns),
-                decode_s=statistics.median(decoded_s) if decoded_s else 0.0,
+                decode_s=statistics.median(decoded_s) if decoded_s else None,
                 num_sent=sent[stage][0],
                 num_bytes=sent[stage][1],
                 queued_s=sum(
@@ -99,12 +100,12 @@ class RingMetrics(Part):
     busy: list[float] = recorded(
         "share of the time that a stage did not wait for a message; the rest is idle"
     )
-    decode_ms: list[float] = recorded(
+    decode_ms: list[float] | None = recorded(
         "median time of a stage for a message of samples that decode, from its arrival until its "
         "result is sent; of the first stage with the head, sampling, scheduling and drafting, "
         "where no prompt is prefilled with it",
-        "ms",
-    )
+        "ms", null=NO_DECODES,
+    )  # fmt: skip
     queue_depth: list[float] = recorded(
         "messages that were sent to a stage and that it had not taken yet, on the link or waiting; "
         "mean over the time",
@@ -119,11 +120,11 @@ class RingMetrics(Part):
         "median time of messages that decode from one stage to the next, which was idle",
         "ms", null="with one stage, or if no stage was idle",
     )  # fmt: skip
-    predicted_round_ms: float = recorded(
+    predicted_round_ms: float | None = recorded(
         "`max(num_lanes * largest decode_ms, sum of decode_ms + stages * link_ms)`: the time in "
         "which every sample gains a token, or `tokens_per_round` with drafts",
-        "ms",
-    )
+        "ms", null=NO_DECODES,
+    )  # fmt: skip
     measured_round_ms: float | None = recorded(
         "the same as measured: the median time between two tokens of a sample",
         "ms", null="if every request has a single output token",
@@ -159,22 +160,24 @@ def ring_metrics(
 ) -> RingMetrics:
     """`lanes` are their number and their size; `uses` are those of the stages in order.
     `num_later` are the output tokens of all samples without the first of each."""
-    stage_s = [use.decode_s for use in uses]
+    stage_s = [use.decode_s for use in uses if use.decode_s is not None]
+    has_decodes = len(stage_s) == len(uses)
     links_s = [link_s for use in uses for link_s in use.links_s] if len(uses) > 1 else []
     link_s = statistics.median(links_s) if links_s else None
+    links = [link_s or 0.0] * len(uses)
     return RingMetrics(
         num_layers=list(num_layers),
         tensor_parallel=tensor_parallel,
         num_lanes=lanes[0],
         lane_size=lanes[1],
         busy=[use.busy for use in uses],
-        decode_ms=[1e3 * seconds for seconds in stage_s],
+        decode_ms=[1e3 * seconds for seconds in stage_s] if has_decodes else None,
         queue_depth=[use.queue_depth for use in uses],
         sent_messages=[use.num_sent for use in uses],
         sent_bytes=[use.num_bytes for use in uses],
         decode_hop_bytes=hop_bytes,
         link_ms=None if link_s is None else 1e3 * link_s,
-        predicted_round_ms=1e3 * round_seconds(stage_s, [link_s or 0.0] * len(uses), lanes[0]),
+        predicted_round_ms=1e3 * round_seconds(stage_s, links, lanes[0]) if has_decodes else None,
         measured_round_ms=measured_round_ms,
         **describe_drafts(drafts, num_later),
     )
@@ -238,9 +241,9 @@ class SpeculationMetrics(Part):
         label="busy by rank, %", scale=100,
     )  # fmt: skip
     idle_s: list[float] = recorded("the rest in seconds, of each rank", "s")
-    stage_ms: list[float] = recorded(
+    stage_ms: list[float] | None = recorded(
         "mean time of a stage for a run of decoded tokens that it did not skip", "ms",
-        label="stages, ms", digits=2,
+        label="stages, ms", digits=2, null="if a stage had no such run",
     )  # fmt: skip
     draft_ms: float | None = recorded(
         "mean time of a step of the drafter", "ms",
@@ -302,6 +305,10 @@ def speculation_metrics(observed: Observed, counts: Counts, has_drafts: bool) ->
     stages = [(observed.of(rank, What.STAGE), len(layout.layers[rank])) for rank in layout.stages]
     layers = [(span.value, size) for spans, size in stages for span in spans]
     mean_in_flight, most = _in_flight(observed)
+    decoded_s = [
+        [span.seconds for span in spans if span.run in rows and span.value == size]
+        for spans, size in stages
+    ]
     least_margin = counts.least_margin if math.isfinite(counts.least_margin) else None
     return SpeculationMetrics(
         **vars(counts) | {"least_margin": least_margin},
@@ -316,10 +323,7 @@ def speculation_metrics(observed: Observed, counts: Counts, has_drafts: bool) ->
         draft_rank=layout.draft_rank if has_drafts else None,
         busy=[each / seconds if seconds else 0.0 for each in busy_s],
         idle_s=[seconds - each for each in busy_s],
-        stage_ms=[
-            _mean_ms([s.seconds for s in spans if s.run in rows and s.value == size]) or 0.0
-            for spans, size in stages
-        ],
+        stage_ms=[1e3 * statistics.fmean(each) for each in decoded_s] if all(decoded_s) else None,
         draft_ms=_mean_ms([span.seconds for span in drafts]),
         draft_busy=observed.within(drafts) / seconds if seconds else 0.0,
         link_ms=_mean_ms(

@@ -197,13 +197,10 @@ class Batching(System):
     def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
         if self.runner is None:  # this rank waits
             return Extras()
-        limits = self._limits(each)
-        for request in requests:
-            limits.check(request)
         strategy = self._strategy(each)
         DUE.reach(None)  # no time of an earlier pass counts
         chunk, window_s = self.run.config.attention.prefill_chunk, self.options.window_ms or 0.0
-        engine = Engine(self.runner, chunk, limits, clock=self.clock.clock)
+        engine = Engine(self.runner, chunk, self._limits(each), clock=self.clock.clock)
 
         def serve(batch: Sequence[Request]) -> None:
             engine.serve(strategy, batch, watch.tokens, watch.counts.watch)

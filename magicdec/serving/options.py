@@ -390,7 +390,7 @@ def _check_emulation(options: ServeOptions, config: RunConfig) -> None:
     if options.emulate_draft_ms is not None and acceptance is None:
         raise ValueError("--emulate_draft_ms is for --emulate_acceptance")
     if options.emulate_stage_ms is None:
-        if acceptance is not None and options.passes[0].system == SPECULATIVE:
+        if acceptance is not None and options.passes[0].system in (SPECULATIVE, ENDPOINT):
             raise ValueError(
                 f"--emulate_acceptance {acceptance:g} needs the tokens of a mode that comes "
                 "before; name sequential first in --modes"

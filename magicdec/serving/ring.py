@@ -94,9 +94,9 @@ class Ring(StagedSystem):
         if self.groups is None:
             collectives = self.run.config.parallel.collectives
             self.groups = make_stage_groups(self.launch, self.grid, device, collectives)
+        if self.models is None:
             self.models = LoadedModels(device, progress, self.options.emulated_stage_s)
         if self.opened is None or self.opened.is_drafting != each.is_drafting:
-            assert self.models is not None, "it is made with the groups"
             self.opened = None  # its memory is free before the next is allocated
             self.opened = OpenRing(self, each, self.groups, self.models)
 

@@ -65,16 +65,19 @@ def verdict(record: ServingRecord) -> str:
     if record.num_differing is None:
         return f"{name}: sampled, so the tokens of drafts are not compared"
     if record.num_differing == 0:
-        return f"{name}: all {total} requests have the tokens of {record.reference}"
-    text = f"{record.num_differing} of {total} requests differ from {record.reference}"
+        subject = "its request has" if total == 1 else f"all {total} requests have"
+        return f"{name}: {subject} the tokens of {record.reference}"
+    noun = "request differs" if total == 1 else "requests differ"
+    text = f"{record.num_differing} of {total} {noun} from {record.reference}"
     why = "; rounding may be the reason" if record.status == "differs" else ""
     return f"{name}: {record.status.upper()}, {text}{why}"
 
 
 def stage_table(name: str, ring: RingMetrics) -> Table:
     """A row for each stage, and the round as predicted and as measured."""
+    decode_ms: Sequence[float | None] = ring.decode_ms or [None] * len(ring.busy)
     numbers = zip(
-        *(ring.num_layers, ring.busy, ring.decode_ms, ring.queue_depth),
+        *(ring.num_layers, ring.busy, decode_ms, ring.queue_depth),
         *(ring.sent_messages, ring.sent_bytes),
         strict=True,
     )
@@ -102,10 +105,10 @@ def describe_round(ring: RingMetrics) -> list[str]:
             f"({ring.acceptance_rate:.0%}), {ring.tokens_per_round:.2f} tokens a round, drafted in "
             f"{ring.draft_ms:.2f} ms a message"
         )
-    if ring.measured_round_ms is not None:
+    if ring.measured_round_ms is not None and ring.predicted_round_ms is not None:
         lines.append(
-            f"round of {ring.num_lanes} lanes: predicted {ring.predicted_round_ms:.2f} ms, "
-            f"measured {ring.measured_round_ms:.2f} ms"
+            f"round of {ring.num_lanes} lane{'s' * (ring.num_lanes != 1)}: predicted "
+            f"{ring.predicted_round_ms:.2f} ms, measured {ring.measured_round_ms:.2f} ms"
         )
     return lines
 

@@ -89,7 +89,7 @@ class RequestShape:
     arrival_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     prompt_len: Annotated[int, Field(ge=1)]
     output_len: Annotated[int, Field(ge=1)]
-    place: str = ""
+    place: Annotated[str, Field(validation_alias="")] = ""  # a line has no such key
 
 
 def read_trace(flag: str, path: Path) -> list[RequestShape]:

@@ -144,8 +144,8 @@ PROPERTIES = (
                   "return 1 - self.waiting_s / self.total_s",
                   "return self.waiting_s / self.total_s"),
             Fault("the predicted round of samples in place of lanes", "pipeline/metrics.py",
-                  "[link_s or 0.0] * len(uses), lanes[0])",
-                  "[link_s or 0.0] * len(uses), lanes[0] * lanes[1])"),
+                  "round_seconds(stage_s, links, lanes[0])",
+                  "round_seconds(stage_s, links, lanes[0] * lanes[1])"),
         ),
     ),
     Property(

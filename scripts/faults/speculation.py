@@ -53,7 +53,7 @@ PROPERTIES = (
         f"{COMMAND}test_metrics_follow_from_the_spans",
         (
             Fault("prompts in the mean time of a stage", "pipeline/metrics.py",
-                  "if s.run in rows and s.value == size]", "if s.value == size]"),
+                  "if span.run in rows and span.value == size]", "if span.value == size]"),
             Fault("runs skipped inside counted as skipped before",
                   "pipeline/metrics.py",
                   "sum(computed == 0 for computed, _ in layers)",
@@ -68,7 +68,7 @@ PROPERTIES = (
         f"{COMMAND}test_means_are_of_whole_runs_and_of_links_to_idle_stages",
         (
             Fault("stopped runs in the mean time of a stage", "pipeline/metrics.py",
-                  "if s.run in rows and s.value == size]", "if s.run in rows]"),
+                  "if span.run in rows and span.value == size]", "if span.run in rows]"),
             Fault("a link's time with the wait for a busy stage",
                   "pipeline/metrics.py",
                   "if span.run in runs and free_s < ends[span.run]:", "if span.run in runs:"),

@@ -23,7 +23,7 @@ from magicdec.workload.request_shapes import (
 LINES = [
     {"arrival_ms": 700.5, "prompt_len": 5, "output_len": 2},
     {"arrival_ms": 200, "prompt_len": 900, "output_len": 1},
-    {"arrival_ms": 200, "prompt_len": 30, "output_len": 64, "user": "x"},
+    {"arrival_ms": 200, "prompt_len": 30, "output_len": 64, "user": "x", "place": 7},
 ]
 
 

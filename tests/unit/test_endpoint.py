@@ -272,6 +272,10 @@ def test_what_no_server_can_serve_is_refused(
         ("--temperature 1", "--temperature 1 does nothing with --modes endpoint, whose server"),
         ("--modes inflight", "--endpoint does nothing here: no mode of --modes inflight uses it"),
         ("--emulate_stage_ms 3", "--emulate_stage_ms: a server at --endpoint computes"),
+        (
+            "--modes endpoint async --emulate_acceptance 0.5",
+            "needs the tokens of a mode that comes",
+        ),
         ("--endpoint_prompts words", "--endpoint_prompts words is not known; choose from ids, te"),
     ):
         code, _, err = command("serve", *words, "--modes", "endpoint", *flags.split())

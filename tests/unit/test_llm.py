@@ -74,6 +74,8 @@ def test_what_can_never_be_served_is_refused(tiny_checkpoint: Path) -> None:
     for prompt, message in (([], "is empty"), ([5, 2051], "has the token id 2051")):
         with pytest.raises(ValueError, match=f"the prompt {message}; ids are below 2051"):
             llm.submit(prompt)
+    with pytest.raises(ValueError, match="max_new_tokens is too small"):
+        llm.submit([5], 0)
     for options, message in (
         ({"drafter": "model"}, "drafter model; choose from None, self, ngram"),
         ({"max_tokens": 1}, "max_tokens is too small"),

@@ -80,8 +80,8 @@ def test_metrics_of_a_ring() -> None:
     assert ring.queue_depth == [0.5, 0.1] and ring.sent_messages == [3, 4]
     assert ring.decode_ms == [pytest.approx(40), pytest.approx(20)]
     assert ring.predicted_round_ms == pytest.approx(80) and ring.link_ms == pytest.approx(0.5)
-    empty = ring_metrics([1], 1, (1, 1), [StageUse(0.0, 0.0, 0.0, 0, 0, 0.0)], 64, None)
-    assert empty.busy == [0.0] and empty.predicted_round_ms == 0.0
+    empty = ring_metrics([1], 1, (1, 1), [StageUse(0.0, 0.0, None, 0, 0, 0.0)], 64, None)
+    assert empty.busy == [0.0] and empty.decode_ms is empty.predicted_round_ms is None
 
 
 def test_metrics_of_drafts() -> None:
