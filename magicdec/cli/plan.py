@@ -220,9 +220,12 @@ def find_link(args: PlanSection, flag: str, measured: Link | None, is_needed: bo
     if bandwidth is not None:
         return Link(1e-6 * latency, 1e9 * bandwidth)
     if measured is None and is_needed:
+        how = (
+            f"`magicdec probe --nproc {args.tp}` wrote" if flag == "link" else "several hosts wrote"
+        )
         raise ValueError(
             f"several ranks need the cost of a link; give --{flag} and --{flag}_latency_us, or a "
-            "--machine probed with several ranks"
+            f"--machine that {how}"
         )
     return measured
 
