@@ -114,8 +114,7 @@ class LLM:
         setup = Setup(runner, config.decoding, config.kv, recorder=recorder, is_in_flight=True)
         shape, step_tokens = runner.cache.shape, longest - max_tokens + 1
         limits = Limits(longest, shape.block_size, shape.num_blocks, step_tokens, prefill_tokens)
-        chunk = config.attention.prefill_chunk
-        self._engine = Engine(runner, chunk, limits)
+        self._engine = Engine(runner, config.attention.prefill_chunk, limits)
         self._strategy = make_strategy(strategy, setup)
         self._num_requests = 0
 

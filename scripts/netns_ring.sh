@@ -90,7 +90,8 @@ touch "$printed"
 pids=()
 start='exec ip netns exec "host$SLURM_NODEID" unshare --pid --fork --kill-child --mount-proc \
   python -u -m torch.distributed.run --node-rank "$SLURM_NODEID" "$@"'
-torchrun=(--nnodes "$hosts" --nproc-per-node 1 --master-addr 10.9.0.1 --master-port 29400)
+# torchrun would leave a folder in /tmp; that in /run goes with the namespace.
+torchrun=(--log-dir /run/torchrun --nnodes "$hosts" --nproc-per-node 1 --master-addr 10.9.0.1 --master-port 29400)
 torchrun+=(${NETNS_RING_PROGRAM:--m magicdec} "$@")
 if [ -n "$srun" ]; then
   ip link set lo up

@@ -72,6 +72,7 @@ def start(
         except ValueError as error:
             refuse(error, launch)
         except KeyboardInterrupt:
+            stop_watching()
             sys.exit(INTERRUPTED)
         announce_backend(prepared.config, launch)
         from magicdec.cli.report import conclude
@@ -89,6 +90,7 @@ def run_ranks(run: Callable[[Sequence[str], Launch], int]) -> NoReturn:
     except ValueError as error:
         refuse(error, launch)
     except KeyboardInterrupt:
+        stop_watching()  # a thread that still runs at the end of Python may abort it
         code = INTERRUPTED
     sys.exit(code)
 

@@ -6,6 +6,7 @@ torch. `cost_model/` does the arithmetic and makes the record and its tables.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import zip_longest
 from pathlib import Path
 
@@ -41,7 +42,8 @@ from magicdec.hardware.ceiling_file import Hardware, Link, load_machine
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.presets import PRESETS, find_config
 from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIES, LOW_BIT
-from magicdec.records.record import append_records
+from magicdec.records.reading import load_records
+from magicdec.records.record import RunRecord, append_records
 from magicdec.records.writing import check_writable, write_text
 from magicdec.tables import print_tables
 
@@ -127,6 +129,13 @@ class PlanSection(AcceptanceSection):
             pairs.append((name, Path(file)))
         return pairs
 
+    @cached_property
+    def records(self) -> list[RunRecord]:
+        """The records of the file of `--acceptance`, which is read once; none if it is no file.
+        Raises ValueError if it cannot be read."""
+        source, *others = self.acceptance or ("",)
+        return load_records(Path(source)) if is_file(source) and not others else []
+
     @property
     def ranks_per_node(self) -> int:
         return self.tp // self.nodes
@@ -147,8 +156,10 @@ def predict(values: Values) -> int:
     record = replace(record, config=record.config | {"flags": given_flags(values)})
     if args.out is not None:
         append_records("--out", args.out, [record])
-    for name, path in exports:
-        write_text(f"--export {name}", path, FORMATS[name](make_draft_table(args, plan)))
+    if exports:
+        table = make_draft_table(args, plan)
+        for name, path in exports:
+            write_text(f"--export {name}", path, FORMATS[name](table))
     print_tables(tables([record]))
     return 0
 
@@ -158,9 +169,7 @@ def make_draft_table(args: PlanSection, plan: Plan) -> DraftTable:
     draft = None if args.draft == SELF else args.draft.removeprefix(MODEL_PREFIX)
     name = PRESETS[draft].repo_id if draft in PRESETS else draft
     keys = {} if name is None else {"method": "draft_model", "model": name}
-    source = (args.acceptance or ("",))[0]
-    of_file = Path(source), args.model, args.dtype, draft, args.kv_policy
-    runs = fastest_runs(*of_file) if is_file(source) else {}
+    runs = fastest_runs(args.records, args.model, args.dtype, draft, args.kv_policy)
     # With a single context, entries have none, as vLLM's releases take them.
     contexts = {*plan.prefix_lens, *([1] if len(plan.prefix_lens) > 1 else [])}
     batch_sizes, prefix_lens = tuple(sorted({1, *plan.batch_sizes})), tuple(sorted(contexts))
@@ -211,9 +220,12 @@ def find_link(args: PlanSection, flag: str, measured: Link | None, is_needed: bo
     if bandwidth is not None:
         return Link(1e-6 * latency, 1e9 * bandwidth)
     if measured is None and is_needed:
+        how = (
+            f"`magicdec probe --nproc {args.tp}` wrote" if flag == "link" else "several hosts wrote"
+        )
         raise ValueError(
             f"several ranks need the cost of a link; give --{flag} and --{flag}_latency_us, or a "
-            "--machine probed with several ranks"
+            f"--machine that {how}"
         )
     return measured
 
@@ -245,7 +257,7 @@ def make_plan(args: PlanSection) -> Plan:
         drafter = SELF if args.draft == SELF else "model"
         curves, source = find_curves(
             args.acceptance or (), args.budget, drafter, args.kv_policy, args.acceptance_gamma,
-            args.draft_weights,
+            args.draft_weights, args.records,
         )  # fmt: skip
     reach = longest(curves)
     if args.max_gamma is not None and reach is not None and args.max_gamma > reach:

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.console import labelled
+from magicdec.distributed.ranks import INTERRUPTED
+from magicdec.distributed.watching.watch import stop_watching
 from magicdec.hardware.environment import describe_environment
 from magicdec.records.record import RunRecord, append_record
 from magicdec.records.table import print_record
@@ -32,7 +34,8 @@ def conclude(prepared: Prepared) -> int:
     try:
         outcome = execute(prepared, is_leader)
     except KeyboardInterrupt:
-        return 130
+        stop_watching()
+        return INTERRUPTED
     except Exception as error:
         if is_leader:
             environment = describe_environment(

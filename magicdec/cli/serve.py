@@ -34,7 +34,7 @@ from magicdec.config.setting import setting
 from magicdec.console import labelled, spinner
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import INTERRUPTED, find_world_size
-from magicdec.distributed.watching.watch import watch_ranks
+from magicdec.distributed.watching.watch import stop_watching, watch_ranks
 from magicdec.figures import check_picture
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.pipelined_speculation.options import Options
@@ -342,6 +342,7 @@ class Experiment:
                 print_tables(tables(record_file.records))
             if not isinstance(error, KeyboardInterrupt):
                 raise
+            stop_watching()
             if launch.rank == 0:
                 print(f"interrupted; {record_file.count} records are in {out}", file=sys.stderr)
             return INTERRUPTED

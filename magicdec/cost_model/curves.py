@@ -17,6 +17,7 @@ from pathlib import Path
 from magicdec.config.setting import setting
 from magicdec.names import DEFAULT_KV_POLICY
 from magicdec.records.reading import load_records
+from magicdec.records.record import RunRecord
 
 Acceptance = float | tuple[float, ...]
 """Either one conditional rate, or the shares of verifications that accept at least 1, 2, ... draft
@@ -89,17 +90,19 @@ def find_curves(
     policy: str | None = None,
     gamma: int = DEFAULT_GAMMA,
     weights: str | None = None,
+    records: Sequence[RunRecord] | None = None,
 ) -> tuple[dict[int, Acceptance], str]:
     """Returns budget -> acceptance, and a text that says where the acceptance comes from.
 
     `values` of `--acceptance` are one value for all budgets, one value per budget, or one file. Of
     a file, records with this `drafter` (`self` or `model`), these draft `weights` and this KV
-    policy (None: the default) are used. A rate was measured with `gamma` draft tokens. `budgets`
-    None: all budgets in the file, or the default budget. Raises ValueError for anything else.
+    policy (None: the default) are used; `records` are those of the file if it was read before. A
+    rate was measured with `gamma` draft tokens. `budgets` None: all budgets in the file, or the
+    default budget. Raises ValueError for anything else.
     """
     if len(values) == 1 and is_file(values[0]):
-        like = drafter, policy or DEFAULT_KV_POLICY, weights
-        return _from_records(Path(values[0]), budgets, like)
+        path, like = Path(values[0]), (drafter, policy or DEFAULT_KV_POLICY, weights)
+        return _from_records(path, records or load_records(path), budgets, like)
     rates = [conditional_rate(parse_acceptance(value), gamma) for value in values]
     source = f"{' '.join(values)} of {gamma} draft tokens a step"
     return _spread("--acceptance", rates, budgets), source
@@ -148,14 +151,17 @@ def is_file(text: str) -> bool:
 
 
 def _from_records(
-    path: Path, budgets: Sequence[int] | None, like: tuple[str, str, str | None]
+    path: Path,
+    records: Sequence[RunRecord],
+    budgets: Sequence[int] | None,
+    like: tuple[str, str, str | None],
 ) -> tuple[dict[int, Acceptance], str]:
     """The longest curve of each budget; among curves of equal length the newest. Of records with
     the drafter, KV policy and draft weights of `like`."""
     drafter, policy, weights = like
     curves: dict[int, tuple[float, ...]] = {}
     models: dict[int, str] = {}
-    for record in load_records(path):
+    for record in records:
         config, metrics = record.config, record.metrics
         budget, curve = config["kv"]["budget"], metrics and metrics.acceptance_per_position
         decoding = config["decoding"]

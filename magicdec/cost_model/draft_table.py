@@ -17,11 +17,10 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from pathlib import Path
 
 from magicdec.config.sections import SELF
 from magicdec.cost_model.plan import PlanCell
-from magicdec.records.reading import load_records
+from magicdec.records.record import RunRecord
 from magicdec.tables import csv_text
 
 Run = tuple[int, int, float]  # gamma, budget and speedup of steps
@@ -86,12 +85,12 @@ def merge(gammas: Mapping[int, Sequence[int]], end: int) -> dict[int, tuple[int,
 
 
 def fastest_runs(
-    path: Path, model: str, dtype: str, draft: str | None, policy: str
+    records: Sequence[RunRecord], model: str, dtype: str, draft: str | None, policy: str
 ) -> dict[tuple[int, int], Run]:
-    """Of the runs of a model in a file of records, the fastest at each batch size and context.
-    `draft` is the name of a standalone draft; None: the model drafts for itself."""
+    """Of the runs of a model among `records`, the fastest at each batch size and context. `draft`
+    is the name of a standalone draft; None: the model drafts for itself."""
     runs: dict[tuple[int, int], Run] = {}
-    for record in load_records(path):
+    for record in records:
         config, metrics = record.config, record.metrics
         target, workload, decoding = config["model"], config["workload"], config["decoding"]
         own = None if decoding["drafter"] == SELF else (config["draft"] or {}).get("model", "")

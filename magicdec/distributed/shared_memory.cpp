@@ -28,7 +28,7 @@ void magicdec_sum_bfloat16(char* segment, int64_t size, int64_t slot_bytes, uint
 }
 
 void magicdec_collect(char* segment, int64_t size, int64_t slot_bytes, uint64_t turn, char* out, int64_t bytes) {
-    Segment{segment, 0, size, slot_bytes, turn}.collect(out, bytes);
+    Segment{segment, 0, size, slot_bytes, turn}.collect(out, bytes, bytes);
 }
 
 }  // extern "C"

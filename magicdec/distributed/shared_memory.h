@@ -92,9 +92,9 @@ struct Segment {
         }
     }
 
-    // out = the `count` bytes of every rank, in rank order.
-    void collect(char* out, int64_t count) const {
-        for (int64_t of = 0; of < size; ++of) std::memcpy(out + of * count, slot(of), count);
+    // out = the `count` bytes of every rank, in rank order and `stride` bytes apart.
+    void collect(char* out, int64_t count, int64_t stride) const {
+        for (int64_t of = 0; of < size; ++of) std::memcpy(out + of * stride, slot(of), count);
     }
 
 private:

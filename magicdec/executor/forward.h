@@ -280,8 +280,7 @@ private:
     void choose() {
         tokens.resize(c->B);
         std::copy(best.begin(), best.end(), found.begin());
-        if (peers->size > 1 && exchange_with(best.data(), best.size() * sizeof(Best)))
-            segment().collect((char*)found.data(), best.size() * sizeof(Best));
+        if (peers->size > 1) gather_best();
         for (int64_t b = 0; b < c->B; ++b) {
             Best top = found[b];
             double sum = 0;
@@ -295,6 +294,16 @@ private:
             }
             tokens[b] = int64_t(top.id);
             if (sum * c->pa > 1) goes_on[b] = false;  // its probability is 1 / sum
+        }
+    }
+
+    // Every rank's `best`, in rank order, into `found`.
+    void gather_best() {
+        const int64_t most = peers->slot_bytes / int64_t(sizeof(Best));
+        for (int64_t at = 0; at < c->B; at += most) {
+            const int64_t bytes = std::min(most, c->B - at) * sizeof(Best);
+            if (!exchange_with(&best[at], bytes)) return;
+            segment().collect((char*)&found[at], bytes, c->B * sizeof(Best));
         }
     }
 

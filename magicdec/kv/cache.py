@@ -108,8 +108,9 @@ class KVCache(KVPool):
         return self.block_table.shape[1] * self.shape.block_size
 
     def allocate(self, row: int, num_tokens: int) -> None:
-        """Give `row` enough blocks for `num_tokens`. Raises ValueError when the pool is
-        exhausted."""
+        """Give `row` enough blocks for `num_tokens`. New ones hold zeros: a kernel may read masked
+        slots, and what another request has left there may be NaN, which 0 * NaN is, too. Raises
+        ValueError when the pool is exhausted."""
         num_blocks = -(-num_tokens // self.shape.block_size) - len(self.blocks[row])
         if num_blocks > len(self._free):
             raise ValueError(
@@ -118,8 +119,11 @@ class KVCache(KVPool):
             )
         if num_blocks > 0:
             new, first = [self._free.pop() for _ in range(num_blocks)], len(self.blocks[row])
-            self.block_table[row, first : first + num_blocks] = upload(new, self.block_table.device)
+            index = upload(new, self.block_table.device)
+            self.block_table[row, first : first + num_blocks] = index
             self.blocks[row] += new
+            for pool in (self.k, self.v):
+                pool.index_fill_(1, index, 0)
 
     def release(self, row: int) -> None:
         """Return all blocks of `row` to the pool."""

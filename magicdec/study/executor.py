@@ -41,11 +41,14 @@ GONE = "ended"  # all that is known of a job which is not in the queue any more
 LOST = ("PREEMPTED", "NODE_FAIL", "BOOT_FAIL", "REVOKED")  # ended, but another try may succeed
 ENDED = (GONE, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "DEADLINE", *LOST)
 # Ranks on several nodes meet on the first one, where `srun` was called. After the dashes, torchrun
-# takes no flag for one of its own.
+# takes no flag for one of its own. It would leave its folder behind. SIGTERM, which all processes
+# of a job get, must not end the shell before torchrun has ended.
 TORCHRUN = (
-    'exec "$0" -m torch.distributed.run --nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$1" '
-    '--node-rank "$SLURM_NODEID" --master-addr "$SLURM_LAUNCH_NODE_IPADDR" '
-    '--master-port "$((20000 + SLURM_JOB_ID % 20000))" -m -- magicdec "${@:2}"'
+    'trap : TERM; folder=$(mktemp -d); "$0" -m torch.distributed.run --log-dir "$folder" '
+    '--nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$1" --node-rank "$SLURM_NODEID" '
+    '--master-addr "$SLURM_LAUNCH_NODE_IPADDR" '
+    '--master-port "$((20000 + SLURM_JOB_ID % 20000))" -m -- magicdec "${@:2}"; '
+    'code=$?; rm -r "$folder"; exit "$code"'
 )
 Names = tuple[str, ...]
 

@@ -1,11 +1,12 @@
 """Collectives and channels between ranks: shared memory against gloo, every message arrives as it
 was sent, a rank that dies is named, and nothing is left behind."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import Launch
+from conftest import TINY, Launch, save_checkpoint, tiny_transformer
 
 from magicdec.distributed.groups import Group
 from magicdec.runner import gather_vocab
@@ -29,6 +30,14 @@ def test_a_dead_rank_is_noticed_and_leaves_nothing(launch: Launch, shared: Path)
     done = launch("distributed/exchange.py", shared, "die", num_ranks=2)
     assert done.returncode != 0 and "OK" not in done.stdout and "NOTICED" in done.stderr
     assert list(shared.iterdir()) == []
+
+
+def test_chains_of_more_rows_than_a_message_holds(launch: Launch, tmp_path: Path) -> None:
+    """Ranks exchange the best token of each row between two drafts."""
+    config = replace(TINY, num_layers=1, num_heads=2, num_kv_heads=2)
+    checkpoint = save_checkpoint(tiny_transformer(config), tmp_path / "tiny")
+    done = launch("distributed/many_rows.py", checkpoint, num_ranks=2)
+    assert done.returncode == 0 and "OK" in done.stdout, done.stderr
 
 
 def test_one_rank_has_the_whole_vocabulary() -> None:

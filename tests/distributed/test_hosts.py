@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -33,11 +34,14 @@ def run_on_hosts(
     paths = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": paths, "PYTHONPATH": package, "OMP_NUM_THREADS": "1"}
     environment["NETNS_RING_PROGRAM"] = str(Path(__file__).with_name("impatient.py"))
-    environment |= more
-    return subprocess.run(
-        [SCRIPT, *options, "--", *words],
-        check=False, capture_output=True, text=True, timeout=120, env=environment,
-    )  # fmt: skip
+    with TemporaryDirectory() as folder:
+        environment |= {"TMPDIR": folder, **more}
+        done = subprocess.run(
+            [SCRIPT, *options, "--", *words],
+            check=False, capture_output=True, text=True, timeout=120, env=environment,
+        )  # fmt: skip
+        assert not list(Path(folder).iterdir()), "nothing is left behind"
+    return done
 
 
 def test_a_ring_of_hosts_decodes_the_tokens_of_one_process(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from magicdec.cli.front.advise import AdviceSection, Measured, describe_advice
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.distributed.ranks import Ended
-from magicdec.hardware.ceiling_file import Link, MachineFile
+from magicdec.hardware.ceiling_file import Link, MachineFile, load_machine
 from magicdec.names import KV_POLICIES
 from magicdec.records.reading import load_records
 
@@ -163,11 +163,12 @@ def test_bad_input_is_refused(
     """Before anything is measured."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(module, "run_command", lambda words: pytest.fail("a command was started"))
-    machine_file(world_size=1).save(tmp_path / "machine.json")
+    for name in ("machine.json", "machine-nproc2.json"):
+        machine_file(world_size=1).save(tmp_path / name)
     for words, message in (
         ("--bugdet 65", "unknown argument --bugdet; did you mean --budget?"),
         ("--nproc 0", "--nproc 0 is too small; it must be at least 1"),
-        ("--nproc 2", "was probed with --nproc 1, not 2; name another file"),
+        ("--nproc 2", "make it again: magicdec probe --nproc 2 --out machine-nproc2.json"),
     ):
         code, _, err = command("advise", *words.split())
         assert code == 2 and message in err and err.count("\n") == 1
@@ -178,7 +179,8 @@ def test_bad_input_is_refused(
 def test_several_ranks_are_probed_run_and_planned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
-    """Every command that advise starts has the ranks, and the plan shares the model over them."""
+    """Every command that advise starts has the ranks, and the plan shares the model over them. A
+    machine file of another number of ranks is kept, and the one beside it is probed once."""
     started: list[list[str]] = []
     record = next(
         r for r in load_records(BASELINES)
@@ -200,6 +202,7 @@ def test_several_ranks_are_probed_run_and_planned(
     out, budget = tmp_path / "advice.jsonl", record.config["kv"]["budget"]
     words = ["--draft", "self", "--budget", str(budget), "--out", str(out)]
     words += ["--nproc", "2", "--machine", str(tmp_path / "machine.json")]
+    machine_file(world_size=1).save(tmp_path / "machine.json")
     code, out_text, err = command("advise", *words)
     assert code == 0 and [words[0] for words in started] == ["run", "probe"]
     assert all(words[words.index("--nproc") + 1] == "2" for words in started)
@@ -207,6 +210,9 @@ def test_several_ranks_are_probed_run_and_planned(
     assert RUN.read(command_words(out_text.splitlines()[-1])).parallel.nproc == 2
     assert "the plan expects self-speculation" in out_text
     assert err == "warning: the host is busy\n"
+    assert started[1][-1] == str(tmp_path / "machine-nproc2.json")
+    assert load_machine(tmp_path / "machine.json").description["world_size"] == 1
+    assert command("advise", *words).code == 0 and [words[0] for words in started[2:]] == ["run"]
 
 
 def test_a_run_that_is_refused_ends_the_advice_in_one_line(

@@ -121,6 +121,17 @@ def test_measured_runs_stand_beside_predictions() -> None:
     assert make_draft_table(args, make_plan(args)).measured == {}
 
 
+def test_a_file_is_read_once_for_the_plan_and_all_tables(command: Command, tmp_path: Path) -> None:
+    """So that what it says of its records is said once."""
+    file, kinds = tmp_path / "r.jsonl", ("vllm", "csv")
+    file.write_bytes(BASELINES.read_bytes())
+    assert command("plan", *BY_HAND.split(), "--acceptance", "0.8", "--out", file).code == 0
+    exports = [word for kind in kinds for word in (kind, tmp_path / kind)]
+    code, _, err = command("plan", *BY_HAND.split(), "--acceptance", file, "--export", *exports)
+    assert code == 0 and all((tmp_path / kind).exists() for kind in kinds)
+    assert err.count("\n") == 1 and "other records are left out, 1 of kind plan" in err
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

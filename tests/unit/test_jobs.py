@@ -227,7 +227,9 @@ def test_what_slurm_refuses_or_does_not_start_is_said(
 def test_ranks_on_two_nodes_are_those_of_one(
     start: Start, tiny_checkpoint: Path, text_file: Path, tmp_path: Path
 ) -> None:
-    """torchrun starts them, through `srun`."""
+    """torchrun starts them, through `srun`, and leaves no folder behind."""
+    (tmp_path / "tmp").mkdir()
+    env = {**os.environ, "TMPDIR": str(tmp_path / "tmp")}
     study = write_study(tmp_path, tiny_checkpoint, text_file, "nodes = 2\nruns_per_job = 24")
     few = (tmp_path / study).read_text().replace("gamma = [1, 2]\nB = [1, 2]", "B = 1")
     (tmp_path / study).write_text(few)
@@ -235,8 +237,9 @@ def test_ranks_on_two_nodes_are_those_of_one(
     assert code == 0, stderr
     command = [sys.executable, "-m", "magicdec", "sweep", study, "--executor", "slurm"]
     script = [ROOT / "scripts" / "slurm_node.sh", "--nodes", "2", *command]
-    done = subprocess.run(script, cwd=tmp_path, text=True, capture_output=True)
+    done = subprocess.run(script, cwd=tmp_path, text=True, capture_output=True, env=env)
     assert done.returncode == 0, done.stderr
+    assert not list((tmp_path / "tmp").iterdir())
     one, two = (load_records(tmp_path / name) for name in ("one.jsonl", "runs.jsonl"))
     assert {r.environment.world_size for r in two} == {2}
     facts = [

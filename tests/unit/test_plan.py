@@ -265,6 +265,7 @@ PLAIN = f"{BY_HAND} --acceptance 0.8"
         (f"{PLAIN} --target_dtype float32", "--target_dtype float32: weights"),
         (f"{PLAIN} --tp 3", "--tp 3 does not divide the 4 attention heads"),
         (f"{PLAIN} --tp 2", "several ranks need the cost of a link; give --link and"),
+        (f"{PLAIN} --tp 2", "or a --machine that `magicdec probe --nproc 2` wrote"),
         (f"{PLAIN} --tp 2 --nodes 2", "several ranks need the cost of a link; give --node_link"),
         (f"{PLAIN} --tp 2 --nodes 4", "--nodes 4 does not divide --tp 2"),
         (f"{PLAIN} --tp 2 --link 3", "--link and --link_latency_us go together"),

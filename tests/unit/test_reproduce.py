@@ -28,7 +28,7 @@ from magicdec.reproduce.published_table import (
     read_measured,
 )
 
-PAPER = ROOT / reproduce.PUBLISHED
+PAPER = published_table.PACKAGED
 NAME = "magicdec_speedups_h100"
 
 
@@ -62,7 +62,7 @@ def test_every_table_has_a_script_and_a_file() -> None:
 
 @pytest.mark.parametrize("name", TABLES)
 def test_the_committed_predictions_are_those_of_the_plan(name: str) -> None:
-    """Otherwise run the script with --predict."""
+    """Otherwise run the script with --predict --tables results/paper."""
     table = PublishedTable(name, PAPER)
     table.predict()
     assert table.rows == PublishedTable(name, PAPER).rows
@@ -139,6 +139,27 @@ def test_what_runs_measured_is_written_beside_what_was_published(
     assert len(started) == 2 * len(demo) and len(rows) == len(demo) + len(published(NAME))
     assert all(row["published"] for row in rows if row["model"] != "demo")
     assert len(load_records(out)) == len(started)
+
+
+def test_a_run_in_a_checkout_leaves_the_packaged_tables_alone(
+    tmp_path: Path, tables: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    """There `results/paper` is a link to them."""
+    before = {path: path.read_bytes() for path in tables.iterdir()}
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "paper").symlink_to(tables)
+    record = parse_record(make()).to_json()
+
+    def run(words: list[object]) -> Ended:
+        Path(str(words[-1])).write_text(record + "\n")
+        return Ended(0, "")
+
+    monkeypatch.setattr(published_table, "run_command", run)
+    assert command("reproduce", NAME, "--demo").code == 0
+    assert {path: path.read_bytes() for path in tables.iterdir()} == before
+    (row, *_) = PublishedTable(NAME, reproduce.WRITTEN).part(is_demo=True)
+    assert row["measured"]
 
 
 def test_a_failed_run_is_named_and_the_others_go_on(

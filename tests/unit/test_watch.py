@@ -11,6 +11,7 @@ from datetime import timedelta
 import pytest
 from torch.distributed import HashStore, TCPStore
 
+from magicdec.cli import flags
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.watching import watch
 from magicdec.distributed.watching import watch as watch_module
@@ -236,3 +237,16 @@ def test_the_word_of_the_rank_that_noticed_first_is_repeated(clock: Clock) -> No
     store.compare_set(lost_key(), "", "rank 2 has ended")
     assert beat_until_lost(store) == ["rank 3 has ended"]
     assert clock.now < INTERVAL_S
+
+
+def test_ctrl_c_stops_the_threads_that_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is in torch's store when Python ends would abort the process."""
+    stopped: list[bool] = []
+    monkeypatch.setattr(flags, "stop_watching", lambda: stopped.append(True))
+
+    def interrupted(words: object, launch: object) -> int:
+        raise KeyboardInterrupt
+
+    with pytest.raises(SystemExit) as ended:
+        flags.run_ranks(interrupted)
+    assert ended.value.code == 130 and stopped

@@ -15,7 +15,7 @@ import shlex
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -153,7 +153,7 @@ def advise(values: Values) -> int:
     args = values[AdviceSection]
     commands = make_commands(args)
     check_writable("--out", args.out)
-    check_machine(args)
+    args = replace(args, machine=find_machine(args))
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "records.jsonl")
         try:
@@ -201,19 +201,33 @@ def find_sources(args: AdviceSection) -> list[list[str]]:
     return sources
 
 
-def check_machine(args: AdviceSection) -> None:
-    """Raises ValueError for a machine file of another number of ranks, which share the machine
-    differently, and for one that cannot be written."""
-    if not args.machine.exists():
-        check_writable("--machine", args.machine)
-        return
-    ranks = load_machine(args.machine).description.get("world_size", args.num_ranks)
-    if ranks != args.num_ranks:
+def find_machine(args: AdviceSection) -> Path:
+    """The machine file, which is written if it does not exist: that of `--machine`, or one beside
+    it if that was probed with another number of ranks, which share the machine differently and
+    whose link it lacks. Raises ValueError for one that cannot be read or written."""
+    path, wanted = args.machine, args.num_ranks
+    ranks = probed_ranks(path, wanted)
+    if ranks != wanted:
+        path = path.with_stem(f"{path.stem}-nproc{wanted}")
+        print(f"machine    {args.machine} was probed with --nproc {ranks}; {path} is for {wanted}")
+        ranks = probed_ranks(path, wanted)
+    if ranks != wanted:
         raise ValueError(
-            f"--machine {args.machine} was probed with --nproc {ranks}, not {args.num_ranks}; "
-            "name another file, which need not exist"
+            f"--machine {path} was probed with --nproc {ranks}, not {wanted}; make it again: "
+            f"magicdec probe --nproc {wanted} --out {shlex.quote(str(path))}"
         )
-    print(f"machine    {args.machine}, probed before")
+    if path.exists():
+        print(f"machine    {path}, probed before")
+    else:
+        check_writable("--machine", path)
+    return path
+
+
+def probed_ranks(path: Path, default: int) -> int:
+    """The number of ranks with which a machine file was probed; `default` if there is no file."""
+    if not path.exists():
+        return default
+    return int(load_machine(path).description.get("world_size", default))
 
 
 def probe(args: AdviceSection) -> None:

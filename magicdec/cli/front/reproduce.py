@@ -25,7 +25,7 @@ from magicdec.reproduce.published_table import TABLES
 if TYPE_CHECKING:
     from magicdec.reproduce.published_table import PublishedTable
 
-PUBLISHED = Path("results/paper")
+WRITTEN = Path("results/reproduce")
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class TableSection:
     commands: bool = setting(False, "Print the commands of the published size, and run nothing.")
     out: Path = same(OutputSection, "results", Path(OutputSection.results))
     tables: Path = setting(
-        PUBLISHED,
+        WRITTEN,
         "The folder to which tables are written. A table that it lacks begins as the packaged one.",
         metavar="DIR",
     )

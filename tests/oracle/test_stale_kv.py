@@ -1,0 +1,138 @@
+"""A request emits what it emits in a clean cache although every free block of the KV cache is full
+of NaN, as another request may have left it: a masked slot has the weight 0, and 0 * NaN is NaN."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attention_cases import DTYPES, LENGTHS, MAX_TOKENS, ON_CPUS, make_case
+from conftest import (
+    decode_both,
+    make_draft,
+    make_requests,
+    make_runner,
+    pack,
+    random_prompts,
+    tiny_transformer,
+)
+from lossless import RAGGED
+from test_in_flight import CASES, check_seeds
+
+from magicdec.attention.native import NativeBackend
+from magicdec.attention.triton import TritonBackend
+from magicdec.config.sections import KVSection
+from magicdec.drafting.policies.policy import FullKV
+from magicdec.executor.executor import Executor
+from magicdec.kv.cache import EVICTED, KVCache
+from magicdec.kv.layout import TILE
+
+NUM_NEW, NUM_DRAFTS = 20, 4
+DRAFTS = [
+    ("self", KVSection("full")),
+    ("self", KVSection("streaming_llm", 17, 0)),
+    ("self", KVSection("snapkv", 20, window_size=3, reselect_every=7)),
+    ("self", KVSection("verified", 60, 4)),
+    ("self", KVSection("retrieval", 60, 4)),
+    ("model", KVSection("full")),
+    ("model", KVSection("streaming_llm", 12, 0)),
+    ("model", KVSection("snapkv", 20, window_size=4)),
+]
+
+
+@contextmanager
+def spoiled() -> Iterator[None]:
+    """Blocks that no row has are full of NaN: all of a new cache, and what rows give back."""
+    init, release, evict = KVCache.__init__, KVCache.release, KVCache.evict
+
+    def spoil(cache: KVCache, blocks: list[int]) -> None:
+        for pool in (cache.k, cache.v):
+            pool[:, [block for block in blocks if block != EVICTED]] = float("nan")
+
+    def make(cache: KVCache, *args: Any) -> None:
+        init(cache, *args)
+        spoil(cache, list(range(cache.shape.num_blocks)))
+
+    def give_back(cache: KVCache, row: int) -> None:
+        blocks = list(cache.blocks[row])
+        release(cache, row)
+        spoil(cache, blocks)
+
+    def give_some_back(cache: KVCache, row: int, first: int, last: int) -> None:
+        blocks = cache.blocks[row][first:last]
+        evict(cache, row, first, last)
+        spoil(cache, blocks)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(KVCache, "__init__", make)
+        patch.setattr(KVCache, "release", give_back)
+        patch.setattr(KVCache, "evict", give_some_back)
+        yield
+
+
+def decoded(
+    name: str, dtype: torch.dtype, drafter: str, kv: KVSection, tree: str | None = None
+) -> Any:
+    """The tokens of both passes over a ragged batch, and the accepted drafts of each step."""
+    backend = {**ON_CPUS, "native steps": NativeBackend}[name]()
+    model, size = pack(tiny_transformer(dtype=dtype)), (len(RAGGED), max(RAGGED) + NUM_NEW + 12)
+    runner = make_runner(model, *size, backend)
+    if name == "native steps":
+        runner = replace(runner, executor=Executor(model, runner.group))
+    blocks = TILE if name.startswith("native") else 8  # of a rolling cache, which gives them back
+    place = type(backend)(), 16, blocks
+    draft = make_draft(model, kv, *size, *place) if drafter == "model" else None
+    requests = make_requests(random_prompts(RAGGED, 97), NUM_NEW)
+    return decode_both(runner, requests, kv, NUM_DRAFTS, 16, drafter, draft, tree=tree)
+
+
+@pytest.mark.narrow("pairs")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", [*ON_CPUS, "native steps"])
+@pytest.mark.parametrize(("drafter", "kv"), DRAFTS, ids=str)
+def test_a_batch_emits_what_it_emits_in_a_clean_cache(
+    drafter: str, kv: KVSection, name: str, dtype: torch.dtype
+) -> None:
+    """In prefill, decoding, drafts and verification, of rows of different lengths."""
+    clean = decoded(name, dtype, drafter, kv)
+    with spoiled():
+        assert decoded(name, dtype, drafter, kv) == clean
+
+
+@pytest.mark.parametrize("name", [*ON_CPUS, "native steps"])
+def test_so_does_a_tree(name: str) -> None:
+    case = name, torch.float32, "self", KVSection("streaming_llm", 17, 4), "2,2,1"
+    clean = decoded(*case)
+    with spoiled():
+        assert decoded(*case) == clean
+
+
+def test_triton_loads_no_masked_slot() -> None:
+    """In one forward of ragged rows, since its kernels may be interpreted, which is slow."""
+    pytest.importorskip("triton")
+    torch.manual_seed(0)
+    backend = TritonBackend()
+    case = make_case(backend, (4, 2, 16), FullKV(), 3, [2, 0, 1], torch.float32)
+    clean, cache, device = case.run(backend).clone(), case.view.cache, case.k.device
+    for row, length in enumerate(LENGTHS):
+        places = torch.arange(length, MAX_TOKENS, device=device).unsqueeze(0)
+        stale = case.k[row : row + 1, length:] * float("nan")
+        cache.write(1, cache.slots(torch.tensor([row], device=device), places), stale, stale)
+    assert torch.equal(case.run(backend), clean)
+
+
+@pytest.mark.narrow("pairs")
+@pytest.mark.usefixtures("trusted_lookups")
+@pytest.mark.parametrize("is_native", [False, True])
+@pytest.mark.parametrize(("drafter", "kv"), CASES, ids=str)
+def test_requests_in_flight_emit_what_they_emit_in_a_clean_cache(
+    drafter: str | None, kv: KVSection, is_native: bool
+) -> None:
+    """Those that come later get blocks of those that have left or were preempted."""
+    seeds = range(100, 104) if is_native else range(3)
+    check_seeds(seeds, drafter, kv, is_native=is_native)  # which finds the tokens of lone runs
+    with spoiled():
+        seen = check_seeds(seeds, drafter, kv, is_native=is_native)
+    assert seen["joined"] > 0 and (is_native or seen["preempted"] > 0)
