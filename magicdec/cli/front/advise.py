@@ -279,17 +279,17 @@ def find_advice(args: AdviceSection, records: dict[str, RunRecord], plan: Plan |
 def expectation_of(plan: Plan, args: AdviceSection) -> str:
     """The contexts in which the plan expects self-speculation to pay, as a part of a sentence."""
     pays_from = plan.break_even(args.B)
-    expected = "pay at no context"
+    expected = "not to pay at long contexts"
     if pays_from is not None:
         context = plan.prefix_lens[-1]
         far = plan.predict(args.B, context)
-        expected = f"pay from {pays_from} tokens on"
+        expected = f"to pay from {pays_from} tokens on"
         if far.gamma:
             expected += (
                 f", and {far.net_speedup(args.num_new_tokens):.2f} times at {context} with "
                 f"`--kv_policy {plan.kv_policy} --budget {far.budget} --gamma {far.gamma}`"
             )
-    return f"the plan expects self-speculation to {expected}; "
+    return f"the plan expects self-speculation {expected}; "
 
 
 def make_plan(args: AdviceSection, records: dict[str, RunRecord], file: Path) -> Plan | None:
