@@ -35,7 +35,7 @@ from magicdec.cost_model.curves import (
     longest,
 )
 from magicdec.cost_model.draft_table import FORMATS, DraftTable, fastest_runs
-from magicdec.cost_model.plan import DTYPE_BYTES, Plan, make_record, tables
+from magicdec.cost_model.plan import DTYPE_BYTES, Plan, describe_model, make_record, tables
 from magicdec.cost_model.speculation import Choice
 from magicdec.hardware.ceiling_file import Hardware, Link, load_machine
 from magicdec.model.config import ModelConfig
@@ -128,6 +128,11 @@ class PlanSection(AcceptanceSection):
         return pairs
 
     @property
+    def drafter(self) -> str:
+        """That of a record."""
+        return SELF if self.draft == SELF else "model"
+
+    @property
     def ranks_per_node(self) -> int:
         return self.tp // self.nodes
 
@@ -158,9 +163,10 @@ def make_draft_table(args: PlanSection, plan: Plan) -> DraftTable:
     draft = None if args.draft == SELF else args.draft.removeprefix(MODEL_PREFIX)
     name = PRESETS[draft].repo_id if draft in PRESETS else draft
     keys = {} if name is None else {"method": "draft_model", "model": name}
-    source = (args.acceptance or ("",))[0]
-    of_file = Path(source), args.model, args.dtype, draft, args.kv_policy
-    runs = fastest_runs(*of_file) if is_file(source) else {}
+    source, target = (args.acceptance or ("",))[0], describe_model(plan.target, args.dtype)
+    target = {key: target[key] for key in ("dtype", "target_dtype")} | {"model": args.model}
+    like = args.drafter, args.kv_policy, args.draft_weights
+    runs = fastest_runs(Path(source), target, draft, like) if is_file(source) else {}
     # With a single context, entries have none, as vLLM's releases take them.
     contexts = {*plan.prefix_lens, *([1] if len(plan.prefix_lens) > 1 else [])}
     batch_sizes, prefix_lens = tuple(sorted({1, *plan.batch_sizes})), tuple(sorted(contexts))
@@ -242,9 +248,8 @@ def make_plan(args: PlanSection) -> Plan:
     if args.conditional_acceptance is not None:
         curves, source = find_conditional(args.conditional_acceptance, args.budget)
     else:
-        drafter = SELF if args.draft == SELF else "model"
         curves, source = find_curves(
-            args.acceptance or (), args.budget, drafter, args.kv_policy, args.acceptance_gamma,
+            args.acceptance or (), args.budget, args.drafter, args.kv_policy, args.acceptance_gamma,
             args.draft_weights,
         )  # fmt: skip
     reach = longest(curves)

@@ -153,6 +153,8 @@ def test_records_of_another_kind_do_not_count(tmp_path: Path) -> None:
     first = json.loads(BASELINES.read_text().splitlines()[0])
     for section, key, value in (
         ("decoding", "drafter", "ngram"),
+        ("decoding", "tree", [3, 2]),
+        ("decoding", "pa", 0.9),
         ("kv", "policy", "full"),
         ("kv", "budget", -1),
     ):
@@ -185,7 +187,7 @@ def test_acceptance_from_records(drafter: str, policy: str | None) -> None:
         return
     found, source = find_curves([str(BASELINES)], None, drafter, policy)
     assert found == expected and 257 in expected
-    assert source == f"{BASELINES} (measured with demo, {policy or 'streaming_llm'})"
+    assert source == f"{BASELINES} (measured with demo at 4096 tokens, {policy or 'streaming_llm'})"
 
 
 def test_the_rate_of_a_record_gives_what_its_curve_gives() -> None:
