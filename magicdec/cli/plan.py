@@ -138,8 +138,14 @@ class PlanSection(AcceptanceSection):
 
     @property
     def machine_source(self) -> str:
-        """Where the rates come from."""
-        return "flags" if self.machine is None else str(self.machine)
+        """Where the rates come from. Ranks of a host share its memory, so that other numbers of
+        them have other rates."""
+        if self.machine is None:
+            return "flags"
+        of = load_machine(self.machine).description
+        ranks, processor = of.get("world_size"), of.get("gpu") or of.get("cpu") or "unknown"
+        other = "" if ranks in (None, self.tp) else f", not of {self.tp} ranks"
+        return f"{self.machine} ({processor}, ranks {ranks} x threads {of.get('threads')}{other})"
 
 
 def predict(values: Values) -> int:

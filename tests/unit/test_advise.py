@@ -211,6 +211,24 @@ def test_several_ranks_are_probed_run_and_planned(
     assert err == "warning: the host is busy\n"
 
 
+def test_a_machine_file_of_another_machine_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = load_records(BASELINES)[0]
+    here = record.environment
+    args = read("--machine", str(tmp_path / "machine.json"))
+    for description, told in (
+        ({}, ""),
+        ({"cpu": here.cpu, "gpu": None, "threads": here.threads}, ""),
+        ({"cpu": "Z80", "threads": here.threads}, f"with cpu Z80, here {here.cpu}; "),
+        ({"cpu": here.cpu, "threads": 64}, f"with threads 64, here {here.threads}; "),
+    ):
+        machine_file(**description).save(args.machine)
+        module.warn_of_other_machine(args, {"": record})
+        err = capsys.readouterr().err
+        assert told in err and bool(err) == bool(told)
+
+
 def test_a_run_that_is_refused_ends_the_advice_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:

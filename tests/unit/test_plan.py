@@ -212,6 +212,14 @@ def test_the_rate_of_a_record_gives_what_its_curve_gives() -> None:
         assert wrong.speedup < 0.9 * expected.speedup
 
 
+def test_a_plan_says_which_machine_was_probed(tmp_path: Path) -> None:
+    MACHINE.save(tmp_path / "machine.json")
+    flags = f"--machine {tmp_path / 'machine.json'} --acceptance 0.8 --dtype float32"
+    of_two = f"{tmp_path / 'machine.json'} (a, ranks 2 x threads 1"
+    assert make(f"{flags} --tp 2 --link 1 --link_latency_us 1").machine_source == f"{of_two})"
+    assert make(flags).machine_source == f"{of_two}, not of 1 ranks)"
+
+
 def test_what_a_policy_does_before_the_first_step_costs() -> None:
     flags = f"{BY_HAND} --acceptance 0.8 --model llama-2-7b --gen_len 16"
     steps = make(flags).predict(8, 4096)

@@ -167,6 +167,7 @@ def advise(values: Values) -> int:
             append_file("--out", file, args.out)
         if not args.machine.exists():
             probe(args)
+        warn_of_other_machine(args, records)
         print(find_advice(args, records, make_plan(args, records, file)))
     return 0 if all(record.passed for record in records.values()) else 1
 
@@ -219,6 +220,20 @@ def check_machine(args: AdviceSection) -> None:
             "name another file, which need not exist"
         )
     print(f"machine    {args.machine}, probed before")
+
+
+def warn_of_other_machine(args: AdviceSection, records: dict[str, RunRecord]) -> None:
+    """Say what of the machine file is not of the machine, or of the threads, of the runs."""
+    probed = load_machine(args.machine).description
+    here = vars(next(iter(records.values())).environment)
+    kinds = [key for key in ("cpu", "gpu", "threads") if probed.get(key, here[key]) != here[key]]
+    if kinds:
+        of = ", ".join(f"{key} {probed[key]}, here {here[key]}" for key in kinds)
+        print(
+            f"warning: --machine {args.machine} was probed with {of}; what the plan expects is of "
+            "that machine. Name another file, which need not exist.",
+            file=sys.stderr,
+        )
 
 
 def probe(args: AdviceSection) -> None:
