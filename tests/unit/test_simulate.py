@@ -42,6 +42,17 @@ def run(
     return run_mode(mode, machine, options or Options(gamma=4), work)[1]
 
 
+def test_as_many_candidates_are_right_as_the_rate_says() -> None:
+    """In every text, and with the mean in short ones; in different places by seed."""
+    for rate, length in ((0.913, 64), (0.5, 1), (0.0, 9), (1.0, 9)):
+        texts = [draw_right(rate, length, seed) for seed in range(200)]
+        counts = [sum(text) for text in texts]
+        assert {len(text) for text in texts} == {length}
+        assert all(abs(count - rate * length) < 1 for count in counts)
+        assert np.mean(counts) == pytest.approx(rate * length, abs=0.1)
+    assert draw_right(0.5, 64, 1) == draw_right(0.5, 64, 1) != draw_right(0.5, 64, 2)
+
+
 def test_plain_decoding_takes_all_stages_and_links_for_each_token() -> None:
     found = run("iterative", gen_len=20)
     assert found.tokens_per_s == pytest.approx(1 / ROUND_S)
