@@ -37,7 +37,9 @@ STRETCHES = 5
 # Calls in a stretch: as many as take STRETCH_S seconds, but between these two.
 FEWEST_ROUNDS, ROUNDS, STRETCH_S = 5, 30, 0.5
 CACHED, CONTEXT = 32, 8192  # cached tokens per row: attention takes almost no time, or most of it
-MANY = 5  # new tokens per row in a verification
+# New tokens per row in a verification of the 8 drafts of a plan. With fewer, attention still waits
+# for memory, whose rate would be taken for the most that attention computes.
+MANY = 9
 # Models whose layers take hardly any time but their overhead: they have 28,672 weights each.
 FEW, SEVERAL = (ModelConfig("small", 64, layers, 64, 64, 1, 1, 64, 64) for layers in (2, 10))
 

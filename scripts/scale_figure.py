@@ -416,8 +416,8 @@ def draw_maps(path: Path, clusters: list[Cluster], gpu: str) -> None:
         handles.append(Patch(color=NO_ROOM, label="does not fit"))
         figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize=10)
         figure.suptitle(
-            "Predicted: a few requests want asynchronous pipelines, many want replicas of a node, "
-            "and rings where a node is too small\n"
+            "Predicted: over InfiniBand a few requests want asynchronous pipelines,\n"
+            "many want replicas of a node, and rings where a node is too small\n"
             f"{gpu.upper()}, nodes of {NODE}; {'; '.join(c.network.name for c in clusters)}\n"
             "Numbers: gain by drafts at acceptance 0.7 (+: only at 0.8)",
             fontsize=12,

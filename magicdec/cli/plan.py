@@ -36,7 +36,7 @@ from magicdec.cost_model.curves import (
     longest,
 )
 from magicdec.cost_model.draft_table import FORMATS, DraftTable, fastest_runs
-from magicdec.cost_model.plan import DTYPE_BYTES, Plan, make_record, tables
+from magicdec.cost_model.plan import DTYPE_BYTES, Plan, describe_model, make_record, tables
 from magicdec.cost_model.speculation import Choice
 from magicdec.hardware.ceiling_file import Hardware, Link, load_machine
 from magicdec.model.config import ModelConfig
@@ -137,13 +137,24 @@ class PlanSection(AcceptanceSection):
         return load_records(Path(source)) if is_file(source) and not others else []
 
     @property
+    def drafter(self) -> str:
+        """That of a record."""
+        return SELF if self.draft == SELF else "model"
+
+    @property
     def ranks_per_node(self) -> int:
         return self.tp // self.nodes
 
     @property
     def machine_source(self) -> str:
-        """Where the rates come from."""
-        return "flags" if self.machine is None else str(self.machine)
+        """Where the rates come from. Ranks of a host share its memory, so that other numbers of
+        them have other rates."""
+        if self.machine is None:
+            return "flags"
+        of = load_machine(self.machine).description
+        ranks, processor = of.get("world_size"), of.get("gpu") or of.get("cpu") or "unknown"
+        other = "" if ranks in (None, self.tp) else f", not of {self.tp} ranks"
+        return f"{self.machine} ({processor}, ranks {ranks} x threads {of.get('threads')}{other})"
 
 
 def predict(values: Values) -> int:
@@ -169,7 +180,10 @@ def make_draft_table(args: PlanSection, plan: Plan) -> DraftTable:
     draft = None if args.draft == SELF else args.draft.removeprefix(MODEL_PREFIX)
     name = PRESETS[draft].repo_id if draft in PRESETS else draft
     keys = {} if name is None else {"method": "draft_model", "model": name}
-    runs = fastest_runs(args.records, args.model, args.dtype, draft, args.kv_policy)
+    target = describe_model(plan.target, args.dtype)
+    target = {key: target[key] for key in ("dtype", "target_dtype")} | {"model": args.model}
+    like = args.drafter, args.kv_policy, args.draft_weights
+    runs = fastest_runs(args.records, target, draft, like)
     # With a single context, entries have none, as vLLM's releases take them.
     contexts = {*plan.prefix_lens, *([1] if len(plan.prefix_lens) > 1 else [])}
     batch_sizes, prefix_lens = tuple(sorted({1, *plan.batch_sizes})), tuple(sorted(contexts))
@@ -254,9 +268,8 @@ def make_plan(args: PlanSection) -> Plan:
     if args.conditional_acceptance is not None:
         curves, source = find_conditional(args.conditional_acceptance, args.budget)
     else:
-        drafter = SELF if args.draft == SELF else "model"
         curves, source = find_curves(
-            args.acceptance or (), args.budget, drafter, args.kv_policy, args.acceptance_gamma,
+            args.acceptance or (), args.budget, args.drafter, args.kv_policy, args.acceptance_gamma,
             args.draft_weights, args.records,
         )  # fmt: skip
     reach = longest(curves)

@@ -302,7 +302,7 @@ class WorkloadSection:
         2,
         "Batches that are measured. At least 3 give intervals.",
         least=1,
-        other_defaults="3 in advise",
+        other_defaults="5 in advise",
     )
     warmup_batches: int = setting(
         1, "Times that the first batch is decoded before measuring.", least=0

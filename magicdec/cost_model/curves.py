@@ -10,9 +10,10 @@ on the context length. So there is one curve per budget, which is used for all c
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from magicdec.config.setting import setting
 from magicdec.names import DEFAULT_KV_POLICY
@@ -150,25 +151,34 @@ def is_file(text: str) -> bool:
     return Path(text).suffix == ".jsonl" or Path(text).is_file()
 
 
+Drafting = tuple[str, str, str | None]
+"""The drafter, the KV policy and the draft weights of a run."""
+
+
+def drafting_of(config: Mapping[str, Any]) -> Drafting | None:
+    """How a run with this config of a record drafted, if a plan predicts the like: None for trees
+    and for chains that end early (`--pa`), at whose positions more is accepted than in chains."""
+    decoding = config["decoding"]
+    if decoding.get("tree") is not None or decoding.get("pa") is not None:
+        return None
+    return decoding["drafter"], config["kv"]["policy"], decoding.get("draft_weights")
+
+
 def _from_records(
-    path: Path,
-    records: Sequence[RunRecord],
-    budgets: Sequence[int] | None,
-    like: tuple[str, str, str | None],
+    path: Path, records: Sequence[RunRecord], budgets: Sequence[int] | None, like: Drafting
 ) -> tuple[dict[int, Acceptance], str]:
-    """The longest curve of each budget; among curves of equal length the newest. Of records with
-    the drafter, KV policy and draft weights of `like`."""
+    """The longest curve of each budget; among curves of equal length the newest. Of records that
+    drafted as `like` says."""
     drafter, policy, weights = like
     curves: dict[int, tuple[float, ...]] = {}
-    models: dict[int, str] = {}
+    places: dict[int, str] = {}
     for record in records:
         config, metrics = record.config, record.metrics
         budget, curve = config["kv"]["budget"], metrics and metrics.acceptance_per_position
-        decoding = config["decoding"]
-        its_weights = decoding.get("draft_weights")
-        is_like = (decoding["drafter"], config["kv"]["policy"], its_weights) == like
+        is_like = drafting_of(config) == like
         if is_like and budget > 0 and curve and len(curve) >= len(curves.get(budget, ())):
-            curves[budget], models[budget] = tuple(curve), config["model"]["model"]
+            place = f"{config['model']['model']} at {config['workload']['prefix_len']} tokens"
+            curves[budget], places[budget] = tuple(curve), place
     if not curves:
         command = "selfspec" if drafter == "self" else "longspec"
         raise ValueError(
@@ -181,6 +191,6 @@ def _from_records(
         if budget not in curves:
             choices = " ".join(map(str, sorted(curves)))
             raise ValueError(f"--budget {budget} is not in {path}; choose from {choices}")
-    of = ", ".join(sorted({models[budget] for budget in chosen_budgets}))
+    of = ", ".join(sorted({places[budget] for budget in chosen_budgets}))
     chosen: dict[int, Acceptance] = {budget: curves[budget] for budget in chosen_budgets}
     return chosen, f"{path} (measured with {of}, {policy})"

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from magicdec.config.sections import SELF
+from magicdec.cost_model.curves import Drafting, drafting_of
 from magicdec.cost_model.plan import PlanCell
 from magicdec.records.record import RunRecord
 from magicdec.tables import csv_text
@@ -85,19 +85,19 @@ def merge(gammas: Mapping[int, Sequence[int]], end: int) -> dict[int, tuple[int,
 
 
 def fastest_runs(
-    records: Sequence[RunRecord], model: str, dtype: str, draft: str | None, policy: str
+    records: Sequence[RunRecord], target: Mapping[str, str], draft: str | None, like: Drafting
 ) -> dict[tuple[int, int], Run]:
-    """Of the runs of a model among `records`, the fastest at each batch size and context. `draft`
-    is the name of a standalone draft; None: the model drafts for itself."""
+    """Of the runs among `records` with these settings of the model, the fastest at each batch size
+    and context, if they drafted as `like` says, with the standalone draft of that name, if any, and
+    always as many tokens."""
     runs: dict[tuple[int, int], Run] = {}
     for record in records:
-        config, metrics = record.config, record.metrics
-        target, workload, decoding = config["model"], config["workload"], config["decoding"]
-        own = None if decoding["drafter"] == SELF else (config["draft"] or {}).get("model", "")
-        run_of = target["model"], target["dtype"], own, config["kv"]["policy"]
-        gamma, speedup = decoding["num_draft_tokens"], (metrics and metrics.speedup) or 0.0
+        config, workload = record.config, record.config["workload"]
+        gamma, metrics = config["decoding"]["num_draft_tokens"], record.metrics
+        speedup, own = (metrics and metrics.speedup) or 0.0, (config["draft"] or {}).get("model")
         place = workload["batch_size"], workload["prefix_len"]
-        is_like = run_of == (model, dtype, draft, policy) and gamma != "auto"
+        is_like = target.items() <= config["model"].items() and drafting_of(config) == like
+        is_like = is_like and own == draft and gamma != "auto"
         if is_like and speedup > runs.get(place, (0, 0, 0.0))[2]:
             runs[place] = gamma, config["kv"]["budget"], speedup
     return runs

@@ -111,7 +111,8 @@ class PlanRecord(Record):
     )
     cells: list[PlanCell] = recorded("the predictions, each with the best gamma and budget")
     break_even_prefix_len: dict[str, int | None] = recorded(
-        "the shortest prefix from which steps are faster, by batch size; null: none is", "tokens"
+        "the shortest prefix from which on steps are faster, by batch size; null: there is none",
+        "tokens",
     )
 
 
@@ -243,15 +244,16 @@ def _curve(acceptance: float | Sequence[float]) -> str:
 def _map(record: PlanRecord) -> Table:
     """A row for each batch size and a column for each prefix."""
     prefixes = list(dict.fromkeys(cell.prefix_len for cell in record.cells))
-    speedups = {
-        (str(cell.batch_size), cell.prefix_len): f"{cell.speedup:.2f} ({cell.gamma})"
-        for cell in record.cells
-    }
+    cells = {(str(cell.batch_size), cell.prefix_len): cell for cell in record.cells}
+
+    def row(B: str, pays_from: int | None) -> list[str]:
+        of_batch = [cells[B, S] for S in prefixes]
+        end = "short ones only" if any(cell.gamma for cell in of_batch) else "never"
+        end = end if pays_from is None else f"{pays_from} tokens"
+        return [B, *(f"{cell.speedup:.2f} ({cell.gamma})" for cell in of_batch), end]
+
     return Table(
         ["B", *(f"prefix {S}" for S in prefixes), "pays from"],
-        [
-            [B, *(speedups[B, S] for S in prefixes), f"{S} tokens" if S is not None else "never"]
-            for B, S in record.break_even_prefix_len.items()
-        ],
+        [row(*each) for each in record.break_even_prefix_len.items()],
         "predicted speedup of steps (best gamma); 1.00 (0): speculation does not pay",
     )

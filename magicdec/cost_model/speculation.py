@@ -129,17 +129,16 @@ def best_gamma(candidates: Sequence[Speculation], B: int, S: int, max_gamma: int
 def break_even_context(
     candidates: Sequence[Speculation], B: int, max_gamma: int, limit: int = 1 << 20
 ) -> int | None:
-    """The fewest cached tokens per row at which speculation is faster than autoregressive decoding;
-    None if there is no such number up to `limit`."""
+    """The fewest cached tokens per row from which on speculation is faster than autoregressive
+    decoding; None if it is not at `limit`. It may be faster with fewer tokens too, below a range in
+    which it is not: a low-bit draft gains least where it reads all of a full budget."""
 
     def pays(S: int) -> bool:
         gammas = range(1, max_gamma + 1)
         return any(way.predict_step(B, S, g).speedup > 1 for way in candidates for g in gammas)
 
-    high = 1
-    while not pays(high):
-        high *= 2
-        if high > limit:
-            return None
-    first = high // 2 + 1  # half of it does not pay, or is 0
-    return first + bisect_left(range(first, high), True, key=pays)
+    powers = (1 << n for n in range(limit.bit_length()))
+    places = sorted({limit, *powers, *(min(way.budget, limit) for way in candidates)})
+    low = max((S for S in places if not pays(S)), default=0)
+    high = next((S for S in places if low < S), None)
+    return high and low + 1 + bisect_left(range(low + 1, high), True, key=pays)

@@ -65,16 +65,16 @@ def interval(
     return [low + (high - low) / (1 + above / below * ratio) for ratio in (factor, 1 / factor)]
 
 
-def ratio_interval(ratios: Sequence[float], fewest: int = FEWEST_BATCHES) -> list[float] | None:
+def ratio_interval(ratios: Sequence[float], level: float = LEVEL) -> list[float] | None:
     """The interval of the geometric mean of ratios, which are paired: one of each batch. None for
-    fewer than `fewest` batches, or if all ratios are equal."""
-    if len(ratios) < fewest or min(ratios) <= 0:
+    fewer than `FEWEST_BATCHES` batches, or if all ratios are equal."""
+    if len(ratios) < FEWEST_BATCHES or min(ratios) <= 0:
         return None
     logs = np.log(ratios)
     error = float(logs.std(ddof=1)) / math.sqrt(len(logs))
     if error <= 1e-12:
         return None
-    middle, reach = float(logs.mean()), quantile(len(logs) - 1) * error
+    middle, reach = float(logs.mean()), quantile(len(logs) - 1, level) * error
     return [math.exp(middle - reach), math.exp(middle + reach)]
 
 

@@ -91,18 +91,17 @@ def command_of(environment: Environment) -> str:
 
 Row = dict[str, Setting]
 NARROW = 80  # columns of a text table that is written to a file or a pipe
-TEXT_COLUMNS = ("model", "draft_model", "drafter", "draft_weights", "kv_policy", "status")
-# The columns, their labels, and the digits of those that are metrics.
+OF_DRAFT = ("draft_ranks", "draft_dtype")
+TEXT_COLUMNS = ("model", "draft_model", "drafter", "draft_weights", "kv_policy", "device", "status")
+# The labels of columns that are not those of their keys.
 LABELS = {
-    "model": "model", "draft_model": "draft", "drafter": "drafter",
-    "draft_weights": "draft weights", "kv_policy": "kv_policy", "budget": "budget",
-    "gamma": "gamma", "ranks": "ranks", "B": "B", "prefix_len": "prefix",
-    "decode_tokens_per_s": "tokens/s", "speedup": "speedup", "net_speedup": "net",
-    "acceptance_rate": "accept", "roofline_fraction": "roof", "status": "status",
+    "draft_model": "draft", "draft_weights": "draft weights", "prefix_len": "prefix",
+    "decode_tokens_per_s": "tokens/s", "net_speedup": "net", "acceptance_rate": "accept",
+    "roofline_fraction": "roof",
 }  # fmt: skip
 GAMMA = "\N{GREEK SMALL LETTER GAMMA}"
 NARROW_LABELS = LABELS | {"gamma": GAMMA, "decode_tokens_per_s": "tok/s"}  # of a text table
-DIGITS = {
+DIGITS = {  # of the metrics
     "decode_tokens_per_s": 1,
     "speedup": 2,
     "net_speedup": 2,
@@ -120,15 +119,20 @@ class Listing:
     rows: list[Row]
 
     def table(self, form: str) -> Table:
-        """The table. As CSV it has every column. Otherwise a setting that is
-        the same in every row of several is said in a line of text, and a column without a value is
-        left out. As text it is narrow."""
+        """The table. As CSV it has every column. Otherwise a setting that is the same in every row
+        is said in a line of text, and a column without a value is left out. As text it is
+        narrow."""
         columns, rows, labels = self.columns, self.rows, LABELS
         above, below = list[str](), list[str]()
         if form != "csv":
             values = {key: {row[key] for row in rows} for key in columns}
-            same = [key for key in columns if len(values[key]) == 1 and key not in DIGITS]
-            constants = {k: rows[0][k] for k in same if len(rows) > 1 and rows[0][k] is not None}
+            drafting = [row for row in rows if row["draft_model"] is not None]
+            for key in OF_DRAFT:  # which only runs with a draft model have
+                of_drafts = {row[key] for row in drafting}
+                values[key] = of_drafts if len(of_drafts) > 1 else {None}
+            varying = ("status", *DIGITS) if len(rows) == 1 else DIGITS
+            same = [key for key in columns if len(values[key]) == 1 and key not in varying]
+            constants = {key: v for key in same for v in values[key] if v is not None}
             columns = [key for key in columns if key not in constants and values[key] != {None}]
             texts = [f"{LABELS.get(key, key)} {_cell(key, v)}" for key, v in constants.items()]
             lines = [f"in every row: {', '.join(texts)}"] if texts else []
@@ -153,7 +157,7 @@ def list_records(records: Iterable[RunRecord]) -> Listing:
     ]
     for row in rows:
         row["drafter"] = row["drafter"] or "none"
-    return Listing(tuple(LABELS), rows)
+    return Listing((*SETTINGS[:-1], *DIGITS, SETTINGS[-1]), rows)
 
 
 def _halves(metrics: Metrics | None) -> Row:

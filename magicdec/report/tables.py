@@ -16,8 +16,6 @@ from magicdec.report.listing import LABELS, SETTINGS
 from magicdec.tables import Shown, Table
 
 MOST_ROWS = 1000  # on the page; the CSV files have all
-SHOWN_SETTINGS = ("model", "draft_model", "drafter", "kv_policy", "budget", "gamma", "B",
-                  "prefix_len", "gen_len", "ranks", "threads", "dataset", "dtype")  # fmt: skip
 SHOWN_METRICS = (
     *("decode_tokens_per_s", "speedup", "net_speedup", "acceptance_rate", "acceptance_length"),
     *("p50_tpot_ms", "mean_ttft_ms", "roofline_fraction"),
@@ -62,9 +60,9 @@ class PageTable(Table):
 
 def runs_table(runs: pd.DataFrame) -> PageTable:
     """One row for each run. Settings that are the same in all runs are said in the note."""
-    counts = runs[list(SHOWN_SETTINGS)].nunique(dropna=False)
-    same = [key for key in SHOWN_SETTINGS if counts[key] == 1 and len(runs) > 1]
-    keys = [key for key in SHOWN_SETTINGS if key not in same and runs[key].notna().any()]
+    counts = runs[list(SETTINGS[:-1])].nunique(dropna=False)
+    same = [key for key in SETTINGS[:-1] if counts[key] == 1 and len(runs) > 1]
+    keys = [key for key in SETTINGS[:-1] if key not in same and runs[key].notna().any()]
     first = runs.iloc[0]
     said = [f"{LABELS.get(key, key)} {first[key]}" for key in same if first[key] is not None]
     metrics = [m for m in described_fields(Metrics)

@@ -30,10 +30,11 @@ COLUMNS = (
 # The metric of the last pass of a run that a quantity is, and the digits that it is written with.
 QUANTITIES = {
     "speedup": ("speedup", 3),
-    "acceptance_rate": ("acceptance_rate", 3),
+    "conditional_acceptance": ("acceptance_rate", 3),  # from which it is converted
     "tpot_ms": ("mean_tpot_ms", 2),
     "tokens_per_s": ("decode_tokens_per_s", 1),
 }
+CONDITIONAL = "conditional_acceptance"  # the rate of MagicDec's formula for the expected tokens
 TABLES = {
     "magicdec_acceptance": "acceptance of Llama-3.1-8B by prefix length",
     "magicdec_speedups_a100": "speedups on 8 A100",
@@ -79,12 +80,17 @@ def command_of(row: Row) -> str:
     """The words after `magicdec`, without `--out`, with enough batches for intervals."""
     draft, is_demo = row["draft"], row["model"] == DEMO
     drafter = draft if draft in OWN_CACHE else f"model:{hub_name(draft)}"
-    drafting = f"--budget {row['budget']} --gamma {row['gamma'] or 4} " * (draft != "none")
+    drafting = f"--budget {row['budget']} --gamma {gamma_of(row)} " * (draft != "none")
     return (
         f"run --model {hub_name(row['model'])} --draft {drafter} --nproc {row['ranks'] or 1} "
         f"--B {row['batch_size'] or 1} --prefix_len {row['prefix_len']} --gen_len 64 "
         f"--num_batches 4 {drafting}--dataset {'demo' if is_demo else 'pg19'}"
     )
+
+
+def gamma_of(row: Row) -> int:
+    """Draft tokens of a step of the command of a line."""
+    return int(row["gamma"] or 4)
 
 
 def hub_name(model: str) -> str:
@@ -95,6 +101,7 @@ def hub_name(model: str) -> str:
 def read_measured(row: Row, records: Path) -> tuple[str, str]:
     """The number of a line in the file that its command wrote, and its 95 % interval, empty if it
     has none. Raises Missing if the records do not have the number."""
+    from magicdec.cost_model.curves import conditional_rate
     from magicdec.records.performance import SUFFIX as INTERVAL
 
     name, digits = QUANTITIES[row["quantity"]]
@@ -103,8 +110,11 @@ def read_measured(row: Row, records: Path) -> tuple[str, str]:
         raise Missing("the tokens of its run were wrong")
     if metrics[name] is None:
         raise Missing(f"the run has no {name}")
-    ends = metrics.get(f"{name}{INTERVAL}") or ()
-    return f"{metrics[name]:.{digits}f}", " to ".join(f"{end:.{digits}f}" for end in ends)
+    numbers = [metrics[name], *(metrics.get(f"{name}{INTERVAL}") or ())]
+    if row["quantity"] == CONDITIONAL:
+        numbers = [conditional_rate(rate, gamma_of(row)) for rate in numbers]
+    value, *ends = (f"{number:.{digits}f}" for number in numbers)
+    return value, " to ".join(ends)
 
 
 def predict(row: Row, folder: Path) -> str:
@@ -119,7 +129,7 @@ def predict(row: Row, folder: Path) -> str:
         rates = [
             r["published"] for r in csv.DictReader(file) if r["published"] and place <= r.items()
         ]
-    if row["quantity"] == "acceptance_rate":
+    if row["quantity"] == CONDITIONAL:
         raise Missing("the plan takes acceptance as given")
     if not row["ranks"]:
         raise Missing("the number of GPUs is not published")

@@ -125,7 +125,8 @@ def measure(machine: Machine, trace: Trace, counts: Counts) -> SimulatedMetrics:
     for at, commit in trace.commits:
         times.setdefault(commit.request, []).extend([at] * len(commit.tokens))
     first, last = min(t[0] for t in times.values()), max(t[-1] for t in times.values())
-    itl_ms = [1e3 * (b - a) for each in times.values() for a, b in pairwise(each)]
+    # Tokens of one commit came at the same time.
+    itl_ms = [1e3 * (b - a) for each in times.values() for a, b in pairwise(sorted(set(each)))]
     window = (last - first) or math.inf
     rates = [(len(t) - 1) / (t[-1] - t[0]) if t[-1] > t[0] else 0.0 for t in times.values()]
     in_flight = sum(_within(f.launched_s, f.home_s, first, last) for f in trace.flights)

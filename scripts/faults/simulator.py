@@ -101,8 +101,8 @@ PROPERTIES = (
         (
             Fault("the largest gap as the 99th percentile", "simulator/run.py",
                   "p99_itl_ms=percentile(itl_ms, 99)", "p99_itl_ms=max(itl_ms, default=None)"),
-            Fault("gaps between commits of a request in place of tokens", "simulator/run.py",
-                  "mean_itl_ms=mean(itl_ms)", "mean_itl_ms=mean([ms for ms in itl_ms if ms])"),
+            Fault("no time between tokens of one commit", "simulator/run.py",
+                  "pairwise(sorted(set(each)))", "pairwise(each)"),
         ),
     ),
     Property(

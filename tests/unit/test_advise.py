@@ -6,6 +6,7 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import ROOT, Command
 
@@ -19,6 +20,7 @@ from magicdec.config.resolve import resolve
 from magicdec.distributed.ranks import Ended
 from magicdec.hardware.ceiling_file import Link, MachineFile, load_machine
 from magicdec.names import KV_POLICIES
+from magicdec.records.intervals import ratio_interval
 from magicdec.records.reading import load_records
 
 
@@ -41,7 +43,7 @@ def machine_file(link: Link | None = None, **description: object) -> MachineFile
     [
         (
             Measured("--draft self", 1.35, (1.28, 1.41), 1.3),
-            ("Speculation pays here", "1.35 times", "(95 % interval 1.28 to 1.41)",
+            ("Speculation pays here", "1.35 times", "(95 % interval: 1.28 to 1.41)",
              "; sure, because the plan expected 1.30 times here too."),
         ),
         (
@@ -215,6 +217,24 @@ def test_several_ranks_are_probed_run_and_planned(
     assert command("advise", *words).code == 0 and [words[0] for words in started[2:]] == ["run"]
 
 
+def test_a_machine_file_of_another_machine_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    record = load_records(BASELINES)[0]
+    here = record.environment
+    args = read("--machine", str(tmp_path / "machine.json"))
+    for description, told in (
+        ({}, ""),
+        ({"cpu": here.cpu, "gpu": None, "threads": here.threads}, ""),
+        ({"cpu": "Z80", "threads": here.threads}, f"with cpu Z80, here {here.cpu}; "),
+        ({"cpu": here.cpu, "threads": 64}, f"with threads 64, here {here.threads}; "),
+    ):
+        machine_file(**description).save(args.machine)
+        module.warn_of_other_machine(args, {"": record})
+        err = capsys.readouterr().err
+        assert told in err and bool(err) == bool(told)
+
+
 def test_a_run_that_is_refused_ends_the_advice_in_one_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
@@ -310,3 +330,22 @@ def test_drafts_are_ranked_by_what_their_intervals_leave_sure() -> None:
         for budget, speedup, interval in ((65, 3.5, [0.3, 16.0]), (257, 1.5, [1.4, 1.6]))
     }
     assert "`--draft self --budget 257`" in module.find_advice(read(), records, None)
+
+
+def test_the_best_of_many_drafts_without_a_gain_is_not_sure() -> None:
+    """Ten drafts are as fast as decoding without them. At 95 % each, the best one would be sure to
+    pay in about 22 of 100 cases."""
+    record = next(r for r in load_records(BASELINES) if r.metrics and module.net_speedup(r) > 0)
+    assert record.metrics is not None
+    chance, num_sure, num_cases = np.random.default_rng(0), 0, 400
+    for _ in range(num_cases):
+        records = {}
+        for draft in range(10):
+            ratios = np.exp(chance.normal(0, 0.05, 5)).tolist()
+            metrics = dataclasses.replace(
+                record.metrics, net_speedup=float(np.median(ratios)), net_speedup_per_batch=ratios,
+                net_speedup_interval=ratio_interval(ratios),
+            )  # fmt: skip
+            records[f"--draft ngram --gamma {draft}"] = dataclasses.replace(record, metrics=metrics)
+        num_sure += module.find_advice(read(), records, None).startswith("Speculation pays here")
+    assert num_sure < 0.05 * num_cases

@@ -222,6 +222,17 @@ def test_break_even_is_where_it_begins_to_pay() -> None:
     assert best_gamma([way], 16, context - 1, 8).gamma == 0
 
 
+def test_break_even_is_above_all_contexts_that_do_not_pay() -> None:
+    """A draft in int4 pays at once, because it reads fewer weights, and no longer where it reads as
+    many entries of the cache as the target does, up to a budget between two powers of 2."""
+    target = Deployment(LLAMA_2_7B, A100, 2)
+    way = Speculation(target, replace(target, low_bit="int4"), 1500, 0.5)
+    context = break_even_context([way], 8, 8)
+    assert context is not None and context > 1500
+    gammas = {S: best_gamma([way], 8, S, 8).gamma for S in (1, 1024, context - 1, context, 3000)}
+    assert [S for S, gamma in gammas.items() if gamma == 0] == [context - 1]
+
+
 sizes = st.tuples(st.integers(1, 256), st.integers(1, 9), st.integers(0, 1 << 17))
 
 

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from itertools import pairwise, product
 from pathlib import Path
 
@@ -117,8 +118,36 @@ def test_measured_runs_stand_beside_predictions() -> None:
             and r.config["kv"]["policy"] == policy and r.metrics and r.metrics.speedup
         ]  # fmt: skip
         assert table.measured == {(8, 4096): max(runs, key=lambda run: run[2])}
-    args = main.build_parser().read(f"{flags} --dtype bfloat16".split())[PlanSection]
-    assert make_draft_table(args, make_plan(args)).measured == {}
+    for other in ("--dtype bfloat16", "--target_dtype int8"):
+        args = main.build_parser().read(f"{flags} {other}".split())[PlanSection]
+        assert make_draft_table(args, make_plan(args)).measured == {}, other
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"drafter": "ngram+model"}, {"tree": [3, 2]}, {"pa": 0.9}, {"draft_weights": "int4"}],
+    ids=str,
+)
+def test_runs_that_draft_otherwise_are_not_measurements_of_a_plan(
+    tmp_path: Path, other: dict[str, object]
+) -> None:
+    """However fast they are."""
+    first = next(
+        r for r in load_records(BASELINES)
+        if (r.config["decoding"]["drafter"], r.config["kv"]["policy"]) == ("model", "snapkv")
+    )  # fmt: skip
+    assert first.metrics is not None and first.metrics.speedup is not None
+    fast = replace(
+        first, metrics=replace(first.metrics, speedup=100.0),
+        config=first.config | {"decoding": first.config["decoding"] | other},
+    )  # fmt: skip
+    path = tmp_path / "runs.jsonl"
+    path.write_text(f"{first.to_json()}\n{fast.to_json()}\n")
+    flags = f"{BY_HAND} --dtype float32 --draft model:demo-draft --acceptance {path} "
+    flags += "--kv_policy snapkv --B 8 --prefix_len 4096"
+    args = main.build_parser().read(flags.split())[PlanSection]
+    runs = make_draft_table(args, make_plan(args)).measured
+    assert [speedup for _, _, speedup in runs.values()] == [first.metrics.speedup]
 
 
 def test_a_file_is_read_once_for_the_plan_and_all_tables(command: Command, tmp_path: Path) -> None:

@@ -104,6 +104,8 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
     good, sixteen, three = drawn(), drawn(num_prompts=16), drawn(num_prompts=3)
     little = with_losses(good, 0.004, seed=1)
     nothing = record_of(draw_pass(np.random.default_rng(0), np.full(3, 1e-9), 4, 63))
+    of_one = np.array([0.9, *[1e-9] * 7])
+    one_of_eight = record_of(draw_pass(np.random.default_rng(0), of_one, 4, 63))
     unchecked = with_fields(
         good, correctness__reference=None, correctness__identical=None, baseline_metrics=None
     )
@@ -119,7 +121,13 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
         ([good], [with_fields(little, margin=0.0)], (), 0, ""),
         ([three], [three], (), 0, "1 same"),  # equal counts need no statistics
         ([with_losses(three, 0.2)], [three], (), 3, "not comparable, 3 prompts; 4 are needed"),
+        (
+            [with_losses(three, 0.2)], [three], ("--margin", "0.5"), 0,
+            "changed, within the margin of 50 %",
+        ),
         ([nothing], [three], (), 1, "no draft is accepted any more"),
+        ([three], [nothing], (), 3, "not comparable, 3 prompts; 4 are needed"),
+        ([good], [one_of_eight], (), 3, "not comparable, without one of the prompts nothing is"),
         # A stale baseline hides no regression from another.
         ([drawn(0.3)], stale, (), 1, "regression"),
         ([drawn(0.3)], stale[::-1], (), 1, "regression"),
@@ -166,6 +174,7 @@ OTHER = {
     "dtype": ({"config__model__dtype": "bfloat16"}, "dtype bfloat16, was float32"),
     "int8": ({"config__model__target_dtype": "int8"}, "weights int8, was float32"),
     "length": ({"config__workload__gen_len": 9}, "gen_len 9, was 64"),
+    "corpus": ({"config__decoding__lookup_corpus": "a"}, "lookup_corpus a, was None"),
     "eos": ({"config__decoding__ignore_eos": "other"}, "ignore_eos other, was False"),
 }
 

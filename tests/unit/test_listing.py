@@ -66,6 +66,29 @@ def test_markdown_and_latex_say_once_what_is_the_same_in_every_row(
     assert r"a_b\|100%" in command("table", path, "--format", "md").out
 
 
+@pytest.mark.parametrize(
+    ("section", "key", "value", "label"),
+    [
+        ("model", "dtype", "bfloat16", "dtype"),
+        ("decoding", "pa", 0.9, "pa"),
+        ("sampling", "temperature", 0.5, "temperature"),
+        ("workload", "gen_len", 9, "gen_len"),
+    ],
+)
+def test_runs_that_differ_have_rows_that_differ(
+    tmp_path: Path, command: Command, section: str, key: str, value: object, label: str
+) -> None:
+    """One run alone, and several that are alike, say it above the table."""
+    path, other = tmp_path / "runs.jsonl", record(1, 1.25)
+    other["config"].setdefault(section, {})[key] = value
+    write(path, [other])
+    shown = " ".join(command("table", path).out.split())
+    assert f"{label} {value}" in shown and "in every row: " in shown
+    write(path, [record(1, 1.25), other])
+    names, *rows = command("table", path).out.splitlines()[-3:]
+    assert label in names.split() and rows[0] != rows[1] and str(value) in rows[1]
+
+
 def test_low_bit_drafts_are_told_from_others(tmp_path: Path, command: Command) -> None:
     path, low_bit = tmp_path / "runs.jsonl", record(1, 1.5)
     low_bit["config"]["decoding"]["draft_weights"] = "int4"

@@ -181,6 +181,7 @@ def test_a_file_may_have_records_of_several_kinds(
 def test_metrics_of_passes_are_compared_by_name(tmp_path: Path, command: Command) -> None:
     old, new = measured("async"), measured("async", "later")
     new["metrics"] |= {"makespan_s": 1.25 * old["metrics"]["makespan_s"]}
+    new["environment"] |= {"threads": 7}
     first = write(tmp_path / "old.jsonl", measured("sync"), old)
     second = write(tmp_path / "new.jsonl", new, measured("sync", lanes=2))
     summary = tmp_path / "summary.md"
@@ -191,10 +192,32 @@ def test_metrics_of_passes_are_compared_by_name(tmp_path: Path, command: Command
         cells[0]: cells[1:] for cells in map(cells_of, summary.read_text().splitlines()) if cells
     }
     assert rows["makespan_s"][2] == "+25.0 %" and "output_throughput" not in rows
+    assert f"threads: old {old['environment']['threads']}, new 7" in shown and "cpu: " not in shown
     code, _, err = command(compare, second, first, "--margin", 0.1)
     assert code == 2 and "--margin does nothing here: it is for records of runs" in err
     other = write(tmp_path / "other.jsonl", measured("async", gamma=9))
     assert command(compare, second, other).code == 3
+
+
+def test_forwards_are_compared_with_those_of_the_same_weights(
+    tmp_path: Path, command: Command
+) -> None:
+    """Of a draft as of a target."""
+    base = make()
+    times = {"ms_p10": 1.0, "ms_p90": 1.0, "bytes": 9, "roofline_fraction": 0.5, "tokens": 1}
+    place = {"phase": "draft", "B": 1, "context": 9, "T": 1, "budget": 5, "kv_policy": "snapkv"}
+    rows = [
+        place | times | {"draft_weights": weights, "ms_median": ms}
+        for weights, ms in ((None, 2.0), ("int8", 1.0))
+    ]
+    old = {key: base[key] for key in ("schema_version", "config", "environment")}
+    old |= {"kind": "latency", "status": "ok", "rows": rows}
+    new = old | {"rows": [rows[0] | {"ms_median": 3.0}, rows[1]]}
+    first, second = write(tmp_path / "old.jsonl", old), write(tmp_path / "new.jsonl", new)
+    assert "+50.0 %" in command(compare, second, first).out
+    model = base["config"]["model"] | {"target_dtype": "int8"}
+    third = write(tmp_path / "third.jsonl", new | {"config": base["config"] | {"model": model}})
+    assert command(compare, third, first).code == 3
 
 
 def cells_of(line: str) -> list[str]:

@@ -153,6 +153,8 @@ def test_records_of_another_kind_do_not_count(tmp_path: Path) -> None:
     first = json.loads(BASELINES.read_text().splitlines()[0])
     for section, key, value in (
         ("decoding", "drafter", "ngram"),
+        ("decoding", "tree", [3, 2]),
+        ("decoding", "pa", 0.9),
         ("kv", "policy", "full"),
         ("kv", "budget", -1),
     ):
@@ -185,7 +187,7 @@ def test_acceptance_from_records(drafter: str, policy: str | None) -> None:
         return
     found, source = find_curves([str(BASELINES)], None, drafter, policy)
     assert found == expected and 257 in expected
-    assert source == f"{BASELINES} (measured with demo, {policy or 'streaming_llm'})"
+    assert source == f"{BASELINES} (measured with demo at 4096 tokens, {policy or 'streaming_llm'})"
 
 
 def test_the_rate_of_a_record_gives_what_its_curve_gives() -> None:
@@ -208,6 +210,14 @@ def test_the_rate_of_a_record_gives_what_its_curve_gives() -> None:
             64, 30000
         )
         assert wrong.speedup < 0.9 * expected.speedup
+
+
+def test_a_plan_says_which_machine_was_probed(tmp_path: Path) -> None:
+    MACHINE.save(tmp_path / "machine.json")
+    flags = f"--machine {tmp_path / 'machine.json'} --acceptance 0.8 --dtype float32"
+    of_two = f"{tmp_path / 'machine.json'} (a, ranks 2 x threads 1"
+    assert make(f"{flags} --tp 2 --link 1 --link_latency_us 1").machine_source == f"{of_two})"
+    assert make(flags).machine_source == f"{of_two}, not of 1 ranks)"
 
 
 def test_what_a_policy_does_before_the_first_step_costs() -> None:

@@ -10,6 +10,7 @@ import torch
 
 from magicdec import probe
 from magicdec.cli import probe as command
+from magicdec.cli.plan import MAX_GAMMA
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
@@ -82,6 +83,11 @@ def test_a_probe_measures_everything(
     assert "read bandwidth, GB/s" in out and "all-reduce" not in out
     assert len(found.spreads) == 9 and all(spread >= 0 for spread in found.spreads.values())
     assert out.count(" %") == 9
+
+
+def test_verifications_are_as_long_as_the_longest_of_a_plan() -> None:
+    """Of shorter ones a probe measures how fast the memory is, not how fast attention computes."""
+    assert probe.MANY == MAX_GAMMA + 1
 
 
 def test_a_spread_leaves_out_what_warms_up() -> None:

@@ -22,8 +22,9 @@ from test_compare import failed, write
 from magicdec.cli.records import report as report_command
 from magicdec.figures import styled
 from magicdec.names import BASELINE
-from magicdec.report.figures.panels import choose, make_axes, put_title, summarize
-from magicdec.report.figures.passes import drafting_share, pareto
+from magicdec.records.reading import load_records
+from magicdec.report.figures.panels import Drawn, choose, make_axes, put_title, summarize
+from magicdec.report.figures.passes import drafting_share, draw_by_budget, pareto
 from magicdec.report.frame import Row, frame_of, report_rows
 from magicdec.report.listing import command_of
 from magicdec.report.tables import ranges
@@ -272,6 +273,15 @@ def test_repeated_runs_show_their_range_and_one_run_its_interval() -> None:
     one, all_of_them = summarize(runs[:1], "x"), summarize(runs, "x")
     assert one == {"x": 3.0, "low": 0.0, "high": 9.0, "runs": 1}
     assert all_of_them == {"x": 3.0, "low": 2.0, "high": 7.0, "runs": 3}
+
+
+@pytest.mark.parametrize("key", ["draft_weights", "target_dtype", "pa"])
+def test_runs_with_other_weights_are_not_repeated_runs(key: str) -> None:
+    records = load_records(ROOT / "results" / "baselines" / "acceptance.jsonl")
+    every = [row for n, r in enumerate(records) for row in report_rows(n, "", r) if row["is_run"]]
+    every = [row for row in every if row["drafter"] == "self" and row["gamma"] == 4]
+    drawn = draw_by_budget(frame_of([*every, *(row | {key: "other"} for row in every)]))
+    assert isinstance(drawn, Drawn) and set(drawn.table["runs"]) == {1}
 
 
 def test_numbers_of_runs_are_short() -> None:

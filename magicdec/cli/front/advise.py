@@ -42,6 +42,7 @@ from magicdec.hardware.ceiling_file import load_machine
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES, LOW_BIT, NGRAM_AND
 from magicdec.pipelined_speculation.options import Options
+from magicdec.records.intervals import LEVEL, ratio_interval
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 from magicdec.records.table import method
@@ -69,13 +70,15 @@ SOURCES = (
 @dataclass(frozen=True)
 class Measured:
     """A short run with a draft: the flags that name it, and its net speedup over decoding without
-    one. `interval` is the 95 % interval, None if the run had too few batches. `predicted` is the
-    plan's net speedup at the same place, None where it has none."""
+    one. `interval` is its interval, which holds with 95 % for all `num_drafts` that were tried, of
+    which this is the best; None if the run had too few batches. `predicted` is the plan's net
+    speedup at the same place, None where it has none."""
 
     draft: str
     speedup: float
     interval: Sequence[float] | None = None
     predicted: float | None = None
+    num_drafts: int = 1
 
 
 def describe_advice(best: Measured, place: str, expectation: str) -> str:
@@ -86,7 +89,9 @@ def describe_advice(best: Measured, place: str, expectation: str) -> str:
         verdict, draft = "does not pay here", f"the best draft, {draft},"
     between = ""
     if best.interval is not None:
-        between = f" (95 % interval {best.interval[0]:.2f} to {best.interval[1]:.2f})"
+        of_all = f" for all {best.num_drafts} drafts together" if best.num_drafts > 1 else ""
+        low, high = best.interval
+        between = f" (95 % interval{of_all}: {low:.2f} to {high:.2f})"
         if best.interval[0] <= 1 <= best.interval[1]:
             verdict = "may or may not pay here"
     return (
@@ -123,7 +128,7 @@ class AdviceSection:
     B: int = same(WorkloadSection, "batch_size", 1)
     prefix_len: int = same(WorkloadSection, "prefix_len", 2048)
     gen_len: int | None = same(WorkloadSection, "gen_len")
-    num_batches: int = same(WorkloadSection, "num_batches", 3)
+    num_batches: int = same(WorkloadSection, "num_batches", 5)
     nproc: int | None = same(ParallelSection, "nproc")
     machine: Path = same(PlanSection, "machine", Path("machine.json"))
     out: Path = same(OutputSection, "results", Path(OutputSection.results))
@@ -162,6 +167,7 @@ def advise(values: Values) -> int:
             append_file("--out", file, args.out)
         if not args.machine.exists():
             probe(args)
+        warn_of_other_machine(args, records)
         print(find_advice(args, records, make_plan(args, records, file)))
     return 0 if all(record.passed for record in records.values()) else 1
 
@@ -230,6 +236,20 @@ def probed_ranks(path: Path, default: int) -> int:
     return int(load_machine(path).description.get("world_size", default))
 
 
+def warn_of_other_machine(args: AdviceSection, records: dict[str, RunRecord]) -> None:
+    """Say what of the machine file is not of the machine, or of the threads, of the runs."""
+    probed = load_machine(args.machine).description
+    here = vars(next(iter(records.values())).environment)
+    kinds = [key for key in ("cpu", "gpu", "threads") if probed.get(key, here[key]) != here[key]]
+    if kinds:
+        of = ", ".join(f"{key} {probed[key]}, here {here[key]}" for key in kinds)
+        print(
+            f"warning: --machine {args.machine} was probed with {of}; what the plan expects is of "
+            "that machine. Name another file, which need not exist.",
+            file=sys.stderr,
+        )
+
+
 def probe(args: AdviceSection) -> None:
     """Measure the rates of the machine."""
     print("machine    probing", flush=True)
@@ -283,7 +303,10 @@ def find_advice(args: AdviceSection, records: dict[str, RunRecord], plan: Plan |
         candidate = next(each for each in plan.candidates() if each.budget == kv["budget"])
         here = candidate.predict(args.B, args.prefix_len, args.gamma)
         predicted = here.net_speedup(args.num_new_tokens)
-    best = Measured(flags, net_speedup(record), record.metrics.net_speedup_interval, predicted)
+    # The best of many drafts without a gain has a gain by chance: each has a share of the 5 %.
+    ratios, num_drafts = record.metrics.net_speedup_per_batch or (), len(records)
+    interval = ratio_interval(ratios, 1 - (1 - LEVEL) / num_drafts)
+    best = Measured(flags, net_speedup(record), interval, predicted, num_drafts)
     place = f"B {args.B} and {args.prefix_len} tokens of context"
     sentence = describe_advice(best, place, "" if plan is None else expectation_of(plan, args))
     drafts = shlex.split(flags) if best.speedup > 1 else ["--draft", NONE]
@@ -293,17 +316,17 @@ def find_advice(args: AdviceSection, records: dict[str, RunRecord], plan: Plan |
 def expectation_of(plan: Plan, args: AdviceSection) -> str:
     """The contexts in which the plan expects self-speculation to pay, as a part of a sentence."""
     pays_from = plan.break_even(args.B)
-    expected = "pay at no context"
+    expected = "not to pay at long contexts"
     if pays_from is not None:
         context = plan.prefix_lens[-1]
         far = plan.predict(args.B, context)
-        expected = f"pay from {pays_from} tokens on"
+        expected = f"to pay from {pays_from} tokens on"
         if far.gamma:
             expected += (
                 f", and {far.net_speedup(args.num_new_tokens):.2f} times at {context} with "
                 f"`--kv_policy {plan.kv_policy} --budget {far.budget} --gamma {far.gamma}`"
             )
-    return f"the plan expects self-speculation to {expected}; "
+    return f"the plan expects self-speculation {expected}; "
 
 
 def make_plan(args: AdviceSection, records: dict[str, RunRecord], file: Path) -> Plan | None:

@@ -60,13 +60,13 @@ class Change:
     """A relative change, such as -0.05 for a loss of 5 %, and its interval."""
 
     relative: float
-    interval: tuple[float, float] | None  # None: there are too few prompts for one
+    interval: tuple[float, float] | None  # None: too few prompts have accepted drafts
     num_prompts: int
 
     @property
     def is_noise(self) -> bool:
-        """Whether the interval holds 0, or does not exist."""
-        return self.interval is None or self.interval[0] <= 0 <= self.interval[1]
+        """Whether the interval holds 0."""
+        return self.interval is not None and self.interval[0] <= 0 <= self.interval[1]
 
     def __str__(self) -> str:
         text = f"{100 * self.relative:+.1f} %"
@@ -266,12 +266,14 @@ def decide(rates: tuple[float, float], change: Change, margin: float) -> tuple[s
     is_lost = rates[1] == 0
     if change.relative < -margin and (margin == 0 or is_lost):
         return REGRESSION, "any loss is one" if margin == 0 else "no draft is accepted any more"
-    if abs(change.relative) > margin and change.interval is None:
-        return INCOMPARABLE, f"{change.num_prompts} prompts; {FEWEST_PROMPTS} are needed"
     if change.is_noise:
         return CHANGED, "inside the noise"
     if abs(change.relative) <= margin:
         return CHANGED, f"within the margin of {100 * margin:g} %"
+    if change.num_prompts < FEWEST_PROMPTS:
+        return INCOMPARABLE, f"{change.num_prompts} prompts; {FEWEST_PROMPTS} are needed"
+    if change.interval is None:
+        return INCOMPARABLE, "without one of the prompts nothing is accepted, so it has no interval"
     verdict = REGRESSION if change.relative < 0 else GAIN
     return verdict, f"beyond the margin of {100 * margin:g} % and the noise"
 

@@ -85,6 +85,7 @@ def conditions(record: RunRecord) -> dict[str, Any]:
         "weights": weight_dtypes(config),
         "sampling": sampling(config),
         "ignore_eos": config["decoding"]["ignore_eos"],
+        "lookup_corpus": config["decoding"].get("lookup_corpus"),
     }
 
 

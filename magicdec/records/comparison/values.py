@@ -20,17 +20,22 @@ from magicdec.tables import Column, Shown, Table
 PARTS = ("status", "metrics", "speculation", "rows", "cells", "break_even_prefix_len")
 # What a forward or a prediction is of, by the kind of its record; of others, their place in a list.
 PLACES = {
-    "latency": ("phase", "B", "context", "T", "budget", "kv_policy"),
+    "latency": ("phase", "B", "context", "T", "budget", "kv_policy", "draft_weights"),
     "plan": ("batch_size", "prefix_len"),
 }
 
 
+# What of an environment times depend on.
+OF_MACHINE = ("cpu", "gpu", "threads", "torch", "revision")
+
+
 @dataclass
 class Values:
-    """What a file says of one thing: each value by its place, of the newest record."""
+    """What a file says of one thing: each value by its place, of the newest record, and on which
+    machine that was measured."""
 
     name: str
-    is_predicted: bool
+    machine: dict[str, object] | None  # None: it was predicted
     by_place: dict[str, object] = field(default_factory=dict)
 
 
@@ -41,19 +46,22 @@ def values_of(records: Iterable[Record]) -> dict[str, Values]:
     for record in records:
         if isinstance(record, RunRecord):
             continue
-        model, fields = record.config.get("model", {}), asdict(record)
+        model, fields, machine = record.config.get("model", {}), asdict(record), None
         name = f"{record.kind} of {record.config.get('mode') or model.get('model')}"
         if isinstance(record, MeasuredRecord):
             mode, workload = fields.get("name"), record.config.get("workload")
-            of = [model["model"], model["dtype"], record.environment.world_size, mode, workload]
+            of = [model["model"], model["dtype"], model.get("target_dtype"), mode, workload]
+            of.append(record.environment.world_size)
+            machine = {key: getattr(record.environment, key) for key in OF_MACHINE}
             name = f"{mode or record.kind}: {model['model']} ({model['dtype']})"
         else:
             of = [{key: value for key, value in record.config.items() if key != "flags"}]
         key = json.dumps([record.kind, *of], sort_keys=True)
-        is_predicted = not isinstance(record, MeasuredRecord)
+        values = found.setdefault(key, Values(name, machine))
+        values.machine = machine
         for part in PARTS:
             places = leaves(part, fields.get(part), PLACES.get(record.kind, ()))
-            found.setdefault(key, Values(name, is_predicted)).by_place.update(places)
+            values.by_place.update(places)
     return found
 
 
@@ -78,7 +86,7 @@ def compare_predictions(new: Iterable[Record], old: Iterable[Record]) -> Iterato
     """A regression for each predicted value that is another one, beyond rounding."""
     before, after = values_of(old), values_of(new)
     for key, values in after.items():
-        if not values.is_predicted:
+        if values.machine is not None:
             continue
         if key not in before:
             yield Comparison(values.name, MISSING, "the baseline has no prediction of these inputs")
@@ -96,8 +104,9 @@ def tables_of_measured(new: Iterable[Record], old: Iterable[Record]) -> list[Tab
     another one."""
     before, tables = values_of(old), []
     for key, values in values_of(new).items():
-        if values.is_predicted or key not in before:
+        if values.machine is None or key not in before:
             continue
+        theirs = before[key].machine or {}
         pairs = in_both(values, before[key])
         rows = [
             [place.removeprefix("metrics."), number(was), number(now), change(was, now)]
@@ -105,6 +114,11 @@ def tables_of_measured(new: Iterable[Record], old: Iterable[Record]) -> list[Tab
             if was != now
         ]
         below = [f"{len(pairs) - len(rows)} of {len(pairs)} values are the same"]
+        below += [
+            f"{about}: old {theirs[about]}, new {ours}"
+            for about, ours in values.machine.items()
+            if ours != theirs[about]
+        ]
         label = Column("", is_text=True, key="metric")
         tables.append(Table([label, "old", "new", "change"], rows, values.name, below=below))
     return tables

@@ -33,7 +33,9 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-HELD = ["model", "draft_model", "drafter", "kv_policy", "dtype", "dataset", "ranks", "device"]
+MACHINE = ("device", "ranks", "threads")
+WEIGHTS = ("model", "target_dtype", "draft_model", "draft_weights")
+HELD = [*WEIGHTS, "drafter", "kv_policy", "dtype", "dataset", "gen_len", *MACHINE]
 KINDS = ["speedup", "net_speedup"]
 PLACE = ["B", "prefix_len"]
 MOST = 4.0  # speedup with the darkest colour; 1 / MOST has the darkest of the other side
@@ -94,8 +96,7 @@ def draw_map(ax: Axes, cells: pd.DataFrame, _: Series) -> dict[str, Any]:
     return {}
 
 
-MACHINE = ("device", "ranks", "threads")
-PROMPTS = ["model", "draft_model", "dtype", "dataset", "temperature", "prefix_len"]
+PROMPTS = [*WEIGHTS, "dtype", "dataset", "temperature", "prefix_len"]
 TPOT, X, Y = "mean_tpot_ms", "request_tokens_per_s", "decode_tokens_per_s"
 READ = f"{ENVIRONMENT}read_bandwidth_bytes_per_s"
 GB = 1e9
@@ -215,7 +216,7 @@ def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
     form = Form(
         name="acceptance_by_budget", title="Acceptance rate against the draft's KV budget",
         reason="no model and policy was measured with two KV budgets and else equal settings",
-        held=[*PROMPTS[:2], "drafter", *PROMPTS[2:], "gamma"], places=["budget", "kv_policy"],
+        held=["drafter", *PROMPTS, "gamma", "pa"], places=["budget", "kv_policy"],
         series="kv_policy", show=show,
         draw=partial(draw_curves, x="budget", y="acceptance_rate", xscale="log"),
         labels=("KV budget (tokens that a draft reads)", "acceptance rate"),
@@ -243,7 +244,8 @@ def draw_by_position(runs: pd.DataFrame) -> Drawn | LeftOut:
     form = Form(
         name="acceptance_by_position", title="Acceptance by draft position",
         reason="no run drafted two tokens in a step",
-        held=PROMPTS, places=["series"], show=show, axes={"sharey": True},
+        held=[key for key in PROMPTS if key != "draft_weights"],  # which the series have
+        places=["series"], show=show, axes={"sharey": True},
         draw=partial(draw_curves, x="position", y="share", ylim=(0, 1.04)),
         labels=("draft position in its step", SHARE),
         caption=(
@@ -277,7 +279,7 @@ def curve_of(run: dict[str, Any]) -> pd.DataFrame:
     )  # fmt: skip
 
 
-ALONG = ["drafter", "kv_policy", "budget", "gamma", "B", "prefix_len"]
+ALONG = ["drafter", "draft_weights", "kv_policy", "budget", "gamma", "pa", "B", "prefix_len"]
 # (colour, hatch) by phase
 PHASES = {"draft": (COLOURS[4], ""), "verify": (COLOURS[0], "///"), "decode": (COLOURS[5], "..."),
           "other": (COLOURS[7], "xxx")}  # fmt: skip
@@ -291,7 +293,8 @@ def draw_phases(runs: pd.DataFrame) -> Drawn | LeftOut:
     form = Form(
         name="step_phases", title="Phases of a decode step",
         reason="no run timed its phases; on CUDA --benchmark does",
-        held=("model", "draft_model", "dtype", "dataset", *MACHINE), places=ALONG, most_panels=1,
+        held=("model", "draft_model", "target_dtype", "dtype", "dataset", *MACHINE), places=ALONG,
+        most_panels=1,
         what="combinations of model and machine", show=phases_of, draw=draw_bars, series="",
         labels=("time of a step (ms)", ""),
         caption=(
