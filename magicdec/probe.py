@@ -161,17 +161,17 @@ def load_runner(
     num_rows: int,
     max_tokens: int,
 ) -> ModelRunner:
-    """A model, whole on this rank, whose cache is not the zeros of fresh memory."""
+    """A model, whole on this rank, whose cache is full of equal numbers."""
     model = load_kind(source, Shard(), kinds, device)
     alone = Group((group.ranks[group.index],), 0)
     runner = ModelRunner(
         model, load_named(ATTENTION_BACKENDS, backend)(), alone, num_rows, max_tokens,
         executor=make_executor(kinds, model, alone),
     )  # fmt: skip
-    for pool in (runner.cache.k, runner.cache.v):
-        pool.fill_(0.1)  # unwritten pages share one page of zeros, which stays cached
     for row in range(num_rows):
         runner.allocate(row)
+    for pool in (runner.cache.k, runner.cache.v):
+        pool.fill_(0.1)
     return runner
 
 

@@ -164,6 +164,8 @@ def fill(runner: ModelRunner, context: int) -> Batch:
     vocab_size, rows = runner.model.config.vocab_size, range(runner.num_rows)
     generator = torch.Generator().manual_seed(0)  # the same prompts on every rank
     ids = torch.randint(vocab_size, (runner.num_rows, context + 1), generator=generator).tolist()
+    for row in rows:
+        runner.allocate(row)
     # Normal numbers, the same in every layer. Pages that were never written would all be one page
     # of zeros, which is read from the processor's cache; equal keys would give a policy no choice.
     cache = runner.cache
@@ -172,7 +174,6 @@ def fill(runner: ModelRunner, context: int) -> Batch:
     cache.v[:] = cache.k[0]
     requests = []
     for row, tokens in zip(rows, ids, strict=True):
-        runner.allocate(row)
         requests.append(Request(row, tuple(tokens[:-1]), GREEDY, tokens[-1:], row=row))
     cache.advance(rows, context)
     return Batch(tuple(requests))

@@ -102,11 +102,11 @@ def filled_cache(
     per_row = -(-(S + room) // block)
     shape = CacheShape(layers, heads.G, heads.D, block, B * per_row, backend.layout(DTYPE))
     cache = KVCache(shape, B, per_row, DTYPE, device)
+    for row in range(B):
+        cache.allocate(row, S + room)
     generator = torch.Generator(device).manual_seed(0)
     cache.k.normal_(generator=generator)
     cache.v.normal_(generator=generator)
-    for row in range(B):
-        cache.allocate(row, S + room)
     cache.advance(range(B), S)
     return cache
 
