@@ -46,7 +46,8 @@ def count_accepted(draft_ids: Tensor, target_ids: Tensor, counts: Tensor | None 
 
 
 def _leading(is_kept: Tensor, counts: Tensor | None) -> Tensor:
-    """How many drafts of each row [B, K] are kept before the first that is not, and is one."""
+    """How many drafts of each row [B, K] stand before the first that is not kept. With `counts`, a
+    row has so many drafts, and padding behind them."""
     leading = is_kept.long().cumprod(dim=1).sum(dim=1)
     return leading if counts is None else leading.minimum(counts)
 
