@@ -74,11 +74,12 @@ class Table:
 
     def print(self, width: int | None = None) -> None:
         """Print the table for people, in the width of the terminal. In a file or a pipe it has at
-        most `width` columns; without a `width`, lines of text stay whole there. A table that is too
-        wide has no frame, and nothing of it is cut."""
+        most `width` columns, or as many as it needs if its numbers would be broken; without a
+        `width`, lines of text stay whole there. A table that is too wide has no frame, and nothing
+        of it is cut."""
         console = make_console()
         if width is not None and not console.is_terminal:
-            console.width = width
+            console.width = width if self._least_width() <= width else 10 * FILE_WIDTH
         is_whole = width is None and not console.is_terminal
         for text, style in self.lead:
             console.print(text, style=style or None, soft_wrap=is_whole)

@@ -125,6 +125,7 @@ class Listing:
         columns, rows, labels = self.columns, self.rows, LABELS
         above, below = list[str](), list[str]()
         if form != "csv":
+            rows = [row | _own_dtype(row) for row in rows]
             values = {key: {row[key] for row in rows} for key in columns}
             drafting = [row for row in rows if row["draft_model"] is not None]
             for key in OF_DRAFT:  # which only runs with a draft model have
@@ -147,6 +148,11 @@ class Listing:
             ],
             above=above, below=below, is_framed=False,
         )  # fmt: skip
+
+
+def _own_dtype(row: Row) -> Row:
+    """The dtype of the weights if it is not that of the activations."""
+    return {"target_dtype": None if row["target_dtype"] == row["dtype"] else row["target_dtype"]}
 
 
 def list_records(records: Iterable[RunRecord]) -> Listing:

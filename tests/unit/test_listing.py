@@ -156,6 +156,26 @@ def test_a_text_table_has_a_line_of_80_columns_for_each_run(command: Command) ->
     assert any(line.startswith("self       streaming_llm 257 ") for line in rows)
 
 
+def test_numbers_are_whole_where_runs_differ_in_many_settings(
+    tmp_path: Path, command: Command
+) -> None:
+    """Then a line has more than 80 columns. The dtype of the weights is no column of its own where
+    it is that of the activations."""
+    runs, path = [record(1, 1.25), record(2, 12345.5)], tmp_path / "runs.jsonl"
+    other = runs[1]["config"]
+    other["model"] |= {"model": "another-model-with-a-name", "dtype": "bfloat16"}
+    other["model"]["target_dtype"] = "bfloat16"
+    other["workload"] |= {"batch_size": 128, "prefix_len": 131072, "gen_len": 4096, "seed": 123456}
+    other["decoding"] |= {"num_draft_tokens": 8, "pa": 0.875}
+    other["sampling"] = {"temperature": 0.625}
+    runs[1]["environment"]["threads"] = 128
+    write(path, runs)
+    lines = command("table", path).out.splitlines()
+    assert len(lines) == 4 and len(lines[-1]) > 80
+    assert {"another-model-with-a-name", "bfloat16", "131072", "123456"} <= {*lines[-1].split()}
+    assert "target_dtype" not in lines[1]
+
+
 def test_a_table_has_the_interval(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "runs.jsonl"
     append_record(path, BEST)
