@@ -84,9 +84,10 @@ class Speculative:
             proposal = self._join(drafts)
             verdicts |= zip(rows.requests, self.steps.verify(rows, proposal), strict=True)
             seconds = time.perf_counter() - started
-            is_timed, is_ragged = is_alone and len(drafts) == 1, proposal and proposal.counts
+            is_ragged = proposal is not None and proposal.counts is not None
+            of_step = seconds if is_alone and len(drafts) == 1 else None
             for draft in drafts:
-                self._observe(draft, verdicts, seconds if is_timed else None, bool(is_ragged))
+                self._observe(draft, verdicts, of_step, is_ragged)
                 proposed |= zip(draft.batch.requests, draft.counts, strict=True)
                 num_drafted = max(num_drafted, draft.count)
         accepted = [verdicts[request][0] for request in batch.requests]

@@ -150,10 +150,9 @@ def judge(
     `places` [B, K+1] says which of the N are those."""
     draws, drafts, tree = sampling.draws, proposal.ids, proposal.tree
     counts = None if proposal.counts is None else upload(proposal.counts, drafts.device)
-    if places is not None and draws is None and sampling.penalties is None:
-        target = greedy_tokens(runner, logits, sampling)[0, places]
-        return Judgement(count_accepted(drafts, target, counts), target)
-    if places is not None:
+    # Where only the likeliest tokens are needed, no logits are copied.
+    is_copied = draws is not None or sampling.penalties is not None
+    if places is not None and is_copied:
         logits = logits[0, places]
     if drafts.shape[1] == 0:
         token = next_tokens(runner, logits, sampling)
@@ -162,6 +161,8 @@ def judge(
     is_before = None if tree is None else ancestor_mask(tree, drafts.device)[:, 1:]
     if draws is None:
         target = greedy_tokens(runner, logits, sampling, drafts, is_before)
+        if places is not None and not is_copied:
+            target = target[0, places]
         if tree is not None:
             return longest_path(tree, drafts, target)
         return Judgement(count_accepted(drafts, target, counts), target)

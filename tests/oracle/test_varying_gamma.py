@@ -4,6 +4,7 @@ order."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from itertools import cycle
 from typing import Any
 
@@ -14,6 +15,7 @@ from conftest import (
     make_draft,
     make_requests,
     make_runner,
+    pack,
     random_prompts,
     tiny_transformer,
 )
@@ -30,6 +32,7 @@ from magicdec.drafting.forecast import Acceptance
 from magicdec.drafting.mixed import LOOKUP_ALONE, MixedDrafter
 from magicdec.drafting.ngram import NgramDrafter
 from magicdec.engine import Engine
+from magicdec.executor.executor import Executor
 from magicdec.request import Batch, Request
 from magicdec.sampling.model_tokens import Proposal
 
@@ -197,6 +200,37 @@ def test_rows_verified_together_have_drafts_of_their_own_number(
     batch = DeviceBatch.of(Batch(tuple(running)), 97, torch.device("cpu"))
     expected = own.propose(batch, DraftShape(2, own.prepare(running, 2))).ids[1].tolist()
     assert drafts.ids[1].tolist() == [*expected, *[0] * 6]
+
+
+def test_the_time_of_lookups_alone_is_observed_and_that_beside_a_model_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Only one of two rows has a lookup, so that they are verified with their own numbers."""
+
+    def look_up(lookups: NgramDrafter, requests: Sequence[Request], most: int) -> list[list[float]]:
+        rows = [r.row for r in requests if r.row is not None]
+        lookups.proposals = {row: [(n + 1, 1.0) for n in range(5 * (row == 0))] for row in rows}
+        return [[p for _, p in lookups.proposals[row]] for row in rows]
+
+    class Noted(Scripted):
+        cost, lookup_cost = DraftCost(0.0, 0.05), DraftCost(0.0, 0.025)
+
+        def observe(self, batch: Batch, num_drafted: int, *rest: Any) -> None:
+            _, seconds, judged, verified = rest
+            if len(batch.requests) == 2:
+                noted.add((any(judged), seconds is not None, verified))
+            super().observe(batch, num_drafted, *rest)
+
+    monkeypatch.setattr(NgramDrafter, "look_up", look_up)
+    noted, model = set[tuple[bool, bool, int]](), pack(tiny_transformer(seed=1))
+    runner = make_runner(model, 2, 150, NativeBackend())
+    runner = replace(runner, executor=Executor(model, runner.group))
+    engine = Engine(runner, 64)
+    engine.prefill(make_requests(random_prompts([50, 9], 97), [20, 20]))
+    section = DecodingSection("speculative", "ngram+self", MOST)
+    setup = Setup(runner, section, KVSection("full"), draft_length=Noted([0, 1]))
+    decode(engine, "speculative", setup)
+    assert noted == {(False, True, 2), (True, False, 3)}
 
 
 def test_sampled_steps_without_drafts_emit_the_baselines_tokens() -> None:

@@ -251,6 +251,28 @@ def test_steps_are_measured_again_if_something_disturbed_that(factor: float, tim
     assert len(measured) == times
 
 
+def test_all_ranks_measure_again_as_the_first_says() -> None:
+    """A measurement takes forwards of all ranks, whose times differ."""
+
+    class Told(Group):
+        def broadcast(self, x: torch.Tensor, index: int) -> torch.Tensor:
+            assert index == 0
+            return 1 - x
+
+    for factor, times in ((1.0, 2), (10.0, 1)):
+        measured, length, batch = list[int](), AutoLength(MOST, Told((0, 1), 1), CPU), make_batch(1)
+
+        def measure(batch: Batch, measured: list[int] = measured) -> Sequence[float]:
+            measured.append(len(batch.requests))
+            return CHEAP.measure(batch)
+
+        for _ in range(2):
+            length.begin(batch, measure)
+            for _ in range(8):
+                length.observe(batch, 0, [], factor * CHEAP.seconds(1, 0), [0])
+        assert len(measured) == times
+
+
 def test_no_more_is_drafted_than_is_still_wanted() -> None:
     length = make_length()
     CHEAP.run(length, 2, 100)
