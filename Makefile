@@ -4,8 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 # Two processes, one thread each: the tests' models are too small for more threads. The tests of a file run in one process, because
 # some of them compare their tokens with each other's. A test with two threads shares its cores with the other process: threads that
-# spin while they wait for each other take seven times as long there.
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# spin while they wait for each other take seven times as long there. A process that crashes ends the run: with loadfile, the
+# files of a second one that crashes are never given to another, and the run would stand still.
+PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart=0
 
 .PHONY: demo report test test-all test-layers check docs dist install clean
 

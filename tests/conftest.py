@@ -47,6 +47,8 @@ from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.engine import Engine, Observer
 from magicdec.hardware import timing
+from magicdec.kernels.build import check_cpu
+from magicdec.kernels.cpu import CannotExecute
 from magicdec.kv.cache import KVCache
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.checkpoint.weight_map import expected_shapes, weight_map
@@ -113,11 +115,22 @@ def pytest_fixture_setup() -> None:
     start_alike()
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_call(item: pytest.Item) -> None:
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
+    """A test whose kernels are compiled for another CPU is skipped, after they were compiled, where
+    this one cannot execute them."""
     start_alike()
     if item.get_closest_marker("two_threads"):
         torch.set_num_threads(2)
+    try:
+        return (yield)
+    except CannotExecute as error:
+        pytest.skip(str(error))
+
+
+def pytest_configure() -> None:
+    """Without this, tests of a suite whose MAGICDEC_MARCH is wrong would all be skipped."""
+    check_cpu()
 
 
 @pytest.hookimpl(tryfirst=True)

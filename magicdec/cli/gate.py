@@ -114,7 +114,11 @@ def save_cases(values: Values) -> int:
 
 
 def run(processes: int, configs: Sequence[RunConfig]) -> list[Result]:
-    """The result of each case. Prints a line for each that has ended."""
+    """The result of each case. Prints a line for each that has ended. Raises ValueError if kernels
+    would be compiled for another CPU."""
+    from magicdec.kernels.build import check_cpu
+
+    check_cpu()
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     started, done = time.monotonic(), 0
 

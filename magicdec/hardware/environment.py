@@ -24,7 +24,8 @@ import torch
 from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.machine import Machine
 from magicdec.distributed.groups import Launch
-from magicdec.kernels.build import cpu_field, find_compiler, is_compiled_for, refused_compilers
+from magicdec.kernels.build import check_cpu, find_compiler, is_compiled_for, refused_compilers
+from magicdec.kernels.cpu import cpu_features, cpu_field
 from magicdec.records.environment import Environment
 
 GIT_TIMEOUT_S = 10.0
@@ -37,12 +38,16 @@ LEAST_CAPABILITY = (8, 0)  # of GPUs that multiply bfloat16, for which our kerne
 
 
 def probe_machine(launch: Launch) -> Machine:
-    """The facts that decide what `auto` means on this machine."""
-    flags = cpu_field("flags").split()
+    """The facts that decide what `auto` means on this machine. Raises ValueError if MAGICDEC_MARCH
+    names a CPU that this one is not."""
+    check_cpu()
+    flags = cpu_features()
     if (refusal := refused_compilers()) and launch.rank == 0:
         print(f"{NO_KERNELS}: {refusal}", file=sys.stderr)
     obstacle, has_compiler = gpu_obstacle(), find_compiler() is not None
     has_cuda = torch.cuda.is_available() and obstacle is None
+    has_wide_vectors = platform.machine() == "aarch64"
+    has_wide_vectors |= "avx2" in flags and is_compiled_for("__AVX2__")
     return Machine(
         num_cpus=len(os.sched_getaffinity(0)),
         world_size=launch.world_size,
@@ -56,7 +61,7 @@ def probe_machine(launch: Launch) -> Machine:
         has_shared_memory=Path("/dev/shm").is_dir(),
         has_bfloat16_products=any(f in flags for f in ("avx512_bf16", "amx_bf16"))
         and is_compiled_for("__AVX512BF16__"),
-        widens_bfloat16=has_compiler and ("avx2" in flags or platform.machine() == "aarch64"),
+        widens_bfloat16=has_compiler and has_wide_vectors,
         missing_backends=missing_backends(list_backends(lambda c: has_cuda or "cpu" in c.devices)),
     )
 

@@ -1,6 +1,6 @@
 """Builds the project's C++ sources with the system's compiler at first use, loads modules of Triton
 kernels, and asks for large pages for what kernels read front to back: the KV cache and packed
-weights. Imports no other module of the project.
+weights. Imports no other module of the project but `cpu.py`.
 
 Owns the cache of built libraries, `~/.cache/magicdec`, keyed by source, flags, compiler and CPU.
 When several ranks start at once, one builds and the others wait for it. Different libraries can be
@@ -26,6 +26,14 @@ from pathlib import Path
 from types import ModuleType
 
 from torch import Tensor
+
+from magicdec.kernels.cpu import (
+    CannotExecute,
+    check_executable,
+    compiler_macros,
+    cpu_features,
+    cpu_field,
+)
 
 SHARED_HEADERS = Path(__file__).parent  # amx.h, arithmetic.h, and so on
 FLAGS = ("-std=c++20", "-O3", "-fPIC", "-shared")
@@ -75,7 +83,7 @@ def _refusal(path: str, version_ns: int) -> str:
     """The first error of a trial, whose result is kept beside the libraries. `version_ns` is when
     the compiler was installed."""
     command = [path, *FLAGS, MARCH, "-fopenmp", "-fsyntax-only", "-x", "c++", "-"]
-    key = "\n".join([*command, TRIAL, str(version_ns), cpu_field("flags")])
+    key = "\n".join([*command, TRIAL, str(version_ns), *cpu_features()])
     result = library_folder() / f"compiler-{hashlib.sha256(key.encode()).hexdigest()[:20]}.txt"
     if result.exists():
         return result.read_text()
@@ -86,15 +94,24 @@ def _refusal(path: str, version_ns: int) -> str:
     return refusal
 
 
+def check_cpu() -> None:
+    """Raise ValueError if MAGICDEC_MARCH names a CPU whose instructions this one cannot execute, or
+    one that no compiler here knows."""
+    paths = [path for path, _ in _compilers()]
+    try:
+        for path in paths[:1]:
+            check_executable(find_compiler() or path, [MARCH])
+    except CannotExecute as error:
+        raise ValueError(f"MAGICDEC_MARCH={CPU}: {error}; unset it, or name another CPU") from None
+
+
 def is_compiled_for(macro: str) -> bool:
-    """Whether the CPU that MAGICDEC_MARCH names has a feature, by the macro that says so to the
-    compiler. True without it: then the libraries are for this CPU."""
+    """Whether libraries use a feature of this CPU, by the macro that says so to the compiler. They
+    use all that it has unless MAGICDEC_MARCH names a CPU without it."""
     compiler = find_compiler()
     if not CPU or compiler is None:
         return True
-    command = [compiler, MARCH, "-dM", "-E", "-x", "c++", "/dev/null"]
-    macros = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return f"#define {macro} " in macros
+    return f"#define {macro} " in (compiler_macros(compiler, (MARCH,)) or "")
 
 
 def library_folder() -> Path:
@@ -110,7 +127,8 @@ def load_library(
 ) -> ctypes.CDLL:
     """The library built from `source`, which includes `headers`; from the cache if it is there.
 
-    Raises ValueError if there is no compiler, and RuntimeError with its output if it fails.
+    Raises ValueError if there is no compiler, RuntimeError with its output if it fails, and
+    CannotExecute, after building, if this CPU lacks instructions that the library may hold.
     """
     compiler = find_compiler()
     if compiler is None:
@@ -118,7 +136,7 @@ def load_library(
     command = [compiler, *FLAGS, MARCH, *flags]
     version = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
     texts = [path.read_text() for path in (source, *headers)]
-    cpu = cpu_field("model name"), cpu_field("flags")  # which -march=native is for
+    cpu = cpu_field("model name"), " ".join(cpu_features())  # which -march=native is for
     key = "\n".join([*command, *texts, version.stdout, *cpu])
     directory, name = library_folder(), hashlib.sha256(key.encode()).hexdigest()[:20]
     path = directory / f"{source.stem}-{name}.so"
@@ -127,6 +145,7 @@ def load_library(
             fcntl.lockf(lock, fcntl.LOCK_EX, 1, int(name[:8], 16))  # a byte for each library
             if not path.exists():
                 _write_whole(path, lambda partial: _build([*command, str(source)], partial))
+    check_executable(compiler, (MARCH, *flags))
     return ctypes.CDLL(str(path))
 
 
@@ -154,12 +173,6 @@ def share_openmp() -> None:
     lines = Path("/proc/self/maps").read_text().splitlines()
     for path in {line.split()[-1] for line in lines if "libgomp" in line or "libiomp" in line}:
         ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
-
-
-def cpu_field(name: str) -> str:
-    """A field of the first CPU in /proc/cpuinfo, or an empty string."""
-    fields = (line.partition(":") for line in Path("/proc/cpuinfo").read_text().splitlines())
-    return next((value.strip() for key, _, value in fields if key.strip() == name), "")
 
 
 def use_huge_pages(tensor: Tensor) -> None:

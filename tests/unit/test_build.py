@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import os
+import platform
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from conftest import HANG
+from conftest import HANG, Command
 
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.environment import probe_machine
-from magicdec.kernels import build
+from magicdec.kernels import build, cpu
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 LOAD = "from magicdec.kernels.build import load_library; from pathlib import Path; import sys; "
@@ -102,3 +104,88 @@ def test_a_triton_that_cannot_interpret_is_refused() -> None:
     message = "--attention triton --device cpu: triton 3.6.0 cannot interpret kernels with numpy "
     with pytest.raises(ValueError, match=f"^{message}2.4.6; install triton 3.7 or numpy 2.3$"):
         build.check_interpreter("--attention triton", "3.6.0", "2.4.6")
+
+
+HASWELL = (
+    "fpu sse sse2 pni ssse3 fma cx16 sse4_1 sse4_2 movbe popcnt avx f16c rdrand lahf_lm abm bmi1 "
+    "avx2 bmi2"
+)
+GENOA = HASWELL + (
+    " sse4a avx512f avx512dq avx512ifma avx512cd avx512bw avx512vl avx512_bf16 avx512vbmi "
+    "avx512_vbmi2 avx512_vnni avx512_bitalg avx512_vpopcntdq"
+)
+needs_x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="flags of x86 compilers")
+
+
+def pretend(monkeypatch: pytest.MonkeyPatch, flags: str) -> None:
+    """From now on /proc/cpuinfo says that this CPU has these features."""
+    monkeypatch.setattr(cpu, "cpu_field", lambda name: flags if name == "flags" else "")
+
+
+@needs_x86
+@pytest.mark.parametrize(
+    ("flags", "features", "missing"),
+    [
+        (["-march=x86-64-v3"], HASWELL, None),
+        (["-march=x86-64-v4"], GENOA, None),
+        (["-march=x86-64-v4", "-mavx512bf16", "-mavx512vnni"], GENOA, None),
+        (["-march=native", "-mavx512f"], HASWELL, None),
+        (["-march=x86-64-v4", "-march=native"], HASWELL, None),
+        (["-march=x86-64-v4", "-O3", "-fopenmp"], HASWELL, "avx512bw.*, avx512vl"),
+        (["-march=native", "-march=x86-64-v4"], HASWELL, "avx512bw.*, avx512vl"),
+        (["-march=x86-64-v3"], HASWELL.replace("abm", "").replace("bmi1", ""), "abm, bmi1"),
+        (["-march=x86-64-v3", "-mavx512bf16"], HASWELL, "avx512bf16"),
+        (["-march=sapphirerapids"], GENOA, "amx_bf16, amx_int8, amx_tile, .*avx512fp16"),
+    ],
+)
+def test_code_for_a_cpu_that_this_one_is_not_is_refused(
+    flags: list[str], features: str, missing: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what the compiler may use, and what a made-up /proc/cpuinfo says."""
+    pretend(monkeypatch, features)
+    compiler = build.find_compiler()
+    assert compiler is not None
+    if missing is None:
+        cpu.check_executable(compiler, flags)
+        return
+    with pytest.raises(cpu.CannotExecute, match=f"^-march=.* needs {missing}.* this CPU lacks$"):
+        cpu.check_executable(compiler, flags)
+
+
+def test_features_of_arm_have_names_of_their_own() -> None:
+    macros = "#define __ARM_FEATURE_DOTPROD 1\n#define __ARM_FEATURE_UNALIGNED 1\n"
+    assert cpu.missing_features(macros, ["asimd"]) == ["asimddp"]
+    assert cpu.missing_features(macros, ["asimd", "asimddp"]) == []
+
+
+@needs_x86
+def test_a_library_for_another_cpu_is_built_but_not_loaded(
+    home: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend(monkeypatch, HASWELL)
+    source = home / "answer.cpp"
+    source.write_text(SOURCE)
+    with pytest.raises(cpu.CannotExecute, match="-march=x86-64-v4 needs avx512bw"):
+        build.load_library(source, ("-march=x86-64-v4",))
+    assert len(list((home / ".cache" / "magicdec").glob("answer-*.so"))) == 1
+
+
+@needs_x86
+@pytest.mark.parametrize(
+    ("name", "error"),
+    [
+        ("x86-64-v4", "-march=x86-64-v4 needs avx512bw, .*which this CPU lacks"),
+        ("pentium-9", "-march=pentium-9 is a CPU that .* does not know"),
+    ],
+)
+def test_another_cpu_in_the_environment_ends_a_command_in_one_line(
+    name: str, error: str, monkeypatch: pytest.MonkeyPatch, command: Command
+) -> None:
+    pretend(monkeypatch, HASWELL)
+    monkeypatch.setattr(build, "CPU", name)
+    monkeypatch.setattr(build, "MARCH", f"-march={name}")
+    ended = command("run", "--prefix_len", 64, "--gen_len", 2, "--B", 1)
+    assert ended.code == 2
+    assert re.fullmatch(f"magicdec run: MAGICDEC_MARCH={name}: {error}; unset it.*\n", ended.err), (
+        ended.err
+    )
