@@ -9,9 +9,15 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from conftest import ROOT
+from conftest import ROOT, load
+from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from magicdec import LLM
+from magicdec.cli.plan import find_stored
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.checkpoint.convert import convert, quantized
+from magicdec.model.checkpoint.source import find_model
 
 DEMO = ROOT / "magicdec" / "demo" / "target"
 VOCAB, HIDDEN = 2048, 64  # the demo's vocabulary, whose tokenizer is put into each directory
@@ -141,3 +147,106 @@ def test_the_form_that_transformers_reads(tmp_path: Path, name: str) -> None:
     expected = theirs(edit(tmp_path, changes))
     assert ours(tmp_path) == expected
     assert (plain == expected) == (name in UNCHANGED)
+
+
+GPT = {"vocab_size": VOCAB, "n_embd": HIDDEN, "n_layer": 3, "n_head": 4, "n_positions": 512}
+SMALL = {k: BASE[k] for k in ("vocab_size", "hidden_size", "num_hidden_layers")}
+TIED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "llama": ("Llama", BASE, "model.embed_tokens"),
+    "mistral": ("Mistral", BASE, "model.embed_tokens"),
+    "qwen2": ("Qwen2", BASE, "model.embed_tokens"),
+    "qwen3": ("Qwen3", BASE | {"head_dim": 16}, "model.embed_tokens"),
+    "gpt2": ("GPT2", GPT, "transformer.wte"),
+    "gptj": ("GPTJ", GPT | {"rotary_dim": 8}, "transformer.wte"),
+    "starcoder": ("GPTBigCode", GPT, "transformer.wte"),
+    "falcon": ("Falcon", SMALL | {"num_attention_heads": 4}, "transformer.word_embeddings"),
+    "bloom": ("Bloom", SMALL | {"n_head": 4}, "transformer.word_embeddings"),
+}
+HEAD = "lm_head.weight"
+
+
+def make_tied(directory: Path, name: str) -> tuple[Path, str]:
+    """A checkpoint with a tied head, and the name of its embedding."""
+    family, fields, embedding = TIED[name]
+    fields = fields | {"tie_word_embeddings": True, "bos_token_id": 1, "eos_token_id": 2}
+    return make(directory, family, fields), f"{embedding}.weight"
+
+
+def store(directory: Path, tensors: dict[str, Tensor], *dropped: str) -> None:
+    """Change the tensors of a checkpoint."""
+    file = directory / "model.safetensors"
+    kept = {n: t.clone() for n, t in load_file(file).items() if n not in dropped}
+    save_file(kept | tensors, file, metadata={"format": "pt"})
+
+
+def another_head() -> Tensor:
+    return 0.15 * torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_stored_head_counts(tmp_path: Path, name: str) -> None:
+    """Another head than the embedding, a copy of the embedding, and the head's name alone."""
+    directory, embedding = make_tied(tmp_path, name)
+    tied = theirs(directory)
+    assert ours(directory) == tied
+    table = load_file(directory / "model.safetensors")[embedding]
+    for copy in ({HEAD: table.clone()}, {HEAD: table.clone(), embedding: table.clone()}):
+        store(directory, copy, embedding)
+        assert ours(directory) == tied
+        assert find_model("--model", str(directory)).config.tie_word_embeddings == (name != "gptj")
+    store(directory, {HEAD: another_head(), embedding: table})
+    expected = theirs(directory)
+    assert ours(directory) == expected != tied
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_a_stored_head_in_every_format(tmp_path: Path, name: str) -> None:
+    """Names without the body's prefix, pickles, converted files, and what `plan` sees."""
+    directory = make_tied(tmp_path / "a", name)[0]
+    assert find_stored("--model", str(directory)).tie_word_embeddings
+    store(directory, {HEAD: another_head()})
+    expected = ours(directory)
+    assert not find_stored("--model", str(directory)).tie_word_embeddings
+    source = find_model("--model", str(directory))
+    convert(source, tmp_path / "b" / "model.pth", None)
+    shutil.copy(DEMO / "tokenizer.model", tmp_path / "b")
+    assert ours(tmp_path / "b") == expected
+    convert(quantized(source), tmp_path / "c" / "model.safetensors", None)
+    int8 = find_model("--model", str(tmp_path / "c"))
+    assert int8.is_int8
+    read = int8.weights.read(HEAD) * int8.weights.read(f"{HEAD}_scale")[:, None]
+    assert (read - another_head()).abs().max() < 0.01
+    if name == "gpt2":
+        bare = {n.removeprefix("transformer."): t for n, t in _tensors(directory).items()}
+        save_file(bare, directory / "model.safetensors", metadata={"format": "pt"})
+        assert theirs(directory) == ours(directory) == expected
+
+
+@pytest.mark.parametrize("name", ["qwen2", "gpt2"])
+def test_every_rank_and_stage_has_the_stored_head(tmp_path: Path, name: str) -> None:
+    directory, embedding = make_tied(tmp_path, name)
+    store(directory, {HEAD: another_head()})
+    table = _tensors(directory)[embedding]
+    for shard in (Shard(), Shard(0, 2), Shard(1, 2)):
+        model = load(directory, shard)
+        rows = slice(*model.head_rows)
+        assert torch.equal(model.state_dict()["head.weight"], another_head()[rows])
+        assert torch.equal(model.state_dict()["embedding.weight"], table)
+    for layers, has_ends in ((range(1), True), (range(1, 3), None), (range(1, 3), False)):
+        part = load(directory, layers=layers, has_ends=has_ends).state_dict()
+        assert ("head.weight" in part) == (has_ends is not False)
+        assert ("embedding.weight" in part) == (has_ends is True)
+
+
+def test_a_padded_vocabulary_has_text(tmp_path: Path) -> None:
+    directory = make(tmp_path, "Llama", BASE | {"vocab_size": 2 * VOCAB})
+    llm = LLM(str(directory), dtype="float32", max_tokens=256, max_concurrency=1)
+    ids, stream = ours(directory), llm.submit(PROMPT, NUM_NEW, ignore_eos=True)
+    padding = [i for i in ids if i >= VOCAB]
+    assert padding, "the model emits ids that the tokenizer does not have"
+    text = stream.text()
+    assert all(f"<id {i}>" in text for i in padding) and text.count("<id ") == len(padding)
+
+
+def _tensors(directory: Path) -> dict[str, Tensor]:
+    return {n: t.clone() for n, t in load_file(directory / "model.safetensors").items()}
