@@ -220,6 +220,68 @@ def test_missing_heads_are_those_of_transformers() -> None:
         assert config_class(architecture)(**raw).num_key_value_heads == heads
 
 
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (
+            {"rope_parameters": PLAIN, "rope_theta": 5e5},
+            "rope_theta 500000.0 contradicts the 10000",
+        ),
+        (
+            {"rope_scaling": YARN | {"rope_theta": 3e4}, "rope_theta": 5e5},
+            "rope_theta 500000.0 con",
+        ),
+        (
+            {"rope_parameters": PLAIN | {"rope_theta": 5e5}, "rope_scaling": YARN},
+            "rope_scaling repl",
+        ),
+        (
+            {"rope_parameters": PLAIN | YARN, "rope_scaling": YARN | {"factor": 8.0}},
+            "rope_parameters .* and rope_scaling .* contradict",
+        ),
+        (
+            {"rope_scaling": YARN | {"type": "linear"}},
+            "type 'linear' and rope_type 'yarn' contradict",
+        ),
+        (
+            {"rope_scaling": YARN, "original_max_position_embeddings": 64},
+            "original_max_position_embeddings 64 contradicts the 32",
+        ),
+        (
+            {"rope_parameters": {"full_attention": PLAIN}},
+            "rope_parameters: full_attention .* not read",
+        ),
+        (
+            {"rope_parameters": PLAIN | {"factor": 4.0}},
+            "rope_parameters: factor 4.0 is not read with",
+        ),
+        ({"rope_scaling": YARN | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        ({"rope_scaling": YARN | {"factor": 0}}, "factor 0 is not a positive finite number"),
+        (
+            {"rope_scaling": {"type": "dynamic", "factor": 2.0, "alpha": 1000}},
+            "alpha 1000 is not read",
+        ),
+        ({"rope_parameters": None, "rope_theta": 0.0}, "rope_theta 0.0 is not a positive finite"),
+        ({"rope_scaling": [1]}, r"rope_scaling \[1\] is not a JSON object"),
+    ],
+)
+def test_rope_that_contradicts_itself(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        parse(saved("LlamaForCausalLM") | changes)
+
+
+def test_rope_that_says_a_thing_twice() -> None:
+    raw = saved("LlamaForCausalLM")
+    twice = {"rope_parameters": PLAIN | YARN, "rope_scaling": YARN, "rope_theta": 10000.0}
+    once = {"rope_parameters": None, "rope_scaling": YARN}
+    assert parse(raw | twice).rope == parse(raw | once).rope
+    assert parse(raw | once).rope.rope_type == "yarn"
+
+
 QUANTIZED = [
     ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}, "fp8"),
     ({"quantization_config": {"quant_method": "gptq", "bits": 4}}, "gptq"),

@@ -133,7 +133,7 @@ def find_model(flag: str, name: str) -> ModelSource:
     path = demo_directory(name) if name in DEMO_DIRECTORIES else Path(name).expanduser()
     if name.startswith(RANDOM_PREFIX):
         config = find_config(flag, name)
-        weights = RandomWeights(expected_shapes(config))
+        weights: WeightSource = RandomWeights(expected_shapes(config))
         source = ModelSource(name, config, weights, tokenizer_directory=None, is_random=True)
     elif path.is_dir() or (path.is_file() and path.suffix in WEIGHT_SUFFIXES):
         config, directory = find_config(flag, name), path if path.is_dir() else path.parent

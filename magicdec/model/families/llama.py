@@ -10,18 +10,17 @@ from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.model.families.family import Family, Names
 from magicdec.model.families.fields import ConfigFields, only, size, switch
 from magicdec.model.families.rope_fields import rope
-from magicdec.model.families.windows import mistral_window, no_window, qwen_window
+from magicdec.model.families.windows import check_no_window, mistral_window, qwen_window
 
 BAICHUAN_2_VOCABULARY = 125696
 
 
 def read(raw: ConfigFields) -> dict[str, Any]:
-    return decoder(raw, heads_if_missing=None) | {
-        "qkv_bias": switch(raw, "attention_bias", False),
-        "output_bias": switch(raw, "attention_bias", False),
-        "mlp_bias": switch(raw, "mlp_bias", False),
-        "sliding_window": no_window(raw),
-    }
+    check_no_window(raw)
+    has_bias = switch(raw, "attention_bias", False)
+    own = {"qkv_bias": has_bias, "output_bias": has_bias}
+    own["mlp_bias"] = switch(raw, "mlp_bias", False)
+    return decoder(raw, heads_if_missing=None) | own
 
 
 def decoder(

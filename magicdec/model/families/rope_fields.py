@@ -28,26 +28,36 @@ def rope(raw: ConfigFields) -> RopeConfig:
     """RopeConfig from `rope_theta` and `rope_scaling`, or from `rope_parameters`. Raises ValueError
     if they contradict each other, or for a field of the table that is not read."""
     table = ConfigFields(rope_table(raw))
-    rope_type, theta = rope_type_of(table), rope_theta(raw, table)
-    trained = trained_length(raw, table)
     for fields in (raw, table):
         only(fields, "partial_rotary_factor", 1.0)
-    if rope_type in ("linear", "dynamic"):
-        config = RopeConfig(theta, rope_type, factor=positive(table, "factor"))
-    elif rope_type == "llama3":
-        factors = [positive(table, f) for f in ("factor", "low_freq_factor", "high_freq_factor")]
-        config = RopeConfig(theta, rope_type, *factors, trained)
-    elif rope_type == "yarn":
-        config = _yarn(raw, table, theta, trained)
-    else:
-        config = RopeConfig(theta, rope_type)
+    config = rope_config(raw, table)
     for field, value in table.unread().items():
         if value not in NEUTRAL.get(field, ()):
             raise ValueError(
                 f"{table_name(raw)}: {field} {shown(value)} is not read with rope type "
-                f"{rope_type!r}; leave it out"
+                f"{config.rope_type!r}; leave it out"
             )
     return config
+
+
+def rope_config(raw: ConfigFields, table: ConfigFields) -> RopeConfig:
+    """What the table says, with what the top level has of it."""
+    rope_type, theta = rope_type_of(table), rope_theta(raw, table)
+    trained = trained_length(raw, table)
+    if rope_type in ("linear", "dynamic"):
+        return RopeConfig(theta, rope_type, factor=positive(table, "factor"))
+    if rope_type == "llama3":
+        return RopeConfig(
+            theta,
+            rope_type,
+            factor=positive(table, "factor"),
+            low_freq_factor=positive(table, "low_freq_factor"),
+            high_freq_factor=positive(table, "high_freq_factor"),
+            original_max_position_embeddings=trained,
+        )
+    return (
+        _yarn(raw, table, theta, trained) if rope_type == "yarn" else RopeConfig(theta, rope_type)
+    )
 
 
 def table_name(raw: ConfigFields) -> str:

@@ -50,8 +50,8 @@ def uniform_window(kind: str | None, window: int | None) -> int | None:
     return None if kind == FULL else window
 
 
-def no_window(raw: ConfigFields) -> None:
-    """Llama has none. Raises ValueError for a config that asks for one that would matter."""
+def check_no_window(raw: ConfigFields) -> None:
+    """Llama has no window. Raises ValueError for a config that asks for one that would matter."""
     window, longest = raw.get("sliding_window"), size(raw, "max_position_embeddings")
     is_used = switch(raw, "use_sliding_window", window is not None)
     raw.get("max_window_layers")
