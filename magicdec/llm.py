@@ -194,10 +194,11 @@ class Stream:
         return self._request.status in (Status.FINISHED, Status.CANCELLED)
 
     def text(self) -> str:
-        """Read to the end, and return all tokens of the request as text."""
+        """Read to the end, and return all tokens of the request as text. An id that the tokenizer
+        does not have is shown as "<id 2050>"."""
         for _ in self:
             pass
-        return self._llm.tokenizer.decode(self._request.output_ids)
+        return self._llm.tokenizer.show(self._request.output_ids)
 
     def cancel(self) -> None:
         """End the request. The next step frees its memory."""

@@ -244,9 +244,20 @@ def find_link(args: PlanSection, flag: str, measured: Link | None, is_needed: bo
     return measured
 
 
+def find_stored(flag: str, name: str) -> ModelConfig:
+    """The config that `name` stands for. Weights are looked at only where they decide whether the
+    head is the embedding, because reading them imports torch."""
+    config = find_config(flag, name)
+    if not (config.tie_word_embeddings and Path(name).expanduser().exists()):
+        return config
+    from magicdec.model.checkpoint.source import find_stored_config
+
+    return find_stored_config(flag, name)
+
+
 def find_model(args: PlanSection) -> ModelConfig:
     """Raises ValueError unless its heads can be divided among `--tp` ranks."""
-    config = find_config("--model", args.model)
+    config = find_stored("--model", args.model)
     heads = config.num_heads
     if heads % args.tp:
         fitting = " ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
@@ -314,7 +325,7 @@ def find_draft(args: PlanSection, target: Deployment) -> Deployment:
     if name in ("", args.draft):
         choices = f"{SELF}, {MODEL_PREFIX}NAME"
         raise ValueError(f"--draft {args.draft} is not known; choose from {choices}")
-    config = replace(find_config("--draft", name))  # an object of its own, also of the same model
+    config = replace(find_stored("--draft", name))  # an object of its own, also of the same model
     if config.vocab_size != target.config.vocab_size:
         raise ValueError(
             f"--draft {args.draft} has a vocabulary of {config.vocab_size}, "

@@ -65,7 +65,7 @@ def publish(prepared: Prepared, outcome: Outcome, path: Path) -> bool:
             said, is_kept = f"{said}\n{error}; the tokens are lost", False
     if output.printoutput:
         for request in outcome.requests:
-            text = prepared.tokenizer.decode(request.output_ids)
+            text = prepared.tokenizer.show(request.output_ids)
             print(f"--- sequence {request.request_id}\n{text}")
     print_record(outcome.record)
     print(said, file=sys.stderr)

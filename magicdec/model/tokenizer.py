@@ -46,6 +46,18 @@ class Tokenizer:
                 raise ValueError(f"{self.path}: token id {i} has no piece; ids are 0 to {last}")
         return self.decode_known(list(ids))
 
+    def show(self, ids: Sequence[int]) -> str:
+        """Text of the ids for people to read. An id that has no piece, such as the padding of a
+        model's vocabulary, is shown as "<id 2050>"."""
+        shown, known = "", list[int]()
+        for i in ids:
+            if i in self.pieces:
+                known.append(i)
+                continue
+            shown += (self.decode_known(known) if known else "") + f"<id {i}>"
+            known = []
+        return shown + (self.decode_known(known) if known else "")
+
     def vocabulary_hash(self) -> str:
         """sha256 (hex) of the id -> piece map: equal for two formats of one vocabulary."""
         listing = json.dumps(sorted(self.pieces.items()), separators=(",", ":"))

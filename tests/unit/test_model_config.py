@@ -14,7 +14,7 @@ from conftest import ROOT, num_parameters
 
 from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.model.families.hf_config import (
-    MODEL_TYPES,
+    WRITTEN,
     load_model_config,
     parse_hf_config,
     to_hf_config,
@@ -131,17 +131,18 @@ def test_biases_follow_the_architecture() -> None:
         (QWEN | {"sliding_window": 16, "max_window_layers": 0}, None),
         (QWEN | {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 0}, 16),
         (QWEN | {"sliding_window": 16, "use_sliding_window": True, "max_window_layers": 3}, None),
-        (LLAMA | {"sliding_window": 16}, None),
+        (LLAMA | {"sliding_window": 16, "use_sliding_window": False}, None),
+        (LLAMA | {"sliding_window": 128}, None),
     ],
 )
 def test_sliding_window(raw: dict[str, Any], window: int | None) -> None:
     assert parse(raw).sliding_window == window
 
 
-WRITTEN = [name for name in PRESETS if PRESETS[name].config.architecture in MODEL_TYPES]
+WRITTEN_PRESETS = [name for name in PRESETS if PRESETS[name].config.architecture in WRITTEN]
 
 
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", WRITTEN_PRESETS)
 def test_round_trip_of_presets(name: str) -> None:
     config = PRESETS[name].config
     written = json.loads(json.dumps(to_hf_config(config)))

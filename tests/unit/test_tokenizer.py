@@ -132,6 +132,16 @@ def test_decode_refuses_ids_without_a_piece(
         loaded[kind].decode([3, bad])
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_ids_without_a_piece_are_shown(loaded: dict[str, Tokenizer], kind: str) -> None:
+    """People see the text of a padded vocabulary, and which id stands where."""
+    tokenizer = loaded[kind]
+    text, padding = tokenizer.encode("the cat"), tokenizer.vocab_size
+    assert tokenizer.show(text) == "the cat" and tokenizer.show([]) == ""
+    assert tokenizer.show([*text, padding]) == f"the cat<id {padding}>"
+    assert tokenizer.show([-1, padding + 7, *text]) == f"<id -1><id {padding + 7}>the cat"
+
+
 def test_a_changed_piece_changes_the_hash(loaded: dict[str, Tokenizer], tmp_path: Path) -> None:
     vocabulary = json.loads(BUILT["json"])
     pieces = vocabulary["model"]["vocab"]

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.quantization import QuantizedWeights, check_range, holds_int8
 from magicdec.model.checkpoint.random_weights import RandomWeights
+from magicdec.model.checkpoint.tying import as_stored
 from magicdec.model.checkpoint.weight_files import (
-    BodyWeights,
+    WEIGHT_FILES,
     StoredTensor,
     WeightSource,
     open_weights,
     row_spans,
+    with_body,
 )
 from magicdec.model.checkpoint.weight_map import (
     SCALE,
@@ -75,8 +77,8 @@ def _problems(
     """What is wrong with each faulty tensor, missing ones first. Integer weights without scales are
     faulty, because their values are unknown."""
     # Rotary frequencies and masks that old checkpoints store, and a stored copy of a tied head.
-    buffers = find_family(config.architecture).buffers
-    tied_head = "lm_head.weight" if config.tie_word_embeddings else None
+    family = find_family(config.architecture)
+    tied_head = f"{family.names(config).head}.weight" if config.tie_word_embeddings else None
     missing, misshapen, unexpected, mistyped = {}, {}, {}, {}
     for name, shape in expected.items():
         stored = source.tensors.get(name)
@@ -89,7 +91,7 @@ def _problems(
         if not (stored.dtype == dtype if dtype else stored.dtype.startswith(("float", "bfloat"))):
             mistyped[name] = f"is stored as {stored.dtype}, expected {dtype or 'floating-point'}"
     for name, stored in source.tensors.items():
-        if name not in expected and name != tied_head and not name.endswith(buffers):
+        if name not in expected and name != tied_head and not name.endswith(family.buffers):
             unexpected[name] = f"of shape {stored.shape} is not part of the model"
     return mistyped | missing | misshapen | unexpected
 
@@ -131,15 +133,26 @@ def find_model(flag: str, name: str) -> ModelSource:
     path = demo_directory(name) if name in DEMO_DIRECTORIES else Path(name).expanduser()
     if name.startswith(RANDOM_PREFIX):
         config = find_config(flag, name)
-        weights = RandomWeights(expected_shapes(config))
+        weights: WeightSource = RandomWeights(expected_shapes(config))
         source = ModelSource(name, config, weights, tokenizer_directory=None, is_random=True)
     elif path.is_dir() or (path.is_file() and path.suffix in WEIGHT_SUFFIXES):
         config, directory = find_config(flag, name), path if path.is_dir() else path.parent
-        source = ModelSource(config.name, config, _stored(path, config), directory, is_random=False)
+        config, weights = as_stored(config, _stored(path, config))
+        source = ModelSource(config.name, config, weights, directory, is_random=False)
     else:
         raise ValueError(f"{flag} {name!r} is not known; choose from {CHOICES}")
     check_weights(source.config, source.weights)
     return source
+
+
+def find_stored_config(flag: str, name: str) -> ModelConfig:
+    """The config of the model a user named with `flag`, as in `find_config`, with its head as it is
+    stored where the checkpoint's weights are there. Raises ValueError if they are broken."""
+    config, path = find_config(flag, name), Path(name).expanduser()
+    is_file = path.is_file() and path.suffix in WEIGHT_SUFFIXES
+    if name in DEMO_DIRECTORIES or not (is_file or any((path / f).exists() for f in WEIGHT_FILES)):
+        return config
+    return as_stored(config, _stored(path, config))[0]
 
 
 def load_transformer(
@@ -201,15 +214,15 @@ def _fill(tensor: Tensor, pieces: list[Piece], source: WeightSource) -> None:
 
 def _stored(path: Path, config: ModelConfig) -> WeightSource:
     """The weights of a directory or a file, whatever their format, by their names."""
-    source = open_weights(path)
-    body = find_family(config.architecture).body
+    source, family = open_weights(path), find_family(config.architecture)
+    body, head = family.body, family.names(config).head
     if GPT_FAST_NAME in source.tensors:
         raise ValueError(
             f"{source.path} was written by the original suite's converter, whose names are not "
             "read; run convert_hf_checkpoint.py, or name the directory of the checkpoint itself"
         )
     is_bare = body and not any(name.startswith(body) for name in source.tensors)
-    return BodyWeights(source, body) if is_bare else source
+    return with_body(source, body, head) if is_bare else source
 
 
 def fingerprint(source: ModelSource) -> str:

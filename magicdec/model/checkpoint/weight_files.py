@@ -148,17 +148,27 @@ class PthWeights(FileWeights):
         return self._mapped[self.tensors[name].file][name][index]
 
 
-class BodyWeights(WeightSource):
-    """A checkpoint that was saved from the model without its head. Its names lack the prefix
-    `body`, as in "transformer.", and are returned with it."""
+class RenamedWeights(WeightSource):
+    """Weights of which some are stored under other names, which `stored_as` has by their own."""
 
-    def __init__(self, source: WeightSource, body: str) -> None:
+    def __init__(self, source: WeightSource, stored_as: dict[str, str]) -> None:
         super().__init__(source.path)
-        self.source, self.body = source, body
-        self.tensors = {body + name: tensor for name, tensor in source.tensors.items()}
+        self.source, self.stored_as = source, stored_as
+        self.tensors = source.tensors | {n: source.tensors[s] for n, s in stored_as.items()}
 
     def read(self, name: str, index: Index = ()) -> Tensor:
-        return self.source.read(name.removeprefix(self.body), index)
+        return self.source.read(self.stored_as.get(name, name), index)
+
+
+def with_body(source: WeightSource, body: str, head: str) -> WeightSource:
+    """A checkpoint of the model's body alone. Its names lack the prefix `body`, as in
+    "transformer.", and are returned with it; those of a `head` beside the body never have one."""
+    stored_as = {
+        name if name.startswith(f"{head}.") else body + name: name for name in source.tensors
+    }
+    whole = RenamedWeights(source, stored_as)
+    whole.tensors = {name: whole.tensors[name] for name in stored_as}
+    return whole
 
 
 def open_weights(path: Path) -> FileWeights:

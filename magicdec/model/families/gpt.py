@@ -7,7 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from magicdec.model.config import ModelConfig, RopeConfig
-from magicdec.model.families.family import Family, Names, Raw, activation, only, rope, size
+from magicdec.model.families.family import Family, Names
+from magicdec.model.families.fields import ConfigFields, activation, only, size, switch
+from magicdec.model.families.rope_fields import rope
 
 TRAINED_LENGTH = 2048  # `seq_length` of every published BLOOM
 MASKS = (".attn.bias", ".attn.masked_bias")  # the causal mask, stored in old files
@@ -48,16 +50,18 @@ BLOOM_NAMES = Names(
 )
 
 
-def common(raw: Raw) -> dict[str, Any]:
+def common(raw: ConfigFields, inner: str | None = "n_inner") -> dict[str, Any]:
     """The fields that these families have in common, with a KV head for each query head and a
-    bias in every layer, unless a family says otherwise."""
+    bias in every layer, unless a family says otherwise. `inner` is the field with the width of the
+    MLP, four times the hidden size if it is missing; None: it is always that."""
     hidden_size = size(raw, "n_embd", "hidden_size", "n_embed")
     num_heads = size(raw, "n_head", "num_attention_heads")
+    widest = 4 * hidden_size
     return {
         "vocab_size": size(raw, "vocab_size"),
         "num_layers": size(raw, "n_layer", "num_hidden_layers"),
         "hidden_size": hidden_size,
-        "intermediate_size": size(raw, "n_inner", "ffn_hidden_size", default=4 * hidden_size),
+        "intermediate_size": size(raw, inner, default=widest) if inner else widest,
         "num_heads": num_heads,
         "num_kv_heads": num_heads,
         "head_dim": hidden_size // num_heads,
@@ -67,26 +71,25 @@ def common(raw: Raw) -> dict[str, Any]:
         "qkv_bias": True,
         "output_bias": True,
         "mlp_bias": True,
-        "tie_word_embeddings": bool(raw.get("tie_word_embeddings", True)),
+        "tie_word_embeddings": switch(raw, "tie_word_embeddings", True),
     }
 
 
-def read_gpt2(raw: Raw) -> dict[str, Any]:
+def read_gpt2(raw: ConfigFields, default_activation: str = "gelu_new") -> dict[str, Any]:
     """Learned positions."""
-    only(raw, "scale_attn_weights", True)
-    only(raw, "scale_attn_by_inverse_layer_idx", False)
-    only(raw, "add_cross_attention", False)
     return common(raw) | {
         "max_position_embeddings": size(raw, "n_positions", "max_position_embeddings"),
         "positions": "learned",
-        "activation": activation(raw, "activation_function", "gelu_new"),
+        "activation": activation(raw, "activation_function", default_activation),
     }
 
 
-def read_bigcode(raw: Raw) -> dict[str, Any]:
+def read_bigcode(raw: ConfigFields) -> dict[str, Any]:
     """GPT-2 with one KV head, unless multi-query attention is off."""
-    fields = read_gpt2({"activation_function": "gelu_pytorch_tanh"} | raw)
-    return fields | ({"num_kv_heads": 1} if raw.get("multi_query", True) else {})
+    fields = read_gpt2(raw, "gelu_pytorch_tanh")
+    kv_heads = 1 if switch(raw, "multi_query", True) else fields["num_heads"]
+    only(raw, "num_key_value_heads", kv_heads)
+    return fields | {"num_kv_heads": kv_heads}
 
 
 def bigcode_names(config: ModelConfig) -> Names:
@@ -95,10 +98,10 @@ def bigcode_names(config: ModelConfig) -> Names:
     return replace(GPT2_NAMES, packing=packing, transposed=False)
 
 
-def read_gptj(raw: Raw) -> dict[str, Any]:
+def read_gptj(raw: ConfigFields) -> dict[str, Any]:
     """Attention and MLP in parallel after one norm, RoPE on a part of each head in interleaved
     pairs, a bias on the head."""
-    is_tied = bool(raw.get("tie_word_embeddings", False))
+    is_tied = switch(raw, "tie_word_embeddings", False)
     return common(raw) | {
         "max_position_embeddings": size(raw, "n_positions", "max_position_embeddings"),
         "rope": RopeConfig(rotary_dim=size(raw, "rotary_dim", default=64), interleaved=True),
@@ -111,10 +114,9 @@ def read_gptj(raw: Raw) -> dict[str, Any]:
     }
 
 
-def read_bloom(raw: Raw) -> dict[str, Any]:
+def read_bloom(raw: ConfigFields) -> dict[str, Any]:
     """ALiBi, a norm after the embedding, and one tensor for q, k and v, grouped by head."""
-    only(raw, "apply_residual_connection_post_layernorm", False)
-    return common(raw) | {
+    return common(raw, inner=None) | {
         "max_position_embeddings": size(raw, "seq_length", default=TRAINED_LENGTH),
         "positions": "alibi",
         "activation": "gelu_tanh",
@@ -122,19 +124,26 @@ def read_bloom(raw: Raw) -> dict[str, Any]:
     }
 
 
-def read_falcon(raw: Raw) -> dict[str, Any]:
+def read_falcon(raw: ConfigFields) -> dict[str, Any]:
     """Falcon 7B (one KV head, one norm per block), 40B and 180B (several KV heads, two norms), with
     attention and MLP in parallel. The variants with ALiBi (falcon-rw) are refused, because they
     scale and round the bias differently."""
     only(raw, "alibi", False)
-    fields, bias = common(raw), bool(raw.get("bias", False))
-    if raw.get("new_decoder_architecture", False):
-        kv_heads = size(raw, "num_kv_heads", "n_head_kv", default=fields["num_heads"])
-        has_two_norms = (raw.get("num_ln_in_parallel_attn") or 2) == 2
-        residual = "parallel" if has_two_norms else "parallel_shared_norm"
+    fields, bias = common(raw, "ffn_hidden_size"), switch(raw, "bias", False)
+    num_heads, num_norms = fields["num_heads"], raw.get("num_ln_in_parallel_attn")
+    only(raw, "head_dim", fields["head_dim"])
+    is_parallel = switch(raw, "parallel_attn", True)
+    has_one_kv_head = switch(raw, "multi_query", True)
+    kv_heads = size(raw, "num_kv_heads", "n_head_kv", default=num_heads)
+    if switch(raw, "new_decoder_architecture", False):  # which ignores `multi_query`
+        only(raw, "parallel_attn", True)
+        if num_norms not in (None, 1, 2):
+            raise ValueError(f"num_ln_in_parallel_attn {num_norms} is not supported; choose 1 or 2")
+        residual = "parallel_shared_norm" if num_norms == 1 else "parallel"
     else:
-        kv_heads = 1 if raw.get("multi_query", True) else fields["num_heads"]
-        residual = "parallel_shared_norm" if raw.get("parallel_attn", True) else "sequential"
+        only(raw, "num_ln_in_parallel_attn", 1)
+        kv_heads = 1 if has_one_kv_head else num_heads
+        residual = "parallel_shared_norm" if is_parallel else "sequential"
     return fields | {
         "num_kv_heads": kv_heads,
         "max_position_embeddings": size(raw, "max_position_embeddings", default=2048),
@@ -154,10 +163,12 @@ def falcon_names(config: ModelConfig) -> Names:
     return names
 
 
-GPT2 = Family(read_gpt2, lambda config: GPT2_NAMES, "transformer.", MASKS)
-BIGCODE = Family(read_bigcode, bigcode_names, "transformer.", MASKS)
+GPT2 = Family("gpt2", read_gpt2, lambda config: GPT2_NAMES, "transformer.", MASKS)
+BIGCODE = Family("gpt_bigcode", read_bigcode, bigcode_names, "transformer.", MASKS)
 GPTJ = Family(
-    read_gptj, lambda config: GPTJ_NAMES, "transformer.", (*MASKS, ".attn.embed_positions")
+    *("gptj", read_gptj, lambda config: GPTJ_NAMES, "transformer."),
+    buffers=(*MASKS, ".attn.embed_positions"),
+    has_head_bias=True,
 )
-BLOOM = Family(read_bloom, lambda config: BLOOM_NAMES, "transformer.")
-FALCON = Family(read_falcon, falcon_names, "transformer.", (".inv_freq",))
+BLOOM = Family("bloom", read_bloom, lambda config: BLOOM_NAMES, "transformer.")
+FALCON = Family("falcon", read_falcon, falcon_names, "transformer.", (".inv_freq",))

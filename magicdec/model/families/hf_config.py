@@ -11,15 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.model.config import ModelConfig
+from magicdec.model.families.config_keys import check_plain_weights, check_unread
 from magicdec.model.families.family import find_family
+from magicdec.model.families.fields import ConfigFields, only
 
-MODEL_TYPES = {
-    "LlamaForCausalLM": "llama",
-    "MistralForCausalLM": "mistral",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen3ForCausalLM": "qwen3",
-}
-"""The architectures that `to_hf_config` can write, with their `model_type`."""
+# The architectures that `to_hf_config` can write.
+WRITTEN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 ROPE_FIELDS = {
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
@@ -52,31 +49,37 @@ def parse_hf_config(
     raw: dict[str, Any], name: str, generation: dict[str, Any] | None = None
 ) -> ModelConfig:
     """Translate a Hugging Face config, with the field names of transformers 4 or 5, to a
-    ModelConfig."""
+    ModelConfig. Raises ValueError, or KeyError for a missing field, if this model is not computed,
+    or if that is not certain."""
     architecture = (raw.get("architectures") or ["unknown"])[0]
-    fields = find_family(architecture).read(raw)
+    family, read = find_family(architecture), ConfigFields(raw)
+    check_plain_weights(read)
+    only(read, "model_type", family.model_type)
+    fields = family.read(read)
+    dtype = str(read.get("dtype") or read.get("torch_dtype") or "float32")
+    check_unread(read, architecture)
     ids = {**raw, **{k: v for k, v in (generation or {}).items() if v is not None}}
     return ModelConfig(
         name=name,
         architecture=architecture,
         bos_token_id=next(iter(_all_ids(ids.get("bos_token_id"))), None),
         eos_token_ids=_all_ids(ids.get("eos_token_id")),
-        dtype=str(raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        dtype=dtype,
         **fields,
     )
 
 
 def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """The inverse of `parse_hf_config`, for the checkpoints that this project writes: those with
-    Llama's tensor names (MODEL_TYPES)."""
-    assert config.architecture in MODEL_TYPES, "only Llama-like checkpoints are written"
+    Llama's tensor names (WRITTEN)."""
+    assert config.architecture in WRITTEN, "only Llama-like checkpoints are written"
     rope, scaling = config.rope, None
     if rope.rope_type != "default":
         scaling = {"rope_type": rope.rope_type, "factor": rope.factor}
         scaling |= {name: getattr(rope, name) for name in ROPE_FIELDS.get(rope.rope_type, ())}
     return {
         "architectures": [config.architecture],
-        "model_type": MODEL_TYPES[config.architecture],
+        "model_type": find_family(config.architecture).model_type,
         "vocab_size": config.vocab_size,
         "num_hidden_layers": config.num_layers,
         "hidden_size": config.hidden_size,

@@ -1,0 +1,50 @@
+"""Whether a model's head is its embedding: what is stored decides, not `tie_word_embeddings` alone.
+
+A config may call the head tied although the checkpoint has another one (a model that was trained
+further, say). As in transformers, a stored head counts, and it is tied where it equals the
+embedding. The values are compared, because files may hold a copy of a tied head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from magicdec.model.checkpoint.weight_files import RenamedWeights, WeightSource, row_spans
+from magicdec.model.checkpoint.weight_map import SCALE
+from magicdec.model.config import ModelConfig
+from magicdec.model.families.family import find_family
+
+
+def as_stored(config: ModelConfig, source: WeightSource) -> tuple[ModelConfig, WeightSource]:
+    """The config of the stored model, and its weights. Of a tied pair, one tensor may be stored
+    under either name. A head of its own has a bias if there is one."""
+    if not config.tie_word_embeddings:
+        return config, source
+    family = find_family(config.architecture)
+    names = family.names(config)
+    head, embedding = f"{names.head}.weight", f"{names.embedding}.weight"
+    has_bias = family.has_head_bias and f"{names.head}.bias" in source.tensors
+    if head in source.tensors and embedding not in source.tensors:
+        source = RenamedWeights(source, {embedding: head})
+    elif has_bias and head not in source.tensors and embedding in source.tensors:
+        source = RenamedWeights(source, {head: embedding})
+    # A head in int8 is one of its own in any case, which the loader knows (`untie_head`).
+    is_float = head in source.tensors and head + SCALE not in source.tensors
+    is_own = is_float and not are_equal(source, head, embedding)
+    if is_own or has_bias:  # a tied head is computed without a bias
+        config = replace(config, tie_word_embeddings=False, head_bias=has_bias)
+    return config, source
+
+
+def are_equal(source: WeightSource, first: str, second: str) -> bool:
+    """Whether two stored tensors have the same values."""
+    shape = source.tensors[first].shape
+    if shape != source.tensors[second].shape or len(shape) != 2:
+        return False
+    for rows in row_spans((0, shape[0]), shape[1]):
+        ours, theirs = (source.read(name, (slice(*rows),)) for name in (first, second))
+        if ours.data_ptr() != theirs.data_ptr() and not torch.equal(ours.double(), theirs.double()):
+            return False
+    return True

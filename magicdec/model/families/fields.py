@@ -1,0 +1,100 @@
+"""ConfigFields: the fields of a `config.json`, and how all families read them: sizes, switches and
+activations. Imports no torch.
+
+Each of these functions raises ValueError naming the field, the value and the allowed ones, or
+KeyError for a missing field. What nobody has read is left for `config_keys` to judge.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+GELUS = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
+LONGEST_VALUE = 60  # characters of a value that a message shows
+
+
+class ConfigFields:
+    """The fields of a JSON object. It remembers which of them were read."""
+
+    def __init__(self, raw: Mapping[str, Any]) -> None:
+        self._raw, self._was_read = raw, set[str]()
+
+    def __getitem__(self, field: str) -> Any:
+        self._was_read.add(field)
+        return self._raw[field]
+
+    def __contains__(self, field: str) -> bool:
+        self._was_read.add(field)
+        return field in self._raw
+
+    def get(self, field: str, default: Any = None) -> Any:
+        self._was_read.add(field)
+        return self._raw.get(field, default)
+
+    def unread(self) -> dict[str, Any]:
+        """The fields that nobody asked for, without those that are null."""
+        return {
+            field: value
+            for field, value in self._raw.items()
+            if field not in self._was_read and value is not None
+        }
+
+    def was_read(self) -> frozenset[str]:
+        """The fields that somebody asked for, whether they are there or not."""
+        return frozenset(self._was_read)
+
+
+def shown(value: Any) -> str:
+    """A value as a message shows it, in one short line."""
+    text = repr(value)
+    return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
+
+
+def size(raw: ConfigFields, *fields: str, default: int | None = None) -> int:
+    """A positive whole number that may stand in any of `fields`. With a default, all may be missing
+    or null. Raises ValueError if two of them differ."""
+    given = {field: raw.get(field) for field in fields}
+    given = {field: value for field, value in given.items() if value is not None}
+    field = next(iter(given), fields[0])
+    value = raw[field] if default is None else given.get(field, default)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{field} {shown(value)} is not a positive whole number")
+    for other, stated in given.items():
+        if stated != value:
+            raise ValueError(f"{field} {value} and {other} {shown(stated)} contradict each other")
+    return value
+
+
+def positive(raw: ConfigFields, field: str) -> float:
+    """A positive finite number. Raises KeyError if it is missing."""
+    value = raw[field]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{field} {shown(value)} is not a number")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{field} {value} is not a positive finite number")
+    return float(value)
+
+
+def switch(raw: ConfigFields, field: str, default: bool) -> bool:
+    """True or false; null is false."""
+    value = raw.get(field, default)
+    if value not in (True, False, None):
+        raise ValueError(f"{field} {shown(value)} is not supported; choose from true, false")
+    return bool(value)
+
+
+def only(raw: ConfigFields, field: str, supported: Any) -> None:
+    """Raise ValueError if the field is present and its value is not the supported one."""
+    value = raw.get(field)
+    if value is not None and value != supported:
+        raise ValueError(f"{field} {shown(value)} is not supported; choose from {supported}")
+
+
+def activation(raw: ConfigFields, field: str, default: str) -> str:
+    """ModelConfig's name of the GELU variant in `field`."""
+    value = raw.get(field) or default
+    if value not in GELUS:
+        raise ValueError(f"{field} {shown(value)} is not supported; choose from {', '.join(GELUS)}")
+    return GELUS[value]

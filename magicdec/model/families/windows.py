@@ -1,0 +1,93 @@
+"""The sliding window of a model by its `config.json`, as transformers 5 reads it. Imports no torch.
+
+A model has one window on all layers or none. A config that gives layers windows of their own is
+refused, and so is one that contradicts itself.
+"""
+
+from __future__ import annotations
+
+from magicdec.model.families.fields import ConfigFields, shown, size, switch
+
+FULL, SLIDING = "full_attention", "sliding_attention"
+OLD_NAMES = {"attention": FULL}  # of `layer_types`
+DEFAULT_WINDOW = 4096  # of Mistral and Qwen, if the field is missing
+
+
+def layer_type(raw: ConfigFields) -> str | None:
+    """The type of all layers by `layer_types`; None if it is missing. Raises ValueError if they
+    differ."""
+    stated, num_layers = raw.get("layer_types"), size(raw, "num_hidden_layers")
+    if stated is None:
+        return None
+    if not isinstance(stated, list) or len(stated) != num_layers:
+        raise ValueError(
+            f"layer_types {shown(stated)} is no list of {num_layers} types, one for each layer"
+        )
+    types = [OLD_NAMES.get(str(each), str(each)) for each in stated]
+    odd = next((each for each in types if each not in (FULL, SLIDING)), None)
+    if odd is not None:
+        raise ValueError(f"layer_types: {odd!r} is not supported; choose from {FULL}, {SLIDING}")
+    if len(set(types)) > 1:
+        first = next(i for i, each in enumerate(types) if each != types[0])
+        raise ValueError(
+            f"layer_types mixes {types[0]} (layer 0) and {types[first]} (layer {first}), which is "
+            "not supported; all layers must be alike"
+        )
+    return types[0]
+
+
+def stated_window(raw: ConfigFields) -> int | None:
+    """`sliding_window`; None if it is null."""
+    if "sliding_window" in raw and raw["sliding_window"] is None:
+        return None
+    return size(raw, "sliding_window", default=DEFAULT_WINDOW)
+
+
+def uniform_window(kind: str | None, window: int | None) -> int | None:
+    """`window`, unless all layers are of another type. Raises ValueError for windows of no size."""
+    if kind == SLIDING and window is None:
+        raise ValueError(f"layer_types is {SLIDING}, but no sliding_window is set")
+    return None if kind == FULL else window
+
+
+def check_no_window(raw: ConfigFields) -> None:
+    """Llama has no window. Raises ValueError for a config that asks for one that would matter."""
+    window, longest = raw.get("sliding_window"), size(raw, "max_position_embeddings")
+    is_used = switch(raw, "use_sliding_window", window is not None)
+    raw.get("max_window_layers")
+    if layer_type(raw) == SLIDING or (is_used and window is not None and window < longest):
+        raise ValueError(
+            f"sliding_window {shown(window)} is not supported for this architecture; choose null"
+        )
+
+
+def mistral_window(raw: ConfigFields) -> int | None:
+    """On all layers, unless it is null or `layer_types` says otherwise."""
+    window, kind = stated_window(raw), layer_type(raw)
+    is_used = switch(raw, "use_sliding_window", True)
+    if window is not None and kind is None and not is_used:
+        raise ValueError(
+            f"use_sliding_window false and sliding_window {window} contradict each other; set "
+            "sliding_window to null for no window"
+        )
+    raw.get("max_window_layers")  # of Qwen alone
+    return uniform_window(kind, window)
+
+
+def qwen_window(raw: ConfigFields) -> int | None:
+    """None unless `use_sliding_window` is set. Without `layer_types`, the window is on the layers
+    from `max_window_layers` on."""
+    num_layers = size(raw, "num_hidden_layers")
+    is_used, first = switch(raw, "use_sliding_window", False), raw.get("max_window_layers", 28)
+    window, kind = stated_window(raw) if is_used else None, layer_type(raw)
+    raw.get("sliding_window")
+    if kind is None and window is not None:
+        if not isinstance(first, int):
+            raise ValueError(f"max_window_layers {shown(first)} is not a whole number")
+        if 0 < first < num_layers:
+            raise ValueError(
+                f"max_window_layers {first} is not supported, because the layers from there on "
+                f"alone have a window; choose 0 or {num_layers}"
+            )
+        kind = FULL if first >= num_layers else SLIDING
+    return uniform_window(kind, window)
