@@ -299,10 +299,10 @@ class WorkloadSection:
         "Tokens of a finished sequence, prompt included. Use it instead of --gen_len.",
     )
     num_batches: int = setting(
-        2,
-        "Batches that are measured. At least 3 give intervals.",
+        3,
+        "Batches that are measured. At least 3 give the speedups an interval.",
         least=1,
-        other_defaults="5 in advise",
+        other_defaults="2 in gate save, 5 in advise",
     )
     warmup_batches: int = setting(
         1, "Times that the first batch is decoded before measuring.", least=0

@@ -46,7 +46,7 @@ class Subject:
     dtype: str = same(ModelSection, "dtype", "float32", choices=DTYPES)
     prefix_len: int = same(WorkloadSection, "prefix_len")
     batch_size: int = same(WorkloadSection, "batch_size", 8)
-    num_batches: int = same(WorkloadSection, "num_batches")
+    num_batches: int = same(WorkloadSection, "num_batches", 2)
     gen_len: int | None = same(WorkloadSection, "gen_len")
 
     @property

@@ -1,9 +1,9 @@
 """The table of one run, with its passes side by side. `report/listing.py` lists many runs. Imports
 no torch.
 
-The rows are what the sample can carry, in numbers that agree with each other. A percentile has one
-only where the sequences are enough for it. The first speedup is the ratio of the two rates above
-it; the medians over batches say over how many.
+The rows are what the sample can carry. A percentile has one only where the sequences are enough for
+it. The speedups are those of the record, which every other table has too; they say of how many
+batches they are the median.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ SHOWN = (
 MANY = 100
 LEAST_SEQUENCES = {"p90_tpot_ms": 10, "p99_tpot_ms": MANY}
 POSITION = Recorded("", digits=2)  # how the share of a draft position is shown
-MEDIANS = {"speedup": "  ", "net_speedup": "net speedup, "}
+MEDIANS = ("speedup", "net_speedup")  # over batches
 
 
 def table_rows(record: RunRecord) -> list[tuple[str, list[str]]]:
@@ -149,14 +149,10 @@ def table_rows(record: RunRecord) -> list[tuple[str, list[str]]]:
         texts = [text_of(cell) for cell in cells]
         if name in MEDIANS:
             each = getattr(columns[-1], f"{name}_per_batch") or ()
-            label = f"{MEDIANS[name]}median of {len(each)} batch{'' if len(each) == 1 else 'es'}"
+            label = f"{label}, median of {len(each)} batch{'' if len(each) == 1 else 'es'}"
         if name == "acceptance_per_position":
             texts = [positions_of(metrics) for metrics in columns]
         rows.append((label, texts))
-        rates = [metrics.decode_tokens_per_s for metrics in columns]
-        if name == "decode_tokens_per_s" and len(rates) == 2 and rates[0] and rates[1]:
-            # The speedup over all batches together.
-            rows.append(("speedup of decode steps", ["", f"{rates[1] / rates[0]:.2f}x"]))
     return rows
 
 

@@ -71,7 +71,7 @@ def shown(record: RunRecord) -> str:
     if metrics.decode_tokens_per_s is not None:
         parts.append(f"{metrics.decode_tokens_per_s:.1f} tokens/s")
     if metrics.speedup is not None:
-        parts.append(f"{metrics.speedup:.2f}x")
+        parts.append(f"speedup {metrics.speedup:.2f}x")
     return ", ".join(parts)
 
 
