@@ -17,7 +17,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn
 
+from magicdec.names import most_like
+
 KEY = "setting"
+MANY_CHOICES = 12  # more are named only where none is like what the user wrote
 METAVARS = {int: "N", float: "X", Path: "FILE", str: "NAME"}
 REASONS = {  # by pydantic's kinds of errors, with what it says of them
     "greater_than_equal": "is too small; it must be at least {ge:g}",
@@ -144,6 +147,8 @@ class Declared:
     def _reason(self, error: Any) -> str:
         """What is wrong with a value, after the value."""
         kind = error["type"]
+        if len(self.setting.choices) > MANY_CHOICES:
+            return f"is not known; {most_like(str(error['input']), self.setting.choices)}"
         if self.setting.choices:
             return f"is not known; choose from {', '.join(self.setting.choices)}"
         if kind in REASONS:
