@@ -42,7 +42,8 @@ class Setting:
     without dashes is an argument. `choices` are all values of a text, `words` the texts that a
     number may also be, such as auto. `least`, `above`, `most` and `below` bound numbers. `parse`
     makes a value of a text, where the type alone does not say how; it raises ValueError.
-    `other_defaults` names the commands in which the default is another one.
+    `other_defaults` names the commands in which the default is another one. `synonyms` are what
+    other programs call it, without dashes: a user who writes one is told the flag.
     A list that `can_be_empty` may be given without a value; one that `is_set` or has choices names
     no value twice."""
 
@@ -57,6 +58,7 @@ class Setting:
     parse: Callable[[Any], Any] | None = None
     metavar: str = ""
     other_defaults: str = ""
+    synonyms: tuple[str, ...] = ()
     can_be_empty: bool = False
     is_set: bool = False
 

@@ -41,6 +41,7 @@ from magicdec.model.presets.presets import (
     WEIGHT_SUFFIXES,
     demo_directory,
     find_config,
+    unknown_model,
 )
 from magicdec.model.transformer import Transformer
 
@@ -137,7 +138,7 @@ def find_model(flag: str, name: str) -> ModelSource:
         config, directory = find_config(flag, name), path if path.is_dir() else path.parent
         source = ModelSource(config.name, config, _stored(path, config), directory, is_random=False)
     else:
-        raise ValueError(f"{flag} {name!r} is not known; choose from {CHOICES}")
+        raise unknown_model(flag, name, CHOICES)
     check_weights(source.config, source.weights)
     return source
 
