@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from magicdec.distributed.groups import read_launch
-from magicdec.distributed.ranks import end_with_launcher
+from magicdec.distributed.ranks import INTERRUPTED, end_with_launcher
 from magicdec.names import load_object, most_like
 
 if TYPE_CHECKING:
@@ -124,6 +124,9 @@ def console() -> NoReturn:
             start(name)
         finally:
             sys.stdout.flush()
+    except KeyboardInterrupt:  # before the command could say what it keeps
+        print("interrupted; nothing was written", file=sys.stderr)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:  # the reader of the output has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(PIPE_CLOSED)

@@ -372,6 +372,10 @@ class OutputSection:
         metavar="FILE",
     )
     printoutput: bool = setting(False, "Print the generated text.")
+    verbose: bool = setting(
+        False,
+        "Print every setting before the run, with what auto chose and why. The record has them.",
+    )
     benchmark: bool = setting(
         False,
         "Time draft and verify separately on CUDA too, by events on its stream.",

@@ -48,7 +48,7 @@ SELFSPEC: dict[str, Any] = {
     },
     "output": {
         "results": "results/runs.jsonl", "save_tokens": None, "printoutput": False,
-        "benchmark": False,
+        "verbose": False, "benchmark": False,
     },
 }  # fmt: skip
 LONGSPEC_CHANGES: dict[str, Any] = {

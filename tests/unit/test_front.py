@@ -10,6 +10,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from checkpoint_files import CONFIG
@@ -19,11 +21,16 @@ from hub_server import Hub
 from magicdec.cli import commands, flags
 from magicdec.cli.commands import KNOWN
 from magicdec.cli.drivers import RUN
+from magicdec.cli.report import announce
+from magicdec.config.machine import Machine
+from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import OutputSection
 from magicdec.distributed import ranks
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.watching import processes
 from magicdec.model.families.hf_config import to_hf_config
+from magicdec.setup.prepare import Prepared
 
 ALONE = Launch(0, 1, 0, 1)
 
@@ -188,6 +195,18 @@ def test_a_run_on_two_ranks_is_one_command(tmp_path: Path) -> None:
     assert record["environment"]["world_size"] == 2 and record["status"] == "ok"
     assert record["environment"]["argv"][:2] == ["magicdec run", "--B"]
     assert done.stderr == "record appended to results/runs.jsonl\n"
+    model, memory, verdict, *_ = done.stdout.splitlines()
+    assert model == f"model  demo, {record['config']['model']['dtype']}, ranks 2 x threads 1, cpu"
+    assert memory.startswith("memory ") and verdict.startswith("identical: ")
+
+
+def test_verbose_says_every_setting_before_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    for is_verbose in (False, True):
+        config = resolve(RunConfig(output=OutputSection(verbose=is_verbose)), Machine(2))
+        announce(cast(Prepared, SimpleNamespace(config=config, launch=ALONE, memory="1 GB")))
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-1] == "memory 1 GB" and (len(lines) > 2) == is_verbose
+        assert any("prefill_chunk=512" in line for line in lines) == is_verbose
 
 
 def test_what_a_rank_refuses_is_the_only_line(tmp_path: Path) -> None:
