@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from magicdec.names import most_like
 
 KEY = "setting"
-MANY_CHOICES = 12  # more are named only where none is like what the user wrote
+MANY_CHOICES = 24  # more are named only where none is like what the user wrote
 METAVARS = {int: "N", float: "X", Path: "FILE", str: "NAME"}
 REASONS = {  # by pydantic's kinds of errors, with what it says of them
     "greater_than_equal": "is too small; it must be at least {ge:g}",

@@ -15,7 +15,7 @@ from magicdec.names import BASELINE, FULL_KV_POLICY
 from magicdec.records.comparison.conditions import policy_of
 from magicdec.records.correctness import Correctness, Divergence
 from magicdec.records.fields import Recorded
-from magicdec.records.metric_tables import metric_rows
+from magicdec.records.metric_tables import MANY, has_enough, metric_rows
 from magicdec.records.performance import Metrics
 from magicdec.records.record import RunRecord
 from magicdec.tables import Column, Line, Table, text_of
@@ -130,9 +130,6 @@ SHOWN = (
     *("mean_step_ms", "decode_ms", "draft_ms", "verify_ms", "other_ms"),
     *("bytes_read", "roofline_fraction", "peak_memory_bytes"),
 )
-# The sequences that a percentile needs: with fewer, it would be the largest value or the next one.
-MANY = 100
-LEAST_SEQUENCES = {"p90_tpot_ms": 10, "p99_tpot_ms": MANY}
 POSITION = Recorded("", digits=2)  # how the share of a draft position is shown
 MEDIANS = ("speedup", "net_speedup")  # over batches
 
@@ -142,8 +139,8 @@ def table_rows(record: RunRecord) -> list[tuple[str, list[str]]]:
     something. Each draft position has a line in its cell, with the number of verifications that
     judged it."""
     columns = [m for m in (record.baseline_metrics, record.metrics) if m is not None]
-    num_sequences = MANY if record.workload is None else record.workload.num_prompts
-    shown = [name for name in SHOWN if num_sequences >= LEAST_SEQUENCES.get(name, 0)]
+    count = MANY if record.workload is None else record.workload.num_prompts
+    shown = [name for name in SHOWN if has_enough(name, count)]
     rows = []
     for (label, name), *cells in metric_rows(Metrics, columns, shown):
         texts = [text_of(cell) for cell in cells]
