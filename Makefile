@@ -12,12 +12,14 @@ PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=passive $(BIN)/python -m pytest -n 2
 
 install: $(VENV)/.installed
 $(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "installing into $(VENV), which takes some minutes the first time"
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -c constraints.txt -e .
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e .
 	touch $@
 
 $(VENV)/.installed-test $(VENV)/.installed-docs $(VENV)/.installed-release: $(VENV)/.installed-%: $(VENV)/.installed
-	$(BIN)/pip install --quiet -c constraints.txt -e '.[$*]'
+	@echo "installing what the target $* needs into $(VENV)"
+	$(BIN)/pip install --disable-pip-version-check -c constraints.txt -e '.[$*]'
 	touch $@
 
 demo: $(VENV)/.installed

@@ -15,10 +15,13 @@ from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.progress import Progress as RichProgress
 
 FILE_WIDTH = 160  # columns of a table that is written to a file or a pipe
 LINE_EVERY_S = 10.0
 REFRESH_EVERY_S = 0.25
+BAR_WIDTH = 20
+START = 7  # columns of the labels before a run
 
 
 def make_console(to_stderr: bool = False) -> Console:
@@ -80,15 +83,26 @@ class Bar:
 
     @contextmanager
     def task(self, name: str, total: int) -> Iterator[Advance]:
-        from rich.progress import Progress as RichProgress
-
-        console = make_console(to_stderr=True)
-        with RichProgress(console=console, auto_refresh=False, transient=True) as bar:
+        with self._bar() as bar:
             task = bar.add_task(name, total=total)
             bar.refresh()
             yield telling(
                 lambda done: bar.update(task, completed=done, refresh=True), REFRESH_EVERY_S
             )
+
+    def _bar(self) -> RichProgress:
+        """In a line of the terminal: of a long name, the end is cut."""
+        from rich import progress
+        from rich.table import Column
+
+        name = Column(ratio=1, no_wrap=True, overflow="ellipsis")
+        return progress.Progress(
+            progress.TextColumn("{task.description}", table_column=name),
+            progress.BarColumn(BAR_WIDTH, table_column=Column(min_width=BAR_WIDTH)),
+            progress.TaskProgressColumn(table_column=Column(min_width=len("100%"))),
+            progress.TimeRemainingColumn(table_column=Column(min_width=len("0:00:00"))),
+            console=make_console(to_stderr=True), auto_refresh=False, transient=True, expand=True,
+        )  # fmt: skip
 
 
 def telling(tell: Callable[[int], None], every_s: float) -> Advance:

@@ -5,6 +5,7 @@ content of one. Imports nothing of this package.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import json
 from collections.abc import Iterator
@@ -38,6 +39,25 @@ def complete_file(flag: str, path: Path) -> Iterator[Path]:
         if is_plain:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
+
+
+def nearest(path: Path) -> Path | None:
+    """What a user may have meant by a path that does not exist: a similar name in the same
+    directory or in one with a similar name, or the same name here. None if nothing is like it."""
+    for parent in (path.parent, nearest(path.parent) if path.parent.name else None):
+        names = list[str]()
+        with suppress(OSError):
+            names = [each.name for each in parent.iterdir()] if parent is not None else []
+        if parent is not None and (close := difflib.get_close_matches(path.name, names, n=1)):
+            return parent / close[0]
+    here = Path(path.name)
+    return here if len(path.parts) > 1 and here.exists() else None
+
+
+def no_such(path: Path, kind: str) -> str:
+    """That nothing of this kind is at `path`, and what is."""
+    close = nearest(path)
+    return f"no such {kind}" + ("" if close is None else f"; did you mean {close}?")
 
 
 def hash_file(path: Path, digest: hashlib._Hash | None = None) -> str:

@@ -22,6 +22,13 @@ class Shown(NamedTuple):
     value: object
 
 
+class Heading(NamedTuple):
+    """The first cell of a row that heads the rows below it; the others are None. CSV has no such
+    row."""
+
+    text: str
+
+
 class Line(NamedTuple):
     """A line above a table, in a style of rich."""
 
@@ -153,7 +160,11 @@ class Table:
         """The keys of the columns and unrounded values, for programs, without any text around."""
         if not self.columns:
             return ""
-        values = ([_value(cell) for cell in row] for row in self.rows if row)
+        values = (
+            [_value(cell) for cell in row]
+            for row in self.rows
+            if row and not isinstance(row[0], Heading)
+        )
         return csv_text([[column.key or column.label for column in self.headings], *values])
 
 
@@ -185,7 +196,7 @@ def text_of(cell: object) -> str:
     """What a table shows for a cell."""
     if cell is None:
         return ""
-    return cell.text if isinstance(cell, Shown) else str(cell)
+    return cell.text if isinstance(cell, Shown | Heading) else str(cell)
 
 
 def _value(cell: object) -> object:

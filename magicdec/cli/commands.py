@@ -10,7 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from magicdec.distributed.groups import read_launch
-from magicdec.distributed.ranks import end_with_launcher
+from magicdec.distributed.ranks import INTERRUPTED, end_with_launcher
 from magicdec.names import load_object, most_like
 
 if TYPE_CHECKING:
@@ -57,6 +57,15 @@ COMMANDS = {
     ),
     "model get": ("get a model from the Hugging Face hub", "front.checkpoints:get"),
     "model convert": ("write a checkpoint as one file", "front.checkpoints:convert"),
+}
+LAST_GROUP = "Keep and check"  # also of commands that no group names
+GROUPS = {  # in which `magicdec --help` shows them
+    "Start here": ("run", "advise", "doctor", "model get", "model convert"),
+    "Compare ways of decoding": (
+        *("serve", "inflight", "recurrent", "pipeline", "sweep", "latency", "table", "report"),
+    ),
+    "Predict": ("probe", "plan", "reproduce", "simulate"),
+    LAST_GROUP: ("gate", "gate save", "compare", "export", "config", "completion"),
 }
 # The spellings of the original suite.
 OLD_SPELLINGS = {
@@ -115,6 +124,9 @@ def console() -> NoReturn:
             start(name)
         finally:
             sys.stdout.flush()
+    except KeyboardInterrupt:  # before the command could say what it keeps
+        print("interrupted; nothing was written", file=sys.stderr)
+        sys.exit(INTERRUPTED)
     except BrokenPipeError:  # the reader of the output has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(PIPE_CLOSED)
@@ -126,6 +138,8 @@ def print_commands() -> None:
     if read_launch().rank != 0:
         return
     print("usage: magicdec COMMAND [flags]; magicdec COMMAND --help; magicdec --version\n")
-    print("\n".join(f"  {name:<13} {text}" for name, (text, _) in COMMANDS.items()))
-    print("\nIn the spelling of the original suite:\n")
-    print("\n".join(f"  {name:<13} {text}" for name, (text, _) in OLD_SPELLINGS.items()))
+    grouped = {name for names in GROUPS.values() for name in names}
+    groups = {**GROUPS, LAST_GROUP: [*GROUPS[LAST_GROUP], *(COMMANDS.keys() - grouped)]}
+    for title, names in (groups | {"In the spelling of the original suite": OLD_SPELLINGS}).items():
+        print(f"{title}:\n")
+        print("\n".join(f"  {name:<13} {KNOWN[name][0]}" for name in names) + "\n")

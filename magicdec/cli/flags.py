@@ -9,9 +9,12 @@ flags are read.
 from __future__ import annotations
 
 import dataclasses
+import os
+import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -24,7 +27,13 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import OutputSection
 from magicdec.console import spinner
 from magicdec.distributed.groups import Launch, read_launch
-from magicdec.distributed.ranks import INTERRUPTED, find_world_size, is_other_start, start_ranks
+from magicdec.distributed.ranks import (
+    INTERRUPTED,
+    LAUNCHER,
+    find_world_size,
+    is_other_start,
+    start_ranks,
+)
 from magicdec.distributed.watching.processes import report_error
 from magicdec.distributed.watching.watch import naming_lost, stop_watching, watch_ranks
 from magicdec.model.checkpoint.hub import with_local_models
@@ -58,26 +67,33 @@ def start(
     launch, words = read_launch(), sys.argv[1:] if argv is None else argv
     with naming_lost(launch):
         try:
-            parsed = read(words)
+            with ended_at_once(launch):
+                parsed = read(words)
             parsed.check(find_world_size(parsed.parallel.nproc, launch))
             if launch.rank == 0:
                 check_outputs(parsed.output)
             parsed = with_local_models(parsed)
-            run_on_ranks(parsed.parallel.nproc, words, launch, partial(check_heads, parsed))
+            check = partial(check_heads, parsed)
+            run_on_ranks(parsed.parallel.nproc, words, launch, check, NO_RECORD)
             watch_ranks(launch)
-            with spinner("preparing", launch.rank == 0):
-                from magicdec.setup.prepare import prepare
+            with spinner(preparing(parsed), launch.rank == 0):
+                with ended_at_once(launch):
+                    from magicdec.setup.prepare import prepare
 
                 prepared = prepare(parsed, launch)
         except ValueError as error:
             refuse(error, launch)
         except KeyboardInterrupt:
-            stop_watching()
-            sys.exit(INTERRUPTED)
+            sys.exit(say_interrupted(launch, NO_RECORD))
         announce_backend(prepared.config, launch)
         from magicdec.cli.report import conclude
 
         sys.exit(conclude(prepared))
+
+
+def preparing(config: RunConfig) -> str:
+    """What a command does before it starts, for the user who waits."""
+    return f"preparing {config.model.model} and prompts of {Path(config.workload.dataset).name}"
 
 
 def run_ranks(run: Callable[[Sequence[str], Launch], int]) -> NoReturn:
@@ -90,9 +106,35 @@ def run_ranks(run: Callable[[Sequence[str], Launch], int]) -> NoReturn:
     except ValueError as error:
         refuse(error, launch)
     except KeyboardInterrupt:
-        stop_watching()  # a thread that still runs at the end of Python may abort it
-        code = INTERRUPTED
+        code = say_interrupted(launch, NO_RECORD)
     sys.exit(code)
+
+
+NO_RECORD = "no record was written"
+
+
+def say_interrupted(launch: Launch, kept: str) -> int:
+    """Tell the user, on the leading rank, what is kept of a command that Ctrl-C has ended. Returns
+    the exit code. Where `--nproc` started the ranks, their launcher says it."""
+    stop_watching()  # a thread that still runs at the end of Python may abort it
+    if launch.rank == 0 and os.environ.get(LAUNCHER, str(os.getpid())) == str(os.getpid()):
+        print(f"interrupted; {kept}", file=sys.stderr, flush=True)
+    return INTERRUPTED
+
+
+@contextmanager
+def ended_at_once(launch: Launch) -> Iterator[None]:
+    """While libraries are imported, Ctrl-C ends this process in its handler: some of them swallow
+    the exception, and go on without a part of themselves."""
+
+    def end(*_: object) -> NoReturn:
+        os._exit(say_interrupted(launch, NO_RECORD))
+
+    before = signal.signal(signal.SIGINT, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def run_on_ranks(
@@ -100,10 +142,11 @@ def run_on_ranks(
     words: Sequence[str],
     launch: Launch,
     check: Callable[[int], None] | None = None,
+    kept: str = NO_RECORD,
 ) -> None:
     """If `--nproc` asks for ranks that do not run yet, start this command as these ranks and exit
-    with their exit code. Otherwise return. `check` refuses a number of ranks before they start, by
-    raising ValueError."""
+    with their exit code. Otherwise return. `kept` says what is kept if Ctrl-C ends them. `check`
+    refuses a number of ranks before they start, by raising ValueError."""
     if not is_other_start(nproc, launch):
         return
     name = sys.argv[0]
@@ -111,7 +154,8 @@ def run_on_ranks(
     assert nproc is not None, "it was asked for"
     if check is not None:
         check(nproc)
-    sys.exit(start_ranks(nproc, [*program, *words]))
+    code = start_ranks(nproc, [*program, *words])
+    sys.exit(say_interrupted(launch, kept) if code == INTERRUPTED else code)
 
 
 def check_outputs(output: OutputSection) -> None:
@@ -139,16 +183,18 @@ def announce_backend(config: ResolvedConfig, launch: Launch) -> None:
 
 class LoneCommand:
     """A command that runs on this rank alone. `run` does what the flags say and returns the exit
-    code; a ValueError is a refusal in one line. The others are as in `Parser`."""
+    code; a ValueError is a refusal in one line. `kept` says what Ctrl-C leaves, unless the
+    KeyboardInterrupt does. The others are as in `Parser`."""
 
     def __init__(
         self,
         run: Callable[[Values], int],
         description: str,
         sections: Mapping[str, Any],
+        kept: str = "nothing was written",
         **options: Any,
     ) -> None:
-        self.run = run
+        self.run, self.kept = run, kept
         self.build_parser = partial(Parser, description, sections, **options)
 
     def __call__(self) -> NoReturn:
@@ -157,8 +203,8 @@ class LoneCommand:
             code = self.run(self.build_parser().read(sys.argv[1:]))
         except ValueError as error:
             refuse(error, Launch())
-        except KeyboardInterrupt:
-            code = INTERRUPTED
+        except KeyboardInterrupt as error:
+            code = say_interrupted(Launch(), str(error) or self.kept)
         sys.exit(code)
 
 

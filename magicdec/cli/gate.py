@@ -121,6 +121,8 @@ def run(processes: int, configs: Sequence[RunConfig]) -> list[Result]:
     check_cpu()
     threads = max(1, len(os.sched_getaffinity(0)) // processes)
     started, done = time.monotonic(), 0
+    side = f", {processes} side by side" if processes > 1 else ""
+    print(f"{len(configs)} cases{side}; each has a line when it has ended", flush=True)
 
     def finished(result: Result) -> None:
         nonlocal done

@@ -17,7 +17,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from magicdec.cli.flags import announce_backend, config_of, run_on_ranks, run_ranks
+from magicdec.cli.flags import (
+    announce_backend,
+    config_of,
+    ended_at_once,
+    run_on_ranks,
+    run_ranks,
+)
 from magicdec.cli.parsing.parser import ConfigFile, Parser
 from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.config.capabilities import MOST_WATCHED, policy_called
@@ -27,7 +33,7 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection, OutputSection, WorkloadSection
 from magicdec.config.setting import same, setting
-from magicdec.console import labelled
+from magicdec.console import START, labelled, spinner
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.distributed.tensor_parallel import Shard
@@ -79,14 +85,16 @@ class GridSection:
 
 def run(words: Sequence[str], launch: Launch) -> int:
     """Measure on all ranks; the first prints the table and writes the files."""
-    asked, grid, args = parse(words)
+    with ended_at_once(launch):
+        asked, grid, args = parse(words)
     nproc = asked.parallel.nproc
     asked.check(find_world_size(nproc, launch))
     run_on_ranks(nproc, words, launch, partial(check_heads, asked))
-    resolved, source, memory = prepare(asked, grid, launch)
+    with spinner(f"preparing {asked.model.model}", launch.rank == 0):
+        resolved, source, memory = prepare(asked, grid, launch)
     announce_backend(resolved, launch)
     if launch.rank == 0:
-        print(labelled("memory", memory), flush=True)
+        print(labelled("memory", memory, START), flush=True)
     from magicdec.latency.forwards import measure
 
     config, environment, rows = measure(resolved, grid, source, launch)

@@ -24,7 +24,7 @@ from magicdec.files import complete_file
 from magicdec.names import RECORDS, load_named
 from magicdec.records.reading import read_records
 from magicdec.records.record import Record, RunRecord
-from magicdec.report.listing import NARROW, list_records
+from magicdec.report.listing import COLUMNS, NARROW, list_records
 from magicdec.tables import FORMATS, print_tables
 
 ON_PAGES = ("run", "serving")  # kinds of records that a report shows
@@ -43,6 +43,22 @@ class TableSection(FilesSection):
         "runs every column, and where there are runs no other kind without --kind.",
         choices=("text", *FORMATS),
     )
+    columns: tuple[str, ...] = setting(
+        (),
+        "Columns of the table of runs, in this order: names of settings and metrics. Default: "
+        "those in which the runs differ, and the metrics that matter most.",
+        choices=COLUMNS,
+        metavar="COLUMN",
+    )
+    sort: tuple[str, ...] = setting(
+        (),
+        "Columns by which runs are sorted, the first one first; runs without a value come last. "
+        "Default: runs as they are in the files, and those of a study in the order of its "
+        "settings.",
+        choices=COLUMNS,
+        metavar="COLUMN",
+    )
+    descending: bool = setting(False, "Sort from the largest value to the smallest.")
 
 
 def show(values: Values) -> int:
@@ -51,7 +67,9 @@ def show(values: Values) -> int:
     args = values[TableSection]
     others: list[Record] = []
     kinds = (args.kind,) if args.kind else tuple(RECORDS)
-    listing = list_records(runs_of(args, kinds, others))
+    runs = runs_of(args, kinds, others)
+    listing = list_records(runs, args.columns, args.sort, args.descending)
+    refuse_useless(args, bool(listing.rows))
     others.sort(key=lambda record: kinds.index(record.kind))
     commands = list(commands_of(others))
     tables = [load_named(TABLES, command[0].kind)(command) for command in commands]
@@ -67,6 +85,16 @@ def show(values: Values) -> int:
             print()
         print_tables(of_command, args.format)
     return 0
+
+
+def refuse_useless(args: TableSection, has_runs: bool) -> None:
+    """Raises ValueError for a flag of the table of runs where it does nothing."""
+    given = {"--columns": args.columns, "--sort": args.sort, "--descending": args.descending}
+    for flag, value in given.items():
+        if value and not has_runs:
+            raise ValueError(f"{flag} does nothing here: it is for runs, and there are none")
+    if args.descending and not args.sort:
+        raise ValueError("--descending does nothing here: give --sort COLUMN with it")
 
 
 def runs_of(args: FilesSection, kinds: Sequence[str], others: list[Record]) -> Iterator[RunRecord]:

@@ -1,4 +1,4 @@
-"""Executes a prepared run and reports it: prints the resolved config and the table, saves the
+"""Executes a prepared run and reports it: prints what runs and the table, saves the
 tokens, appends the record and returns the exit code."""
 
 from __future__ import annotations
@@ -8,10 +8,9 @@ import json
 import sys
 from pathlib import Path
 
+from magicdec.cli.flags import NO_RECORD, say_interrupted
 from magicdec.config.resolved import ResolvedConfig
-from magicdec.console import labelled
-from magicdec.distributed.ranks import INTERRUPTED
-from magicdec.distributed.watching.watch import stop_watching
+from magicdec.console import START, labelled
 from magicdec.hardware.environment import describe_environment
 from magicdec.records.record import RunRecord, append_record
 from magicdec.records.table import print_record
@@ -29,13 +28,11 @@ def conclude(prepared: Prepared) -> int:
     path = Path(prepared.config.output.results)
     started = datetime.datetime.now(datetime.timezone.utc)
     if is_leader:
-        print(describe_config(prepared.config))
-        print(labelled("memory", prepared.memory), flush=True)
+        announce(prepared)
     try:
         outcome = execute(prepared, is_leader)
     except KeyboardInterrupt:
-        stop_watching()
-        return INTERRUPTED
+        return say_interrupted(prepared.launch, NO_RECORD)
     except Exception as error:
         if is_leader:
             environment = describe_environment(
@@ -50,6 +47,18 @@ def conclude(prepared: Prepared) -> int:
     if is_leader and not publish(prepared, outcome, path):
         return 1
     return 0 if outcome.record.passed else 1
+
+
+def announce(prepared: Prepared) -> None:
+    """Print what is about to run: the model, the ranks and the memory in two lines, and with
+    `--verbose` every setting before them."""
+    config, launch = prepared.config, prepared.launch
+    if config.output.verbose:
+        print(describe_config(config))
+    ranks = f"ranks {launch.world_size} x threads {config.parallel.threads}"
+    about = [config.model.model, str(config.model.dtype), ranks, str(config.parallel.device)]
+    print(labelled("model", ", ".join(about), START))
+    print(labelled("memory", prepared.memory, START), flush=True)
 
 
 def publish(prepared: Prepared, outcome: Outcome, path: Path) -> bool:

@@ -18,7 +18,16 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from magicdec.cli.flags import announce_backend, config_of, run_on_ranks, run_ranks, sections_of
+from magicdec.cli.flags import (
+    announce_backend,
+    config_of,
+    ended_at_once,
+    preparing,
+    run_on_ranks,
+    run_ranks,
+    say_interrupted,
+    sections_of,
+)
 from magicdec.cli.parsing.ignored import refuse_ignored
 from magicdec.cli.parsing.parser import ConfigFile, Parser, Values
 from magicdec.cli.parsing.rank_checks import check_nproc
@@ -31,10 +40,10 @@ from magicdec.config.sections import (
     PictureSection,
 )
 from magicdec.config.setting import setting
-from magicdec.console import labelled, spinner
+from magicdec.console import START, labelled, spinner
 from magicdec.distributed.groups import Launch
-from magicdec.distributed.ranks import INTERRUPTED, find_world_size
-from magicdec.distributed.watching.watch import stop_watching, watch_ranks
+from magicdec.distributed.ranks import find_world_size
+from magicdec.distributed.watching.watch import watch_ranks
 from magicdec.figures import check_picture
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.pipelined_speculation.options import Options
@@ -324,10 +333,14 @@ class Experiment:
         """The whole command on this rank. Returns its exit code."""
         config, out = with_local_models(self.config), Path(self.config.output.results)
         nproc = config.parallel.nproc
-        run_on_ranks(nproc, words, launch, partial(check_nproc, config, self.options))
+        check = partial(check_nproc, config, self.options)
+        run_on_ranks(
+            nproc, words, launch, check, f"the records of modes that had ended are in {out}"
+        )
         watch_ranks(launch)
-        with spinner("preparing", launch.rank == 0):
-            from magicdec.serving.prepare import prepare
+        with spinner(preparing(config), launch.rank == 0):
+            with ended_at_once(launch):
+                from magicdec.serving.prepare import prepare
 
             prepared = prepare(config, self.options, launch)
         if launch.rank == 0:
@@ -342,10 +355,9 @@ class Experiment:
                 print_tables(tables(record_file.records))
             if not isinstance(error, KeyboardInterrupt):
                 raise
-            stop_watching()
-            if launch.rank == 0:
-                print(f"interrupted; {record_file.count} records are in {out}", file=sys.stderr)
-            return INTERRUPTED
+            count = record_file.count
+            records = "1 record is" if count == 1 else f"{count} records are"
+            return say_interrupted(launch, f"{records} in {out}")
         if launch.rank != 0:
             return 0
         self.show(measured)
@@ -384,11 +396,11 @@ def announce(prepared: PreparedServing) -> None:
         system.transport.describe() for system in prepared.systems if system.transport is not None
     ]
     for split in dict.fromkeys(splits):
-        print(labelled("split", split))
+        print(labelled("split", split, START))
     for transport in dict.fromkeys(messages):
         print(labelled("messages", transport))
     announce_backend(prepared.run.config, prepared.launch)
-    print(labelled("memory", prepared.memory), flush=True)
+    print(labelled("memory", prepared.memory, START), flush=True)
 
 
 def conclude(record_file: RecordFile, records: Sequence[ServingRecord]) -> int:
@@ -402,7 +414,13 @@ def conclude(record_file: RecordFile, records: Sequence[ServingRecord]) -> int:
 
 def run(name: str) -> NoReturn:
     """The command of that name, on this rank."""
-    run_ranks(lambda words, launch: COMMANDS[name].parse(words, launch).run(words, launch))
+
+    def serve(words: Sequence[str], launch: Launch) -> int:
+        with ended_at_once(launch):
+            experiment = COMMANDS[name].parse(words, launch)
+        return experiment.run(words, launch)
+
+    run_ranks(serve)
 
 
 main, inflight, recurrent, pipeline = (partial(run, name) for name in COMMANDS)

@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from magicdec.cli.drivers import DRIVERS
-from magicdec.cli.flags import refuse, run_on_ranks
+from magicdec.cli.flags import NO_RECORD, ended_at_once, refuse, run_on_ranks, say_interrupted
 from magicdec.cli.parsing.ignored import why_ignored
 from magicdec.cli.parsing.parser import Parser
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import ParallelSection
 from magicdec.config.setting import declared, same, setting
 from magicdec.distributed.groups import read_launch
-from magicdec.distributed.ranks import INTERRUPTED, find_world_size, is_launched
+from magicdec.distributed.ranks import find_world_size, is_launched
 from magicdec.distributed.watching.watch import naming_lost
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.names import EXECUTORS, IN_PROCESS, load_named, most_like
@@ -35,7 +35,7 @@ from magicdec.study.study import MOST_CELLS, Grid, Settings, Study, checked, rea
 
 NAMES = tuple(DRIVERS)
 # Flags that are for one run, or for all ranks of the command.
-OF_ONE_RUN = ("save_tokens", "printoutput", "out", "nproc", "config")
+OF_ONE_RUN = ("save_tokens", "printoutput", "verbose", "out", "nproc", "config")
 
 
 class Flags:
@@ -95,7 +95,8 @@ def main() -> NoReturn:
     """Run what is left of the study on all ranks; the first prints and writes."""
     launch = read_launch()
     try:
-        flags, study = parse(sys.argv[1:])
+        with ended_at_once(launch):
+            flags, study = parse(sys.argv[1:])
         has_jobs = (flags.print_sbatch or flags.executor != IN_PROCESS) and not flags.dry_run
         nodes = study.slurm.nodes if has_jobs else 1
         world_size = find_world_size(flags.nproc, launch) * nodes
@@ -104,14 +105,15 @@ def main() -> NoReturn:
             check_writable("--out", Path(study.settings.out))
         if has_jobs:
             sys.exit(run_jobs(flags, study, configs))
-        run_on_ranks(flags.nproc, sys.argv[1:], launch)
+        kept = f"the same command goes on with the runs that are not in {study.settings.out}"
+        run_on_ranks(flags.nproc, sys.argv[1:], launch, kept=kept)
         from magicdec.study.plan import make_plan
 
         plan = make_plan(configs, study.settings, launch, flags.retry_failed, bool(flags.only))
     except ValueError as error:
         refuse(error, launch)
     except KeyboardInterrupt:
-        sys.exit(INTERRUPTED)
+        sys.exit(say_interrupted(launch, NO_RECORD))
     from magicdec.study.progress import print_order
     from magicdec.study.sweep import conclude
 
@@ -243,6 +245,8 @@ def split(argv: Sequence[str], own: Sequence[str]) -> tuple[list[str], dict[str,
 
 
 def inline_grid(driver: str, axes: dict[str, list[str]]) -> Grid:
+    if Path(driver).is_dir():
+        raise ValueError(f"{driver} is a directory; name a study file (.toml)")
     if driver not in NAMES:
         raise ValueError(f"{driver} is no study file (.toml) and no driver; choose a driver from "
                          f"{', '.join(NAMES)}")  # fmt: skip

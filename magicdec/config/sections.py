@@ -65,6 +65,7 @@ class ParallelSection:
         "Ranks to start on this host, which share the model. Default: one, or those that torchrun "
         "started.",
         least=1,
+        synonyms=("nproc_per_node", "tp", "tensor_parallel_size", "tensor_parallel", "world_size"),
     )
 
 
@@ -152,6 +153,7 @@ class DecodingSection:
         words=("auto",),
         least=1,
         other_defaults=f"{FIXED_DRAFT_TOKENS} in advise and in pipelined speculation",
+        synonyms=("num_speculative_tokens", "speculative_tokens", "num_draft", "draft_len", "k"),
     )
     tree: str | None = setting(
         None,
@@ -272,6 +274,7 @@ class WorkloadSection:
         "The prompts: demo, pg19, or a path to .jsonl/.json/.parquet/.txt text. With known "
         "answers: recall, recall:<any of these>, ruler:<task>. Of a prompt set, as a path or a "
         "name on the hub: sharegpt:<set>, speed_bench:<set>, longbench:<set>.",
+        synonyms=("dataset_path", "dataset_name", "data", "input_file", "text"),
     )
     batch_size: int = setting(
         4,
@@ -279,6 +282,7 @@ class WorkloadSection:
         "--B",
         least=1,
         other_defaults="1 4 8 in latency and plan, 1 in recurrent and advise, 8 in gate save",
+        synonyms=("batch_size", "batch", "bs", "max_num_seqs", "max_concurrency"),
     )
     prefix_len: int = setting(
         4096,
@@ -286,6 +290,14 @@ class WorkloadSection:
         metavar="LENGTH",
         least=1,
         other_defaults="1024 4096 16384 in latency and plan, 2048 in advise; those of a trace",
+        synonyms=(
+            "prompt_len",
+            "input_len",
+            "random_input_len",
+            "context_len",
+            "context",
+            "seq_len",
+        ),
     )
     gen_len: int | None = setting(
         None,
@@ -293,16 +305,17 @@ class WorkloadSection:
         "uniform:LOW:HIGH. Default: 64, or those of a trace.",
         metavar="LENGTH",
         least=1,
+        synonyms=("max_new_tokens", "max_tokens", "output_len", "random_output_len", "new_tokens"),
     )
     max_len: int | None = setting(
         None,
         "Tokens of a finished sequence, prompt included. Use it instead of --gen_len.",
     )
     num_batches: int = setting(
-        2,
-        "Batches that are measured. At least 3 give intervals.",
+        3,
+        "Batches that are measured. At least 3 give the speedups an interval.",
         least=1,
-        other_defaults="5 in advise",
+        other_defaults="2 in gate save, 5 in advise",
     )
     warmup_batches: int = setting(
         1, "Times that the first batch is decoded before measuring.", least=0
@@ -351,6 +364,7 @@ class OutputSection:
         "The file that records are appended to, one JSON line for each run or pass.",
         "--out",
         metavar="FILE",
+        synonyms=("output", "output_file", "result_filename", "save_result"),
     )
     save_tokens: str | None = setting(
         None,
@@ -358,6 +372,10 @@ class OutputSection:
         metavar="FILE",
     )
     printoutput: bool = setting(False, "Print the generated text.")
+    verbose: bool = setting(
+        False,
+        "Print every setting before the run, with what auto chose and why. The record has them.",
+    )
     benchmark: bool = setting(
         False,
         "Time draft and verify separately on CUDA too, by events on its stream.",
@@ -372,6 +390,7 @@ class ModelSection:
         "demo",
         "The model: demo, demo-draft, random:<preset>, a Hugging Face directory, a model's name on "
         "the Hugging Face hub, or a .safetensors/.pth/.bin file beside its config.json.",
+        synonyms=("model_path", "model_name", "model_name_or_path", "checkpoint_path"),
     )
     dtype: str = setting(
         "auto",
@@ -421,6 +440,7 @@ class DraftChoice:
         metavar="DRAFT",
         other_defaults="none in serve, inflight, recurrent and gate save, model:demo-draft in "
         "pipeline, self ngram ngram+self in advise",
+        synonyms=("draft_model", "speculative_model", "speculative_config"),
     )
 
 

@@ -17,7 +17,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn
 
+from magicdec.names import most_like
+
 KEY = "setting"
+MANY_CHOICES = 24  # more are named only where none is like what the user wrote
 METAVARS = {int: "N", float: "X", Path: "FILE", str: "NAME"}
 REASONS = {  # by pydantic's kinds of errors, with what it says of them
     "greater_than_equal": "is too small; it must be at least {ge:g}",
@@ -39,7 +42,8 @@ class Setting:
     without dashes is an argument. `choices` are all values of a text, `words` the texts that a
     number may also be, such as auto. `least`, `above`, `most` and `below` bound numbers. `parse`
     makes a value of a text, where the type alone does not say how; it raises ValueError.
-    `other_defaults` names the commands in which the default is another one.
+    `other_defaults` names the commands in which the default is another one. `synonyms` are what
+    other programs call it, without dashes: a user who writes one is told the flag.
     A list that `can_be_empty` may be given without a value; one that `is_set` or has choices names
     no value twice."""
 
@@ -54,6 +58,7 @@ class Setting:
     parse: Callable[[Any], Any] | None = None
     metavar: str = ""
     other_defaults: str = ""
+    synonyms: tuple[str, ...] = ()
     can_be_empty: bool = False
     is_set: bool = False
 
@@ -144,6 +149,8 @@ class Declared:
     def _reason(self, error: Any) -> str:
         """What is wrong with a value, after the value."""
         kind = error["type"]
+        if len(self.setting.choices) > MANY_CHOICES:
+            return f"is not known; {most_like(str(error['input']), self.setting.choices)}"
         if self.setting.choices:
             return f"is not known; choose from {', '.join(self.setting.choices)}"
         if kind in REASONS:

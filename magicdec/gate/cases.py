@@ -7,7 +7,7 @@ standard cases make such a file for a model and a text. Must not know how record
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from magicdec.config.capabilities import check_standalone, policy_called
@@ -26,7 +26,7 @@ from magicdec.config.sections import (
 )
 from magicdec.config.setting import same
 from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIES
-from magicdec.records.comparison.conditions import describe, method_of
+from magicdec.records.comparison.conditions import describe, flags_of, method_of
 from magicdec.records.record import RunRecord
 
 GAMMA = 4
@@ -46,7 +46,7 @@ class Subject:
     dtype: str = same(ModelSection, "dtype", "float32", choices=DTYPES)
     prefix_len: int = same(WorkloadSection, "prefix_len")
     batch_size: int = same(WorkloadSection, "batch_size", 8)
-    num_batches: int = same(WorkloadSection, "num_batches")
+    num_batches: int = same(WorkloadSection, "num_batches", 2)
     gen_len: int | None = same(WorkloadSection, "gen_len")
 
     @property
@@ -110,10 +110,8 @@ def _standalone(subject: Subject) -> Iterator[KVSection]:
 
 
 def name_of(config: RunConfig) -> str:
-    """A case that may have no record yet, in words."""
-    decoding, kv = config.decoding, config.kv
-    gamma = f"gamma={decoding.num_draft_tokens}"
-    return f"drafter={decoding.drafter} policy={kv.policy} budget={kv.budget} {gamma}"
+    """A case that may have no record yet, as `describe` names one that has."""
+    return flags_of(asdict(config))
 
 
 def margin_of(config: RunConfig) -> float | None:

@@ -8,6 +8,7 @@ processes that it starts.
 from __future__ import annotations
 
 import multiprocessing
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from multiprocessing.connection import Connection, wait
@@ -36,6 +37,7 @@ def measure(
     context = multiprocessing.get_context("spawn")
     cases, results = list(enumerate(configs)), list[Result]([NO_RESULT] * len(configs))
     processes, connections = [], list[Connection]()
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # for them: Ctrl-C is this process's
     for first in range(min(num_processes, len(cases))):
         ours, theirs = context.Pipe(duplex=False)
         share = cases[first::num_processes]
@@ -43,6 +45,7 @@ def measure(
         processes[-1].start()
         theirs.close()
         connections.append(ours)
+    signal.signal(signal.SIGINT, handler)
     try:
         while connections:  # until every process has closed its own
             for ready in wait(connections):
@@ -66,8 +69,6 @@ def work(cases: Sequence[Case], connection: Any) -> None:
     try:
         for number, result in run_cases(cases):
             connection.send((number, result))
-    except KeyboardInterrupt:
-        pass
     finally:
         connection.close()
 

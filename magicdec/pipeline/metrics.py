@@ -201,20 +201,18 @@ class SpeculationMetrics(Part):
     the last."""
 
     runs: int = recorded("runs that were launched, prompts included", label="runs")
-    speculative_runs: int = recorded("those with drafted tokens", label="with drafts")
+    speculative_runs: int = recorded("those with drafted tokens")
     invalid_runs: int = recorded(
-        "cancelled, because none of their rows could be right any more", label="invalid"
+        "cancelled, because none of their rows could be right any more", label="cancelled runs"
     )
     skipped_before: int = recorded(
-        "runs that a stage skipped before its first layer; summed over the stages",
-        label="skipped before a stage",
-    )  # fmt: skip
+        "runs that a stage skipped before its first layer; summed over the stages"
+    )
     skipped_inside: int = recorded(
-        "runs that a stage stopped between its layers; summed over the stages",
-        label="skipped inside",
-    )  # fmt: skip
-    layers_computed: int = recorded("layers that stages computed for runs", label="layers computed")
-    layers_skipped: int = recorded("layers that they skipped", label="layers skipped")
+        "runs that a stage stopped between its layers; summed over the stages"
+    )
+    layers_computed: int = recorded("layers that stages computed for runs")
+    layers_skipped: int = recorded("layers that they skipped")
     drafted: int = recorded("tokens that were launched as drafts", label="drafted")
     accepted: int = recorded("committed tokens that had been launched as drafts", label="accepted")
     acceptance_rate: float | None = recorded(
@@ -222,9 +220,8 @@ class SpeculationMetrics(Part):
         null="if nothing was drafted",
     )  # fmt: skip
     failed_attempts: int = recorded(
-        "attempts to draft whose candidate was less probable than the threshold",
-        label="failed attempts",
-    )  # fmt: skip
+        "attempts to draft whose candidate was less probable than the threshold"
+    )
     least_margin: float | None = recorded(
         "by how much the largest of the logits by which a token is chosen exceeds the second, at "
         "the committed token where this is least; rounding can change a token with a small one",
@@ -233,7 +230,7 @@ class SpeculationMetrics(Part):
     mean_in_flight: float = recorded(
         "runs that are under way; mean over the time", label="runs in flight, mean", digits=2
     )
-    most_in_flight: int = recorded("the most of them at one time", label="runs in flight, most")
+    most_in_flight: int = recorded("the most of them at one time")
     num_layers: list[int] = recorded("layers of the target on each rank")
     draft_rank: int | None = recorded("the rank that drafts", null="if no mode drafts")
     busy: list[float] = recorded(

@@ -45,10 +45,18 @@ class Recorded:
             return " ".join(self.show(v) for v in value)
         return f"{value * self.scale:,.{self.digits}f}{self.suffix}"
 
-    def show_between(self, value: Any, ends: list[float] | None) -> str:
-        """The text for `value` with its interval, if it has one."""
-        text = self.show(value)
-        return f"{text} [{self.show(ends[0])}, {self.show(ends[1])}]" if ends else text
+    def show_between(self, value: Any, ends: list[Any] | None) -> str:
+        """The text for `value` with its interval, if it has one. The intervals of a list are one
+        for each of its values, empty where there is none."""
+        if isinstance(value, list):
+            intervals = ends or [None] * len(value)
+            return " ".join(map(self.show_between, value, intervals))
+        return f"{self.show(value)} {self.show_interval(*ends)}" if ends else self.show(value)
+
+    def show_interval(self, low: float, high: float) -> str:
+        """The text for an interval, which needs no unit beside its number."""
+        bare = dataclasses.replace(self, suffix="")
+        return f"[{bare.show(low)}, {bare.show(high)}]"
 
 
 def recorded(meaning: str, unit: str = "", *, default: Any = None, **more: Any) -> Any:

@@ -11,6 +11,15 @@ from magicdec.records.fields import Recorded, described_fields
 from magicdec.records.performance import SUFFIX
 from magicdec.tables import Column, Shown
 
+# The sequences that a percentile needs: with fewer, it would be the largest value or the next one.
+MANY = 100
+LEAST = {"p90_": 10, "p99_": MANY}
+
+
+def has_enough(key: str, count: int) -> bool:
+    """Whether so many sequences are enough for this metric to be shown."""
+    return count >= LEAST.get(key[:4], 0)
+
 
 def cell(metrics: Any, key: str, description: Recorded) -> object:
     """The cell of a field: empty if it is None, a name as it is, and a number with its interval, if

@@ -152,7 +152,7 @@ class Metrics(Part):
     speedup: float | None = _chance(
         "speedup of the decode steps over the baseline's of the same run: the median of "
         "`speedup_per_batch`", "ratio",
-        NO_BASELINE, "speedup of decode steps (median)", digits=2, suffix="x",
+        NO_BASELINE, "speedup", digits=2, suffix="x",
     )
     speedup_per_batch: list[float] | None = _chance(
         "the speedup of each batch, in order", "ratio", NO_BASELINE
@@ -160,7 +160,7 @@ class Metrics(Part):
     net_speedup: float | None = _chance(
         "speedup from the end of prefill to the last token: the median of "
         "`net_speedup_per_batch`; see *Definitions*", "ratio",
-        NO_BASELINE, "net speedup (median)", digits=2, suffix="x",
+        NO_BASELINE, "net speedup", digits=2, suffix="x",
     )
     net_speedup_per_batch: list[float] | None = _chance(
         "the net speedup of each batch, in order", "ratio", NO_BASELINE

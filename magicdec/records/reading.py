@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
+from magicdec.files import nearest, no_such
 from magicdec.names import RECORDS, load_named
 from magicdec.records.record import SCHEMA_VERSION, Record, RunRecord
 
@@ -81,6 +82,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
             yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
+        if isinstance(error, FileNotFoundError) and nearest(path) is not None:
+            raise ValueError(f"{path}: {no_such(path, 'file')}") from None
         raise ValueError(f"{path}: {reason}; give a file of records (JSON lines)") from None
 
 

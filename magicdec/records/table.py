@@ -1,9 +1,9 @@
 """The table of one run, with its passes side by side. `report/listing.py` lists many runs. Imports
 no torch.
 
-The rows are what the sample can carry, in numbers that agree with each other. A percentile has one
-only where the sequences are enough for it. The first speedup is the ratio of the two rates above
-it; the medians over batches say over how many.
+The rows are what the sample can carry. A percentile has one only where the sequences are enough for
+it. The speedups are those of the record, which every other table has too; they say of how many
+batches they are the median.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from magicdec.names import BASELINE, FULL_KV_POLICY
 from magicdec.records.comparison.conditions import policy_of
 from magicdec.records.correctness import Correctness, Divergence
 from magicdec.records.fields import Recorded
-from magicdec.records.metric_tables import metric_rows
+from magicdec.records.metric_tables import MANY, has_enough, metric_rows
 from magicdec.records.performance import Metrics
 from magicdec.records.record import RunRecord
 from magicdec.tables import Column, Line, Table, text_of
@@ -130,11 +130,8 @@ SHOWN = (
     *("mean_step_ms", "decode_ms", "draft_ms", "verify_ms", "other_ms"),
     *("bytes_read", "roofline_fraction", "peak_memory_bytes"),
 )
-# The sequences that a percentile needs: with fewer, it would be the largest value or the next one.
-MANY = 100
-LEAST_SEQUENCES = {"p90_tpot_ms": 10, "p99_tpot_ms": MANY}
 POSITION = Recorded("", digits=2)  # how the share of a draft position is shown
-MEDIANS = {"speedup": "  ", "net_speedup": "net speedup, "}
+MEDIANS = ("speedup", "net_speedup")  # over batches
 
 
 def table_rows(record: RunRecord) -> list[tuple[str, list[str]]]:
@@ -142,21 +139,17 @@ def table_rows(record: RunRecord) -> list[tuple[str, list[str]]]:
     something. Each draft position has a line in its cell, with the number of verifications that
     judged it."""
     columns = [m for m in (record.baseline_metrics, record.metrics) if m is not None]
-    num_sequences = MANY if record.workload is None else record.workload.num_prompts
-    shown = [name for name in SHOWN if num_sequences >= LEAST_SEQUENCES.get(name, 0)]
+    count = MANY if record.workload is None else record.workload.num_prompts
+    shown = [name for name in SHOWN if has_enough(name, count)]
     rows = []
     for (label, name), *cells in metric_rows(Metrics, columns, shown):
         texts = [text_of(cell) for cell in cells]
         if name in MEDIANS:
             each = getattr(columns[-1], f"{name}_per_batch") or ()
-            label = f"{MEDIANS[name]}median of {len(each)} batch{'' if len(each) == 1 else 'es'}"
+            label = f"{label}, median of {len(each)} batch{'' if len(each) == 1 else 'es'}"
         if name == "acceptance_per_position":
             texts = [positions_of(metrics) for metrics in columns]
         rows.append((label, texts))
-        rates = [metrics.decode_tokens_per_s for metrics in columns]
-        if name == "decode_tokens_per_s" and len(rates) == 2 and rates[0] and rates[1]:
-            # The speedup over all batches together.
-            rows.append(("speedup of decode steps", ["", f"{rates[1] / rates[0]:.2f}x"]))
     return rows
 
 

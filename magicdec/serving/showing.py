@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING
 from magicdec import gantt
 from magicdec.gantt import Bar, Look, Panel
 from magicdec.pipeline.metrics import RingMetrics, SpeculationMetrics
-from magicdec.records.metric_tables import fixed, metric_rows
+from magicdec.records.metric_tables import fixed, has_enough, metric_rows
 from magicdec.serving.metrics import ServingMetrics
 from magicdec.serving.record import RequestRecord, ServingRecord
-from magicdec.tables import Column, Line, Table
+from magicdec.tables import Column, Heading, Line, Shown, Table
 
 if TYPE_CHECKING:
     from magicdec.serving.system import Trace
@@ -26,12 +26,79 @@ if TYPE_CHECKING:
 
 def tables(records: Sequence[ServingRecord]) -> list[Table]:
     """Of the modes that one command measured."""
-    rows = metric_rows(ServingMetrics, [record.metrics for record in records])
-    rows += metric_rows(SpeculationMetrics, [record.speculation for record in records])
     return [
-        modes_table(records, rows),
+        modes_table(records, rows_of(records)),
         *(stage_table(record.name, record.ring) for record in records if record.ring is not None),
     ]
+
+
+# The metrics of requests in groups, as serving benchmarks have them.
+GROUPS = {
+    "Throughput": (
+        *("makespan_s", "request_throughput", "output_throughput", "request_goodput"),
+        "arrival_rate",
+    ),
+    "Time to first token": tuple(f"{of}_ttft_ms" for of in ("mean", "p50", "p90", "p99")),
+    "Time per output token": tuple(f"{of}_tpot_ms" for of in ("mean", "p50", "p90", "p99")),
+    "Inter-token latency": tuple(f"{of}_itl_ms" for of in ("mean", "p50", "p90", "p99")),
+    "End-to-end latency": tuple(f"{of}_e2el_ms" for of in ("mean", "p50", "p90", "p99")),
+    "Speed of one request": ("request_tokens_per_s", "prefill_tokens_per_s"),
+    "Steps and memory": (*("mean_in_flight", "num_steps", "num_preemptions", "peak_memory_bytes"),),
+}
+OF_SPECULATION = "Pipelined speculation"
+RUNS = (
+    "a run: tokens of one request that pass the stages together, such as a token and its drafts; "
+    "cancelled: the token that it was drafted after has turned out to be another one"
+)
+
+
+def rows_of(records: Sequence[ServingRecord]) -> list[list[object]]:
+    """The rows of the table, each group below its heading. A percentile has one only where the
+    requests are enough for it."""
+    rows, count = list[list[object]](), min(len(record.requests) for record in records)
+    metrics = [record.metrics for record in records]
+    for heading, keys in GROUPS.items():
+        shown = [key for key in keys if has_enough(key, count)]
+        group = metric_rows(ServingMetrics, metrics, shown)
+        if heading == "Throughput" and len(records) > 1:
+            group.insert(3, [times_of(records[0]), *times_first(records)])
+        rows += [[Heading(heading), *[None] * len(records)], *group] if group else []
+    own = metric_rows(SpeculationMetrics, [record.speculation for record in records])
+    return rows + ([[Heading(OF_SPECULATION), *[None] * len(records)], *own] if own else [])
+
+
+def times_of(first: ServingRecord) -> Shown:
+    """The label of the ratios to the first record, and its key."""
+    return Shown(f"  times {first.name}", f"times_{first.name}")
+
+
+def times_first(records: Sequence[ServingRecord]) -> list[Shown | None]:
+    """The output tokens/s of each record over those of the first."""
+    speeds = [record.metrics and record.metrics.output_throughput for record in records]
+    return [fixed(speed / speeds[0], 2, "x") if speed and speeds[0] else None for speed in speeds]
+
+
+def winner(records: Sequence[ServingRecord]) -> list[str]:
+    """A line that says which mode has the most output tokens/s, beside the first; none if nothing
+    can be compared."""
+    first = records[0]
+    able = [(r.metrics, r.name) for r in records if r.metrics is not None]
+    if len(able) < 2 or first.metrics is None:
+        return []
+    best, name = max(able, key=lambda each: each[0].output_throughput)
+    text = f"{name} has the most output tokens/s, {best.output_throughput:,.1f}"
+    if best is first.metrics:
+        return [text]
+    ratios = [
+        f"{mine / theirs:.2f} times its {label}"
+        for label, mine, theirs in (
+            ("mean TTFT", best.mean_ttft_ms, first.metrics.mean_ttft_ms),
+            ("mean TPOT", best.mean_tpot_ms, first.metrics.mean_tpot_ms),
+        )
+        if mine and theirs
+    ]
+    speed = best.output_throughput / first.metrics.output_throughput
+    return [", ".join([f"{text}: {speed:.2f} times those of {first.name}", *ratios])]
 
 
 def modes_table(records: Sequence[ServingRecord], rows: Sequence[Sequence[object]]) -> Table:
@@ -50,6 +117,7 @@ def modes_table(records: Sequence[ServingRecord], rows: Sequence[Sequence[object
             Line(verdict(record), "bold red" if record.status == "diverged" else "bold")
             for record in records
         ],
+        below=[*winner(records), *([RUNS] if any(r.speculation for r in records) else [])],
     )
 
 

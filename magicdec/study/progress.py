@@ -27,17 +27,17 @@ class StudyProgress:
     def __init__(self, inner: Progress, plan: StudyPlan) -> None:
         self.inner, self.num_runs = inner, len(plan.order)
         self.num_left, self.seconds = len(plan.todo), list[float]()
-        self.name = self.label = ""
+        self.name = self.count = ""
 
     def begin(self, number: int, cell: Cell) -> None:
         self.started = time.monotonic()
-        self.name = f"{number + 1}/{self.num_runs} {describe(cell.resolved.config.to_dict())}"
-        self.label = f"{self.name}{self.left}; "
+        self.count = f"{number + 1}/{self.num_runs}"
+        self.name = describe(cell.resolved.config.to_dict())
 
     def end(self, record: RunRecord) -> None:
         self.num_left -= 1
         self.seconds.append(time.monotonic() - self.started)
-        say(f"{self.name}: {shown(record)}{self.left}")
+        say(f"{self.count} {self.name}: {shown(record)}{self.left}")
 
     @property
     def left(self) -> str:
@@ -50,7 +50,8 @@ class StudyProgress:
 
     @contextmanager
     def task(self, name: str, total: int) -> Iterator[Advance]:
-        with self.inner.task(self.label + name, total) as advance:
+        # A narrow terminal cuts the end, so that what matters most comes first.
+        with self.inner.task(f"{self.count}{self.left}; {name}; {self.name}", total) as advance:
             yield advance
 
 
@@ -71,7 +72,7 @@ def shown(record: RunRecord) -> str:
     if metrics.decode_tokens_per_s is not None:
         parts.append(f"{metrics.decode_tokens_per_s:.1f} tokens/s")
     if metrics.speedup is not None:
-        parts.append(f"{metrics.speedup:.2f}x")
+        parts.append(f"speedup {metrics.speedup:.2f}x")
     return ", ".join(parts)
 
 

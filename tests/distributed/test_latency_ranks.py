@@ -133,7 +133,7 @@ def test_one_rank_without_memory_ends_all_in_its_words(
     lines = [line for line in done.stderr.splitlines() if line.startswith("scarce.py: ")]
     assert done.returncode == 2 and len(lines) == 1, done.stderr
     assert "on this host's 2 ranks" in lines[0] and "0.00 GB are free" in lines[0]
-    assert not (tmp_path / "results").exists() and "memory  " not in done.stdout
+    assert not (tmp_path / "results").exists() and "memory " not in done.stdout
 
 
 def test_a_record_has_the_plan_beside_what_was_taken(

@@ -216,7 +216,7 @@ def test_no_bos_is_no_error(tmp_path: Path) -> None:
 def test_unknown_names(tmp_path: Path) -> None:
     choices = "choose from demo, demo-draft, random:<preset>, a Hugging Face directory"
     refuse("x", "--model 'x' is not known", choices)
-    refuse(tmp_path / "x.pth", "x.pth' is not known", choices)
+    refuse(tmp_path / "x.pth", "x.pth: no such directory or file of weights")
     refuse(
         "random:gpt-5", "--model 'random:gpt-5'", "random:llama-2-7b, ", "random:mistral-7b-v0.3"
     )

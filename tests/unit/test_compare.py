@@ -21,9 +21,11 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.records import table
 from magicdec.records.correctness import Correctness, Divergence
+from magicdec.records.fields import Recorded
+from magicdec.records.intervals import FEWEST_BATCHES, ratio_interval
 from magicdec.records.metrics import decode_metrics
 from magicdec.records.reading import load_records
-from magicdec.records.record import STATUSES, RunRecord
+from magicdec.records.record import STATUSES, RunRecord, append_record
 from magicdec.records.table import table_rows
 
 Record = dict[str, Any]
@@ -174,13 +176,43 @@ def record() -> RunRecord:
     return next(r for r in load_records(path) if r.baseline_metrics is not None)
 
 
-def test_the_first_speedup_is_the_ratio_of_the_rates_beside_it(record: RunRecord) -> None:
-    rows = dict(table_rows(record))
-    rates = [float(cell.split()[0].replace(",", "")) for cell in rows["decode, tokens/s"]]
-    shown = float(rows["speedup of decode steps"][1].removesuffix("x"))
-    assert shown == pytest.approx(rates[1] / rates[0], abs=0.01)
+@pytest.mark.parametrize("gamma", [1, 2])
+def test_each_position_stands_beside_its_interval(record: RunRecord, gamma: int) -> None:
+    assert record.metrics is not None
+    positions = {
+        "acceptance_per_position": [0.5, 0.25][:gamma],
+        "judged_per_position": [8, 4][:gamma],
+        "acceptance_per_position_interval": [[0.4, 0.6], []][:gamma],
+    }
+    metrics = replace(record.metrics, **positions)
+    rows = dict(table_rows(replace(record, metrics=metrics)))
+    expected = ["0.50 [0.40, 0.60], 8 judged", "0.25, 4 judged"]
+    assert rows["acceptance per position"][1].splitlines() == expected[:gamma]
+    described = Recorded("", digits=1)
+    assert described.show_between([1, 2], [[0, 2], []]) == "1.0 [0.0, 2.0] 2.0"
+
+
+def test_the_speedup_of_a_run_is_that_of_every_other_table(
+    record: RunRecord, tmp_path: Path, command: Command
+) -> None:
+    """With its name and its interval, which the default number of batches is enough for."""
+    assert RunConfig().workload.num_batches == FEWEST_BATCHES
+    assert record.metrics is not None
+    ratios = [1.2, 1.5, 1.4]
+    speedup = {
+        "speedup": 1.4, "speedup_per_batch": ratios, "speedup_interval": ratio_interval(ratios)
+    }  # fmt: skip
+    ours = replace(record, metrics=replace(record.metrics, **speedup))
+    rows = dict(table_rows(ours))
+    shown = [row for label, row in rows.items() if label.startswith("speedup")]
+    assert shown == [["", "1.40x [1.02, 1.81]"]]
     labels = list(rows)
-    assert labels.index("speedup of decode steps") == labels.index("decode, tokens/s") + 1
+    assert labels.index("speedup, median of 3 batches") == labels.index("decode, tokens/s") + 1
+    append_record(tmp_path / "runs.jsonl", ours)
+    headings, cells = (
+        line.split() for line in command("table", tmp_path / "runs.jsonl").out.splitlines()[-2:]
+    )
+    assert cells[headings.index("speedup")] == "1.40±0.39"
 
 
 def test_medians_say_over_how_many_batches(record: RunRecord) -> None:
@@ -189,7 +221,7 @@ def test_medians_say_over_how_many_batches(record: RunRecord) -> None:
     for count, words in ((1, "1 batch"), (2, "2 batches"), (5, "5 batches")):
         each = dict.fromkeys(("speedup_per_batch", "net_speedup_per_batch"), [1.5] * count)
         labels = dict(table_rows(replace(record, metrics=replace(metrics, **each))))
-        assert f"  median of {words}" in labels and f"net speedup, median of {words}" in labels
+        assert {f"speedup, median of {words}", f"net speedup, median of {words}"} <= set(labels)
 
 
 @pytest.mark.parametrize(

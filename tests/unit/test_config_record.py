@@ -44,11 +44,11 @@ SELFSPEC: dict[str, Any] = {
     },
     "workload": {
         "dataset": "demo", "batch_size": 4, "prefix_len": 4096, "gen_len": 64, "max_len": 4160,
-        "num_batches": 2, "warmup_batches": 1, "seed": 123,
+        "num_batches": 3, "warmup_batches": 1, "seed": 123,
     },
     "output": {
         "results": "results/runs.jsonl", "save_tokens": None, "printoutput": False,
-        "benchmark": False,
+        "verbose": False, "benchmark": False,
     },
 }  # fmt: skip
 LONGSPEC_CHANGES: dict[str, Any] = {

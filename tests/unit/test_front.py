@@ -10,6 +10,8 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from checkpoint_files import CONFIG
@@ -17,12 +19,18 @@ from conftest import HANG, ROOT, Command
 from hub_server import Hub
 
 from magicdec.cli import commands, flags
+from magicdec.cli.commands import KNOWN
 from magicdec.cli.drivers import RUN
+from magicdec.cli.report import announce
+from magicdec.config.machine import Machine
+from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import OutputSection
 from magicdec.distributed import ranks
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.watching import processes
 from magicdec.model.families.hf_config import to_hf_config
+from magicdec.setup.prepare import Prepared
 
 ALONE = Launch(0, 1, 0, 1)
 
@@ -187,6 +195,18 @@ def test_a_run_on_two_ranks_is_one_command(tmp_path: Path) -> None:
     assert record["environment"]["world_size"] == 2 and record["status"] == "ok"
     assert record["environment"]["argv"][:2] == ["magicdec run", "--B"]
     assert done.stderr == "record appended to results/runs.jsonl\n"
+    model, memory, verdict, *_ = done.stdout.splitlines()
+    assert model == f"model  demo, {record['config']['model']['dtype']}, ranks 2 x threads 1, cpu"
+    assert memory.startswith("memory ") and verdict.startswith("identical: ")
+
+
+def test_verbose_says_every_setting_before_a_run(capsys: pytest.CaptureFixture[str]) -> None:
+    for is_verbose in (False, True):
+        config = resolve(RunConfig(output=OutputSection(verbose=is_verbose)), Machine(2))
+        announce(cast(Prepared, SimpleNamespace(config=config, launch=ALONE, memory="1 GB")))
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[-1] == "memory 1 GB" and (len(lines) > 2) == is_verbose
+        assert any("prefill_chunk=512" in line for line in lines) == is_verbose
 
 
 def test_what_a_rank_refuses_is_the_only_line(tmp_path: Path) -> None:
@@ -212,6 +232,70 @@ def test_the_command_names_itself_and_its_commands(command: Command) -> None:
         ended = command(*words)
         assert ended.code == code and said in ended.out + ended.err
         assert max(map(len, (ended.out + ended.err).splitlines())) <= 80
+
+
+def test_the_help_has_every_command_once(command: Command) -> None:
+    """In groups, and the help of a command has its own default alone."""
+    lines = command("--help").out.splitlines()
+    named = [line[2:16].strip() for line in lines if line.startswith("  ")]
+    assert sorted(named) == sorted(KNOWN)
+    assert next(line for line in lines if line.endswith(":")) == "Start here:"
+    own = command("gate", "save", "--help").out
+    assert "[8]" in own and " in latency" not in own
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("run --batch_size 4", "unknown argument --batch_size; did you mean --B?"),
+        ("latency --batch-size=4", "unknown argument --batch-size=4; did you mean --B?"),
+        ("run --max_new_tokens 9", "unknown argument --max_new_tokens; did you mean --gen_len?"),
+        ("run --num_speculative_tokens 2", "did you mean --gamma?"),
+    ],
+)
+def test_the_name_that_other_programs_have_for_a_flag_leads_to_it(
+    words: str, message: str, command: Command
+) -> None:
+    ended = command(*words.split())
+    assert ended.code == 2 and message in ended.err and ended.err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("run --model hff", "--model hff: no such directory or file of weights; did you mean hf?"),
+        ("run --model ./hff", "--model ./hff: no such directory or file of weights; did you mea"),
+        (
+            "run --model models/lama",
+            "no such directory; did you mean models/llama? (`magicdec m",
+        ),
+        ("run --model model/llama", "no such directory; did you mean models/llama?"),
+        ("run --model x/hf", "no such directory; did you mean hf?"),
+        (
+            "run --draft model:models/y",
+            "no such directory (`magicdec model get models/y` looks",
+        ),
+        ("plan --conditional_acceptance 0.5 --model hff", "did you mean hf?"),
+        ("table run.jsonl", "run.jsonl: no such file; did you mean runs.jsonl?"),
+        ("sweep models", "models is a directory; name a study file"),
+    ],
+)
+def test_a_path_that_does_not_exist_is_refused_at_once(
+    words: str,
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: Command,
+) -> None:
+    """No hub is asked for what looks like a path."""
+    for folder in ("hf", "models/llama"):
+        (tmp_path / folder).mkdir(parents=True)
+    (tmp_path / "runs.jsonl").touch()
+    monkeypatch.chdir(tmp_path)
+    asked = "magicdec.model.checkpoint.hub.find_repository"
+    monkeypatch.setattr(asked, lambda *_: pytest.fail("the hub was asked"))
+    ended = command(*words.split())
+    assert ended.code == 2 and message in ended.err and ended.err.count("\n") == 1
 
 
 HEADS, STAGES = "ranks cannot share 4 attention heads", "stages cannot share 6 layers"

@@ -10,9 +10,10 @@ import pytest
 from conftest import ROOT, Command, served_pairs
 from synthetic_records import drawn, with_fields
 
+from magicdec.cli.drivers import RUN
 from magicdec.config.sections import AttentionSection, ModelSection
-from magicdec.gate.cases import Subject, config_of, margin_of, quick, standard_cases
-from magicdec.records.comparison.conditions import measured_thing, method_of
+from magicdec.gate.cases import Subject, config_of, margin_of, name_of, quick, standard_cases
+from magicdec.records.comparison.conditions import describe, measured_thing, method_of
 from magicdec.records.reading import load_records
 
 BASELINES = load_records(ROOT / "results" / "baselines" / "acceptance.jsonl")
@@ -31,6 +32,20 @@ def test_the_committed_file_has_the_standard_cases() -> None:
         for name in ("dataset", "prefix_len", "gen_len", "batch_size", "num_batches"):
             assert getattr(ours.workload, name) == getattr(config.workload, name)
     assert [b.margin for b in BASELINES] == [margin_of(config) for config in configs]
+
+
+def test_a_case_has_the_name_that_runs_it() -> None:
+    """The flags of `magicdec run`, without settings that have their default."""
+    for baseline, config in zip(BASELINES, standard_cases(Subject()), strict=True):
+        ran = RUN.read(describe(baseline).split())
+        is_lookup = config.decoding.drafter == "ngram"  # which reads no cache
+        assert is_lookup or ran.kv.resolve() == config.kv.resolve()
+        assert (ran.draft and ran.draft.model) == (config.draft and config.draft.model)
+        for name in ("strategy", "drafter", "num_draft_tokens"):
+            assert getattr(ran.decoding, name) == getattr(config.decoding, name)
+        assert describe(baseline) == name_of(config)
+    other = with_fields(BASELINES[0], config__kv__num_sink_tokens=4, config__decoding__tree="3,2")
+    assert describe(other).endswith("--budget 33 --num_sink_tokens 4 --tree 3,2")
 
 
 def test_the_standard_cases_cover_every_drafter_and_policy() -> None:

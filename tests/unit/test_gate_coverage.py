@@ -140,7 +140,9 @@ def test_a_file_is_saved_only_with_a_record_of_each_case(
         monkeypatch.setattr(gate_command, "measure", answering(CASES, change))
         ended = command("gate", "save", "--baseline", path)
         assert ended.code == code and path.read_text() == text
-        named = "drafter=self policy=streaming_llm budget=33 gamma=4: failed: no result came"
+        named = (
+            "--draft self --kv_policy streaming_llm --budget 33 --gamma 4: failed: no result came"
+        )
         assert (named in ended.err) == (code == 1)
 
 

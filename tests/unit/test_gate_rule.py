@@ -55,7 +55,7 @@ def test_equal_counts_are_the_same(gate: Gate) -> None:
     code, out = gate([drawn()], [drawn()])
     assert code == 0 and "all counts as before" in out and "1 same" in out
     assert "1 of 1 baselines covered, 0 not covered" in out
-    assert "strategy=speculative drafter=self policy=streaming_llm budget=257" in out
+    assert out.startswith("--draft self --kv_policy streaming_llm --budget 257 --gamma 4: ")
 
 
 @pytest.mark.parametrize("share", [0.05, 0.2])
@@ -159,7 +159,7 @@ def test_baselines_without_a_new_record_are_named_and_counted(gate: Gate) -> Non
         code, out = gate([old[1]], old, *flags)
         assert code == expected and "1 of 3 baselines covered, 2 not covered" in out
         for budget in (33, 129):
-            assert f"budget={budget} sinks=16 gamma=4: no new record covers this baseline" in out
+            assert f"--budget {budget} --gamma 4: no new record covers this baseline" in out
         assert out.count("no new record covers") == 2
     assert gate(old, old, "--require_all")[0] == 0
 

@@ -171,20 +171,73 @@ def test_numbers_are_whole_where_runs_differ_in_many_settings(
     runs[1]["environment"]["threads"] = 128
     write(path, runs)
     lines = command("table", path).out.splitlines()
-    assert len(lines) == 4 and len(lines[-1]) > 80
+    assert len(lines) == 5 and len(lines[-1]) > 80
     assert {"another-model-with-a-name", "bfloat16", "131072", "123456"} <= {*lines[-1].split()}
-    assert "target_dtype" not in lines[1]
+    assert "target_dtype" not in lines[-3]
 
 
 def test_a_table_has_the_interval(tmp_path: Path, command: Command) -> None:
     path = tmp_path / "runs.jsonl"
     append_record(path, BEST)
-    assert "±" not in command("table", path, "--format", "csv").out
     append_record(path, drawn(budget=65))
-    out = " ".join(command("table", path).out.split())
+    text = " ".join(command("table", path).out.split())
     assert BEST.metrics is not None and BEST.metrics.acceptance_rate_interval is not None
     low, high = BEST.metrics.acceptance_rate_interval
-    assert f"{BEST.metrics.acceptance_rate:.2f}±{(high - low) / 2:.2f}" in out
+    assert f"{BEST.metrics.acceptance_rate:.2f}±{(high - low) / 2:.2f}" in text
+    assert "accept: acceptance rate;" in text and "±: half of the 95 % interval" in text
+    first = rows_of(command("table", path, "--format", "csv").out)[0]
+    ends = [first[f"acceptance_rate_interval_{end}"] for end in ("low", "high")]
+    assert list(map(float, ends)) == [low, high] and first["net_speedup_interval_low"] == ""
+    for form in ("latex", "md"):
+        shown = command("table", path, "--format", form).out
+        assert "acceptance rate, 95 " in shown and f"[{low:.3f}, {high:.3f}]" in shown
+        assert shown.count("% interval") == 1, "an interval that no row has is no column"
+
+
+def test_rows_and_columns_can_be_chosen(tmp_path: Path, command: Command) -> None:
+    path = records(tmp_path)
+
+    def column(*flags: object) -> list[str]:
+        out = command("table", path, "--columns", "speedup", *flags).out
+        return [row.strip() for row in out.splitlines()[1:]]
+
+    assert column() == ["1.50", "", "2.50", "0.50", "1.75", ""]
+    assert column("--sort", "speedup") == ["0.50", "1.50", "1.75", "2.50", "", ""]
+    assert column("--sort", "speedup", "--descending") == ["2.50", "1.75", "1.50", "0.50", "", ""]
+    assert column("--sort", "B", "speedup")[:2] == ["0.50", ""], "the first column counts most"
+    named = rows_of(command("table", path, "--columns", "B", "mean_step_ms", "--format=csv").out)
+    assert [*named[0]] == ["B", "mean_step_ms"] and named[0]["mean_step_ms"] == "100.0"
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--columns", "speedp"], "--columns speedp is not known; did you mean speedup?"),
+        (["--sort", "B", "--kind", "plan"], "--sort does nothing here: it is for runs"),
+        (["--descending"], "--descending does nothing here: give --sort"),
+    ],
+)
+def test_a_choice_that_does_nothing_is_refused(
+    tmp_path: Path, flags: list[str], message: str, command: Command
+) -> None:
+    code, _, err = command("table", records(tmp_path), *flags)
+    assert code == 2 and message in err and err.count("\n") == 1
+
+
+def test_the_runs_of_a_study_are_in_the_order_of_its_settings(
+    tmp_path: Path, command: Command
+) -> None:
+    """Which it works through in a random order; runs of their own stay where they are."""
+    study = ["magicdec sweep", "run", "--kv_policy", "snapkv", "full", "--B", "2", "16"]
+    wanted = [("snapkv", 2), ("snapkv", 16), ("full", 2), ("full", 16)]
+    made = [record(B, 1.5, policy) for policy, B in (wanted[n] for n in (3, 0, 2, 1))]
+    for each in made:
+        each["environment"]["argv"] = study
+    path = tmp_path / "runs.jsonl"
+    write(path, [record(8, 1.0), made[0], record(4, 1.0), *made[1:]])
+    out = rows_of(command("table", path, "--format", "csv").out)
+    places = [(row["kv_policy"], int(row["B"])) for row in out]
+    assert places == [("streaming_llm", 8), *wanted, ("streaming_llm", 4)]
 
 
 @pytest.mark.parametrize("kind", RECORDS)

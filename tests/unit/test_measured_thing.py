@@ -91,7 +91,9 @@ def test_another_draft_model_is_another_thing() -> None:
         record["workload"]["draft"] = draft
         records.append(parse_record(record))
     found = compare(records, records[:1])
-    assert found[0].verdict == "same" and "draft=b policy=full gamma=4" in found[1].name
+    assert (
+        found[0].verdict == "same" and found[1].name == "--draft model:b --kv_policy full --gamma 4"
+    )
     assert found[1].text == "not comparable: the baseline has no such record"
     assert found[2].text == "not comparable: draft a has other weights"
 

@@ -1,5 +1,6 @@
 """Progress: on stderr alone, from the leader alone, and rarely."""
 
+import re
 import sys
 from types import SimpleNamespace
 
@@ -7,6 +8,7 @@ import pytest
 
 from magicdec import console as progress
 from magicdec.console import LINE_EVERY_S, Bar, Lines, Silent, make_progress
+from magicdec.study.progress import StudyProgress
 
 
 class Clock:
@@ -60,6 +62,23 @@ def test_a_line_each_interval_and_none_before(
             assert capfd.readouterr() == ("", expected)
         advance()
     assert capfd.readouterr() == ("", "")
+
+
+def test_a_narrow_terminal_keeps_the_count_and_the_time_that_is_left(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a study: `task` puts them before what runs, of which the end is cut."""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    study = StudyProgress(Bar(), SimpleNamespace(order=[None] * 24, todo=[None] * 24))
+    study.count, study.name, study.seconds = "12/24", "demo, " + "self-speculation, " * 5, [30.0]
+    with study.task("prefill, batch 1 of 3", 10) as advance:
+        advance(5)
+    lines = re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9?]*[A-Za-z]", "", capsys.readouterr().err))
+    shown = next(line for line in lines if line.startswith("12/24"))
+    assert shown.startswith("12/24, about 12 min left; prefill, batch 1") and len(shown) <= 80
+    assert re.search(r"… ━{20}\s+\d+% \S*\d:\S+|… ━{20}\s+0% -:--:--", shown), shown
 
 
 def test_the_bar_is_drawn_on_stderr(

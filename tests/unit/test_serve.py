@@ -22,13 +22,17 @@ from magicdec.console import Progress
 from magicdec.distributed.groups import Launch as Ranks
 from magicdec.hardware.threads import RankThreads
 from magicdec.memory.model_plan import ModelPlan
+from magicdec.records.reading import parse_line
 from magicdec.request import Batch, Request
 from magicdec.scheduling.plan import Plan
 from magicdec.serving import measure
 from magicdec.serving.batching import Batching
 from magicdec.serving.modes import MODES, NAMES, Drafts, Pass
+from magicdec.serving.record import ServingRecord
+from magicdec.serving.showing import tables
 from magicdec.serving.system import WARM_UP_TOKENS, Extras, System, Watch
 from magicdec.setup.prepare import SetupCache
+from magicdec.tables import text_of
 
 ALONE = Ranks(0, 1, 0, 1)
 UNUSED = "does nothing here: no mode of --modes"
@@ -278,7 +282,7 @@ def test_the_modes_before_a_failure_are_recorded_and_printed(
     assert "sequential" in said.out and "output tokens/s" in said.out
     if error is KeyboardInterrupt:
         assert isinstance(ended.value, SystemExit) and ended.value.code == 130
-        assert f"interrupted; 1 records are in {out}" in said.err
+        assert f"interrupted; 1 record is in {out}" in said.err
     (record,) = read(out)
     assert record["config"]["workload"]["mode"] == "sequential" and record["metrics"]
 
@@ -416,6 +420,40 @@ def test_warm_up_counts_in_nothing(name: str, toy: Toy) -> None:
         assert stamps == [
             (0, [0], 6000), (500, [1000], 3000), (60_000, [60_000], 64_000),
         ]  # fmt: skip
+
+
+def test_the_table_has_groups_the_winner_and_ratios_to_the_first_mode(
+    toy: Toy, capsys: pytest.CaptureFixture[str]
+) -> None:
+    _, raw = toy("sequential", "inflight")
+    out = capsys.readouterr().out
+    assert "sequential has the most output tokens/s, 0.2\n" in out
+    first, second = (parse_line(json.dumps(each), ServingRecord) for each in raw)
+    assert first.metrics is not None and second.metrics is not None
+    fast = replace(second.metrics, output_throughput=5 / 16, mean_ttft_ms=750.0)
+    records = [first, replace(second, metrics=fast)]
+    table, *_ = tables(records)
+    labels = [text_of(row[0]) for row in table.rows]
+    assert labels[:5] == [
+        "Throughput", "makespan, s", "requests/s", "output tokens/s", "  times sequential"
+    ]  # fmt: skip
+    assert list(map(text_of, table.rows[4][1:])) == ["1.00x", "2.00x"]
+    assert "TTFT p50, ms" in labels and not [label for label in labels if "p9" in label]
+    (said,) = table.below
+    assert said.startswith("inflight has the most output tokens/s, 0.3: 2.00 times those of sequ")
+    assert "0.50 times its mean TTFT" in said
+    keys = [line.split(",")[0] for line in table.csv().splitlines()]
+    assert keys[:4] == ["metric", "makespan_s", "request_throughput", "output_throughput"]
+    many = [replace(each, requests=list(each.requests) * 34) for each in records]
+    assert "TTFT p99, ms" in [text_of(row[0]) for row in tables(many)[0].rows]
+
+
+def test_a_mode_with_wrong_tokens_wins_nothing(toy: Toy) -> None:
+    _, raw = toy("sequential", "inflight")
+    records = [parse_line(json.dumps(each), ServingRecord) for each in raw]
+    wrong = replace(records[1], status="diverged", metrics=None, num_differing=1)
+    (table, *_) = tables([records[0], wrong])
+    assert table.below == [] and table.rows[4][2] is None
 
 
 @pytest.mark.parametrize("name", NAMES)

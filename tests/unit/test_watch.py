@@ -2,10 +2,13 @@
 the sign of life between hosts, with a store in this process and a clock that the test moves."""
 
 import os
+import signal
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
@@ -13,6 +16,7 @@ from torch.distributed import HashStore, TCPStore
 
 from magicdec.cli import flags
 from magicdec.distributed.groups import Launch
+from magicdec.distributed.ranks import LAUNCHER
 from magicdec.distributed.watching import watch
 from magicdec.distributed.watching import watch as watch_module
 from magicdec.distributed.watching.processes import PeerLost, Processes
@@ -239,7 +243,9 @@ def test_the_word_of_the_rank_that_noticed_first_is_repeated(clock: Clock) -> No
     assert clock.now < INTERVAL_S
 
 
-def test_ctrl_c_stops_the_threads_that_watch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_stops_the_threads_that_watch(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """One that is in torch's store when Python ends would abort the process."""
     stopped: list[bool] = []
     monkeypatch.setattr(flags, "stop_watching", lambda: stopped.append(True))
@@ -250,3 +256,31 @@ def test_ctrl_c_stops_the_threads_that_watch(monkeypatch: pytest.MonkeyPatch) ->
     with pytest.raises(SystemExit) as ended:
         flags.run_ranks(interrupted)
     assert ended.value.code == 130 and stopped
+    assert capsys.readouterr().err == "interrupted; no record was written\n"
+
+
+def test_ctrl_c_says_what_is_kept(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Once: of ranks that `--nproc` has started, their launcher says it."""
+    monkeypatch.setattr(flags, "start_ranks", lambda nproc, words: 130)
+    monkeypatch.setattr(sys, "argv", ["magicdec run"])
+    with pytest.raises(SystemExit):
+        flags.run_on_ranks(2, [], Launch(), kept="two records are in FILE")
+    monkeypatch.setenv(LAUNCHER, "1")
+    assert flags.say_interrupted(Launch(), "its rank says it too") == 130
+    assert flags.say_interrupted(Launch(1, 2, 1, 2), "another rank") == 130
+    assert capsys.readouterr().err == "interrupted; two records are in FILE\n"
+
+
+def test_ctrl_c_within_an_import_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Libraries swallow the exception, and go on without a part of themselves."""
+    ended: list[int] = []
+    monkeypatch.setattr(os, "_exit", ended.append)
+    before = signal.getsignal(signal.SIGINT)
+    with flags.ended_at_once(Launch()), suppress(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+    assert ended == [130] and signal.getsignal(signal.SIGINT) is before
+    assert capsys.readouterr().err == "interrupted; no record was written\n"

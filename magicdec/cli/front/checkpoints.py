@@ -117,8 +117,7 @@ def fetch(values: Values) -> int:
         print(f"{args.repo_id} at commit {info.sha}", flush=True)
         files = fetch_files(info, args.repo_id, directory, args.hf_token)
     except KeyboardInterrupt:
-        print("interrupted; the same command keeps the files that are complete", file=sys.stderr)
-        raise
+        raise KeyboardInterrupt("the same command keeps the files that are complete") from None
     size = sum(file.size or 0 for file in files)
     print(
         f"{len(files)} files, {size / 1e9:.2f} GB, checksums verified; "

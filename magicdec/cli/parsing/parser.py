@@ -177,10 +177,19 @@ class Parser(argparse.ArgumentParser):
         """The texts that the command line gives, by the names of settings."""
         parsed, unknown = self.parse_known_args(words)
         if unknown:
-            options = [flag for action in self._actions for flag in action.option_strings]
-            raise ValueError(f"unknown argument {unknown[0]}; {most_like(unknown[0], options)}")
+            raise ValueError(f"unknown argument {unknown[0]}; {self._meant(unknown[0])}")
         names = {each.flag: name for name, each in self.settings.items() if "." in name}
         return {names.get(name, name): text for name, text in vars(parsed).items()}
+
+    def _meant(self, word: str) -> str:
+        """A hint at the flag that a user meant by an unknown word: its setting may have that name
+        here or in other programs."""
+        flag = word.partition("=")[0]
+        name = flag.lstrip("-").replace("-", "_")
+        for each in self.settings.values():
+            if each.flag.startswith("-") and name in (each.name, *each.setting.synonyms):
+                return f"did you mean {each.flag}?"
+        return most_like(flag, [flag for each in self._actions for flag in each.option_strings])
 
     def read_file(self, file: TomlFile) -> dict[str, Any]:
         """The values of the file by the names of settings. Raises ValueError, naming the file, the
@@ -219,14 +228,14 @@ class Parser(argparse.ArgumentParser):
 
 
 def help_text(each: Declared) -> str:
-    """The meaning of a setting, with its default."""
-    default, others = each.default, each.setting.other_defaults
+    """The meaning of a setting, with its default in this command; docs/flags.md has those of the
+    other commands too."""
+    default, text = each.default, each.setting.help
     if default is None or default is MISSING or default == () or each.kind is bool:
-        shown = others
+        shown = "" if "Default: " in text else each.setting.other_defaults
     else:
-        text = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
-        shown = f"{text}; {others}" if others else text
-    return f"{each.setting.help} [{shown}]".replace("%", "%%") if shown else each.setting.help
+        shown = " ".join(map(str, default)) if isinstance(default, tuple) else str(default)
+    return (f"{text} [{shown}]" if shown else text).replace("%", "%%")
 
 
 class _HelpAll(argparse.Action):

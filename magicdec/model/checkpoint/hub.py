@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import flag_of
 from magicdec.distributed.ranks import is_launched
-from magicdec.files import hash_file
+from magicdec.files import hash_file, nearest, no_such
 from magicdec.model.checkpoint.weight_map import read_index
 from magicdec.model.families.hf_config import load_model_config
 from magicdec.model.presets.presets import WEIGHT_SUFFIXES
@@ -211,18 +211,23 @@ def with_local_models(config: RunConfig) -> RunConfig:
 
 def find_local(flag: str, name: str) -> str:
     """`name` itself, or the directory of the model of that name on the hub."""
-    is_file = Path(name).suffix in WEIGHT_SUFFIXES
-    if is_file or Path(name).exists() or not HUB_NAME.fullmatch(name):
+    path, directory = Path(name), DIRECTORY / name
+    if path.suffix in WEIGHT_SUFFIXES or path.exists() or not HUB_NAME.fullmatch(name):
         return name
-    directory = DIRECTORY / name
     if (directory / SOURCE_FILE).is_file():  # written last
         return str(directory)
+    if path.parent.is_dir() or nearest(path) is not None:
+        raise ValueError(
+            f"{flag} {name}: {no_such(path, 'directory')} (`magicdec model get {name}` looks for it"
+            " on the hub)"
+        )
     if is_launched():
         raise ValueError(
             f"{flag} {name} is neither a directory nor in {DIRECTORY}; "
             f"`magicdec model get {name}` fetches it"
         )
     try:
+        print(f"{name} is no directory; looking for it on the hub", file=sys.stderr, flush=True)
         info = find_repository(name, "main", None)
         print(f"fetching {name} into {directory}", file=sys.stderr, flush=True)
         download(info, name, directory, None)

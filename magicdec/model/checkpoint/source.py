@@ -43,6 +43,7 @@ from magicdec.model.presets.presets import (
     WEIGHT_SUFFIXES,
     demo_directory,
     find_config,
+    unknown_model,
 )
 from magicdec.model.transformer import Transformer
 
@@ -140,7 +141,7 @@ def find_model(flag: str, name: str) -> ModelSource:
         config, weights = as_stored(config, _stored(path, config))
         source = ModelSource(config.name, config, weights, directory, is_random=False)
     else:
-        raise ValueError(f"{flag} {name!r} is not known; choose from {CHOICES}")
+        raise unknown_model(flag, name, CHOICES)
     check_weights(source.config, source.weights)
     return source
 

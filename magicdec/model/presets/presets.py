@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
+from magicdec.files import nearest, no_such
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.hf_config import load_model_config, parse_hf_config
 
@@ -62,8 +63,18 @@ def find_config(flag: str, name: str) -> ModelConfig:
     preset = PRESETS.get(name.removeprefix(RANDOM_PREFIX))
     if preset is None:
         prefix = RANDOM_PREFIX if name.startswith(RANDOM_PREFIX) else ""
-        raise ValueError(
-            f"{flag} {name!r} is not known; choose from {', '.join(DEMO_DIRECTORIES)}, a Hugging "
-            f"Face directory, or a preset: {', '.join(prefix + key for key in PRESETS)}"
+        choices = (
+            f"{', '.join(DEMO_DIRECTORIES)}, a Hugging Face directory, or a preset: "
+            f"{', '.join(prefix + key for key in PRESETS)}"
         )
+        raise unknown_model(flag, name, choices)
     return preset.config
+
+
+def unknown_model(flag: str, name: str, choices: str) -> ValueError:
+    """The error for a name that is no model: what is at a similar path, or all choices."""
+    path, is_preset = Path(name).expanduser(), name.startswith(RANDOM_PREFIX)
+    is_path = not is_preset and (len(path.parts) > 1 or name.startswith((".", "~")))
+    if is_path or (not is_preset and nearest(path) is not None):
+        return ValueError(f"{flag} {name}: {no_such(path, 'directory or file of weights')}")
+    return ValueError(f"{flag} {name!r} is not known; choose from {choices}")

@@ -7,10 +7,13 @@ judged. Imports no torch.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from magicdec.config.capabilities import policy_called
-from magicdec.names import KV_POLICIES
+from magicdec.config.sections import MODEL_PREFIX, NONE, KVSection
+from magicdec.config.setting import declared
+from magicdec.names import BASELINE, KV_POLICIES
 from magicdec.records.record import RunRecord
 
 Key = tuple[tuple[str, Any], ...]
@@ -112,8 +115,39 @@ def compared_with_nothing(record: RunRecord) -> bool:
 
 
 def describe(record: RunRecord) -> str:
-    """What a record measures, in one line."""
-    return " ".join(f"{k}={v}" for k, v in measured_thing(record) if v is not None)
+    """What a record measures, as `flags_of` has it."""
+    draft = None if record.workload is None else record.workload.draft
+    return flags_of(record.config, None if draft is None else draft.model)
+
+
+def flags_of(config: Mapping[str, Any], draft: str | None = None) -> str:
+    """What is measured, as the flags of `magicdec run` that a user would write: those of the
+    sections of a config, without settings of the policy that have their default. `draft` is the
+    name of the draft model, by default that of the config."""
+    decoding, kv = config["decoding"], config["kv"]
+    if decoding["strategy"] == BASELINE:
+        return f"--draft {NONE}"
+    looked_up, plus, last = decoding["drafter"].rpartition("+")
+    if last == MODEL_PREFIX.removesuffix(":"):
+        last = MODEL_PREFIX + (draft or config["draft"]["model"])
+    words = [f"--draft {looked_up}{plus}{last}"]
+    words += _flags_of_policy(policy_of(config), kv)
+    tree, pa = decoding.get("tree"), decoding.get("pa")
+    words.append(f"--gamma {decoding['num_draft_tokens']}" if tree is None else f"--tree {tree}")
+    return " ".join(words + ([] if pa is None else [f"--pa {pa:g}"]))
+
+
+def _flags_of_policy(policy: str | None, kv: Mapping[str, Any]) -> list[str]:
+    if policy is None:
+        return []
+    settings, section = declared(KVSection), KVSection(policy, kv["budget"])
+    section = replace(section, num_sink_tokens=kv.get("num_sink_tokens", section.num_sink_tokens))
+    usual = {name: each.default for name, each in settings.items()}
+    usual |= {"budget": None, "recent_window": section.num_recent_tokens}
+    known = policy_called(policy).settings if policy in KV_POLICIES else tuple(SHORT_NAMES)
+    values = {name: kv.get(name) for name in SHORT_NAMES if name in known}
+    given = {name: v for name, v in values.items() if v is not None and v != usual[name]}
+    return [f"{settings[name].flag} {v}" for name, v in {"policy": policy, **given}.items()]
 
 
 def method_of(record: RunRecord) -> str:
