@@ -41,7 +41,7 @@ class Setting:
     makes a value of a text, where the type alone does not say how; it raises ValueError.
     `other_defaults` names the commands in which the default is another one.
     A list that `can_be_empty` may be given without a value; one that `is_set` or has choices names
-    no value twice."""
+    no value twice. A text that `is_joined` may be given as several, which commas join."""
 
     help: str
     flags: tuple[str, ...] = ()
@@ -56,6 +56,7 @@ class Setting:
     other_defaults: str = ""
     can_be_empty: bool = False
     is_set: bool = False
+    is_joined: bool = False
 
 
 def setting(default: Any, help: str, *flags: str, **more: Any) -> Any:
@@ -104,6 +105,11 @@ class Declared:
         return typing.get_origin(self.kind) in (tuple, dict)
 
     @property
+    def takes_several(self) -> bool:
+        """Whether the user may give several values on the command line."""
+        return self.is_list or self.setting.is_joined
+
+    @property
     def metavar(self) -> str:
         if self.setting.metavar:
             return self.setting.metavar
@@ -117,6 +123,8 @@ class Declared:
 
         if isinstance(value, bool) != (self.kind is bool):
             self._refuse(value, "give true or false" if self.kind is bool else "give a value")
+        if self.setting.is_joined and isinstance(value, list):
+            value = self._joined(value)
         if self.is_list and not isinstance(value, list | tuple | dict):
             value = [value]
         if self.is_list and not value and not self.setting.can_be_empty:
@@ -135,6 +143,13 @@ class Declared:
             self._refuse(first["input"], self._reason(first))
         except ValueError as error:
             raise ValueError(f"{self.flag} {error}") from None
+
+    def _joined(self, values: list[Any]) -> str:
+        """Several texts as one. A text that has a comma itself can only be given alone."""
+        texts = [str(each) for each in values]
+        if with_comma := next((each for each in texts if "," in each and len(texts) > 1), None):
+            self._refuse(with_comma, "has a comma, with which several are joined; give it alone")
+        return ",".join(texts)
 
     def _refuse(self, value: Any, reason: str) -> NoReturn:
         shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
