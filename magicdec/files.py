@@ -36,6 +36,16 @@ KINDS = {
 }
 
 
+def is_utf8(name: str) -> bool:
+    """Whether a name on the command line or in a folder was UTF-8. Python stands for a byte that
+    was not by half a surrogate pair."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def exists(path: Path | str) -> bool:
     """Whether there is anything of that name, which need not be one that a file can have."""
     try:
@@ -110,9 +120,12 @@ def load_json(path: Path | str, most: int = MOST_JSON_BYTES) -> Any:
 
 
 def load_object(path: Path | str, most: int = MOST_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object of a file, whose whole numbers, at any depth, are of 64 bits. Raises as
-    `load_json` does, and ValueError naming a key whose number is larger."""
-    value = load_json(path, most)
+    """The JSON object of a file, whose whole numbers, at any depth, are of 64 bits. Raises OSError
+    as `read_bytes` does, and ValueError for what is no such object."""
+    try:
+        value = load_json(path, most)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON ({error})") from None
     if not isinstance(value, dict):
         raise ValueError(f"expected a JSON object, found {type(value).__name__}")
     for key, part in value.items():
@@ -148,6 +161,8 @@ def complete_file(flag: str, path: Path) -> Iterator[Path]:
     partial = path.with_name(f"{path.stem}.partial{path.suffix}") if is_plain else path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if is_plain:
+            make_new(partial)
         yield partial
         if is_plain:
             partial.replace(path)
@@ -159,6 +174,14 @@ def complete_file(flag: str, path: Path) -> Iterator[Path]:
         if is_plain:
             with suppress(OSError):
                 partial.unlink(missing_ok=True)
+
+
+def make_new(path: Path) -> None:
+    """Makes an empty file in the place of what there was. If that was a link, what it leads to
+    stays as it is. Raises OSError."""
+    path.unlink(missing_ok=True)
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    os.close(os.open(path, flags, 0o666))
 
 
 def hash_file(path: Path, digest: hashlib._Hash | None = None) -> str:
@@ -178,4 +201,5 @@ def first_error(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"{key} is missing"
     reason = first["msg"].replace("Input should", "it must").replace("String should", "it must")
-    return f"{key} is {json.dumps(first['input'])[:40]}; {reason}"
+    value = json.dumps(first["input"], default=lambda line: line.decode(errors="replace"))
+    return f"{key} is {value[:40]}; {reason}"

@@ -17,7 +17,10 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn
 
+from magicdec.files import MOST_INTEGER, is_utf8
+
 KEY = "setting"
+MOST_SHOWN = 200  # characters of a value in a message
 METAVARS = {int: "N", float: "X", Path: "FILE", str: "NAME"}
 REASONS = {  # by pydantic's kinds of errors, with what it says of them
     "greater_than_equal": "is too small; it must be at least {ge:g}",
@@ -121,6 +124,9 @@ class Declared:
         ValueError, one line with the flag, the value and what it can be."""
         from pydantic import ValidationError
 
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and not is_utf8(text):
+                self._refuse(text, "is not UTF-8, and no record could hold it; rename it")
         if isinstance(value, bool) != (self.kind is bool):
             self._refuse(value, "give true or false" if self.kind is bool else "give a value")
         if self.setting.is_joined and isinstance(value, list):
@@ -152,7 +158,12 @@ class Declared:
         return ",".join(texts)
 
     def _refuse(self, value: Any, reason: str) -> NoReturn:
+        """Bytes of a name that are not UTF-8 are shown in hexadecimal digits."""
         shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        if len(shown) > MOST_SHOWN:
+            shown = f"{shown[:MOST_SHOWN]}..."
+        if not is_utf8(shown):
+            shown = shown.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
         joint = ": " if reason.startswith("give") else " "
         raise ValueError(f"{self.flag} {shown}".rstrip() + f"{joint}{reason}")
 
@@ -215,9 +226,12 @@ def _adapter(kind: Any, declared: Setting) -> Any:
 
     limits = ((Ge, declared.least), (Gt, declared.above), (Le, declared.most), (Lt, declared.below))
     bounds = [limit(value) for limit, value in limits if value is not None]
+    is_open = declared.most is None and declared.below is None
 
     def bounded(part: Any) -> Any:
-        if part in (int, float):
+        if part is int and is_open:
+            part = typing.Annotated[(part, *bounds, Lt(MOST_INTEGER))]
+        elif part in (int, float):
             part = typing.Annotated[(part, *bounds)] if bounds else part
         if part is str and declared.choices:
             part = typing.Literal[declared.choices]

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from magicdec.config.capabilities import policy_called
+from magicdec.console import printable
 from magicdec.names import KV_POLICIES
 from magicdec.records.record import RunRecord
 
@@ -112,8 +113,8 @@ def compared_with_nothing(record: RunRecord) -> bool:
 
 
 def describe(record: RunRecord) -> str:
-    """What a record measures, in one line."""
-    return " ".join(f"{k}={v}" for k, v in measured_thing(record) if v is not None)
+    """What a record measures, in one line that can be printed."""
+    return printable(" ".join(f"{k}={v}" for k, v in measured_thing(record) if v is not None))
 
 
 def method_of(record: RunRecord) -> str:
