@@ -28,7 +28,6 @@ MOST_LINE_BYTES = 256 << 20  # of a line; a book is one line of a dataset
 MOST_JSON_BYTES = 64 << 20  # of a file that is one JSON value or TOML; a tokenizer has 20 MB
 MOST_INTEGER = 1 << 63  # counts and lengths of a file are below it
 KINDS = {
-    stat.S_IFDIR: "a directory",
     stat.S_IFIFO: "a pipe",
     stat.S_IFSOCK: "a socket",
     stat.S_IFCHR: "a device",
@@ -143,6 +142,8 @@ def check_integers(key: str, value: Any) -> None:
 
 
 def _check_mode(mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
     if not stat.S_ISREG(mode):
         kind = KINDS.get(stat.S_IFMT(mode), "something else")
         raise OSError(errno.EINVAL, f"it is {kind}, not a regular file")

@@ -147,7 +147,12 @@ def write_frame(path: Path, frame: pd.DataFrame) -> None:
 
 def frame_csv(frame: pd.DataFrame) -> str:
     """A frame as CSV, whose texts are as in `csv_cell`."""
-    return str(frame.map(csv_cell).to_csv(index=False, lineterminator="\n"))
+    safe = frame.copy()
+    for name in safe:
+        values = list(safe[name])
+        if any(isinstance(value, str) for value in values):  # others keep their types
+            safe[name] = pd.Series(list(map(csv_cell, values)), safe.index, object)
+    return str(safe.to_csv(index=False, lineterminator="\n"))
 
 
 def flat(value: Any) -> str | int | float | bool | None:
