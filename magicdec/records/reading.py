@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
@@ -80,7 +80,8 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     ValueError if the file cannot be read."""
     try:
         with open_regular(path) as raw:
-            yield from lines_of(gzip.GzipFile(fileobj=raw) if path.suffix == ".gz" else raw)
+            file = gzip.open(raw) if path.suffix == ".gz" else raw  # noqa: SIM115
+            yield from lines_of(cast(IO[bytes], file))
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         raise ValueError(f"{path}: {reason}; give a file of records (JSON lines)") from None

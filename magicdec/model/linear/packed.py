@@ -17,6 +17,7 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -240,7 +241,7 @@ def exchange(model: nn.Module, make: Callable[[Linear], Linear]) -> None:
         if isinstance(child, nn.Linear | Int8Linear)
     ]
     for module, name in places:
-        setattr(module, name, make(module.get_submodule(name)))
+        setattr(module, name, make(cast(Linear, module.get_submodule(name))))
 
 
 def to_int8(linear: Linear) -> Linear:
