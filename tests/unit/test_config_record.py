@@ -43,8 +43,8 @@ SELFSPEC: dict[str, Any] = {
         "presence_penalty": 0.0, "seed": 0,
     },
     "workload": {
-        "dataset": "demo", "skip_tokens": None, "batch_size": 4, "prefix_len": 4096, "gen_len": 64,
-        "max_len": 4160, "num_batches": 2, "warmup_batches": 1, "seed": 123,
+        "dataset": "demo", "batch_size": 4, "prefix_len": 4096, "gen_len": 64, "max_len": 4160,
+        "num_batches": 2, "warmup_batches": 1, "seed": 123, "skip_tokens": None,
     },
     "output": {
         "results": "results/runs.jsonl", "save_tokens": None, "printoutput": False,
