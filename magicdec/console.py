@@ -7,6 +7,7 @@ Imports rich only when something is printed.
 
 from __future__ import annotations
 
+import io
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -22,6 +23,28 @@ LINE_EVERY_S = 10.0
 REFRESH_EVERY_S = 0.25
 BAR_WIDTH = 20
 START = 7  # columns of the labels before a run
+
+
+# What a terminal or a viewer acts on instead of showing it: control characters, except the ends of
+# lines, and those that turn the direction of writing.
+ACTING = {
+    code: f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"
+    for code in (*range(32), *range(127, 160), *range(0x202A, 0x202F), *range(0x2066, 0x206A))
+    if code != ord("\n")
+}
+
+
+def printable(text: str) -> str:
+    """A text of a file as it can be shown: what a terminal would act on is escaped."""
+    return text.translate(ACTING)
+
+
+def escape_what_has_no_code() -> None:
+    """Let standard output and errors show a character that their encoding lacks, such as an umlaut
+    where it is ASCII, as an escape, instead of ending the program."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
 
 
 def make_console(to_stderr: bool = False) -> Console:

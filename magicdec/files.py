@@ -1,4 +1,9 @@
-"""Writes files that are complete or absent: a full disk or Ctrl-C leaves no unfinished file, and an
+"""Files. Opens what a user names or what lies in a directory that he names: regular files alone, of
+which no more is read than is needed. A pipe or a device, which may never end, is refused before it
+is read; text, lines and JSON have a largest size. An error in reading is an OSError or a ValueError
+that says in a few words what is wrong; the caller names the flag and the path.
+
+Writes files that are complete or absent: a full disk or Ctrl-C leaves no unfinished file, and an
 error names the file that the user asked for. Also checksums of files, and what is wrong in the
 content of one. Imports nothing of this package.
 """
@@ -6,17 +11,147 @@ content of one. Imports nothing of this package.
 from __future__ import annotations
 
 import difflib
+import errno
 import hashlib
 import json
+import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import IO, TYPE_CHECKING, Any, AnyStr, BinaryIO
 
 if TYPE_CHECKING:
     from pydantic import ValidationError
 
 READ_BYTES = 1 << 22
+MOST_LINE_BYTES = 256 << 20  # of a line; a book is one line of a dataset
+MOST_JSON_BYTES = 64 << 20  # of a file that is one JSON value or TOML; a tokenizer has 20 MB
+MOST_INTEGER = 1 << 63  # counts and lengths of a file are below it
+KINDS = {
+    stat.S_IFIFO: "a pipe",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
+
+
+def is_utf8(name: str) -> bool:
+    """Whether a name on the command line or in a folder was UTF-8. Python stands for a byte that
+    was not by half a surrogate pair."""
+    try:
+        name.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def exists(path: Path | str) -> bool:
+    """Whether there is anything of that name, which need not be one that a file can have."""
+    try:
+        return path != "" and Path(path).exists()
+    except OSError:  # such as a name that is too long
+        return False
+
+
+def is_folder(path: Path | str) -> bool:
+    return exists(path) and Path(path).is_dir()
+
+
+def check_regular(path: Path | str) -> None:
+    """Raises OSError for a path that is missing or no regular file, for libraries that open it
+    themselves. Does not open it."""
+    _check_mode(Path(path).stat().st_mode)
+
+
+def open_regular(path: Path | str) -> BinaryIO:
+    """The file, opened for reading bytes. Raises OSError if it is missing or no regular file; never
+    waits for a writer of a pipe."""
+    check_regular(path)  # opening some devices has an effect
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _check_mode(os.fstat(descriptor).st_mode)
+    except OSError:
+        os.close(descriptor)
+        raise
+    return os.fdopen(descriptor, "rb")
+
+
+def read_bytes(path: Path | str, most: int = MOST_JSON_BYTES) -> bytes:
+    """All of a file. Raises OSError as `open_regular` does, and for more than `most` bytes."""
+    with open_regular(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it has more than {_size(most)}")
+    return data
+
+
+def read_text(path: Path | str, most: int = MOST_JSON_BYTES) -> str:
+    """All of a file as text, without a byte-order mark. Raises OSError as `read_bytes` does, and
+    UnicodeDecodeError, a ValueError, for what is not UTF-8."""
+    return read_bytes(path, most).decode("utf-8-sig")
+
+
+def lines_of(file: IO[AnyStr], most: int = MOST_LINE_BYTES) -> Iterator[tuple[int, AnyStr]]:
+    """The lines of an open file that are not empty, counted from 1. Raises OSError for a line of
+    more than `most` bytes, or characters of text, of which no more is read."""
+    number = 0
+    while line := file.readline(most + 1):
+        number += 1
+        if len(line) > most:
+            raise OSError(errno.EFBIG, f"line {number} has more than {_size(most)}")
+        if line.strip():
+            yield number, line
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of a JSON text. Raises ValueError, one line, for what is not JSON, what is nested
+    too deeply, and a whole number of more digits than Python reads."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def load_json(path: Path | str, most: int = MOST_JSON_BYTES) -> Any:
+    """The value of a JSON file. Raises OSError as `read_bytes` does and ValueError as `parse_json`
+    does."""
+    return parse_json(read_text(path, most))
+
+
+def load_object(path: Path | str, most: int = MOST_JSON_BYTES) -> dict[str, Any]:
+    """The JSON object of a file, whose whole numbers, at any depth, are of 64 bits. Raises OSError
+    as `read_bytes` does, and ValueError for what is no such object."""
+    try:
+        value = load_json(path, most)
+    except ValueError as error:
+        raise ValueError(f"not valid JSON ({error})") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"expected a JSON object, found {type(value).__name__}")
+    for key, part in value.items():
+        check_integers(key, part)
+    return value
+
+
+def check_integers(key: str, value: Any) -> None:
+    """Raises ValueError, naming the key, for a whole number that no count or length is."""
+    if isinstance(value, int) and not -MOST_INTEGER <= value < MOST_INTEGER:
+        raise ValueError(f"{key} is a whole number of {len(str(abs(value)))} digits")
+    if isinstance(value, list | dict):
+        for part in value.values() if isinstance(value, dict) else value:
+            check_integers(key, part)
+
+
+def _check_mode(mode: int) -> None:
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if not stat.S_ISREG(mode):
+        kind = KINDS.get(stat.S_IFMT(mode), "something else")
+        raise OSError(errno.EINVAL, f"it is {kind}, not a regular file")
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes >> 20} MB" if num_bytes >> 20 else f"{num_bytes} bytes"
 
 
 @contextmanager
@@ -28,6 +163,8 @@ def complete_file(flag: str, path: Path) -> Iterator[Path]:
     partial = path.with_name(f"{path.stem}.partial{path.suffix}") if is_plain else path
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        if is_plain:
+            make_new(partial)
         yield partial
         if is_plain:
             partial.replace(path)
@@ -60,10 +197,18 @@ def no_such(path: Path, kind: str) -> str:
     return f"no such {kind}" + ("" if close is None else f"; did you mean {close}?")
 
 
+def make_new(path: Path) -> None:
+    """Makes an empty file in the place of what there was. If that was a link, what it leads to
+    stays as it is. Raises OSError."""
+    path.unlink(missing_ok=True)
+    flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+    os.close(os.open(path, flags, 0o666))
+
+
 def hash_file(path: Path, digest: hashlib._Hash | None = None) -> str:
     """The checksum of a file in hexadecimal digits: its sha256, or what `digest` makes of it."""
     digest = digest or hashlib.sha256()
-    with path.open("rb") as handle:
+    with open_regular(path) as handle:
         while data := handle.read(READ_BYTES):
             digest.update(data)
     return digest.hexdigest()
@@ -77,4 +222,5 @@ def first_error(error: ValidationError) -> str:
     if first["type"] == "missing":
         return f"{key} is missing"
     reason = first["msg"].replace("Input should", "it must").replace("String should", "it must")
-    return f"{key} is {json.dumps(first['input'])[:40]}; {reason}"
+    value = json.dumps(first["input"], default=lambda line: line.decode(errors="replace"))
+    return f"{key} is {value[:40]}; {reason}"

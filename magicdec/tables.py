@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-from magicdec.console import FILE_WIDTH, make_console
+from magicdec.console import FILE_WIDTH, make_console, printable
 
 TEXT_WIDTH = 8  # characters that a column of text keeps, in which long words are broken
 
@@ -72,7 +72,13 @@ class Table:
     def lead(self) -> list[Line]:
         """The lines before the table, the title last."""
         lines = [*self.above, *([Line(self.title, "italic")] if self.title else [])]
-        return [Line(each) if isinstance(each, str) else each for each in lines]
+        styled = [Line(each) if isinstance(each, str) else each for each in lines]
+        return [Line(printable(text), style) for text, style in styled]
+
+    @property
+    def tail(self) -> list[str]:
+        """The lines after the table."""
+        return list(map(printable, self.below))
 
     @property
     def body(self) -> list[list[str]]:
@@ -92,7 +98,7 @@ class Table:
             console.print(text, style=style or None, soft_wrap=is_whole)
         if self.columns:
             console.print(self._fitting(console))
-        for text in self.below:
+        for text in self.tail:
             console.print(text, soft_wrap=is_whole)
 
     def _fitting(self, console: Any) -> Any:
@@ -136,7 +142,7 @@ class Table:
     def markdown(self) -> str:
         """The title and the lines around the table are paragraphs."""
         before = [f"{line.text}\n\n" for line in self.lead]
-        after = [f"\n{_sentence(text)}\n" for text in self.below]
+        after = [f"\n{_sentence(text)}\n" for text in self.tail]
         if not self.columns:
             return "".join(before + after)
         aligned = [":--" if column.is_text else "--:" for column in self.headings]
@@ -146,7 +152,7 @@ class Table:
 
     def latex(self) -> str:
         """A `tabular` for the package booktabs, below comments with all lines of text."""
-        texts = [*(line.text for line in self.lead), *self.below]
+        texts = [*(line.text for line in self.lead), *self.tail]
         lines = [f"% {line}" for text in texts for line in text.splitlines()]
         if self.columns:
             shape = "".join("l" if column.is_text else "r" for column in self.headings)
@@ -176,10 +182,26 @@ FORMATS: Mapping[str, Callable[[Table], str]] = {
 
 
 def csv_text(rows: Iterable[Sequence[object]]) -> str:
-    """Rows of values as CSV; None is an empty field."""
+    """Rows of values as CSV; None is an empty field. Texts are as in `csv_cell`."""
     text = io.StringIO()
-    csv.writer(text, lineterminator="\n").writerows(rows)
+    cells = ([csv_cell(value) for value in row] for row in rows)
+    csv.writer(text, lineterminator="\n").writerows(cells)
     return text.getvalue()
+
+
+def csv_cell(value: Any) -> Any:
+    """A value for CSV. A text that a spreadsheet would take for a formula gets a quote before it;
+    numbers stay as they are."""
+    if not isinstance(value, str):
+        return value
+    text = printable(value)
+    if not text.startswith(("=", "+", "-", "@")):
+        return text
+    try:
+        float(text)
+    except ValueError:
+        return f"'{text}"
+    return text
 
 
 def print_tables(tables: Iterable[Table], form: str = "text", width: int | None = None) -> None:
@@ -196,7 +218,7 @@ def text_of(cell: object) -> str:
     """What a table shows for a cell."""
     if cell is None:
         return ""
-    return cell.text if isinstance(cell, Shown | Heading) else str(cell)
+    return printable(cell.text if isinstance(cell, Shown | Heading) else str(cell))
 
 
 def _value(cell: object) -> object:

@@ -386,7 +386,7 @@ def tiny_checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def text_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """One made-up book, long enough for a dozen prefixes past the skipped front matter."""
+    """One made-up book, long enough for dozens of prefixes."""
     generator = torch.Generator().manual_seed(0)
     words = [
         "".join(chr(97 + int(c)) for c in torch.randint(0, 26, (4,), generator=generator))

@@ -9,6 +9,7 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from magicdec.console import escape_what_has_no_code
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.ranks import INTERRUPTED, end_with_launcher
 from magicdec.names import load_object, most_like
@@ -99,6 +100,7 @@ def parser_of(command: str) -> Parser:
 def start(name: str) -> None:
     """Run that command with the arguments in `sys.argv`."""
     end_with_launcher()
+    escape_what_has_no_code()
     function_of(name)()
 
 

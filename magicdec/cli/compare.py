@@ -15,6 +15,7 @@ from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.parser import Values
 from magicdec.cli.parsing.record_files import FilesSection
 from magicdec.config.setting import same, setting
+from magicdec.console import printable
 from magicdec.records.comparison.compare import (
     INCOMPARABLE,
     MISSING,
@@ -99,7 +100,7 @@ def conclude(
     """Print the comparisons, write the files that were asked for and return the exit code. Raises
     ValueError if a file cannot be written."""
     for comparison in comparisons:
-        print(comparison)
+        print(printable(str(comparison)))
     print(summarize(comparisons) or "nothing is judged")
     if rule.junit is not None:
         write_text("--junit", rule.junit, junit(comparisons))

@@ -25,7 +25,7 @@ from magicdec.config.choices.choice import How
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import OutputSection
-from magicdec.console import spinner
+from magicdec.console import printable, spinner
 from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.ranks import (
     INTERRUPTED,
@@ -216,7 +216,7 @@ def refuse(error: ValueError, launch: Launch) -> NoReturn:
     stop_watching()
     if launch.rank != 0:
         time.sleep(LEADER_FIRST_S)
-    line = f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}"
+    line = f"{Path(sys.argv[0]).name}: {printable(' '.join(str(error).split()))}"
     if not report_error(line):
         print(line, file=sys.stderr, flush=True)
     sys.exit(2)

@@ -18,7 +18,16 @@ from magicdec.cli.parsing.parser import Values
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import OutputSection
 from magicdec.config.setting import same, setting
-from magicdec.gate.cases import Subject, config_of, margin_of, name_of, quick, standard_cases
+from magicdec.gate.cases import (
+    Places,
+    Subject,
+    check_prompts,
+    config_of,
+    margin_of,
+    name_of,
+    quick,
+    standard_cases,
+)
 from magicdec.gate.measuring import Result, measure, with_threads
 from magicdec.records.comparison.compare import case_failed, compare
 from magicdec.records.comparison.conditions import describe
@@ -62,13 +71,20 @@ class SaveSection(BaselineSection):
 
 def run_gate(values: Values) -> int:
     """Run the cases, compare, and return the exit code. Raises ValueError for a file that cannot be
-    read or written, or that has a case of no config."""
-    args, rule = values[GateSection], values[RuleSection]
+    read or written, or that has a case of no config or of too few prompts, and for a model or text
+    that is not the baseline's."""
+    args, rule, places = values[GateSection], values[RuleSection], values[Places]
     is_packaged = args.baseline == COMMITTED and not COMMITTED.exists()
     baselines = _read(PACKAGED if is_packaged else args.baseline)
     check_files({"--out": args.out, "--junit": rule.junit, "--summary": rule.summary})
     cases = quick(baselines) if args.quick else baselines
-    configs = [config_of(baseline) for baseline in cases]
+    configs = [places.moved(config_of(baseline)) for baseline in cases]
+    for config in configs:
+        check_prompts(config)
+    if places != Places():
+        from magicdec.gate.moved import with_names_here
+
+        cases = with_names_here(configs, cases)
     results = run(args.processes, configs)
     records = [result for result in results if isinstance(result, RunRecord)]
     if args.out is not None:
@@ -93,6 +109,8 @@ def save_cases(values: Values) -> int:
     else:
         configs = standard_cases(values[Subject])
         margins = [margin_of(config) for config in configs]
+    for config in configs:
+        check_prompts(config)
     if args.margin is not None:
         margins = [0.0 if margin == 0 else args.margin for margin in margins]
     results = run(args.processes, configs)
@@ -155,8 +173,10 @@ def _read(path: Path) -> list[RunRecord]:
 main = LoneCommand(
     run_gate,
     "Run the cases of a baseline file again, on one rank, and compare their acceptance with the "
-    "baseline's, prompt by prompt. `magicdec gate save` makes such a file.",
-    {"gate": GateSection(), "rule": RuleSection()},
+    "baseline's, prompt by prompt. `magicdec gate save` makes such a file. --model, --draft and "
+    "--dataset say where its models and its text are here, if not where they were; other models "
+    "and other text are refused.",
+    {"gate": GateSection(), "places": Places(), "rule": RuleSection()},
     epilog=EXIT_CODES,
 )
 save = LoneCommand(

@@ -79,7 +79,7 @@ WITHOUT_EOS = ("num_draft_tokens", "draft_weights", "cuda_graphs")
 ONLY = {
     "draft": ("rank_group",),
     "decoding": (*WITHOUT_EOS, "ignore_eos"),
-    "workload": ("dataset", "seed"),
+    "workload": ("dataset", "skip_tokens", "seed"),
     "speculation": ("pa", "pr", "pd", "max_in_flight", "lanes"),
     "output": ("results",),
 }

@@ -184,9 +184,10 @@ class DecodingSection:
     )
     lookup_corpus: str | None = setting(
         None,
-        "Prompt lookup also searches this file: text as --dataset takes it, or the .jsonl that "
+        "Prompt lookup also searches these files: text as --dataset takes it, or the .jsonl that "
         "--save_tokens wrote in runs of a model with the same tokenizer.",
         metavar="FILE",
+        is_joined=True,
     )
 
     @property
@@ -271,9 +272,10 @@ class SamplingSection:
 class WorkloadSection:
     dataset: str = setting(
         "demo",
-        "The prompts: demo, pg19, or a path to .jsonl/.json/.parquet/.txt text. With known "
-        "answers: recall, recall:<any of these>, ruler:<task>. Of a prompt set, as a path or a "
-        "name on the hub: sharegpt:<set>, speed_bench:<set>, longbench:<set>.",
+        "The prompts: demo, pg19, or paths to .jsonl/.json/.parquet/.txt text or folders of such "
+        "files. With known answers: recall, recall:<any of these>, ruler:<task>. Of a prompt set, "
+        "as a path or a name on the hub: sharegpt:<set>, speed_bench:<set>, longbench:<set>.",
+        is_joined=True,
         synonyms=("dataset_path", "dataset_name", "data", "input_file", "text"),
     )
     batch_size: int = setting(
@@ -324,6 +326,12 @@ class WorkloadSection:
         123,
         "Seed of what is drawn: the order of the prompts, the answers of recall and ruler, "
         "arrivals and lengths of requests, and the acceptance of a simulation.",
+    )
+    skip_tokens: int | None = setting(
+        None,
+        "Tokens left out at the start of each book. Default: 8000 of pg19, which are title page, "
+        "contents and preface; none of any other text.",
+        least=0,
     )
     extra_new_tokens: int = 0  # by which a request with a shorter prompt may exceed `gen_len`
 

@@ -17,10 +17,12 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn
 
+from magicdec.files import MOST_INTEGER, is_utf8
 from magicdec.names import most_like
 
 KEY = "setting"
 MANY_CHOICES = 24  # more are named only where none is like what the user wrote
+MOST_SHOWN = 200  # characters of a value in a message
 METAVARS = {int: "N", float: "X", Path: "FILE", str: "NAME"}
 REASONS = {  # by pydantic's kinds of errors, with what it says of them
     "greater_than_equal": "is too small; it must be at least {ge:g}",
@@ -45,7 +47,7 @@ class Setting:
     `other_defaults` names the commands in which the default is another one. `synonyms` are what
     other programs call it, without dashes: a user who writes one is told the flag.
     A list that `can_be_empty` may be given without a value; one that `is_set` or has choices names
-    no value twice."""
+    no value twice. A text that `is_joined` may be given as several, which commas join."""
 
     help: str
     flags: tuple[str, ...] = ()
@@ -61,6 +63,7 @@ class Setting:
     synonyms: tuple[str, ...] = ()
     can_be_empty: bool = False
     is_set: bool = False
+    is_joined: bool = False
 
 
 def setting(default: Any, help: str, *flags: str, **more: Any) -> Any:
@@ -109,6 +112,11 @@ class Declared:
         return typing.get_origin(self.kind) in (tuple, dict)
 
     @property
+    def takes_several(self) -> bool:
+        """Whether the user may give several values on the command line."""
+        return self.is_list or self.setting.is_joined
+
+    @property
     def metavar(self) -> str:
         if self.setting.metavar:
             return self.setting.metavar
@@ -120,8 +128,13 @@ class Declared:
         ValueError, one line with the flag, the value and what it can be."""
         from pydantic import ValidationError
 
+        for text in value if isinstance(value, list) else [value]:
+            if isinstance(text, str) and not is_utf8(text):
+                self._refuse(text, "is not UTF-8, and no record could hold it; rename it")
         if isinstance(value, bool) != (self.kind is bool):
             self._refuse(value, "give true or false" if self.kind is bool else "give a value")
+        if self.setting.is_joined and isinstance(value, list):
+            value = self._joined(value)
         if self.is_list and not isinstance(value, list | tuple | dict):
             value = [value]
         if self.is_list and not value and not self.setting.can_be_empty:
@@ -141,8 +154,20 @@ class Declared:
         except ValueError as error:
             raise ValueError(f"{self.flag} {error}") from None
 
+    def _joined(self, values: list[Any]) -> str:
+        """Several texts as one. A text that has a comma itself can only be given alone."""
+        texts = [str(each) for each in values]
+        if with_comma := next((each for each in texts if "," in each and len(texts) > 1), None):
+            self._refuse(with_comma, "has a comma, with which several are joined; give it alone")
+        return ",".join(texts)
+
     def _refuse(self, value: Any, reason: str) -> NoReturn:
+        """Bytes of a name that are not UTF-8 are shown in hexadecimal digits."""
         shown = " ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        if len(shown) > MOST_SHOWN:
+            shown = f"{shown[:MOST_SHOWN]}..."
+        if not is_utf8(shown):
+            shown = shown.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
         joint = ": " if reason.startswith("give") else " "
         raise ValueError(f"{self.flag} {shown}".rstrip() + f"{joint}{reason}")
 
@@ -207,9 +232,12 @@ def _adapter(kind: Any, declared: Setting) -> Any:
 
     limits = ((Ge, declared.least), (Gt, declared.above), (Le, declared.most), (Lt, declared.below))
     bounds = [limit(value) for limit, value in limits if value is not None]
+    is_open = declared.most is None and declared.below is None
 
     def bounded(part: Any) -> Any:
-        if part in (int, float):
+        if part is int and is_open:
+            part = typing.Annotated[(part, *bounds, Lt(MOST_INTEGER))]
+        elif part in (int, float):
             part = typing.Annotated[(part, *bounds)] if bounds else part
         if part is str and declared.choices:
             part = typing.Literal[declared.choices]

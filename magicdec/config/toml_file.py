@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from magicdec.files import read_text
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -23,11 +25,13 @@ class TomlFile:
     def __init__(self, flag: str, path: Path) -> None:
         self.name = f"{flag} {path}".strip()
         try:
-            self._text = path.read_text(encoding="utf-8")
+            self._text = read_text(path)
             self.values: dict[str, Any] = tomllib.loads(self._text)
         except OSError as error:
             raise ValueError(f"{self.name}: {error.strerror}; name a TOML file") from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except RecursionError:
+            raise ValueError(f"{self.name} is not a TOML file: it is nested too deeply") from None
+        except ValueError as error:  # not TOML, not UTF-8, or a number of too many digits
             raise ValueError(f"{self.name} is not a TOML file: {error}") from None
 
     def place_of(self, key: str, table: int | None = None) -> str:

@@ -29,6 +29,7 @@ from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIE
 from magicdec.records.comparison.conditions import describe, flags_of, method_of
 from magicdec.records.record import RunRecord
 
+LEAST_PROMPTS = 4  # fewer show no loss (docs/statistics.md)
 GAMMA = 4
 GAMMAS = (2, 4)  # of the default policy and of the full KV cache
 BUDGETS = (33, 65, 129, 257, 513)  # of the default policy
@@ -157,6 +158,40 @@ def _values_of_user(kind: type, saved: dict[str, Any]) -> dict[str, Any]:
         for name in names
         if not str(saved.get(f"{name}_reason")).startswith("auto")
     }
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the models and the text of a baseline file are here, if not where they were. What is
+    None is where the file says."""
+
+    model: str | None = same(ModelSection, "model", None, is_default=True)
+    draft: str | None = same(DraftChoice, "draft", None, is_default=True)
+    dataset: str | None = same(WorkloadSection, "dataset", None, is_default=True)
+
+    def moved(self, config: RunConfig) -> RunConfig:
+        """The case with its files at these places. Raises ValueError for a draft that is no
+        model."""
+        if self.model is not None:
+            config = replace(config, model=replace(config.model, model=self.model))
+        if self.draft is not None and not self.draft.startswith(MODEL_PREFIX):
+            raise ValueError(f"--draft {self.draft} is not known; choose {MODEL_PREFIX}NAME")
+        if self.draft is not None and config.draft is not None:
+            name = self.draft.removeprefix(MODEL_PREFIX)
+            config = replace(config, draft=replace(config.draft, model=name))
+        if self.dataset is not None:
+            config = replace(config, workload=replace(config.workload, dataset=self.dataset))
+        return config
+
+
+def check_prompts(config: RunConfig) -> None:
+    """Raises ValueError for a case of too few prompts to show anything."""
+    w = config.workload
+    if w.num_prompts < LEAST_PROMPTS:
+        raise ValueError(
+            f"{name_of(config)}: --B {w.batch_size} x --num_batches {w.num_batches} are "
+            f"{w.num_prompts} prompts; a gate needs at least {LEAST_PROMPTS}, better 8"
+        )
 
 
 def quick(baselines: Sequence[RunRecord]) -> list[RunRecord]:

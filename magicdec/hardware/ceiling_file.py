@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from magicdec.files import read_bytes
 from magicdec.records.writing import to_json, write_text
 
 BY_DTYPE = (
@@ -100,7 +101,7 @@ class MachineFile:
 def load_machine(path: Path) -> MachineFile:
     """The machine file at `path`. Raises ValueError naming the file and the faulty field."""
     try:
-        return TypeAdapter(MachineFile).validate_json(path.read_bytes())
+        return TypeAdapter(MachineFile).validate_json(read_bytes(path))
     except OSError as error:
         reason = f"{error.strerror}; `magicdec probe` writes one"
     except ValidationError as error:

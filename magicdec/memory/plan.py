@@ -26,11 +26,13 @@ from magicdec.model.checkpoint.weight_files import READ_ELEMENTS
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear.packed import INT4
 
+LIBRARY_BYTES = 64 << 20  # that kernels, threads and libraries take on a CPU at their first use
+
 
 def working_bytes(plan: ModelPlan) -> int:
     """The largest of these: the forward of a chunk of a prompt, of a verification, or of a policy's
     first choice; reading and converting a matrix; the buffer that measures the bandwidth. The
-    rotary table comes on top."""
+    rotary table and what libraries take at their first use come on top."""
     config, w, longest = plan.config, plan.config.workload, max_tokens(plan.config)
     chunk = min(config.attention.prefill_chunk, w.prefix_len)
     T = 1 + longest - w.prefix_len - w.num_new_tokens
@@ -44,7 +46,8 @@ def working_bytes(plan: ModelPlan) -> int:
         _loading_bytes(plan),
         buffer if config.parallel.device == "cpu" else GPU_BANDWIDTH_BYTES,
     )
-    return max(needs) + longest * plan.model.head_dim * 4
+    libraries = LIBRARY_BYTES if config.parallel.device == "cpu" else 0
+    return max(needs) + longest * plan.model.head_dim * 4 + libraries
 
 
 def first_choice_bytes(plan: ModelPlan) -> int:

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+
+from magicdec.files import exists, read_bytes
+
+MOST_TOKENIZER_BYTES = 256 << 20  # the largest published ones have 35 MB
 
 
 @dataclass(frozen=True)
@@ -32,10 +37,8 @@ class Tokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Ids of the whole text, without BOS or EOS; a special token's name is plain text."""
-        try:
+        with _refusing(self.path, "the text cannot be encoded"):
             return list(self.encode_plain(text))
-        except Exception as error:  # the libraries raise nothing narrower
-            raise ValueError(f"{self.path}: the text cannot be encoded ({error})") from error
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of the ids; special tokens give none. Raises ValueError for an id that has no piece:
@@ -72,9 +75,9 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     """
     for name, load in LOADERS.items():
         path = directory / name
-        if path.is_file():
+        if exists(path):
             try:
-                data = path.read_bytes()
+                data = read_bytes(path, MOST_TOKENIZER_BYTES)
             except OSError as error:
                 raise ValueError(f"{path}: cannot be read ({error.strerror})") from error
             return load(path, data)
@@ -82,14 +85,26 @@ def load_tokenizer(directory: Path) -> Tokenizer:
     raise ValueError(f"{directory}: {state}; looked for {', '.join(LOADERS)}")
 
 
+@contextmanager
+def _refusing(path: Path, what: str) -> Iterator[None]:
+    """Raises ValueError, naming the file and what is wrong, for any error of a library, which
+    raises nothing narrower. A panic of Rust code, such as one of a pattern that takes for ever, is
+    no `Exception`."""
+    try:
+        yield
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        reason = str(error).split("\n")[0]
+        raise ValueError(f"{path}: {what} ({reason})") from error
+
+
 def load_json(path: Path, data: bytes) -> Tokenizer:
     """A `tokenizer.json`, run by the `tokenizers` library."""
     import tokenizers
 
-    try:
+    with _refusing(path, "is not a `tokenizers` file"):
         backend = tokenizers.Tokenizer.from_buffer(data)
-    except Exception as error:  # the library raises nothing narrower
-        raise ValueError(f"{path}: is not a `tokenizers` file ({error})") from error
     # The file may ask for truncation or padding, and by default the name of a special token in the
     # text is encoded as that token. A book must be encoded whole and as plain text.
     backend.no_truncation()

@@ -14,12 +14,13 @@ from collections import Counter
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import IO, Any, TypeVar, cast
 
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-from magicdec.files import nearest, no_such
+from magicdec.console import printable
+from magicdec.files import lines_of, nearest, no_such, open_regular
 from magicdec.names import RECORDS, load_named
 from magicdec.records.record import SCHEMA_VERSION, Record, RunRecord
 
@@ -67,7 +68,7 @@ def read_records(path: Path, record_type: type[R], is_strict: bool = False) -> I
     if left_out and not num_records:
         raise ValueError(f"{path}: it has other records only, {counts}; see `magicdec table`")
     for problem in unreadable:
-        print(f"{problem}; this line is skipped", file=sys.stderr)
+        print(f"{printable(problem)}; this line is skipped", file=sys.stderr)
     if left_out:
         print(
             f"{path}: other records are left out, {counts}; see `magicdec table`", file=sys.stderr
@@ -78,8 +79,9 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
     """The lines that are not empty, counted from 1, of a file that may be compressed (.gz). Raises
     ValueError if the file cannot be read."""
     try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            yield from ((number, line) for number, line in enumerate(file, 1) if line.strip())
+        with open_regular(path) as raw:
+            file = gzip.open(raw) if path.suffix == ".gz" else raw  # noqa: SIM115
+            yield from lines_of(cast(IO[bytes], file))
     except (OSError, EOFError, zlib.error) as error:
         reason = getattr(error, "strerror", None) or error
         if isinstance(error, FileNotFoundError) and nearest(path) is not None:
@@ -110,9 +112,9 @@ def kind_of(line: bytes) -> str:
             f"schema_version is {version}, this program reads {SCHEMA_VERSION}; measure it "
             f"again{again}"
         )
-    if kind not in RECORDS:
+    if not isinstance(kind, str) or kind not in RECORDS:
         raise Unreadable(f"not a record; its kind is {kind}, none of {', '.join(RECORDS)}")
-    return str(kind)
+    return kind
 
 
 def parse_line(line: bytes | str, record_type: type[R]) -> R:

@@ -65,7 +65,7 @@ def method_of(config: dict[str, Any]) -> str:
 def _title(record: RunRecord) -> str:
     c, e = record.config, record.environment
     w, parallel = c["workload"], c["parallel"]
-    dataset = "" if record.workload is None else f", {record.workload.dataset}"
+    dataset = "" if record.workload is None else f", {record.workload.text}"
     bandwidth, batches = e.read_bandwidth_bytes_per_s, w["num_batches"]
     read = "" if bandwidth is None else f", {bandwidth / 1e9:.1f} GB/s read"
     return (

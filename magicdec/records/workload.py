@@ -33,8 +33,9 @@ class WorkloadRecord(ModelRecord):
     )
     tokenizer: str = recorded("the model whose tokenizer made the prompts")
     dataset: str = recorded(
-        "name of the dataset, without its folder; it begins with `recall:` if a cue was added to "
-        "its prefixes"
+        "name of the dataset, without its folder; several are joined by commas, and one that ends "
+        "in a slash is a folder of texts; it begins with `recall:` if a cue was added to its "
+        "prefixes"
     )
     num_prompts: int = recorded("number of decoded prompts, over all batches")
     prefix_len: int = recorded("length of a prompt, or of the longest", "tokens")
@@ -42,7 +43,7 @@ class WorkloadRecord(ModelRecord):
         "number of prefixes that the prompts were drawn from", null=GENERATED
     )
     skip_tokens: int | None = recorded(
-        "tokens skipped at the start of each book (its front matter)", "tokens", null=GENERATED
+        "tokens skipped at the start of each book (`--skip_tokens`)", "tokens", null=GENERATED
     )
     seed: int = recorded("as in `config.workload`")
     sources: list[list[int]] | None = recorded(
@@ -52,6 +53,13 @@ class WorkloadRecord(ModelRecord):
         "hash over all prompts' token ids and boundaries; runs with equal hashes had the same "
         "prompts"
     )
+
+    @property
+    def text(self) -> str:
+        """The dataset, and what was skipped of it, in words."""
+        if not self.skip_tokens:
+            return self.dataset
+        return f"{self.dataset} without the first {self.skip_tokens} tokens of each book"
 
     @property
     def is_random(self) -> bool:

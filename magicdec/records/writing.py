@@ -18,9 +18,25 @@ from magicdec.files import complete_file
 
 
 def to_json(content: Any, indent: int | None = None) -> str:
-    """A dataclass or plain JSON values as JSON text. Raises ValueError for NaN and infinity."""
+    """A dataclass or plain JSON values as JSON text. Half a surrogate pair, by which Python stands
+    for a byte of a file name that is not UTF-8 and which no reader of JSON takes, is escaped once
+    more. Raises ValueError for NaN and infinity."""
     is_typed = is_dataclass(content) and not isinstance(content, type)
-    return json.dumps(asdict(content) if is_typed else content, allow_nan=False, indent=indent)
+    values = asdict(content) if is_typed else content
+    text = json.dumps(values, allow_nan=False, indent=indent)
+    if "\\ud" not in text:
+        return text
+    return json.dumps(_without_halves(values), allow_nan=False, indent=indent)
+
+
+def _without_halves(value: Any) -> Any:
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, dict):
+        return {_without_halves(key): _without_halves(part) for key, part in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_halves(part) for part in value]
+    return value
 
 
 def write_text(flag: str, path: Path, text: str) -> None:
@@ -41,7 +57,9 @@ def check_writable(flag: str, path: Path) -> None:
     cannot be made. Changes nothing."""
     try:
         if path.exists():
-            with path.open("ab", buffering=0) as file:
+            # Without O_NONBLOCK, opening a pipe would wait for a reader.
+            flags = os.O_WRONLY | os.O_APPEND | os.O_NONBLOCK | os.O_CLOEXEC
+            with os.fdopen(os.open(path, flags), "ab", buffering=0) as file:
                 file.write(b"")  # a full device says so
             return
         directory = next(parent for parent in path.parents if parent.exists())
@@ -50,7 +68,8 @@ def check_writable(flag: str, path: Path) -> None:
         if not os.access(directory, os.W_OK | os.X_OK):
             raise PermissionError(errno.EACCES, f"no file can be made in {directory}")
     except OSError as error:
-        raise ValueError(f"{flag} {path}: {error.strerror}; name a file to write to") from None
+        reason = "nobody reads this pipe" if error.errno == errno.ENXIO else error.strerror
+        raise ValueError(f"{flag} {path}: {reason}; name a file to write to") from None
 
 
 def append_line(path: Path, line: str) -> None:

@@ -17,6 +17,7 @@ from magicdec.records.performance import SUFFIX, Metrics
 from magicdec.records.record import MeasuredRecord, Record, RunRecord
 from magicdec.records.table import method
 from magicdec.report.listing import command_of, is_baseline, settings
+from magicdec.tables import csv_cell
 
 Row = dict[str, Any]
 SUFFIXES = (".csv", ".parquet")  # of the files that `write_frame` writes
@@ -135,13 +136,23 @@ def write_frame(path: Path, frame: pd.DataFrame) -> None:
     """Write flat rows as CSV or Parquet, by the suffix of the file. Raises OSError."""
     frame = frame.map(flat)
     if path.suffix == ".csv":
-        frame.to_csv(path, index=False, lineterminator="\n")
+        path.write_text(frame_csv(frame), encoding="utf-8")
         return
     for name in frame:
         # Parquet wants one type in a column: a gamma of 4 and one of `auto` become text.
         if pd.api.types.infer_dtype(frame[name]) in ("mixed", "mixed-integer"):
             frame[name] = frame[name].map(str, na_action="ignore")
     frame.infer_objects().to_parquet(path, index=False)
+
+
+def frame_csv(frame: pd.DataFrame) -> str:
+    """A frame as CSV, whose texts are as in `csv_cell`."""
+    safe = frame.copy()
+    for name in safe:
+        values = list(safe[name])
+        if any(isinstance(value, str) for value in values):  # others keep their types
+            safe[name] = pd.Series(list(map(csv_cell, values)), safe.index, object)
+    return str(safe.to_csv(index=False, lineterminator="\n"))
 
 
 def flat(value: Any) -> str | int | float | bool | None:

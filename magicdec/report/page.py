@@ -24,7 +24,7 @@ from magicdec.report.figures.passes import (
     draw_speedup,
 )
 from magicdec.report.figures.served import draw_served, tables_of
-from magicdec.report.frame import Row, frame_of
+from magicdec.report.frame import Row, frame_csv, frame_of
 from magicdec.report.tables import PageTable, commands_table, environments_table, runs_table
 
 DOTS_PER_INCH = 160
@@ -114,7 +114,7 @@ def write_report(out: Path, report: Report) -> None:
     tables = [table for section in report.sections for table in section.tables]
     files = {f"{table.name}.csv": table.csv() for table in (*tables, *report.tables) if table.rows}
     for figure in figures:
-        files[f"{figure.name}.csv"] = figure.table.to_csv(index=False, lineterminator="\n")
+        files[f"{figure.name}.csv"] = frame_csv(figure.table)
     files[RERUN] = "\n".join([RERUN_HEAD, *report.commands, ""])
     try:
         out.mkdir(parents=True, exist_ok=True)

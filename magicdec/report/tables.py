@@ -11,7 +11,7 @@ import pandas as pd
 
 from magicdec.records.fields import Recorded, described_fields
 from magicdec.records.performance import SUFFIX, Metrics
-from magicdec.report.frame import ENVIRONMENT, Row, frame_of
+from magicdec.report.frame import ENVIRONMENT, Row, frame_csv, frame_of
 from magicdec.report.listing import LABELS, SETTINGS
 from magicdec.tables import Shown, Table
 
@@ -42,7 +42,7 @@ class PageTable(Table):
         """All rows, also those that the page leaves out."""
         if self.frame is None:
             return super().csv()
-        return str(self.frame.to_csv(index=False, lineterminator="\n"))
+        return frame_csv(self.frame)
 
     @classmethod
     def of(cls, title: str, name: str, frame: pd.DataFrame) -> PageTable:

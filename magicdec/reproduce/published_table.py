@@ -14,9 +14,11 @@ import csv
 import json
 import sys
 import tempfile
+from io import StringIO
 from pathlib import Path
 
 from magicdec.distributed.ranks import run_command
+from magicdec.files import read_text
 from magicdec.model.presets.presets import PRESETS, find_config
 from magicdec.records.writing import append_file, write_text
 from magicdec.tables import Column, Table, csv_text
@@ -124,11 +126,9 @@ def predict(row: Row, folder: Path) -> str:
     from magicdec.cost_model.speculation import Speculation
     from magicdec.hardware.ceiling_file import Hardware, Link
 
-    with file_of(folder, "magicdec_acceptance").open(newline="", encoding="utf-8") as file:
-        place = {"model": row["model"], "prefix_len": row["prefix_len"]}.items()
-        rates = [
-            r["published"] for r in csv.DictReader(file) if r["published"] and place <= r.items()
-        ]
+    lines = StringIO(read_text(file_of(folder, "magicdec_acceptance")), newline="")
+    place = {"model": row["model"], "prefix_len": row["prefix_len"]}.items()
+    rates = [r["published"] for r in csv.DictReader(lines) if r["published"] and place <= r.items()]
     if row["quantity"] == CONDITIONAL:
         raise Missing("the plan takes acceptance as given")
     if not row["ranks"]:
@@ -164,9 +164,8 @@ class PublishedTable:
         self.name, self.folder, self.path = name, folder, folder / f"{name}.csv"
         self.about = TABLES[name]
         try:
-            with file_of(folder, name).open(newline="", encoding="utf-8") as file:
-                reader = csv.DictReader(file)
-                self.rows: list[Row] = list(reader)
+            reader = csv.DictReader(StringIO(read_text(file_of(folder, name)), newline=""))
+            self.rows: list[Row] = list(reader)
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             why = getattr(error, "strerror", None) or error
             raise ValueError(f"{FLAG} {folder}: {self.path.name}: {why}") from None

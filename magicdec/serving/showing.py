@@ -110,7 +110,7 @@ def modes_table(records: Sequence[ServingRecord], rows: Sequence[Sequence[object
     return Table(
         [Column("", is_text=True, key="metric"), *(record.name for record in records)],
         rows,
-        title=f"{model['model']} ({model['dtype']}), {newest.workload.dataset}: "
+        title=f"{model['model']} ({model['dtype']}), {newest.workload.text}: "
         f"{count} request{'s' * (count != 1)}, arrival {workload['arrival']}{output}, "
         f"--B {workload['batch_size']}",
         above=[

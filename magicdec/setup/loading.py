@@ -5,6 +5,7 @@ Owns the choice of the runner for a model.
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import replace
 
 import torch
@@ -61,7 +62,16 @@ def load_kind(
     elif is_packed:
         model.pack()
     model.use(load_named(ELEMENTWISE, kinds.elementwise)())
+    return_freed_memory()
     return model
+
+
+def return_freed_memory() -> None:
+    """Give the memory of what was freed while a model was loaded back to the system. glibc, alone,
+    would keep much of it for small allocations to come."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # other C libraries lack it
+    if trim is not None:
+        trim(0)
 
 
 class LoadedModels:
@@ -106,6 +116,7 @@ class LoadedModels:
             model, is_packed = self.get(source, group, plan.kinds), kinds.linear == "packed"
             with self.progress.task(f"copying {source.name} as {kinds.weights}", 1) as advance:
                 self._models[key] = source, low_bit_copy(model, kinds.weights, is_packed)
+                return_freed_memory()
                 advance()
         return self._models[key][1]
 

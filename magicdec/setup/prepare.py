@@ -197,10 +197,11 @@ def complete(
     count, counted_by = num_prompts or (w.num_prompts, "--B x --num_batches")
     name, gen_len = tokenizer_source.name, w.num_new_tokens
     workload = cache.get(
-        ("workload", name, w.dataset, bos, w.prefix_len, count, w.seed, gen_len),
+        ("workload", name, w.dataset, w.skip_tokens, bos, w.prefix_len, count, w.seed, gen_len),
         lambda: build_workload(
             w.dataset, tokenizer, bos, w.prefix_len, count, w.seed,
             gen_len=gen_len, counted_by=counted_by, is_whole=num_prompts is not None,
+            skip_tokens=w.skip_tokens,
         ),
     )  # fmt: skip
     corpus, path = tuple[int, ...](), config.decoding.lookup_corpus

@@ -17,6 +17,7 @@ from typing import Any
 
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import Launch
+from magicdec.files import MOST_LINE_BYTES, exists, lines_of, open_regular
 from magicdec.memory.model_plan import max_tokens
 from magicdec.records.reading import Unreadable, parse_line, read_records
 from magicdec.records.record import RunRecord
@@ -104,15 +105,22 @@ def whole_records(path: Path) -> list[RunRecord]:
     """The records of such a file, without a line that a killed job has left unfinished, or that is
     just being written."""
     records = list[RunRecord]()
-    for line in path.read_bytes().split(b"\n")[:-1] if path.is_file() else ():
-        with suppress(Unreadable):
-            records.append(parse_line(line, RunRecord))
+    if not exists(path):
+        return records
+    with open_regular(path) as file:
+        for _, line in lines_of(file):
+            with suppress(Unreadable):
+                if line.endswith(b"\n"):
+                    records.append(parse_line(line, RunRecord))
     return records
 
 
 def results_in(path: Path) -> list[RunRecord]:
     """The records of runs in a results file, in its order; none if there is no file, or if it ends
     within its first line. Raises ValueError for a file of something else."""
-    if not path.is_file() or b"\n" not in path.read_bytes():
+    if not path.is_file():
         return []
+    with open_regular(path) as file:
+        if not file.readline(MOST_LINE_BYTES).endswith(b"\n"):
+            return []
     return list(read_records(path, RunRecord))

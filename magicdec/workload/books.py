@@ -1,16 +1,19 @@
-"""Books: the texts of a named dataset or of a user's file. A reader yields records, each with its
-place in the file; a record of a book is an object with a `text`."""
+"""Books: the texts of a named dataset or of a user's files. A reader yields records, each with its
+place in the file; a record of a book is an object with a `text`. Records are read one by one, as
+far as they are asked for."""
 
 from __future__ import annotations
 
-import json
 import lzma
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from io import TextIOWrapper
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
+from magicdec.files import MOST_LINE_BYTES, exists, is_folder, open_regular, read_text
+from magicdec.workload.json_items import json_items
 from magicdec.workload.prompt_sets import HUB_NAME, PROMPT_SETS, string_at
 
 DEMO_FILE = Path(__file__).parents[1] / "demo" / "text.jsonl.xz"
@@ -20,13 +23,14 @@ Records = Iterator[tuple[str, Any]]
 T = TypeVar("T")
 
 
-def read_books(dataset: str, max_books: int) -> list[str]:
-    """Text of the first `max_books` books of a named dataset or of a file, chosen by its suffix.
-    Raises ValueError as `read_values` does."""
-    return read_values("--dataset", dataset, max_books, _text_of)
+def read_books(dataset: str, most: int) -> Iterator[str]:
+    """The texts of at most `most` books of a named dataset, or of files and folders whose names are
+    joined by commas. Raises ValueError as `read_values` does, some of it when a book is asked
+    for."""
+    return read_values("--dataset", dataset, most, _text_of)
 
 
-def read_corpus(path: str, max_books: int, encode: Callable[[str], list[int]]) -> list[list[int]]:
+def read_corpus(path: str, most: int, encode: Callable[[str], list[int]]) -> Iterator[list[int]]:
     """The token ids of each of the first books or records of a corpus for prompt lookup. Raises
     ValueError as `read_values` does."""
 
@@ -35,7 +39,7 @@ def read_corpus(path: str, max_books: int, encode: Callable[[str], list[int]]) -
             return encode(_text_of(record, place))
         return [int(token) for token in (*record["prompt_ids"], *record.get("output_ids", ()))]
 
-    return read_values("--lookup_corpus", path, max_books, ids_of)
+    return read_values("--lookup_corpus", path, most, ids_of)
 
 
 def read_prompts(dataset: str, most: int) -> list[str]:
@@ -44,54 +48,103 @@ def read_prompts(dataset: str, most: int) -> list[str]:
     kind, _, name = dataset.partition(":")
     reader, of_hub = FILE_READERS.get(Path(name).suffix.lower()), HUB_NAME.fullmatch(name)
     if reader is not None:
-        return _values("--dataset", dataset, reader(Path(name)), most, PROMPT_SETS[kind])
+        return list(_values("--dataset", dataset, reader(Path(name)), most, PROMPT_SETS[kind]))
     if of_hub is None:
         raise ValueError(
             f"--dataset {dataset!r} is not known; give {kind}: with a path ending in "
             f"{', '.join(FILE_READERS)}, or with OWNER/NAME or OWNER/NAME:CONFIG of the hub"
         )
-    return _values("--dataset", dataset, _read_hub(*of_hub.groups()), most, PROMPT_SETS[kind])
+    records = _read_hub(*of_hub.groups())
+    return list(_values("--dataset", dataset, records, most, PROMPT_SETS[kind]))
 
 
 def read_values(
-    flag: str, dataset: str, max_books: int, value_of: Callable[[Any, str], T]
-) -> list[T]:
+    flag: str, dataset: str, most: int, value_of: Callable[[Any, str], T]
+) -> Iterator[T]:
     """What `value_of` makes of the first records of a dataset and their places.
 
     Raises ValueError for an unknown name, a file that is missing, empty or malformed, a record
     without text, and a hub that cannot be reached.
     """
-    suffix = Path(dataset).suffix.lower()
-    if dataset not in NAMED_READERS and suffix not in FILE_READERS:
-        made = ["recall", "ruler:<task>", *(f"{kind}:<set>" for kind in PROMPT_SETS)]
-        choices = [*NAMED_READERS, *(made if flag == "--dataset" else ())]
-        raise ValueError(
-            f"{flag} {dataset!r} is not known; choose from {', '.join(choices)}, "
-            f"or a path ending in {', '.join(FILE_READERS)}"
-        )
     named = NAMED_READERS.get(dataset)
-    records = FILE_READERS[suffix](Path(dataset)) if named is None else named()
-    return _values(flag, dataset, records, max_books, value_of)
+    records = _of_files(_files_of(flag, dataset)) if named is None else named()
+    return _values(flag, dataset, records, most, value_of)
+
+
+def names_of(dataset: str) -> list[str]:
+    """The names that were joined by commas; one that exists as a whole is one."""
+    return [dataset] if exists(dataset) else dataset.split(",")
+
+
+def title_of(dataset: str) -> str:
+    """A dataset without the directories that it lies in. A folder ends in a slash."""
+    titles = [
+        f"{Path(name).resolve().name}/" if is_folder(name) else Path(name).name
+        for name in names_of(dataset)
+    ]
+    return ",".join(titles)
+
+
+def _files_of(flag: str, dataset: str) -> list[Path]:
+    """The files of a dataset, those of a folder in the order of their names. Raises ValueError for
+    a name without a reader, and for a folder without texts."""
+    files = list[Path]()
+    for name in names_of(dataset):
+        path = Path(name)
+        if is_folder(name):
+            texts = [p for p in sorted(path.iterdir()) if p.suffix.lower() in FILE_READERS]
+            if not texts:
+                raise ValueError(
+                    f"{flag} {name}: no file of the folder ends in {', '.join(FILE_READERS)}"
+                )
+            files += texts
+        elif path.suffix.lower() in FILE_READERS:
+            files.append(path)
+        else:
+            made = ["recall", "ruler:<task>", *(f"{kind}:<set>" for kind in PROMPT_SETS)]
+            choices = [*NAMED_READERS, *(made if flag == "--dataset" else ())]
+            raise ValueError(
+                f"{flag} {name!r} is not known; choose from {', '.join(choices)}, a folder, "
+                f"or a path ending in {', '.join(FILE_READERS)}"
+            )
+    return files
+
+
+def _of_files(files: Sequence[Path]) -> Records:
+    """The records of one file after the other. If there are several, places name theirs."""
+    for path in files:
+        of_file = "" if len(files) == 1 else f"{path.name}: "
+        try:
+            for place, record in FILE_READERS[path.suffix.lower()](path):
+                yield f"{of_file}{place}", record
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{of_file}{_reason(error)}") from error
 
 
 def _values(
     flag: str, dataset: str, records: Records, most: int, value_of: Callable[[Any, str], T]
-) -> list[T]:
+) -> Iterator[T]:
+    is_empty = True
     try:
-        values = [value_of(record, place) for place, record in islice(records, most)]
+        for place, record in islice(records, most):
+            yield value_of(record, place)
+            is_empty = False
     except (OSError, ValueError, TypeError) as error:
-        reason = (str(error).splitlines() or [type(error).__name__])[0]
-        if isinstance(error, OSError) and error.strerror:
-            reason = f"cannot be read ({error.strerror})"
-        raise ValueError(f"{flag} {dataset}: {reason}") from error
-    if not values:
+        raise ValueError(f"{flag} {dataset}: {_reason(error)}") from error
+    if is_empty:
         raise ValueError(f"{flag} {dataset}: is empty")
-    return values
+
+
+def _reason(error: Exception) -> str:
+    """What is wrong, in one line."""
+    if isinstance(error, OSError) and error.strerror:
+        return f"cannot be read ({error.strerror})"
+    return (str(error).splitlines() or [type(error).__name__])[0]
 
 
 def _read_demo() -> Records:
     with lzma.open(DEMO_FILE, "rt", encoding="utf-8") as stream:
-        yield from _parse_json(stream)
+        yield from json_items(stream)
 
 
 def _read_hub(repository: str, config: str | None = None, split: str | None = None) -> Records:
@@ -113,39 +166,21 @@ def _read_hub(repository: str, config: str | None = None, split: str | None = No
 
 
 def _read_json(path: Path) -> Records:
-    with path.open(encoding="utf-8-sig") as stream:
-        yield from _parse_json(stream)
-
-
-def _parse_json(stream: TextIO) -> Records:
-    """The objects of JSON lines, or of one JSON array. Lines that nobody asks for are not read."""
-    for number, line in enumerate(stream, start=1):
-        if not line.strip():
-            continue
-        is_array = line.lstrip().startswith("[")
-        text = line + stream.read() if is_array else line
-        try:
-            parsed = json.loads(text.rstrip())  # else errors at the end name the next line
-        except json.JSONDecodeError as error:
-            at = number + error.lineno - 1
-            raise ValueError(f"line {at} is not JSON ({error.msg})") from error
-        if is_array:
-            yield from ((f"item {index}", record) for index, record in enumerate(parsed))
-        else:
-            yield f"line {number}", parsed
+    with TextIOWrapper(open_regular(path), encoding="utf-8-sig") as stream:
+        yield from json_items(stream)
 
 
 def _read_parquet(path: Path) -> Records:
     import pyarrow.parquet
 
-    with path.open("rb") as raw, pyarrow.parquet.ParquetFile(raw) as file:
+    with open_regular(path) as raw, pyarrow.parquet.ParquetFile(raw) as file:
         batches = file.iter_batches(batch_size=16)
         rows = chain.from_iterable(batch.to_pylist() for batch in batches)
         yield from ((f"row {number}", row) for number, row in enumerate(rows))
 
 
 def _read_txt(path: Path) -> Records:
-    if (text := path.read_text(encoding="utf-8-sig")).strip():
+    if (text := read_text(path, MOST_LINE_BYTES)).strip():
         yield "the file", {"text": text}
 
 

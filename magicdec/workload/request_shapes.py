@@ -18,12 +18,13 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from magicdec.config.sections import DEFAULT_GEN_LEN
-from magicdec.files import first_error
+from magicdec.files import first_error, lines_of, open_regular
 from magicdec.names import ARRIVALS, load_named
 
 BURST, TRACE = "burst", "trace"
 FORMS = ", ".join([*(n if n == BURST else f"{n}:MS" for n in ARRIVALS), f"{TRACE}:FILE"])
 DEFAULT_NUM_REQUESTS = 8
+MOST_TOKENS = 1 << 40  # that a request may ask for
 UNIFORM = "uniform"
 
 
@@ -87,27 +88,24 @@ class RequestShape:
     names the line that it is from, empty without a file."""
 
     arrival_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)]
-    prompt_len: Annotated[int, Field(ge=1)]
-    output_len: Annotated[int, Field(ge=1)]
+    prompt_len: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
+    output_len: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
     place: Annotated[str, Field(validation_alias="")] = ""  # a line has no such key
 
 
 def read_trace(flag: str, path: Path) -> list[RequestShape]:
     """The requests of the file in the order of arrival. Other keys of a line are ignored. Raises
     ValueError, naming the flag, the file, the line and the key, for what is malformed."""
+    adapter, shapes, place = TypeAdapter(RequestShape), list[RequestShape](), f"{flag}: {path}"
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        reason = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
-        raise ValueError(f"{flag}: {path}: {reason}") from None
-    adapter, shapes = TypeAdapter(RequestShape), list[RequestShape]()
-    for number, line in enumerate(lines, 1):
-        place = f"{flag}: {path}, line {number}"
-        try:
-            if line.strip():
+        with open_regular(path) as file:
+            for number, line in lines_of(file):
+                place = f"{flag}: {path}, line {number}"
                 shapes.append(replace(adapter.validate_json(line, strict=True), place=place))
-        except ValidationError as error:
-            raise ValueError(f"{place}: {first_error(error)}") from None
+    except ValidationError as error:
+        raise ValueError(f"{place}: {first_error(error)}") from None
+    except OSError as error:
+        raise ValueError(f"{flag}: {path}: {error.strerror}") from None
     if not shapes:
         raise ValueError(f"{flag}: {path} has no requests")
     return sorted(shapes, key=lambda shape: shape.arrival_ms)
@@ -145,7 +143,8 @@ def make_shapes(
 
 def parse_lengths(flag: str, text: str) -> tuple[int, int]:
     """The smallest and the largest length. Raises ValueError, naming the flag."""
-    pattern = rf"{UNIFORM}:([1-9]\d*):([1-9]\d*)|([1-9]\d*)"
+    number = r"([1-9]\d{0,11})"  # below MOST_TOKENS
+    pattern = rf"{UNIFORM}:{number}:{number}|{number}"
     if (parts := re.fullmatch(pattern, text)) is not None:
         low, high, fixed = parts.groups()
         if fixed or int(low) <= int(high):

@@ -13,12 +13,20 @@ from pathlib import Path
 from magicdec.model.tokenizer import Tokenizer
 from magicdec.workload import ruler
 from magicdec.workload.answers import Answer, recall_prompts
-from magicdec.workload.books import read_books, read_corpus, read_prompts
+from magicdec.workload.books import (
+    NAMED_READERS,
+    read_books,
+    read_corpus,
+    read_prompts,
+    title_of,
+)
 from magicdec.workload.prompt_sets import cut_middle, is_prompt_set
 
-MOST_BOOKS, MOST_ITEMS = 50, 5000  # that are read: of books, and of a prompt set
-SKIP_TOKENS = 8000  # tokens skipped in each book: title page, contents, preface
-SKIP_TOKENS_BY_NAME = {"demo": 0}  # the demo text is sampled from a model and has no front matter
+ENOUGH_BOOKS = 50  # of more only as many are read as the prompts need
+MOST_ITEMS = 5000  # that are read of a dataset
+# Tokens skipped in each book of a published dataset, as in the original suite: title page, contents
+# and preface. Of a user's own text nothing is skipped.
+SKIP_TOKENS = {"pg19": 8000}
 
 
 @dataclass(frozen=True)
@@ -50,17 +58,24 @@ def build_workload(
     gen_len: int = 64,
     counted_by: str = "--B x --num_batches",
     is_whole: bool = False,
+    skip_tokens: int | None = None,
 ) -> Workload:
-    """Distinct prefixes of `prefix_len` tokens: chunks of books after their front matter, drawn at
-    random without replacement. BOS, if any, replaces the first token of each. `dataset` is
-    `ruler:TASK`, `recall`, `recall:BOOKS`, a prompt set, or a name or file of books. `gen_len`:
-    tokens of the continuation that `recall` expects. `counted_by`: the flags that `num_prompts`
-    comes from. `is_whole`: prompts of a set keep their lengths, of at most `prefix_len`.
+    """Distinct prefixes of `prefix_len` tokens: chunks of books, drawn at random without
+    replacement. BOS, if any, replaces the first token of each. `dataset` is `ruler:TASK`, `recall`,
+    `recall:BOOKS`, a prompt set, or a name, files or folders of books. `gen_len`: tokens of the
+    continuation that `recall` expects. `counted_by`: the flags that `num_prompts` comes from.
+    `is_whole`: prompts of a set keep their lengths, of at most `prefix_len`. `skip_tokens`: tokens
+    left out at the start of each book; None: those of SKIP_TOKENS.
 
     Raises ValueError when the dataset is unknown, cannot be read (see `read_books`) or has fewer
     than `num_prompts` prefixes, or when the prefix is too short for it.
     """
     kind, colon, name = dataset.partition(":")
+    if skip_tokens is not None and (kind == "ruler" or is_prompt_set(dataset)):
+        raise ValueError(
+            f"--skip_tokens {skip_tokens} does nothing with --dataset {dataset}, which is not cut "
+            "from books; leave it out"
+        )
     if kind == "ruler":
         prompts, strings = ruler.make_prompts(
             name, tokenizer.encode, bos_token_id, prefix_len, num_prompts, seed
@@ -74,14 +89,20 @@ def build_workload(
     books = dataset
     if kind == "recall":
         books = name if colon else "demo"
-    skip = SKIP_TOKENS_BY_NAME.get(books, SKIP_TOKENS)
-    name = Path(books).name
-    texts = [array("q", tokenizer.encode(t)[skip:]) for t in read_books(books, MOST_BOOKS)]
-    places = [(b, c) for b, text in enumerate(texts) for c in range(len(text) // prefix_len)]
+    skip = SKIP_TOKENS.get(books, 0) if skip_tokens is None else skip_tokens
+    name, places = title_of(books), list[tuple[int, int]]()
+    texts: list[array[int]] = []
+    for text in read_books(books, MOST_ITEMS):
+        ids = array("q", tokenizer.encode(text))
+        places += [(len(texts), c) for c in range(max(len(ids) - skip, 0) // prefix_len)]
+        texts.append(ids[skip:])
+        if len(texts) >= ENOUGH_BOOKS and len(places) >= num_prompts:
+            break
     if len(places) < num_prompts:
+        after = f" after the first {skip} of each text (--skip_tokens)" if skip else ""
         raise ValueError(
-            f"--dataset {name} holds {len(places)} prefixes of --prefix_len {prefix_len} tokens; "
-            f"{num_prompts} are needed ({counted_by})"
+            f"--dataset {name} holds {len(places)} prefixes of --prefix_len {prefix_len} tokens"
+            f"{after}; {num_prompts} are needed ({counted_by})"
         )
     random.Random(seed).shuffle(places)
     sources = tuple(places[:num_prompts])
@@ -125,7 +146,8 @@ def _of_prompt_set(
 def encode_corpus(path: str, tokenizer: Tokenizer, vocab_size: int) -> tuple[int, ...]:
     """The token ids of a file in which prompt lookup searches. Raises ValueError for a file that
     cannot be read, and for ids of another vocabulary."""
-    ids = tuple(chain.from_iterable(read_corpus(path, MOST_BOOKS, tokenizer.encode)))
+    most = ENOUGH_BOOKS if path in NAMED_READERS else MOST_ITEMS
+    ids = tuple(chain.from_iterable(read_corpus(path, most, tokenizer.encode)))
     if not 0 <= min(ids, default=0) <= max(ids, default=0) < vocab_size:
         raise ValueError(
             f"--lookup_corpus {path}: token ids from {min(ids)} to {max(ids)} are of another "

@@ -11,8 +11,12 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
-from magicdec.workload import books
-from magicdec.workload.books import read_books
+from magicdec.workload import books, json_items
+
+
+def read_books(dataset: str, most: int) -> list[str]:
+    return list(books.read_books(dataset, most))
+
 
 BOOKS = ("first book", "second book, é\n漢", "third")
 
@@ -79,6 +83,57 @@ def test_bad_files_are_named(tmp_path: Path, name: str, data: bytes, message: st
     assert "\n" not in str(e.value)
 
 
+def test_a_folder_has_all_its_texts_in_the_order_of_their_names(tmp_path: Path) -> None:
+    (tmp_path / "c.txt").write_text("last")
+    (tmp_path / "notes.md").write_text("no text of the dataset")
+    write_lines(tmp_path / "b.jsonl")
+    write_parquet(tmp_path / "a.parquet")
+    assert read_books(str(tmp_path), 50) == [*BOOKS, *BOOKS, "last"]
+    both = f"{tmp_path / 'c.txt'},{tmp_path}"
+    assert read_books(both, 50) == ["last", *BOOKS, *BOOKS, "last"]
+    assert books.title_of(both) == f"c.txt,{tmp_path.name}/"
+    (tmp_path / "a.parquet").unlink()
+    (tmp_path / "b.jsonl").write_text(json.dumps({"text": "a"}) + '\n{"body": 1}\n')
+    with pytest.raises(ValueError, match=f"--dataset {tmp_path}: b.jsonl: line 2 has no 'text'"):
+        read_books(str(tmp_path), 50)
+
+
+def test_a_folder_without_texts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=rf"--dataset {tmp_path}: no file of the folder ends in"):
+        read_books(str(tmp_path), 50)
+
+
+def test_a_file_whose_name_has_a_comma_is_one(tmp_path: Path) -> None:
+    (tmp_path / "a,b.txt").write_text("one")
+    assert read_books(str(tmp_path / "a,b.txt"), 50) == ["one"]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 7, 1 << 20])
+def test_items_of_an_array_are_parsed_one_by_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, chunk: int
+) -> None:
+    """Wherever what was read is cut, also inside of numbers, escapes and words."""
+    monkeypatch.setattr(json_items, "CHUNK", chunk)
+    path = tmp_path / "b.json"
+    values = [{"text": 'é\u2028 \\ " ] ['}, 12345, [], [[1.5e-3, None]], True, {}]
+    for text in (json.dumps(values), "\n \n" + json.dumps(values, indent=1) + "\n", "[]", " [ ]\n"):
+        path.write_text(text)
+        with path.open() as stream:
+            assert [value for _, value in json_items.json_items(stream)] == json.loads(text)
+    for text in ("[1 2]", "[1,]", "[1", '["a', "[1] 2", "[tru]", "[,]"):
+        path.write_text("\n" + text)
+        with path.open() as stream, pytest.raises(ValueError, match=r"^line 2 is not JSON \("):
+            list(json_items.json_items(stream))
+
+
+def test_items_of_an_array_that_nobody_asks_for_are_not_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(json_items, "CHUNK", 16)
+    (tmp_path / "b.json").write_text(f'[{{"text": "a"}}, {" " * 99} no JSON')
+    assert read_books(str(tmp_path / "b.json"), 1) == ["a"]
+
+
 @pytest.mark.parametrize("values", [{"body": ["a"]}, {"text": [1]}, {"text": ["a", None]}])
 def test_bad_parquet_columns(tmp_path: Path, values: dict[str, list[Any]]) -> None:
     path = tmp_path / "b.parquet"
@@ -89,7 +144,7 @@ def test_bad_parquet_columns(tmp_path: Path, values: dict[str, list[Any]]) -> No
 
 def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
     sets = "sharegpt:<set>, speed_bench:<set>, longbench:<set>"
-    paths = "or a path ending in .jsonl, .json, .parquet, .txt"
+    paths = "a folder, or a path ending in .jsonl, .json, .parquet, .txt"
     choices = f"choose from demo, pg19, recall, ruler:<task>, {sets}, {paths}"
     for name in ("pg20", "books.csv", ""):
         with pytest.raises(

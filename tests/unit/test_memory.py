@@ -4,6 +4,7 @@ the estimates of what a run needs for a short time."""
 import itertools
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import (
+    HANG,
     TINY,
     make_requests,
     make_runner,
@@ -19,6 +21,7 @@ from conftest import (
     random_prompts,
     tiny_transformer,
 )
+from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
 from magicdec.attention.backend import AttentionBackend
@@ -57,9 +60,10 @@ from magicdec.memory.plan import (
     working_bytes,
 )
 from magicdec.model.checkpoint.weight_map import untie_head
-from magicdec.model.linear.packed import Int8Linear, PackedLinear
+from magicdec.model.linear.packed import Int8Linear, Linear, PackedLinear, exchange
 from magicdec.model.presets.presets import PRESETS
 from magicdec.model.transformer import Transformer
+from magicdec.records.reading import load_records
 from magicdec.request import Batch
 from magicdec.run.run import execute
 from magicdec.serving.modes import Pass
@@ -490,3 +494,45 @@ def test_a_chunk_of_a_prompt(backend: str) -> None:
 def test_no_first_choice_for_a_view_of_fixed_positions() -> None:
     for kv in (KVSection("full"), KVSection("streaming_llm")):
         assert first_choice_bytes(make_model_plan("grouped", kv)) == 0
+
+
+def test_a_layer_is_freed_before_the_next_is_packed() -> None:
+    """Else a model is in memory twice while it is packed."""
+    model = nn.Sequential(
+        nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()), nn.Linear(4, 4)
+    )
+    seen = list[weakref.ref[nn.Module]]()
+
+    def make(layer: Linear) -> Linear:
+        assert all(earlier() is None for earlier in seen)
+        seen.append(weakref.ref(layer))
+        return nn.Linear(4, 4)
+
+    exchange(model, make)
+    assert len(seen) == 3 and all(earlier() is None for earlier in seen)
+
+
+@pytest.mark.wide
+def test_a_model_takes_what_was_planned(tmp_path: Path) -> None:
+    """Of the process that loads, packs and decodes, by the peak of its resident memory."""
+    out = tmp_path / "runs.jsonl"
+    few = [
+        "--B",
+        "1",
+        "--prefix_len",
+        "128",
+        "--gen_len",
+        "4",
+        "--num_batches",
+        "1",
+        "--warmup_batches",
+        "0",
+    ]
+    command = [sys.executable, "-m", "magicdec", "run", "--model", "random:gpt2", "--out", str(out)]
+    subprocess.run([*command, *few], check=True, capture_output=True, timeout=HANG)
+    (record,) = load_records(out)
+    memory = record.memory
+    assert memory is not None and memory.peak_bytes is not None
+    assert memory.process_bytes is not None
+    taken = memory.peak_bytes - memory.process_bytes
+    assert 0.8 * memory.total_bytes < taken < 1.2 * memory.total_bytes

@@ -157,6 +157,7 @@ class Example:
     names: tuple[str, ...] = setting(("a",), "Names.", choices=("a", "b"))
     is_fast: bool = setting(False, "Whether to hurry.", "--fast")
     depth: int | str = setting(4, "A depth.", words=("auto",), least=1)
+    texts: str = setting("demo", "Texts.", is_joined=True)
 
 
 @dataclass(frozen=True)
@@ -178,6 +179,24 @@ def test_the_words_of_a_command_line_and_a_file_are_read_alike(tmp_path: Path) -
     assert by_file[Example] == expected
     assert by_file.given == parser().read(words).given
     assert parser().read([])[Example] == Example()
+
+
+def test_several_texts_are_joined_by_commas() -> None:
+    for words in (["--texts", "a", "b"], ["--texts", "a,b"]):
+        assert parser().read(words)[Example].texts == "a,b"
+    assert parser().read([], {"texts": ["a", "b"]})[Example].texts == "a,b"
+    with pytest.raises(ValueError, match=r"--texts a,b has a comma, .* give it alone"):
+        parser().read(["--texts", "c", "a,b"])
+
+
+def test_numbers_and_names_that_no_record_holds_are_refused() -> None:
+    for flag in ("--count", "--depth"):
+        with pytest.raises(ValueError, match=rf"^{flag} 9{{200}}\.\.\. is ") as caught:
+            parser().read([flag, "9" * 400])
+        assert len(str(caught.value)) < 300
+    for value in ("caf\udce9", ["a", "caf\udce9"]):
+        with pytest.raises(ValueError, match=r"--texts caf\\xe9 is not UTF-8, .* rename it"):
+            parser().read([], {"texts": value})
 
 
 def test_a_program_is_refused_what_a_user_is_refused() -> None:

@@ -1,11 +1,16 @@
 """Tables: one table as text, Markdown, LaTeX and CSV, and tables of recorded dataclasses."""
 
+import io
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from magicdec import tables
+from magicdec.console import escape_what_has_no_code
+from magicdec.figures import FORMATS, saved_figure
 from magicdec.records.fields import Part, recorded
 from magicdec.records.metric_tables import metric_columns, metric_rows
 from magicdec.tables import RULE, Column, Line, Shown, Table, print_tables
@@ -94,6 +99,45 @@ def test_latex() -> None:
 
 def test_csv_has_keys_and_values() -> None:
     assert TABLE.csv() == "name,tokens/s,share\na_b|c,1.5,5 %\nd,12.25,\n"
+
+
+@pytest.mark.parametrize(
+    ("value", "written"),
+    [
+        *(("=1+1", "'=1+1"), ("+cmd", "'+cmd"), ("-cmd", "'-cmd"), ("@SUM", "'@SUM")),
+        *(("-1.5", "-1.5"), ("+3e5", "+3e5"), (-1.5, "-1.5"), (None, ""), (True, "True")),
+        *(("a=1", "a=1"), ("\t=1", "\\x09=1"), (Shown("x", "=2"), "'=2")),
+    ],
+)
+def test_no_cell_of_csv_is_a_formula(value: object, written: str) -> None:
+    assert Table(["a", "b"], [[value, 1]]).csv() == f"a,b\n{written},1\n"
+
+
+def test_what_a_terminal_acts_on_is_escaped(capsys: pytest.CaptureFixture[str]) -> None:
+    evil, shown = "a\x1b[31mb\x07\x9b\u202e", r"a\x1b[31mb\x07\x9b\u202e"
+    table = Table([Column("n", is_text=True)], [[evil]], title=evil, above=[evil], below=[evil])
+    table.print()
+    printed = capsys.readouterr().out
+    assert printed.count(shown) == 4
+    texts = [printed, table.markdown(), table.latex(), table.csv()]
+    assert not [text for text in texts if set(text) & set("\x1b\x07\x9b\u202e")]
+
+
+def test_a_character_without_a_code_is_shown_as_an_escape(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.BytesIO()
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, io.TextIOWrapper(file, encoding="ascii"))
+    escape_what_has_no_code()
+    Table(["Möd", "\udce9"]).print()
+    sys.stdout.flush()
+    assert b"M\\xf6d" in file.getvalue() and b"\\udce9" in file.getvalue()
+
+
+@pytest.mark.parametrize("suffix", FORMATS)
+def test_a_figure_shows_dollar_signs_as_they_are(suffix: str, tmp_path: Path) -> None:
+    with saved_figure("--plot", tmp_path / f"a{suffix}", (2, 2)) as (_, axes):
+        axes[0].set_title("model $x_{$ costs $")
+    assert (tmp_path / f"a{suffix}").stat().st_size > 0
 
 
 def test_a_table_without_columns_is_its_lines(capsys: pytest.CaptureFixture[str]) -> None:

@@ -181,10 +181,20 @@ def test_corrupt_files_are_named(tmp_path: Path, name: str, data: bytes, message
 
 
 def test_unreadable_file_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(path: Path) -> bytes:
+    def refuse(path: Path, most: int) -> bytes:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr(module, "read_bytes", refuse)
     (tmp_path / "tokenizer.json").touch()
     with pytest.raises(ValueError, match=r"tokenizer.json: cannot be read \(Permission denied\)"):
         module.load_tokenizer(tmp_path)
+
+
+def test_a_pattern_on_which_the_library_panics_is_refused(tmp_path: Path) -> None:
+    """A panic of Rust code is no `Exception`."""
+    backend = tokenizers.Tokenizer(models.BPE(vocab={"x": 0, "y": 1}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.Split(tokenizers.Regex("(x+x+)+y"), "isolated")
+    (tmp_path / "tokenizer.json").write_text(backend.to_str())
+    loaded = module.load_tokenizer(tmp_path)
+    with pytest.raises(ValueError, match=r"tokenizer.json: the text cannot be encoded \(.*Regex"):
+        loaded.encode("x" * 50_000)

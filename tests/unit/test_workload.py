@@ -8,6 +8,7 @@ import random
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ from magicdec.workload.answers import (
     answer_scores,
     repeat_passage,
 )
-from magicdec.workload.workload import SKIP_TOKENS, Workload, build_workload, encode_corpus
+from magicdec.workload.workload import ENOUGH_BOOKS, Workload, build_workload, encode_corpus
 
 BOS = 1_000_000
 
@@ -47,25 +48,25 @@ def write_lines(path: Path, books: Sequence[str]) -> str:
     return str(path)
 
 
-def build(dataset: str, bos: int | None = BOS, **sizes: int) -> Workload:
-    defaults = {"prefix_len": 10, "num_prompts": 4, "seed": 0}
+def build(dataset: str, bos: int | None = BOS, **sizes: int | None) -> Workload:
+    defaults: dict[str, Any] = {"prefix_len": 10, "num_prompts": 4, "seed": 0}
     return build_workload(dataset, Characters(), bos, **(defaults | sizes))
 
 
 @pytest.fixture
 def long_books(tmp_path: Path) -> str:
-    """Three books, with 3 + 0 + 4 prefixes of 10 tokens after the front matter."""
-    books = ["f" * SKIP_TOKENS + chr(97 + i) * n for i, n in enumerate((39, 9, 40))]
+    """Three books, with 3 + 0 + 4 prefixes of 10 tokens."""
+    books = [chr(97 + i) * n for i, n in enumerate((39, 9, 40))]
     return write_lines(tmp_path / "long.jsonl", books)
 
 
-def test_prefixes_are_the_complete_pieces_behind_the_front_matter(long_books: str) -> None:
+def test_prefixes_are_the_complete_pieces_of_all_of_a_text(long_books: str) -> None:
     work = build(long_books, num_prompts=7)
     assert work.num_available == 7  # 39 tokens: the last 9 are dropped; 40 tokens: none are
     assert sorted(work.sources) == [(0, 0), (0, 1), (0, 2), (2, 0), (2, 1), (2, 2), (2, 3)]
     for (book, _), prompt in zip(work.sources, work.prompts, strict=True):
         assert prompt == (BOS, *[97 + book] * 9)
-    assert (work.dataset, work.skip_tokens, work.seed) == ("long.jsonl", SKIP_TOKENS, 0)
+    assert (work.dataset, work.skip_tokens, work.seed) == ("long.jsonl", 0, 0)
 
 
 def test_bos_overwrites_a_token_or_nothing(long_books: str) -> None:
@@ -84,7 +85,7 @@ def test_bos_overwrites_a_token_or_nothing(long_books: str) -> None:
 def test_order_is_the_seeded_permutation_of_the_sorted_pieces(
     tmp_path_factory: pytest.TempPathFactory, lengths: list[int], prefix_len: int, seed: int
 ) -> None:
-    texts = ["f" * SKIP_TOKENS + "".join(chr(200 + i) for i in range(n)) for n in lengths]
+    texts = ["".join(chr(200 + i) for i in range(n)) for n in lengths]
     dataset = write_lines(tmp_path_factory.mktemp("books") / "b.jsonl", texts)
     expected = [(b, c) for b, n in enumerate(lengths) for c in range(n // prefix_len)]
     random.Random(seed).shuffle(expected)
@@ -112,11 +113,41 @@ def test_too_few_prefixes(long_books: str) -> None:
         build(long_books, num_prompts=8)
 
 
-def test_demo_text_has_no_front_matter(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "read_books", lambda dataset, max_books: ["x" * 45])
-    work = build("demo")
-    assert (work.dataset, work.skip_tokens, work.num_available) == ("demo", 0, 4)
-    assert work.answers is None
+@pytest.mark.parametrize(
+    ("dataset", "skip_tokens", "skipped", "available"),
+    [
+        *(("demo", None, 0, 804), ("demo", 8005, 8005, 4), ("recall:pg19", None, 8000, 4)),
+        *(("pg19", None, 8000, 4), ("pg19", 0, 0, 804), ("pg19", 7995, 7995, 5)),
+    ],
+)
+def test_only_of_pg19_the_front_matter_is_skipped_unless_told_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+    dataset: str,
+    skip_tokens: int | None,
+    skipped: int,
+    available: int,
+) -> None:
+    monkeypatch.setattr(module, "read_books", lambda dataset, most: ["f" * 8000 + "x" * 45])
+    monkeypatch.setattr(module, "recall_prompts", lambda prompts, *_: (prompts, None))
+    work = build(dataset, skip_tokens=skip_tokens)
+    assert (work.dataset, work.skip_tokens, work.num_available) == (dataset, skipped, available)
+    if skipped == 8000:
+        assert all(set(prompt[1:]) == {ord("x")} for prompt in work.prompts)
+
+
+def test_a_skip_is_said_where_it_leaves_too_few(long_books: str) -> None:
+    message = "holds 5 prefixes of --prefix_len 10 tokens after the first 10 of each text"
+    with pytest.raises(ValueError, match=message):
+        build(long_books, num_prompts=8, skip_tokens=10)
+    with pytest.raises(ValueError, match=r"--skip_tokens 5 does nothing with --dataset ruler:vt"):
+        build("ruler:vt", skip_tokens=5)
+
+
+def test_more_books_are_read_while_prefixes_are_too_few(tmp_path: Path) -> None:
+    num_books = ENOUGH_BOOKS + 30
+    path = write_lines(tmp_path / "short.jsonl", ["x" * 12] * num_books)
+    assert build(path).num_available == ENOUGH_BOOKS
+    assert build(path, num_prompts=num_books).num_available == num_books
 
 
 def ids(text: str) -> list[int]:
@@ -190,7 +221,7 @@ def test_the_cue_repeats_a_distant_passage_that_goes_on_as_expected(length: int)
 def book(tmp_path: Path) -> str:
     """A text for five prefixes of 400 tokens, in which all characters differ."""
     path = tmp_path / "book.txt"
-    path.write_text("f" * SKIP_TOKENS + "".join(chr(0x4E00 + i) for i in range(2000)))
+    path.write_text("".join(chr(0x4E00 + i) for i in range(2000)))
     return str(path)
 
 
@@ -201,7 +232,7 @@ def build_recall(dataset: str, bos: int | None = BOS, length: int = 400, seed: i
 def test_recall_is_the_same_prefixes_of_books_with_a_cue_at_the_end(tmp_path: Path) -> None:
     plain, work = build_recall(book(tmp_path)), build_recall(f"recall:{book(tmp_path)}")
     assert (work.dataset, work.sources) == ("recall:book.txt", plain.sources)
-    assert (work.num_available, work.skip_tokens) == (5, SKIP_TOKENS)
+    assert (work.num_available, work.skip_tokens) == (5, 0)
     assert work.sha256 != plain.sha256
     assert [p[:-50] for p in work.prompts] == [p[:-50] for p in plain.prompts]
     assert work.answers is not None
@@ -243,6 +274,6 @@ def test_a_corpus_is_text_or_the_tokens_of_earlier_runs(tmp_path: Path) -> None:
             (tmp_path / name).write_text(content)
         with pytest.raises(ValueError, match=rf"^--lookup_corpus \S*{name}: [^\n]+$"):
             encode_corpus(str(tmp_path / name), tokenizer, 9)
-    message = "--lookup_corpus 'verse' is not known; choose from demo, pg19, or a path"
+    message = "--lookup_corpus 'verse' is not known; choose from demo, pg19, a folder, or"
     with pytest.raises(ValueError, match=message):  # it takes no prompts that are made
         encode_corpus("verse", tokenizer, 9)

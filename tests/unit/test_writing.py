@@ -1,5 +1,6 @@
 """What a run leaves behind reaches the disk, or the user is told: before the run if possible."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -47,6 +48,18 @@ def test_a_directory_that_cannot_be_written_to_is_refused(
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write everywhere
     with pytest.raises(ValueError, match="no file can be made in"):
         check_writable("--out", tmp_path / "runs.jsonl")
+
+
+def test_a_name_that_is_not_utf8_is_in_a_record_that_can_be_read(tmp_path: Path) -> None:
+    record = RECORDS["speculative"]()
+    assert record.workload is not None
+    workload = dataclasses.replace(record.workload, dataset="caf\udce9 😀 \\ud83d")
+    record = dataclasses.replace(record, workload=workload)
+    path = tmp_path / "runs.jsonl"
+    append_line(path, record.to_json())
+    (again,) = load_records(path)
+    assert again.workload is not None
+    assert again.workload.dataset == r"caf\udce9 😀 \ud83d"
 
 
 def test_a_line_that_is_written_in_parts_is_whole(

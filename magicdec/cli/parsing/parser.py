@@ -114,7 +114,7 @@ class Parser(argparse.ArgumentParser):
             options |= {"action": "store_const", "const": not default}
         else:
             options["metavar"] = each.metavar
-            if each.is_list:
+            if each.takes_several:
                 options["nargs"] = "*" if each.setting.can_be_empty else "+"
             if each.setting.choices:
                 options["choices"] = each.setting.choices

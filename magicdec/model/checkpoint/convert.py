@@ -21,7 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from magicdec.files import complete_file, hash_file
+from magicdec.files import complete_file, hash_file, load_json, make_new
 from magicdec.model.checkpoint.quantization import QuantizedWeights
 from magicdec.model.checkpoint.source import ModelSource, find_model
 from magicdec.model.checkpoint.weight_files import (
@@ -105,6 +105,7 @@ def write_checkpoint(
         if out.suffix == ".pth":
             flat = partial.with_suffix(".tensors")
             try:
+                make_new(flat)
                 start = _write_safetensors(flat, source, tensors, progress)
                 _write_pth(partial, flat, start, tensors)
             finally:
@@ -169,12 +170,13 @@ def find_damage(file: Path) -> str | None:
     there."""
     path = manifest_path(file)
     try:
-        manifest = json.loads(path.read_text(encoding="utf-8"))
+        manifest = load_json(path)
         size, sha256 = manifest["size"], manifest["sha256"]
         found = file.stat().st_size
     except OSError as error:
-        raise ValueError(f"{error.filename}: {error.strerror}; nothing can be verified") from None
-    except (ValueError, KeyError, TypeError, RecursionError) as error:
+        where = error.filename or path
+        raise ValueError(f"{where}: {error.strerror}; nothing can be verified") from None
+    except (ValueError, KeyError, TypeError) as error:
         raise ValueError(f"{path}: not a manifest ({error})") from None
     if found != size:
         return f"{file} has {found} bytes, its manifest says {size}"

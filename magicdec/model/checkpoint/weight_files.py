@@ -16,6 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from magicdec.files import check_regular, exists
 from magicdec.model.checkpoint.weight_map import Span, read_index
 
 # In the order in which a directory is searched: published formats before the converted one.
@@ -187,7 +188,9 @@ def open_weights(path: Path) -> FileWeights:
 
 
 def _open(path: Path | None) -> Any:
+    assert path is not None, "only a tensor of a file is read"
     try:
+        check_regular(path)
         return safe_open(path, framework="pt", device="cpu")
     except (SafetensorError, OSError) as error:
         raise ValueError(f"{path}: not a complete safetensors file ({_one_line(error)})") from None
@@ -202,11 +205,7 @@ def _names_by_file(path: Path) -> dict[Path, list[str]]:
     names_of: dict[Path, list[str]] = {}
     for name, file_name in read_index(path).items():
         file = path.parent / file_name
-        try:
-            exists = file.is_file()
-        except (ValueError, OSError):  # not a valid file name
-            exists = False
-        if not exists:
+        if not exists(file):
             raise ValueError(
                 f"{file} does not exist, though {path.name} places tensor {name} there"
             )
@@ -216,6 +215,7 @@ def _names_by_file(path: Path) -> dict[Path, list[str]]:
 
 def _load_tensors(path: Path) -> dict[str, Tensor]:
     try:
+        check_regular(path)
         value = torch.load(str(path), map_location="cpu", weights_only=True, mmap=True)
     except pickle.UnpicklingError:
         raise ValueError(
@@ -237,4 +237,4 @@ def _load_tensors(path: Path) -> dict[str, Tensor]:
 
 
 def _one_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
+    return str(getattr(error, "strerror", None) or error).strip().split("\n")[0]

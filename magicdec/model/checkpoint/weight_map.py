@@ -7,12 +7,12 @@ know how a tensor is stored in a file or loaded.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.files import load_json
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.family import Names, find_family
 
@@ -23,13 +23,20 @@ Part = tuple[str, Span, int]
 
 
 def read_index(path: Path) -> dict[str, str]:
-    """The file of each tensor, by the index of a checkpoint in several files."""
+    """The file of each tensor, by the index of a checkpoint in several files. Raises ValueError for
+    a file that is no index, and for one that names a file outside its directory."""
     try:
-        table = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in table.items()}
-    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        reason = str(error).split("\n")[0]
+        table = load_json(path)["weight_map"]
+        files = {str(name): str(file) for name, file in table.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        reason = getattr(error, "strerror", None) or str(error).split("\n")[0]
         raise ValueError(f"{path}: not an index of weight files ({reason})") from None
+    for name, file in files.items():
+        if PurePath(file).is_absolute() or ".." in PurePath(file).parts:
+            raise ValueError(
+                f"{path}: it places tensor {name} in {file}, which is not in its directory"
+            )
+    return files
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,10 @@ the architecture reads the other fields. Imports no torch.
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
+from magicdec.files import load_object
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.config_keys import check_plain_weights, check_unread
 from magicdec.model.families.family import find_family
@@ -17,6 +17,7 @@ from magicdec.model.families.fields import ConfigFields, only
 
 # The architectures that `to_hf_config` can write.
 WRITTEN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+MOST_LAYERS = 10_000  # of a model that is read from a file
 ROPE_FIELDS = {
     "llama3": ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
     "yarn": (
@@ -38,11 +39,14 @@ def load_model_config(directory: Path) -> ModelConfig:
     generation_path = directory / "generation_config.json"
     generation = _read_json(generation_path) if generation_path.exists() else {}
     try:
-        return parse_hf_config(raw, name=directory.resolve().name, generation=generation)
+        config = parse_hf_config(raw, name=directory.resolve().name, generation=generation)
     except KeyError as error:
         raise ValueError(f"{path}: field {error} is missing") from None
     except (ValueError, TypeError, ArithmeticError, AttributeError) as error:
         raise ValueError(f"{path}: {error}") from None
+    if config.num_layers > MOST_LAYERS:  # for each of which predictions and tables have an entry
+        raise ValueError(f"{path}: num_hidden_layers {config.num_layers} is over {MOST_LAYERS}")
+    return config
 
 
 def parse_hf_config(
@@ -105,15 +109,14 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        raise ValueError(f"{path} does not exist; a checkpoint directory needs it")
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{path}: not valid JSON ({error})") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{path}: expected a JSON object, found {type(value).__name__}")
-    return value
+        return load_object(path)
+    except FileNotFoundError:
+        raise ValueError(f"{path} does not exist; a checkpoint directory needs it") from None
+    except OSError as error:
+        raise ValueError(f"{path}: cannot be read ({error.strerror})") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from None
 
 
 def _all_ids(value: Any) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ import ctypes
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -231,11 +232,16 @@ def row_parallel(x: Tensor, linear: Linear, reduce: Reduce) -> Tensor:
 
 
 def exchange(model: nn.Module, make: Callable[[Linear], Linear]) -> None:
-    """Replace every linear layer of `model` by `make(layer)`, one at a time to save memory."""
-    for module in list(model.modules()):
-        for name, child in list(module.named_children()):
-            if isinstance(child, nn.Linear | Int8Linear):
-                setattr(module, name, make(child))
+    """Replace every linear layer of `model` by `make(layer)`, one at a time to save memory: a layer
+    is freed before the next is made, so nothing else may refer to it."""
+    places = [
+        (module, name)
+        for module in model.modules()
+        for name, child in module.named_children()
+        if isinstance(child, nn.Linear | Int8Linear)
+    ]
+    for module, name in places:
+        setattr(module, name, make(cast(Linear, module.get_submodule(name))))
 
 
 def to_int8(linear: Linear) -> Linear:

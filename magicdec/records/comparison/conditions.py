@@ -13,6 +13,7 @@ from typing import Any
 from magicdec.config.capabilities import policy_called
 from magicdec.config.sections import MODEL_PREFIX, NONE, KVSection
 from magicdec.config.setting import declared
+from magicdec.console import printable
 from magicdec.names import BASELINE, KV_POLICIES
 from magicdec.records.record import RunRecord
 
@@ -115,9 +116,9 @@ def compared_with_nothing(record: RunRecord) -> bool:
 
 
 def describe(record: RunRecord) -> str:
-    """What a record measures, as `flags_of` has it."""
+    """What a record measures, as `flags_of` has it, in a form that can be printed."""
     draft = None if record.workload is None else record.workload.draft
-    return flags_of(record.config, None if draft is None else draft.model)
+    return printable(flags_of(record.config, None if draft is None else draft.model))
 
 
 def flags_of(config: Mapping[str, Any], draft: str | None = None) -> str:

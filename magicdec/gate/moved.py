@@ -1,0 +1,52 @@
+"""Checks that models and text which lie at other places than a baseline file says are those of the
+file, before any case runs. Must not know how cases are run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import MODEL_PREFIX
+from magicdec.distributed.groups import Launch
+from magicdec.records.comparison.conditions import describe
+from magicdec.records.record import RunRecord
+from magicdec.records.workload import WorkloadRecord
+from magicdec.setup.prepare import SetupCache, complete, find
+
+
+def with_names_here(
+    configs: Sequence[RunConfig], baselines: Sequence[RunRecord]
+) -> list[RunRecord]:
+    """The baselines, whose models have the names that they have here. `configs` are their cases
+    with the places of here. Raises ValueError, naming the flag, for a model or prompts whose hash
+    is not that of the baseline."""
+    cache, here = SetupCache(), list[RunRecord]()
+    for config, baseline in zip(configs, baselines, strict=True):
+        # Cases differ in how they draft, which neither hash follows from.
+        run = complete(find(config, Launch(), cache), cache, lambda launch, check: "")
+        ours, theirs = run.describe_workload(), baseline.workload
+        if theirs is None:  # of a run that failed, which the comparison says
+            here.append(baseline)
+            continue
+        if (other := _other(config, ours, theirs)) is not None:
+            raise ValueError(f"{other} that the baseline was measured with ({describe(baseline)})")
+        draft = None
+        if ours.draft is not None and theirs.draft is not None:
+            draft = replace(theirs.draft, model=ours.draft.model)
+        named = replace(theirs, model=ours.model, draft=draft)
+        here.append(replace(baseline, workload=named))
+    return here
+
+
+def _other(config: RunConfig, ours: WorkloadRecord, theirs: WorkloadRecord) -> str | None:
+    """The first thing that is not that of the baseline, with its flag."""
+    if ours.model_sha256 != theirs.model_sha256:
+        return f"--model {config.model.model}: its weights are not those"
+    drafts = [each.draft and each.draft.model_sha256 for each in (ours, theirs)]
+    if config.draft is not None and drafts[0] != drafts[1]:
+        return f"--draft {MODEL_PREFIX}{config.draft.model}: its weights are not those"
+    if ours.sha256 != theirs.sha256:
+        return f"--dataset {config.workload.dataset}: its prompts are not those"
+    return None
