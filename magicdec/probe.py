@@ -21,6 +21,7 @@ from magicdec.cost_model.costs import attention_flops, kv_bytes_per_token
 from magicdec.distributed.groups import Group, Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import BY_DTYPE, Hardware, Link, MachineFile
+from magicdec.hardware.other_load import LoadWatch
 from magicdec.hardware.timing import read_bandwidths, seconds_of
 from magicdec.memory.model_plan import Kinds
 from magicdec.model.checkpoint.random_weights import RandomWeights
@@ -198,9 +199,8 @@ def measure(config: ResolvedConfig, machine: Machine, launch: Launch) -> Machine
     by_dtype: dict[str, Hardware] = {}
     with RankSession(launch, config.parallel) as session:
         group, device = session.groups.target, session.device
-        description = asdict(session.describe_environment())
-        description["collectives"] = config.parallel.collectives
-        del description["read_bandwidth_bytes_per_s"]  # a record's, of all ranks together
+        load = LoadWatch(launch.rank == 0)
+        load.begin()
         rates = read_bandwidths(group, device)
         spreads.note("read_bytes_per_s", rates)
         bandwidth = max(rates) / group.size  # of one rank, while all read
@@ -215,6 +215,10 @@ def measure(config: ResolvedConfig, machine: Machine, launch: Launch) -> Machine
             by_dtype[dtype] = measure_forwards(
                 group, device, hardware, kinds, config.attention.backend, spreads
             )
+        load.end()
+        description = asdict(load.add_to(session.describe_environment()))
+        description["collectives"] = config.parallel.collectives
+        del description["read_bandwidth_bytes_per_s"]  # a record's, of all ranks together
     by_name: dict[str, Any] = {
         name: {dtype: getattr(ceilings, name) for dtype, ceilings in by_dtype.items()}
         for name in BY_DTYPE

@@ -13,6 +13,7 @@ from magicdec.console import labelled
 from magicdec.distributed.ranks import INTERRUPTED
 from magicdec.distributed.watching.watch import stop_watching
 from magicdec.hardware.environment import describe_environment
+from magicdec.hardware.other_load import warn_of_load
 from magicdec.records.record import RunRecord, append_record
 from magicdec.records.table import print_record
 from magicdec.records.writing import write_text
@@ -68,6 +69,7 @@ def publish(prepared: Prepared, outcome: Outcome, path: Path) -> bool:
             text = prepared.tokenizer.decode(request.output_ids)
             print(f"--- sequence {request.request_id}\n{text}")
     print_record(outcome.record)
+    warn_of_load([outcome.record.environment], "runs")
     print(said, file=sys.stderr)
     return is_kept
 

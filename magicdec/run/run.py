@@ -20,6 +20,7 @@ from magicdec.decoding.recorder import CudaGraphs, Eager, Recorder
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.drafting.draft_length import make_draft_length
 from magicdec.hardware.environment import watch_gpu
+from magicdec.hardware.other_load import LoadWatch
 from magicdec.hardware.threads import ThreadCount, check_threads
 from magicdec.hardware.timing import (
     PhaseTimer,
@@ -68,6 +69,7 @@ class Run:
         self.max_tokens = max_tokens(self.config)
         self.memory = MemoryWatch(self.device)
         self.gpu = watch_gpu(self.device)
+        self.load = LoadWatch(self.groups.rank == 0)
         self.resident = resident or Resident(self.device, progress)
         room = room or Room.of([self.config])
         self.prompts = self.resident.prompts(self.config, room, self.make_runner)
@@ -263,12 +265,14 @@ def execute_in(
     config = settle(prepared.config, models.target, models.draft, group, device)
     run = Run(replace(prepared, config=config), session, progress, resident, room)
     bandwidth = read_bandwidth(group, device)
+    run.load.begin()
     run.measure()
+    run.load.end()
     # The larger of two measurements counts, because a busy host rarely slows down both.
     bandwidth = max(bandwidth, read_bandwidth(group, device))
     taken = run.memory.measured(group)
     measured = run.measured(replace(taken, process=None) if was_in_use else taken)
     correctness = run.check()
-    environment = run.gpu.add_to(session.describe_environment(bandwidth))
+    environment = run.load.add_to(run.gpu.add_to(session.describe_environment(bandwidth)))
     record = make_record(run.prepared, measured, correctness, environment)
     return Outcome(record, measured.requests)

@@ -16,6 +16,7 @@ from magicdec.distributed.ranks import INTERRUPTED
 from magicdec.distributed.start import close_groups
 from magicdec.distributed.watching.watch import stop_watching
 from magicdec.hardware.environment import describe_environment
+from magicdec.hardware.other_load import warn_of_load
 from magicdec.records.record import RunRecord, append_record
 from magicdec.run.outcome import unfinished_record
 from magicdec.run.resident import Resident
@@ -114,6 +115,7 @@ def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:
         return 1
     bad = [record for record in sweep.records if not record.passed]
     if is_leader:
+        warn_of_load([record.environment for record in sweep.records], "runs")
         num_left = len(plan.todo) - len(sweep.records)
         end = f"; {num_left} left, which the same command runs" if num_left else ""
         failed = f", {len(bad)} of the last {len(sweep.records)} without success" if bad else ""
