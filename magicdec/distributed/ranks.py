@@ -88,10 +88,15 @@ def end_with_launcher() -> None:
     launcher = int(os.environ.get(LAUNCHER, 0))
     if launcher == 0 or not is_launched():
         return
+    end_with_parent(launcher)
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process with SIGTERM when its parent, the process `parent`, ends without a word."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(SET_DEATH_SIGNAL, signal.SIGTERM) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != launcher:  # it ended before that
+    if os.getppid() != parent:  # it ended before that
         sys.exit(128 + signal.SIGTERM)
 
 

@@ -145,4 +145,20 @@ PROPERTIES = (
                   "self.decode_unmeasured(name, snapshots, self.timers[name])"),
         ),
     ),
+    Property(
+        "Cores are taken where others compute and the run waits.",
+        "test_other_load.py::test_cores_are_taken_where_others_compute_and_the_run_waits",
+        (
+            Fault("what a run waits for itself taken by others", "hardware/other_load.py",
+                  "min(others, waited) +", "waited +"),
+            Fault("cores that a run does not want taken", "hardware/other_load.py",
+                  "min(others, waited) +", "others +"),
+            Fault("stolen time not taken", "hardware/other_load.py",
+                  "taken = min(others, waited) + of_stolen", "taken = min(others, waited)"),
+            Fault("children that have ended counted as others", "hardware/other_load.py",
+                  "after_name[11:15]", "after_name[11:13]"),
+            Fault("the other ranks of a host counted as others", "hardware/other_load.py",
+                  "        left += children[pid]\n", ""),
+        ),
+    ),
 )  # fmt: skip
