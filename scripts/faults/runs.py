@@ -111,7 +111,7 @@ PROPERTIES = (
                   "(self.draft_length.calibration_s or 0.0) - calibrated_s",
                   "self.draft_length.calibration_s or 0.0"),
             Fault("no calibration in the batches", "run/run.py",
-                  "                self.draft_length.forget_times()\n", ""),
+                  "        self.draft_length.forget_times()\n", ""),
         ),
     ),
     Property(
@@ -139,10 +139,10 @@ PROPERTIES = (
             Fault("the baseline always first", "run/run.py",
                   "self.passes if batch % 2 == 0 else reversed(self.passes)", "self.passes"),
             Fault("the baseline not warmed up", "run/run.py",
-                  "for name in self.passes * rounds:", "for name in self.passes[1:] * rounds:"),
+                  "for name in names * rounds:", "for name in names[1:] * rounds:"),
             Fault("phases of the warm-up timed", "run/run.py",
                   "self.decode_unmeasured(name, snapshots, PhaseTimer(self.device, enabled=False))",
-                  "self.decode_unmeasured(name, snapshots, self.timers[name])"),
+                  "self.decode_unmeasured(name, snapshots, PhaseTimer(self.device))"),
         ),
     ),
     Property(
