@@ -82,6 +82,12 @@ def start_ranks(nproc: int, words: Sequence[str]) -> int:
     return 0
 
 
+def has_lost_launcher() -> bool:
+    """Whether `start_ranks` started this rank, and has ended."""
+    launcher = int(os.environ.get(LAUNCHER, 0))
+    return launcher != 0 and is_launched() and os.getppid() != launcher
+
+
 def end_with_launcher() -> None:
     """If `start_ranks` started this rank, end it when its launcher ends without a word, as on
     SIGKILL. Each rank has a session of its own, so that it would run on without it."""
