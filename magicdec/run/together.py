@@ -48,6 +48,11 @@ class Interrupted(Exception):
     """A rank was asked to stop, and all ranks know it."""
 
 
+class OutOfTime(Exception):
+    """A pass went on for longer than there was time; the progress of a pass may raise it on a
+    rank that is alone."""
+
+
 @dataclass
 class Drafted:
     """One of the runs."""
@@ -74,6 +79,7 @@ class Together:
     ) -> None:
         self.pace, self.is_interrupted = pace, False
         self.error: Exception | None = None  # that has ended a pass
+        self.is_broken = False  # a pass has not come to its end
         room = Room.of([each.config for each in prepared.values()])
         self.drafted: list[Drafted] = []
         for name, each in prepared.items():
@@ -105,14 +111,16 @@ class Together:
                     break
                 self.measure_batch(batch)
         except (KeyboardInterrupt, Interrupted):
-            self.is_interrupted = True
+            self.is_interrupted = self.is_broken = True
+        except OutOfTime:
+            self.is_broken = True
         except Exception as error:
             # With several ranks, whose states may differ now, nothing more can be made of it.
             if self.group.size > 1 or not self.num_batches:
                 raise
-            self.error, self.is_interrupted = error, True
+            self.error, self.is_broken = error, True
         self.load.end()
-        if not self.is_interrupted:
+        if not self.is_broken:
             self.bandwidth = max(self.bandwidth, read_bandwidth(self.group, self.device))
 
     @property
@@ -171,15 +179,15 @@ class Together:
         return {name: record for name, record in records.items() if record is not None}
 
     def record(self, each: Drafted) -> RunRecord | None:
-        """None if tokens differ and other ranks, or the state of an interrupted pass, are in the
-        way of judging that."""
+        """None if tokens differ, and a pass that has not come to its end is in the way of judging
+        that."""
         run, num_batches = each.run, self.num_done(each)
         run.measured[BASELINE] = self.lead.measured[BASELINE]
         taken = NOT_MEASURED
-        if not self.is_interrupted:
+        if not self.is_broken:
             taken = replace(run.memory.measured(self.group), process=None)
         measured = run.merged(taken, num_batches)
-        if self.is_interrupted and differences(measured.finished[BASELINE], measured.requests):
+        if self.is_broken and differences(measured.finished[BASELINE], measured.requests):
             return None
         environment = run.gpu.add_to(each.session.describe_environment(self.bandwidth))
         return make_record(

@@ -26,7 +26,7 @@ from magicdec.study.cells import Cell
 from magicdec.study.plan import grouped
 from magicdec.study.progress import PassProgress
 
-TRIAL = {"prefix_len": 128, "gen_len": 9, "num_batches": 1, "warmup_batches": 1}
+TRIAL_PREFIX, TRIAL_OUTPUT = 128, 9
 SHARE = 0.8  # of the time that is left, for what is expected
 # What lengths and batches are cut down to, never to less than these.
 LEAST_PREFIX, LEAST_OUTPUT, LEAST_BATCHES = 256, 16, 3
@@ -40,6 +40,7 @@ class Found:
     records: dict[str, RunRecord] = field(default_factory=dict)
     left_out: list[str] = field(default_factory=list)
     is_interrupted: bool = False
+    is_broken: bool = False  # a pass has not come to its end
     error: Exception | None = None
 
 
@@ -67,7 +68,10 @@ class Drafts:
 
     def trial(self, config: RunConfig) -> Rates:
         """The rates of a short run without drafts, on the first rank."""
-        w = replace(config.workload, **TRIAL)
+        w = replace(
+            config.workload, prefix_len=TRIAL_PREFIX, gen_len=TRIAL_OUTPUT, num_batches=1,
+            warmup_batches=1,
+        )  # fmt: skip
         alone = replace(config, decoding=DecodingSection(BASELINE), draft=None, workload=w)
         run = find(alone, self.launch, self.cache)
         check_agreement(run)
@@ -101,6 +105,7 @@ class Drafts:
             together.measure()
             found.records |= together.records()
             found.is_interrupted |= together.is_interrupted
+            found.is_broken |= together.is_broken
             found.error = together.error
             asked = group_batches(group)
             if 0 < together.num_batches < asked:

@@ -14,8 +14,10 @@ from statistics import fmean
 from typing import Any
 
 from magicdec.console import LINE_EVERY_S, Advance, Progress
+from magicdec.distributed.groups import Launch
 from magicdec.records.record import RunRecord
 from magicdec.records.table import method_of
+from magicdec.run.together import OutOfTime
 from magicdec.study.cells import Cell
 from magicdec.study.plan import StudyPlan
 
@@ -76,22 +78,21 @@ class StudyProgress(Labelled):
 class PassProgress(Labelled):
     """The progress of the pass that runs, after its number and the time that is left; and the time
     until which passes may begin, if there is one. It is the pace of runs that are measured
-    together (`run/together.py`). Where there is no terminal, a line now and then says it."""
+    together (`run/together.py`). Where there is no terminal, a line now and then says it. A rank
+    that is alone ends the pass that runs when the time is over."""
 
     def __init__(
         self,
         inner: Progress,
-        is_talking: bool,
+        launch: Launch,
         deadline_s: float | None = None,
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(inner)
-        self.is_talking, self.deadline_s, self.is_interrupted = (
-            is_talking,
-            deadline_s,
-            is_interrupted,
-        )
-        self.num_passes, self.num_groups, self.until_s = 0, 1, deadline_s
+        self.is_talking, self.is_alone = launch.rank == 0, launch.world_size == 1
+        self.is_interrupted = is_interrupted
+        self.deadline_s = self.until_s = deadline_s
+        self.num_passes, self.num_groups = 0, 1
         self.left, self.said_s = Estimate(0), time.monotonic()
 
     def expect(self, num_passes: int, num_groups: int) -> None:
@@ -116,6 +117,17 @@ class PassProgress(Labelled):
         if self.is_talking and now - self.said_s >= LINE_EVERY_S:
             self.said_s = now
             say(f"{self.num_passes - self.left.num_left}/{self.num_passes}{self.left}")
+
+    @contextmanager
+    def task(self, name: str, total: int) -> Iterator[Advance]:
+        with super().task(name, total) as advance:
+
+            def in_time(amount: int = 1) -> None:
+                advance(amount)
+                if self.is_alone and not self.has_time(0.0):
+                    raise OutOfTime
+
+            yield in_time
 
     def has_time(self, seconds: float) -> bool:
         return self.until_s is None or time.monotonic() + seconds <= self.until_s

@@ -242,12 +242,12 @@ class Advice:
         watch_ranks(self.launch)
         has_rates = self.find_rates(next(iter(configs.values())))
         progress, is_there = make_progress(self.is_leader), self.stop.is_there
-        pace = PassProgress(progress, self.is_leader, self.deadline_s, is_there)
+        pace = PassProgress(progress, self.launch, self.deadline_s, is_there)
         drafts = Drafts(self.launch, pace)
         if self.deadline_s is not None:
             configs = self.cut_down(configs, drafts.trial(next(iter(configs.values()))))
         found = drafts.measure(configs)
-        if found.is_interrupted:
+        if found.is_broken:
             stop_watching()
         else:
             close_groups()
@@ -322,8 +322,10 @@ class Advice:
         from magicdec.study.progress import shown
 
         args, records = self.args, found.records
-        if found.is_interrupted and not records:
+        if not records and found.is_interrupted:
             raise KeyboardInterrupt
+        if not records and found.error is None and args.time is not None:
+            raise ValueError(f"--time {args.time:.0f}s is too short for a pass; give more")
         append_records("--out", args.out, records.values())
         self.kept = f"{len(records)} records are in {args.out}"
         for what in found.left_out:
