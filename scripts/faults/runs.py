@@ -5,6 +5,7 @@ from __future__ import annotations
 from faults.fault import Fault, Property
 
 RUN, STEPS = "test_measurement.py::", "test_step_times.py::"
+TOGETHER = "test_together.py::"
 
 PROPERTIES = (
     Property(
@@ -159,6 +160,29 @@ PROPERTIES = (
                   "after_name[11:15]", "after_name[11:13]"),
             Fault("the other ranks of a host counted as others", "hardware/other_load.py",
                   "        left += children[pid]\n", ""),
+        ),
+    ),
+    Property(
+        "Drafts that are measured together have one baseline, beside them in each batch.",
+        f"{TOGETHER}test_all_drafts_have_one_prefill_and_one_baseline",
+        (
+            Fault("all drafts always after the baseline", "run/together.py",
+                  "order if batch % 2 == 0 else reversed(order)", "order"),
+            Fault("a low-bit copy with a prefill of its own", "run/resident.py",
+                  "        model.target_dtype,\n",
+                  "        (model.target_dtype, config.low_bit),\n"),
+        ),
+    ),
+    Property(
+        "Of passes that ended early, the batches count that have a baseline.",
+        f"{TOGETHER}test_what_is_done_is_kept_when_it_ends_early",
+        (
+            Fault("a batch without its baseline counted", "run/together.py",
+                  "min(len(self.lead.measured[BASELINE]), "
+                  "len(each.run.measured[each.strategy]))",
+                  "len(each.run.measured[each.strategy])"),
+            Fault("the prompts of all batches in the record", "run/together.py",
+                  "run.prepared.first_batches(num_batches)", "run.prepared"),
         ),
     ),
 )  # fmt: skip
