@@ -135,7 +135,8 @@ class Experiment:
         ends = () if config.decoding.ignore_eos else run.source.config.eos_token_ids
         is_coupled = self.prepared.options.is_coupled and not rejects_drafts(each)
         is_reset = reset_peak_memory(device)
-        load = LoadWatch(launch.rank == 0 and not system.is_external)
+        is_watching = launch.rank == 0 and watch.is_measured and not system.is_external
+        load = LoadWatch(is_watching)
         load.begin()
         now_s = system.now()
         prompts = self.prepared.run.workload.prompts
