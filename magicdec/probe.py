@@ -21,6 +21,7 @@ from magicdec.cost_model.costs import attention_flops, kv_bytes_per_token
 from magicdec.distributed.groups import Group, Launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import BY_DTYPE, Hardware, Link, MachineFile
+from magicdec.hardware.other_load import LoadWatch
 from magicdec.hardware.timing import read_bandwidths, seconds_of
 from magicdec.memory.model_plan import Kinds
 from magicdec.model.checkpoint.random_weights import RandomWeights
@@ -194,27 +195,34 @@ def forward_stretches(
 
 def measure(config: ResolvedConfig, machine: Machine, launch: Launch) -> MachineFile:
     """Measure all ceilings. All ranks must go through this together."""
-    spreads = Spreads()
-    by_dtype: dict[str, Hardware] = {}
     with RankSession(launch, config.parallel) as session:
-        group, device = session.groups.target, session.device
-        description = asdict(session.describe_environment())
-        description["collectives"] = config.parallel.collectives
-        del description["read_bandwidth_bytes_per_s"]  # a record's, of all ranks together
-        rates = read_bandwidths(group, device)
-        spreads.note("read_bytes_per_s", rates)
-        bandwidth = max(rates) / group.size  # of one rank, while all read
-        link = measure_link(group, device, spreads)
-        # Between ranks of several hosts, the all-reduce was limited by their network.
-        spans_nodes = launch.world_size > launch.local_world_size
-        for dtype in DTYPES:
-            hardware = measure_hardware(group, device, dtype, bandwidth, spreads)
-            run_config = replace(config.run_config, model=ModelSection(dtype=dtype))
-            alone = with_steps(resolve(run_config, machine), machine, (None, None))
-            kinds = replace(Kinds.of(alone), weights=dtype)
-            by_dtype[dtype] = measure_forwards(
-                group, device, hardware, kinds, config.attention.backend, spreads
-            )
+        return measure_in(session, config, machine)
+
+
+def measure_in(session: RankSession, config: ResolvedConfig, machine: Machine) -> MachineFile:
+    """As `measure`, in a session that is open."""
+    spreads, by_dtype = Spreads(), dict[str, Hardware]()
+    group, device, launch = session.groups.target, session.device, session.launch
+    load = LoadWatch(launch.rank == 0)
+    load.begin()
+    rates = read_bandwidths(group, device)
+    spreads.note("read_bytes_per_s", rates)
+    bandwidth = max(rates) / group.size  # of one rank, while all read
+    link = measure_link(group, device, spreads)
+    # Between ranks of several hosts, the all-reduce was limited by their network.
+    spans_nodes = launch.world_size > launch.local_world_size
+    for dtype in DTYPES:
+        hardware = measure_hardware(group, device, dtype, bandwidth, spreads)
+        run_config = replace(config.run_config, model=ModelSection(dtype=dtype))
+        alone = with_steps(resolve(run_config, machine), machine, (None, None))
+        kinds = replace(Kinds.of(alone), weights=dtype)
+        by_dtype[dtype] = measure_forwards(
+            group, device, hardware, kinds, config.attention.backend, spreads
+        )
+    load.end()
+    description = asdict(load.add_to(session.describe_environment()))
+    description["collectives"] = config.parallel.collectives
+    del description["read_bandwidth_bytes_per_s"]  # a record's, of all ranks together
     by_name: dict[str, Any] = {
         name: {dtype: getattr(ceilings, name) for dtype, ceilings in by_dtype.items()}
         for name in BY_DTYPE

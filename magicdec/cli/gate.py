@@ -29,6 +29,7 @@ from magicdec.gate.cases import (
     standard_cases,
 )
 from magicdec.gate.measuring import Result, measure, with_threads
+from magicdec.hardware.other_load import warn_of_load
 from magicdec.records.comparison.compare import case_failed, compare
 from magicdec.records.comparison.conditions import describe
 from magicdec.records.reading import load_records
@@ -148,7 +149,10 @@ def run(processes: int, configs: Sequence[RunConfig]) -> list[Result]:
         spent = time.monotonic() - started
         print(f"{done} of {len(configs)} cases, {spent:.0f} s: {_describe(result)}", flush=True)
 
-    return measure([with_threads(c, threads) for c in configs], processes, finished)
+    results = measure([with_threads(c, threads) for c in configs], processes, finished)
+    measured = [result.environment for result in results if isinstance(result, RunRecord)]
+    warn_of_load(measured, "cases")
+    return results
 
 
 def _describe(result: Result) -> str:

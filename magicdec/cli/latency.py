@@ -37,6 +37,7 @@ from magicdec.console import START, labelled, spinner
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.hardware.other_load import warn_of_load
 from magicdec.latency.record import KV_FIELDS, Grid, make_record, tables
 from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY
 from magicdec.records.record import append_records
@@ -105,6 +106,7 @@ def run(words: Sequence[str], launch: Launch) -> int:
             print(f"record appended to {args.out}", file=sys.stderr)
         finally:
             print_tables(tables([record]))
+            warn_of_load([environment], "grids")
     return 0
 
 

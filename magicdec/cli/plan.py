@@ -38,7 +38,7 @@ from magicdec.cost_model.curves import (
 from magicdec.cost_model.draft_table import FORMATS, DraftTable, fastest_runs
 from magicdec.cost_model.plan import DTYPE_BYTES, Plan, describe_model, make_record, tables
 from magicdec.cost_model.speculation import Choice
-from magicdec.hardware.ceiling_file import Hardware, Link, load_machine
+from magicdec.hardware.ceiling_file import Hardware, Link, load_machine, load_quiet_machine
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.presets import PRESETS, find_config
 from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIES, LOW_BIT
@@ -66,6 +66,11 @@ class PlanSection(AcceptanceSection):
         "machine of a prediction.",
         metavar="FILE",
         other_defaults="machine.json in advise, which probes if it is not there",
+    )
+    allow_busy_machine: bool = setting(
+        False,
+        "Take a --machine that was probed while another load took cores. Without it, such a file "
+        "is refused.",
     )
     bandwidth: float | None = setting(
         None, "GB/s that one rank reads. With --flops it replaces --machine.", above=0
@@ -213,7 +218,8 @@ def find_hardware(args: PlanSection, num_layers: int) -> Hardware:
     """The speeds of the machine, from the file or from flags. If a flag gives a link or the
     overhead, it replaces the value in the file."""
     if args.machine is not None and args.bandwidth is None and args.flops is None:
-        hardware = load_machine(args.machine).hardware(args.dtype)
+        machine = load_quiet_machine(args.machine, args.allow_busy_machine)
+        hardware = machine.hardware(args.dtype)
     elif args.machine is None and args.bandwidth is not None and args.flops is not None:
         hardware = Hardware(1e9 * args.bandwidth, 1e12 * args.flops)
     else:

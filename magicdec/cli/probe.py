@@ -9,7 +9,6 @@ that `magicdec plan` reads.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
 from functools import partial
@@ -27,8 +26,6 @@ from magicdec.records.metric_tables import fixed
 from magicdec.records.writing import check_writable
 from magicdec.tables import Column, Table
 
-BUSY = 0.25  # load average for each core from which the host is called busy
-
 
 def run(words: Sequence[str], launch: Launch) -> int:
     """Measure on all ranks. Rank 0 writes the file and prints the results."""
@@ -41,28 +38,21 @@ def run(words: Sequence[str], launch: Launch) -> int:
 
     machine = probe_machine(launch)
     resolved = resolve(config, machine)
-    if launch.rank == 0:
-        warn_of_load(os.getloadavg()[0], machine.num_cpus)
     results = measure(resolved, machine, launch)
     if launch.rank == 0:
         results.save(out)
         print_machine(results, out)
+        if results.busy:
+            print(
+                f"warning: {results.busy}; the rates will be too low. Probe again when nothing "
+                "else runs.",
+                file=sys.stderr,
+                flush=True,
+            )
     return 0
 
 
 main = partial(run_ranks, run)
-
-
-def warn_of_load(load: float, num_cpus: int) -> None:
-    """Tell the user if other programs keep the host busy. `load` is the mean number of processes
-    that ran or waited during the last minute."""
-    if load > BUSY * num_cpus:
-        print(
-            f"warning: the host is busy (load average {load:.1f} on {num_cpus} cores); the rates "
-            "will be too low. Probe again when nothing else runs.",
-            file=sys.stderr,
-            flush=True,
-        )
 
 
 def build_parser() -> Parser:

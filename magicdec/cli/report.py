@@ -12,6 +12,7 @@ from magicdec.cli.flags import NO_RECORD, say_interrupted
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.console import START, labelled
 from magicdec.hardware.environment import describe_environment
+from magicdec.hardware.other_load import warn_of_load
 from magicdec.records.record import RunRecord, append_record
 from magicdec.records.table import print_record
 from magicdec.records.writing import write_text
@@ -77,6 +78,7 @@ def publish(prepared: Prepared, outcome: Outcome, path: Path) -> bool:
             text = prepared.tokenizer.show(request.output_ids)
             print(f"--- sequence {request.request_id}\n{text}")
     print_record(outcome.record)
+    warn_of_load([outcome.record.environment], "runs")
     print(said, file=sys.stderr)
     return is_kept
 

@@ -45,6 +45,7 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.distributed.watching.watch import watch_ranks
 from magicdec.figures import check_picture
+from magicdec.hardware.other_load import warn_of_load
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.pipelined_speculation.options import Options
 from magicdec.records.writing import append_line, check_files, to_json, write_text
@@ -406,6 +407,7 @@ def announce(prepared: PreparedServing) -> None:
 def conclude(record_file: RecordFile, records: Sequence[ServingRecord]) -> int:
     """Say where the records are. Returns the exit code: `FAILED` if one was lost, or has wrong
     tokens."""
+    warn_of_load([record.environment for record in records], "modes")
     noun = "record" if record_file.count == 1 else "records"
     print(f"{record_file.count} {noun} appended to {record_file.path}", file=sys.stderr)
     is_wrong = any(record.status == "diverged" for record in records)

@@ -57,8 +57,14 @@ class Plan:
     def predict(self, batch_size: int, prefix_len: int) -> Prediction:
         return best_gamma(self.candidates(), batch_size, prefix_len, self.max_gamma)
 
+    @property
+    def longest(self) -> int:
+        """The most tokens of a context that both models have positions for."""
+        return min(self.target.config.max_length, self.draft.config.max_length)
+
     def break_even(self, batch_size: int) -> int | None:
-        return break_even_context(self.candidates(), batch_size, self.max_gamma)
+        """Within the longest context."""
+        return break_even_context(self.candidates(), batch_size, self.max_gamma, self.longest)
 
 
 NOTHING_DRAFTED = "if drafts never pay, so that nothing is drafted"
@@ -111,7 +117,8 @@ class PlanRecord(Record):
     )
     cells: list[PlanCell] = recorded("the predictions, each with the best gamma and budget")
     break_even_prefix_len: dict[str, int | None] = recorded(
-        "the shortest prefix from which on steps are faster, by batch size; null: there is none",
+        "the shortest prefix from which on steps are faster, by batch size; null: there is none up "
+        "to the longest context of the models",
         "tokens",
     )
 

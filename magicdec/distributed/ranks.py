@@ -21,6 +21,7 @@ from magicdec.distributed.groups import Launch
 NOT_AVAILABLE = "<N/A>"  # torchrun's word for a rank that wrote no such file
 INTERRUPTED = 130
 LAUNCHER = "MAGICDEC_LAUNCHER"  # the process that started this rank with `start_ranks`
+STARTER = "MAGICDEC_STARTER"  # the process that started this command with `run_command`
 SET_DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl(2)
 
 
@@ -82,16 +83,31 @@ def start_ranks(nproc: int, words: Sequence[str]) -> int:
     return 0
 
 
+def has_lost_launcher() -> bool:
+    """Whether `start_ranks` started this rank, and has ended."""
+    launcher = int(os.environ.get(LAUNCHER, 0))
+    return launcher != 0 and is_launched() and os.getppid() != launcher
+
+
 def end_with_launcher() -> None:
-    """If `start_ranks` started this rank, end it when its launcher ends without a word, as on
-    SIGKILL. Each rank has a session of its own, so that it would run on without it."""
+    """If `start_ranks` started this rank, or `run_command` this command, end it when what started
+    it ends without a word, as on SIGKILL. Each rank has a session of its own, so that it would run
+    on without it."""
+    starter = os.environ.pop(STARTER, None)  # which is not that of processes that this one starts
+    if starter is not None:
+        end_with_parent(int(starter))
     launcher = int(os.environ.get(LAUNCHER, 0))
     if launcher == 0 or not is_launched():
         return
+    end_with_parent(launcher)
+
+
+def end_with_parent(parent: int) -> None:
+    """End this process with SIGTERM when its parent, the process `parent`, ends without a word."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(SET_DEATH_SIGNAL, signal.SIGTERM) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != launcher:  # it ended before that
+    if os.getppid() != parent:  # it ended before that
         sys.exit(128 + signal.SIGTERM)
 
 
@@ -111,9 +127,11 @@ class Ended:
 
 
 def run_command(words: Sequence[object]) -> Ended:
-    """Run `magicdec WORDS` and wait for its end. What it prints on stdout is dropped."""
+    """Run `magicdec WORDS` and wait for its end; it does not outlive this process. What it prints
+    on stdout is dropped."""
     command = [sys.executable, "-m", "magicdec", *map(str, words)]
     process = subprocess.run(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
-    )
+        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
+        env=os.environ | {STARTER: str(os.getpid())},
+    )  # fmt: skip
     return Ended(process.returncode, process.stderr)

@@ -8,15 +8,18 @@ processes that it starts.
 from __future__ import annotations
 
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
 from magicdec.config.run_config import RunConfig
 from magicdec.console import make_progress
 from magicdec.distributed.groups import Launch
+from magicdec.distributed.ranks import end_with_parent
 from magicdec.records.record import RunRecord
 
 if TYPE_CHECKING:
@@ -26,46 +29,90 @@ Case = tuple[int, RunConfig]
 Result = RunRecord | str
 """The record of a case, or why it has none."""
 NO_RESULT = "no result came back: its process has skipped it, or ended before it"
+ENDS_S = 5.0  # until a process that has closed its connection has ended
+
+
+@dataclass
+class Worker:
+    """A process that runs its share of the cases, one after the other, so that it can reuse what it
+    has prefilled. `left` are the numbers of those without a result."""
+
+    process: BaseProcess
+    connection: Connection
+    left: list[int]
+
+    @classmethod
+    def start(cls, share: Sequence[Case]) -> Worker:
+        context = multiprocessing.get_context("spawn")
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=work, args=(share, theirs, os.getpid()), daemon=True)
+        process.start()
+        theirs.close()
+        return cls(process, ours, [number for number, _ in share])
+
+    def receive(self) -> tuple[int, Result] | None:
+        """The next result; None if no more will come."""
+        try:
+            number, result = self.connection.recv()
+        except (EOFError, OSError):  # also in the middle of a result
+            return None
+        self.left.remove(number)
+        return number, result
+
+    def loss(self) -> str:
+        """How it was lost; empty if it has ended by itself."""
+        self.process.join(ENDS_S)
+        code, name = self.process.exitcode, f"process {self.process.pid} of the gate"
+        if code is None:
+            return f"{name} does not answer"
+        if code < 0:
+            return f"{name} was ended by {signal.Signals(-code).name}"
+        return f"{name} has ended with {code}" if code else ""
 
 
 def measure(
     configs: Sequence[RunConfig], num_processes: int, finished: Callable[[Result], None]
 ) -> list[Result]:
     """The result of each case; `finished` is called with it when the case has ended. Each process
-    has an equal share of the cases, one after the other, so that it can reuse what it has
-    prefilled. A process that ends early leaves the rest of its share without a result."""
-    context = multiprocessing.get_context("spawn")
+    has an equal share of the cases. If one is lost, the gate has failed: the others are ended, and
+    every case that is left says which process was lost."""
     cases, results = list(enumerate(configs)), list[Result]([NO_RESULT] * len(configs))
-    processes, connections = [], list[Connection]()
-    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # for them: Ctrl-C is this process's
-    for first in range(min(num_processes, len(cases))):
-        ours, theirs = context.Pipe(duplex=False)
-        share = cases[first::num_processes]
-        processes.append(context.Process(target=work, args=(share, theirs), daemon=True))
-        processes[-1].start()
-        theirs.close()
-        connections.append(ours)
-    signal.signal(signal.SIGINT, handler)
+    workers = list[Worker]()
     try:
-        while connections:  # until every process has closed its own
-            for ready in wait(connections):
-                assert isinstance(ready, Connection)
-                try:
-                    number, result = ready.recv()
-                except EOFError:
-                    connections.remove(ready)
-                    continue
-                results[number] = result
-                finished(result)
+        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is this process's alone
+        for first in range(min(num_processes, len(cases))):
+            workers.append(Worker.start(cases[first::num_processes]))
+        signal.signal(signal.SIGINT, handler)
+        for number, result in _receive_all(workers):
+            results[number] = result
+            finished(result)
     finally:
-        for process in processes:
-            process.terminate()
-            process.join()
+        for worker in workers:
+            worker.process.terminate()
+            worker.process.join()
     return results
 
 
-def work(cases: Sequence[Case], connection: Any) -> None:
-    """Run cases in this process, and send the number and the result of each."""
+def _receive_all(workers: Sequence[Worker]) -> Iterator[tuple[int, Result]]:
+    """The results of all workers, as they come; if one is lost, how, for each case that is left."""
+    running = {worker.connection: worker for worker in workers}
+    while running:  # until every process has closed its own
+        for ready in wait(list(running)):
+            assert isinstance(ready, Connection)
+            worker = running[ready]
+            if (found := worker.receive()) is not None:
+                yield found
+                continue
+            del running[ready]
+            if loss := worker.loss():
+                yield from ((number, loss) for each in workers for number in each.left)
+                return
+
+
+def work(cases: Sequence[Case], connection: Any, parent: int) -> None:
+    """Run cases in this process, whose parent is the gate, and send the number and the result of
+    each. It ends with the gate, however that ends."""
+    end_with_parent(parent)
     try:
         for number, result in run_cases(cases):
             connection.send((number, result))

@@ -7,6 +7,7 @@ bandwidth.
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,6 +15,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from magicdec.files import read_bytes
+from magicdec.hardware.other_load import is_busy
 from magicdec.records.writing import to_json, write_text
 
 BY_DTYPE = (
@@ -67,7 +69,7 @@ class Hardware:
 class MachineFile:
     """The measurements of a probe, by dtype, and a description of the machine. Stored as JSON."""
 
-    description: dict[str, Any]  # machine, software and launch; for readers, not used by `plan`
+    description: dict[str, Any]  # machine, software and launch, and what other load there was
     read_bytes_per_s: Rate
     flops_per_s: dict[str, Rate]
     layer_overhead_s: dict[str, Seconds]
@@ -89,6 +91,12 @@ class MachineFile:
         rates = {name: getattr(self, name)[dtype] for name in BY_DTYPE}
         return Hardware(self.read_bytes_per_s, link=self.link, node_link=self.node_link, **rates)
 
+    @property
+    def busy(self) -> str:
+        """That the host was busy during the probe; empty if it was not, or if that is unknown."""
+        taken = self.description.get("cores_taken")
+        return f"another load took {taken:.0%} of the cores meanwhile" if is_busy(taken) else ""
+
     def save(self, path: Path, flag: str = "--out") -> None:
         """Raises ValueError, naming the flag, where the file cannot be written."""
         try:
@@ -109,3 +117,16 @@ def load_machine(path: Path) -> MachineFile:
         field = ".".join(map(str, first["loc"]))
         reason = f"not a machine file of `magicdec probe`; {field}: {first['msg']}"
     raise ValueError(f"--machine {path}: {reason}")
+
+
+def load_quiet_machine(path: Path, allows_busy: bool) -> MachineFile:
+    """As `load_machine`. Raises ValueError for a file that was probed on a busy host, unless that
+    is allowed: what a plan says would be of another machine."""
+    machine = load_machine(path)
+    if machine.busy and not allows_busy:
+        raise ValueError(
+            f"--machine {path} was probed on a busy host: {machine.busy}; make it again when "
+            f"nothing else runs: magicdec probe --out {shlex.quote(str(path))}; or give "
+            "--allow_busy_machine"
+        )
+    return machine

@@ -30,6 +30,7 @@ from magicdec.decoding.recorder import CudaGraphs, Eager, Recorder, Work, record
 from magicdec.distributed.groups import Group, Launch
 from magicdec.drafting.draft_kv import DraftKV
 from magicdec.drafting.policies.policy import make_draft_kv
+from magicdec.hardware.other_load import LoadWatch
 from magicdec.hardware.timing import read_bandwidth, synchronize
 from magicdec.kv.cache import BatchRows
 from magicdec.kv.forward_counts import ForwardCounts
@@ -70,14 +71,16 @@ def measure(
             for weights in grid.draft_weights
         }
         bandwidth = read_bandwidth(group, device)
-        timings: list[Timing] = []
+        timings, load = list[Timing](), LoadWatch(launch.rank == 0)
+        load.begin()
         for B, context in itertools.product(grid.batch_sizes, grid.contexts):
             with progress.task(f"B {B}, context {context}", grid.warmup + grid.repeats) as advance:
                 timings += time_place(model, group, config, grid, B, context, advance, copies)
+        load.end()
         # The ceiling is the larger of two measurements, as in a run.
         bandwidth = max(bandwidth, read_bandwidth(group, device))
         rows = summarise(group.all_gather_object(timings), bandwidth)
-    return config, session.describe_environment(bandwidth), rows
+    return config, load.add_to(session.describe_environment(bandwidth)), rows
 
 
 def largest_step(config: ResolvedConfig, grid: Grid) -> ResolvedConfig:

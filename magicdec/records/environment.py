@@ -12,6 +12,10 @@ GPU_NULL = (
     "on CPU; without `nvidia-ml-py`; where the driver refuses; if `failed`; in `probe`, `latency` "
     "and `inflight`"
 )
+LOAD_NULL = (
+    "if unknown; if it took less than a second; if `failed`; where another program computed, as of "
+    "an endpoint"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +42,29 @@ class Environment(Part):
         "load average of the host over the last minute when the record was made: processes that "
         "ran or waited, with those of this run",
         null="if unknown",
+    )
+    cores_others: float | None = recorded(
+        "cores that other programs on the leading rank's host kept at work while it was measured, "
+        "in the mean: what all cores that the run may use did, without the run's own processes",
+        "cores",
+        null=LOAD_NULL,
+    )
+    cores_stolen: float | None = recorded(
+        "cores that a hypervisor gave to other machines meanwhile (steal)",
+        "cores",
+        null=LOAD_NULL,
+    )
+    cores_waited: float | None = recorded(
+        "cores that threads of the run were ready for and waited for in the run queue, also for "
+        "each other",
+        "cores",
+        null=f"{LOAD_NULL}; where the kernel does not count it",
+    )
+    cores_taken: float | None = recorded(
+        "share of the run's CPU time that another load took: what others computed while the run "
+        "waited, and the run's part of what was stolen; from 0.1 on the command warned",
+        "0 to 1",
+        null="as `cores_waited`",
     )
     cpu_capability: str = recorded("vector instructions that PyTorch uses, such as `AVX2`")
     gpu: str | None = recorded("name of the leading rank's GPU", null="on CPU")

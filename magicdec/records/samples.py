@@ -136,6 +136,17 @@ class PassSamples(SamplesRecord):
         lists: dict[str, Any] = {f.name: [] for f in fields(cls) if f.default is MISSING}
         return cls(**lists)
 
+    @classmethod
+    def merged(cls, batches: Sequence[PassSamples]) -> PassSamples:
+        """The samples of a pass, from those of each of its batches in order."""
+        merged = cls.empty()
+        for item in fields(cls):
+            values = [getattr(batch, item.name) for batch in batches]
+            known = [value for value in values if value is not None]
+            if known:
+                setattr(merged, item.name, list(chain.from_iterable(known)))
+        return merged
+
     def to_record(self, *, is_drafting: bool, is_random: bool) -> SamplesRecord:
         """The samples as a record holds them. With random weights the counts of a pass that drafts
         are withheld, because they have no meaning."""

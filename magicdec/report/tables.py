@@ -22,8 +22,11 @@ SHOWN_METRICS = (
 )
 # Metrics that are one number.
 METRICS = tuple(f.name for f in fields(Metrics) if "list" not in str(f.type))
-PER_RUN = ("time_utc", "argv", "host_load", "read_bandwidth_bytes_per_s", "gpu_sm_mhz",
-           "gpu_most_sm_mhz", "gpu_slowed_by")  # fmt: skip
+PER_RUN = (
+    *("time_utc", "argv", "host_load", "read_bandwidth_bytes_per_s", "gpu_sm_mhz"),
+    *("gpu_most_sm_mhz", "gpu_slowed_by", "cores_others", "cores_stolen", "cores_waited"),
+    "cores_taken",
+)
 MISSING = Shown("", -1e300)  # a metric without a value is sorted before all others
 COMMANDS = {"run": "run", "environment.time_utc": "start", "environment.revision": "commit",
             "command": "command", "file": "file"}  # fmt: skip

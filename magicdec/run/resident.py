@@ -121,7 +121,7 @@ def prefill_key(config: ResolvedConfig) -> tuple[Any, ...]:
     model = config.model
     return (
         *(model.model, model.dtype, model.linear, model.elementwise, model.native_steps),
-        *(model.target_dtype, config.low_bit),
+        model.target_dtype,
         config.parallel.rank_group,
         config.parallel.device,
         config.parallel.threads,

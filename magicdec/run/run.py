@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import chain
 from typing import Any
 
 from magicdec.autotune import settle
@@ -20,6 +21,7 @@ from magicdec.decoding.recorder import CudaGraphs, Eager, Recorder
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.drafting.draft_length import make_draft_length
 from magicdec.hardware.environment import watch_gpu
+from magicdec.hardware.other_load import LoadWatch
 from magicdec.hardware.threads import ThreadCount, check_threads
 from magicdec.hardware.timing import (
     PhaseTimer,
@@ -41,11 +43,25 @@ from magicdec.run.outcome import (
     Outcome,
     make_record,
 )
-from magicdec.run.resident import Resident, Room
+from magicdec.run.resident import Prefilled, Resident, Room
 from magicdec.runner import ModelRunner
-from magicdec.setup.loading import load_model, make_backend, make_draft, make_runner
+from magicdec.setup.loading import (
+    copy_runner,
+    load_model,
+    make_backend,
+    make_draft,
+    runner_of,
+)
 from magicdec.setup.prepare import Prepared
 from magicdec.setup.session import RankSession, session_of
+
+
+@dataclass(frozen=True)
+class MeasuredBatch:
+    """What a pass over one batch has left: its samples, and its requests, which have ended."""
+
+    samples: PassSamples
+    requests: list[Request]
 
 
 class Run:
@@ -68,19 +84,20 @@ class Run:
         self.max_tokens = max_tokens(self.config)
         self.memory = MemoryWatch(self.device)
         self.gpu = watch_gpu(self.device)
+        self.load = LoadWatch(self.groups.rank == 0)
         self.resident = resident or Resident(self.device, progress)
         room = room or Room.of([self.config])
         self.prompts = self.resident.prompts(self.config, room, self.make_runner)
         self.engine = self.prompts.engine
+        self.copies: dict[int, ModelRunner | None] = {}  # by the identity of the target's runner
         self.draft = make_draft(prepared, self.groups, self.resident.models)
         self.draft_length = make_draft_length(d, group, self.device)
         has_baseline = d.baseline and d.strategy != BASELINE
         self.passes = [BASELINE, d.strategy] if has_baseline else [d.strategy]
-        self.prefill = PrefillSamples(prefill_ms=[], ttft_ms=[], num_tokens=[])
-        self.samples = {name: PassSamples.empty() for name in self.passes}
-        self.finished: dict[str, list[Request]] = {name: [] for name in self.passes}
-        is_timed = self.device.type == "cpu" or self.config.output.benchmark
-        self.timers = {name: PhaseTimer(self.device, is_timed) for name in self.passes}
+        self.prefilled: list[Prefilled] = []  # the batches so far
+        self.measured: dict[str, list[MeasuredBatch]] = {name: [] for name in self.passes}
+        self.warmup_calibration_ms: float | None = None
+        self.is_timed = self.device.type == "cpu" or self.config.output.benchmark
 
     @property
     def runner(self) -> ModelRunner:
@@ -88,12 +105,29 @@ class Run:
         return self.engine.runner
 
     def make_runner(self, max_tokens: int) -> ModelRunner:
-        """A runner for the batches of this run."""
-        source, group = self.prepared.source, self.groups.target
-        plan = ModelPlan(
-            self.config, source.config, group.ranks, self.groups.rank, row_tokens=max_tokens
-        )
-        return make_runner(plan, source, group, self.resident.models)
+        """A runner for the batches of this run, and of others with these prompts."""
+        source, group, plan = self.prepared.source, self.groups.target, self.plan_of(max_tokens)
+        model = self.resident.models.get(source, group, plan.kinds)
+        # Before the cache takes memory.
+        self.resident.models.get_copy(source, group, plan)
+        return runner_of(plan, model, group)
+
+    def plan_of(self, max_tokens: int) -> ModelPlan:
+        """What this rank holds of the target, in rows of so many tokens."""
+        return ModelPlan(
+            self.config, self.prepared.source.config, self.groups.target.ranks, self.groups.rank,
+            row_tokens=max_tokens,
+        )  # fmt: skip
+
+    def use(self, prefilled: Prefilled) -> None:
+        """Decode this batch from now on. Its runner, which runs with other drafts share, drafts
+        with the copy of this run."""
+        self.engine = prefilled.engine
+        runner, plan = self.runner, self.plan_of(self.max_tokens)
+        if id(runner) not in self.copies:
+            copy = self.resident.models.get_copy(self.prepared.source, self.groups.target, plan)
+            self.copies[id(runner)] = copy_runner(plan, runner, copy)
+        runner.drafting = self.copies[id(runner)]
 
     def make_reference(self) -> ModelRunner:
         """A runner with the same weights in a wider dtype, which uses only torch's operators."""
@@ -122,27 +156,27 @@ class Run:
         """Measure every batch: every pass starts from the state after its prefill."""
         for batch in range(self.config.workload.num_batches):
             prefilled = self.prompts.batch(batch, self.prepared)
-            self.engine, snapshots = prefilled.engine, prefilled.snapshots
-            self.prefill.observe(snapshots, prefilled.seconds)
+            self.prefilled.append(prefilled)
+            self.use(prefilled)
             if batch == 0:
-                self.warm_up(snapshots)
-                warmup_s = self.draft_length.calibration_s
-                if warmup_s is not None:
-                    self.samples[self.passes[-1]].warmup_calibration_ms = to_ms(warmup_s)
-                # So that calibration is part of the first measured batch and its net speedup.
-                self.draft_length.forget_times()
+                self.warm_up(prefilled.snapshots)
             # The passes take turns at going first, so that a drift in the machine's speed favours
             # neither of them.
             for name in self.passes if batch % 2 == 0 else reversed(self.passes):
-                self.measure_pass(name, snapshots)
+                self.measure_pass(name, prefilled.snapshots)
 
-    def warm_up(self, snapshots: list[Request]) -> None:
-        """Decode the first batch with every strategy, as often as the config says."""
-        rounds = self.config.workload.warmup_batches
-        with self.progress.task("warm-up", rounds * len(self.passes)) as advance:
-            for name in self.passes * rounds:
+    def warm_up(self, snapshots: list[Request], passes: Sequence[str] | None = None) -> None:
+        """Decode the first batch with every strategy, or with these, as often as the config
+        says."""
+        rounds, names = self.config.workload.warmup_batches, list(passes or self.passes)
+        with self.progress.task("warm-up", rounds * len(names)) as advance:
+            for name in names * rounds:
                 self.decode_unmeasured(name, snapshots, PhaseTimer(self.device, enabled=False))
                 advance()
+        warmup_s = self.draft_length.calibration_s
+        self.warmup_calibration_ms = None if warmup_s is None else to_ms(warmup_s)
+        # So that calibration is part of the first measured batch and its net speedup.
+        self.draft_length.forget_times()
 
     def decode_unmeasured(self, name: str, snapshots: list[Request], timer: PhaseTimer) -> None:
         """A pass that changes no number in the record. Like the measured ones, it starts from the
@@ -153,11 +187,13 @@ class Run:
         self.engine.decode(strategy)
 
     def measure_pass(self, name: str, snapshots: list[Request]) -> None:
-        samples, w, threads = self.samples[name], self.config.workload, ThreadCount()
+        """Measure a pass over the batch in use. One that is interrupted leaves nothing."""
+        samples, w, threads = PassSamples.empty(), self.config.workload, ThreadCount()
+        timer = PhaseTimer(self.device, self.is_timed)
         self.engine.rewind(snapshots)
-        strategy = self.make_strategy(name, self.timers[name])
+        strategy = self.make_strategy(name, timer)
         threads.note()
-        self.begin(name, strategy)
+        self.begin(name, strategy, samples)
         before = [runner.counts.copy() for runner in self.runners()]
         self.memory.note()
         reset_peak_memory(self.device)
@@ -174,16 +210,21 @@ class Run:
         threads.note()
         self.memory.note()
         self.gpu.read()
-        self.finished[name] += [r.snapshot() for r in finished]
-        self.gather_counts(name, before, threads)
+        samples.observe_phases(timer.seconds)
+        self.gather_counts(name, samples, before, threads)
+        self.measured[name].append(MeasuredBatch(samples, [r.snapshot() for r in finished]))
 
     def gather_counts(
-        self, name: str, before: Sequence[ForwardCounts], threads: ThreadCount
+        self,
+        name: str,
+        samples: PassSamples,
+        before: Sequence[ForwardCounts],
+        threads: ThreadCount,
     ) -> None:
         """Add what all ranks have counted in a pass over one batch; `before` are the counts of this
         rank's runners before it. Raises AssertionError if a rank has computed with other threads
         than its config says."""
-        samples, rank = self.samples[name], self.groups.rank
+        rank = self.groups.rank
         pairs = zip(self.runners(), before, strict=True)
         used = [(runner.model, runner.counts.minus(counts)) for runner, counts in pairs]
         of_rank = (
@@ -203,9 +244,9 @@ class Run:
         samples.draft_kv_tokens.append(max(draft_tokens))
         samples.draft_rows.append(max(draft_rows))
 
-    def begin(self, name: str, strategy: DecodingStrategy) -> None:
+    def begin(self, name: str, strategy: DecodingStrategy, samples: PassSamples) -> None:
         """Let the strategy prepare, and note how long that took and how much was calibration."""
-        samples, calibrated_s = self.samples[name], self.draft_length.calibration_s
+        calibrated_s = self.draft_length.calibration_s
         self.groups.target.barrier()
         started = time.perf_counter()
         self.engine.begin(strategy)
@@ -216,11 +257,22 @@ class Run:
             calibration_s = (self.draft_length.calibration_s or 0.0) - calibrated_s
         samples.observe_begin(seconds, calibration_s, self.draft is not None and name != BASELINE)
 
-    def measured(self, memory: MemoryTaken) -> Measured:
-        """The measurements from which the record is made."""
-        for name, samples in self.samples.items():
-            samples.observe_phases(self.timers[name].seconds)
-        return Measured(self.samples, self.finished, self.prefill, memory)
+    def merged(self, memory: MemoryTaken, num_batches: int | None = None) -> Measured:
+        """The measurements from which the record is made: those of the first batches, or of
+        all."""
+        batches = {name: each[:num_batches] for name, each in self.measured.items()}
+        samples = {
+            name: PassSamples.merged([batch.samples for batch in each])
+            for name, each in batches.items()
+        }
+        samples[self.passes[-1]].warmup_calibration_ms = self.warmup_calibration_ms
+        finished = {
+            name: list(chain(*(b.requests for b in each))) for name, each in batches.items()
+        }
+        prefill = PrefillSamples(prefill_ms=[], ttft_ms=[], num_tokens=[])
+        for prefilled in self.prefilled[:num_batches]:
+            prefill.observe(prefilled.snapshots, prefilled.seconds)
+        return Measured(samples, finished, prefill, memory)
 
     @property
     def is_compared(self) -> bool:
@@ -229,16 +281,16 @@ class Run:
         distribution."""
         return BASELINE in self.passes[:-1] and self.config.sampling.temperature == 0
 
-    def check(self) -> Correctness:
+    def check(self, measured: Measured) -> Correctness:
         """Compare the tokens of the requested strategy with those of the baseline of this run."""
-        requests = self.finished[self.passes[-1]]
+        requests = measured.requests
         if not self.is_compared:
             return uncompared(requests)
         replays = Replays(
             self.runner, self.make_reference, self.config.decoding.most_draft_tokens,
             self.config.attention.prefill_chunk,
         )  # fmt: skip
-        correctness = check_outputs(BASELINE, self.finished[BASELINE], requests, replays)
+        correctness = check_outputs(BASELINE, measured.finished[BASELINE], requests, replays)
         if not correctness.identical:
             self.prompts.forget()  # the replays have taken the place of a batch
         return correctness
@@ -263,12 +315,14 @@ def execute_in(
     config = settle(prepared.config, models.target, models.draft, group, device)
     run = Run(replace(prepared, config=config), session, progress, resident, room)
     bandwidth = read_bandwidth(group, device)
+    run.load.begin()
     run.measure()
+    run.load.end()
     # The larger of two measurements counts, because a busy host rarely slows down both.
     bandwidth = max(bandwidth, read_bandwidth(group, device))
     taken = run.memory.measured(group)
-    measured = run.measured(replace(taken, process=None) if was_in_use else taken)
-    correctness = run.check()
-    environment = run.gpu.add_to(session.describe_environment(bandwidth))
+    measured = run.merged(replace(taken, process=None) if was_in_use else taken)
+    correctness = run.check(measured)
+    environment = run.load.add_to(run.gpu.add_to(session.describe_environment(bandwidth)))
     record = make_record(run.prepared, measured, correctness, environment)
     return Outcome(record, measured.requests)

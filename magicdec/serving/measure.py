@@ -16,6 +16,7 @@ import torch
 from magicdec.console import make_progress
 from magicdec.distributed.start import close_groups, start_process_group
 from magicdec.hardware.environment import release_memory
+from magicdec.hardware.other_load import LoadWatch
 from magicdec.hardware.threads import check_threads
 from magicdec.hardware.timing import peak_memory_bytes, reset_peak_memory
 from magicdec.pipeline.clocks import all_gather
@@ -40,7 +41,8 @@ from magicdec.workload.request_shapes import RequestShape
 @dataclass(frozen=True)
 class Served:
     """The requests of a pass, which have ended, in the order of arrival, and what was measured
-    meanwhile. `peak_memory` is that of all ranks together, `threads` has those of each."""
+    meanwhile. `peak_memory` is that of all ranks together, `threads` has those of each,
+    `load` what other programs did."""
 
     each: Pass
     requests: list[Request]
@@ -48,6 +50,7 @@ class Served:
     extras: Extras
     threads: list[int]
     peak_memory: int | None
+    load: LoadWatch
 
 
 @dataclass
@@ -131,10 +134,15 @@ class Experiment:
         config, launch = run.config, self.launch
         ends = () if config.decoding.ignore_eos else run.source.config.eos_token_ids
         is_coupled = self.prepared.options.is_coupled and not rejects_drafts(each)
-        is_reset, now_s = reset_peak_memory(device), system.now()
+        is_reset = reset_peak_memory(device)
+        is_watching = launch.rank == 0 and watch.is_measured and not system.is_external
+        load = LoadWatch(is_watching)
+        load.begin()
+        now_s = system.now()
         prompts = self.prepared.run.workload.prompts
         requests = make_requests(prompts, shapes, now_s, config.sampling, ends, is_coupled)
         extras = system.serve(each, requests, watch)
+        load.end()
         expected = system.expected_threads
         peak = peak_memory_bytes(device) if is_reset else None
         ours = watch.threads.of_rank(launch.rank, expected), peak
@@ -143,7 +151,7 @@ class Experiment:
         peaks = [peak for rank_threads, peak in by_rank if rank_threads.expected]
         known = [peak for peak in peaks if peak is not None]
         total = sum(known) if known and None not in peaks else None
-        return Served(each, requests, watch, extras, threads, total)
+        return Served(each, requests, watch, extras, threads, total, load)
 
     def describe(self, served: Served) -> ServingRecord:
         """The record of a pass, which has metrics only if its tokens are not known to be wrong."""
@@ -174,7 +182,7 @@ class Experiment:
             status=status,
             name=each.name,
             config=parts_of(config, has_draft) | {"workload": settings},
-            environment=session.describe_environment(),
+            environment=served.load.add_to(session.describe_environment()),
             threads=served.threads,
             workload=replace(system.run, workload=prompts).describe_workload(),
             reference=reference.each.name if has_others else None,

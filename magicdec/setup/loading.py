@@ -148,10 +148,18 @@ def make_runner(
 
 def with_copy(plan: ModelPlan, runner: ModelRunner, copy: Transformer | None) -> ModelRunner:
     """`runner`, with a runner of the copy that self-speculation drafts with, if there is one."""
-    if copy is not None and plan.copy_kinds is not None:
-        executor = make_executor(plan.copy_kinds, copy, runner.group)
-        runner.drafting = runner.with_model(copy, executor)
+    runner.drafting = copy_runner(plan, runner, copy)
     return runner
+
+
+def copy_runner(
+    plan: ModelPlan, runner: ModelRunner, copy: Transformer | None
+) -> ModelRunner | None:
+    """A runner of the copy that self-speculation drafts with, over the cache of `runner`; None if
+    there is no copy."""
+    if copy is None or plan.copy_kinds is None:
+        return None
+    return runner.with_model(copy, make_executor(plan.copy_kinds, copy, runner.group))
 
 
 def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:

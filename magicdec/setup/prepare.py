@@ -68,6 +68,12 @@ class Prepared(ResolvedRun):
         meaningless."""
         return self.source.is_random or bool(self.draft_source and self.draft_source.is_random)
 
+    def first_batches(self, num_batches: int) -> Prepared:
+        """The run of the first batches alone."""
+        w = replace(self.config.workload, num_batches=num_batches)
+        prompts = self.workload.first(num_batches * w.batch_size)
+        return replace(self, config=replace(self.config, workload=w), workload=prompts)
+
     def describe_workload(self) -> WorkloadRecord:
         """The record's `workload`: the prompts, the models and the tokenizer."""
         w = self.workload

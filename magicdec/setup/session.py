@@ -27,6 +27,24 @@ def session_of(prepared: Prepared) -> RankSession:
     return RankSession(prepared.launch, prepared.config.parallel, draft_ranks)
 
 
+class Sessions:
+    """The open sessions of one process that makes several runs. Their process group stays open
+    until `close_groups`."""
+
+    def __init__(self) -> None:
+        self._open: dict[str, RankSession] = {}
+
+    def begin(self, prepared: Prepared) -> RankSession:
+        """The session of the run's ranks, opened at its first use, in which a run begins now."""
+        parallel, draft = prepared.config.parallel, prepared.config.draft
+        key = repr((parallel, None if draft is None else draft.rank_group))
+        if key not in self._open:
+            self._open[key] = session_of(prepared)
+            self._open[key].open()
+        self._open[key].begin()
+        return self._open[key]
+
+
 class RankSession:
     """A context manager that all ranks enter and leave together. `groups` exists inside it.
     `device` is this rank's device, as `device_of` has it."""

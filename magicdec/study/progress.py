@@ -1,5 +1,5 @@
-"""What the user sees of a study: a line for each cell that has ended, the progress of the current
-one, and an estimate of the time that is left.
+"""What the user sees of a study, or of runs that are measured together: a line for what has ended,
+the progress of the current cell or pass, and an estimate of the time that is left.
 
 Owns the estimate. Must not know how a cell is measured.
 """
@@ -8,51 +8,137 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from statistics import fmean
 from typing import Any
 
-from magicdec.console import Advance, Progress
+from magicdec.console import LINE_EVERY_S, Advance, Progress
+from magicdec.distributed.groups import Launch
 from magicdec.records.record import RunRecord
 from magicdec.records.table import method_of
+from magicdec.run.together import OutOfTime
 from magicdec.study.cells import Cell
 from magicdec.study.plan import StudyPlan
 
 
-class StudyProgress:
-    """The progress of the cell that runs, after its number and the time that is left if the other
-    cells take as long as those before them did in the mean."""
+class Estimate:
+    """The time that is left if the other parts of a whole take as long as those before them did in
+    the mean."""
 
-    def __init__(self, inner: Progress, plan: StudyPlan) -> None:
-        self.inner, self.num_runs = inner, len(plan.order)
-        self.num_left, self.seconds = len(plan.todo), list[float]()
-        self.name = self.count = ""
-
-    def begin(self, number: int, cell: Cell) -> None:
+    def __init__(self, num_left: int) -> None:
+        self.num_left, self.seconds = num_left, list[float]()
         self.started = time.monotonic()
-        self.count = f"{number + 1}/{self.num_runs}"
-        self.name = describe(cell.resolved.config.to_dict())
 
-    def end(self, record: RunRecord) -> None:
+    def begin(self) -> None:
+        self.started = time.monotonic()
+
+    def end(self) -> None:
         self.num_left -= 1
         self.seconds.append(time.monotonic() - self.started)
-        say(f"{self.count} {self.name}: {shown(record)}{self.left}")
 
-    @property
-    def left(self) -> str:
-        """The time until all is done; empty before the first cell is."""
-        if not self.seconds or not self.num_left:
+    def __str__(self) -> str:
+        """The time until all is done; empty before the first part is."""
+        if not self.seconds or self.num_left <= 0:
             return ""
         seconds = self.num_left * fmean(self.seconds)
         unit, length = ("min", 60) if seconds >= 60 else ("s", 1)
         return f", about {seconds / length:.0f} {unit} left"
 
+
+class Labelled:
+    """The progress of something, between what matters most of what it belongs to and the rest,
+    which a narrow terminal cuts."""
+
+    def __init__(self, inner: Progress) -> None:
+        self.inner = inner
+        self.label = ""
+        self.rest = ""
+
     @contextmanager
     def task(self, name: str, total: int) -> Iterator[Advance]:
-        # A narrow terminal cuts the end, so that what matters most comes first.
-        with self.inner.task(f"{self.count}{self.left}; {name}; {self.name}", total) as advance:
+        with self.inner.task(self.label + name + self.rest, total) as advance:
             yield advance
+
+
+class StudyProgress(Labelled):
+    """The progress of the cell that runs, after its number and the time that is left."""
+
+    def __init__(self, inner: Progress, plan: StudyPlan) -> None:
+        super().__init__(inner)
+        self.num_runs = len(plan.order)
+        self.left = Estimate(len(plan.todo))
+        self.name = ""
+
+    def begin(self, number: int, cell: Cell) -> None:
+        self.left.begin()
+        count = f"{number + 1}/{self.num_runs}"
+        what = describe(cell.resolved.config.to_dict())
+        self.name = f"{count} {what}"
+        self.label = f"{count}{self.left}; "
+        self.rest = f"; {what}"
+
+    def end(self, record: RunRecord) -> None:
+        self.left.end()
+        say(f"{self.name}: {shown(record)}{self.left}")
+
+
+class PassProgress(Labelled):
+    """The progress of the pass that runs, after its number and the time that is left; and the time
+    until which passes may begin, if there is one. It is the pace of runs that are measured
+    together (`run/together.py`). Where there is no terminal, a line now and then says it. A rank
+    that is alone ends the pass that runs when the time is over."""
+
+    def __init__(
+        self,
+        inner: Progress,
+        launch: Launch,
+        deadline_s: float | None = None,
+        is_interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(inner)
+        self.is_talking, self.is_alone = launch.rank == 0, launch.world_size == 1
+        self.is_interrupted = is_interrupted
+        self.deadline_s = self.until_s = deadline_s
+        self.num_passes, self.num_groups = 0, 1
+        self.left, self.said_s = Estimate(0), time.monotonic()
+
+    def expect(self, num_passes: int, num_groups: int) -> None:
+        """So many passes are to come, in so many groups, which share the time."""
+        self.num_passes, self.num_groups, self.left = num_passes, num_groups, Estimate(num_passes)
+
+    def next_group(self) -> None:
+        """The next group begins, and gets an equal share of the time that is left."""
+        if self.deadline_s is not None:
+            now = time.monotonic()
+            self.until_s = now + (self.deadline_s - now) / self.num_groups
+        self.num_groups -= 1
+
+    def begin(self, name: str) -> None:
+        self.left.begin()
+        number = min(self.num_passes - self.left.num_left + 1, self.num_passes)
+        self.label = f"{number}/{self.num_passes}{self.left}: {name}; "
+
+    def end(self) -> None:
+        self.left.end()
+        now = time.monotonic()
+        if self.is_talking and now - self.said_s >= LINE_EVERY_S:
+            self.said_s = now
+            say(f"{self.num_passes - self.left.num_left}/{self.num_passes}{self.left}")
+
+    @contextmanager
+    def task(self, name: str, total: int) -> Iterator[Advance]:
+        with super().task(name, total) as advance:
+
+            def in_time(amount: int = 1) -> None:
+                advance(amount)
+                if self.is_alone and not self.has_time(0.0):
+                    raise OutOfTime
+
+            yield in_time
+
+    def has_time(self, seconds: float) -> bool:
+        return self.until_s is None or time.monotonic() + seconds <= self.until_s
 
 
 def describe(config: dict[str, Any]) -> str:

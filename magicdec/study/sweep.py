@@ -16,11 +16,12 @@ from magicdec.distributed.ranks import INTERRUPTED
 from magicdec.distributed.start import close_groups
 from magicdec.distributed.watching.watch import stop_watching
 from magicdec.hardware.environment import describe_environment
+from magicdec.hardware.other_load import warn_of_load
 from magicdec.records.record import RunRecord, append_record
 from magicdec.run.outcome import unfinished_record
 from magicdec.run.resident import Resident
 from magicdec.run.run import execute_in
-from magicdec.setup.session import RankSession, session_of
+from magicdec.setup.session import RankSession, Sessions
 from magicdec.study.cells import Cell
 from magicdec.study.plan import StudyPlan
 from magicdec.study.progress import StudyProgress, say
@@ -33,7 +34,7 @@ class Sweep:
     def __init__(self, plan: StudyPlan, launch: Launch, progress: StudyProgress) -> None:
         self.plan, self.launch = plan, launch
         self.progress, self.is_leader = progress, launch.rank == 0
-        self.sessions: dict[object, RankSession] = {}
+        self.sessions = Sessions()
         self.resident: Resident | None = None
         self.records: list[RunRecord] = []
 
@@ -46,23 +47,12 @@ class Sweep:
             if cell.prepared is None:
                 record = self.failed(cell, cell.refusal)
             else:
-                record = self.run_cell(cell, self.session(cell))
+                record = self.run_cell(cell, self.sessions.begin(cell.prepared))
             if self.is_leader:
                 self.append(cell, record)
                 self.progress.end(record)
             self.records.append(record)
         close_groups()
-
-    def session(self, cell: Cell) -> RankSession:
-        """The session of the cell's ranks, opened at its first use."""
-        assert cell.prepared is not None
-        parallel, draft = cell.resolved.config.parallel, cell.resolved.config.draft
-        key = repr((parallel, None if draft is None else draft.rank_group))
-        if key not in self.sessions:
-            self.sessions[key] = session_of(cell.prepared)
-            self.sessions[key].open()
-        self.sessions[key].begin()
-        return self.sessions[key]
 
     def run_cell(self, cell: Cell, session: RankSession) -> RunRecord:
         """The record of a cell. With one rank, a failure is a record and nothing of it stays; with
@@ -114,6 +104,7 @@ def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:
         return 1
     bad = [record for record in sweep.records if not record.passed]
     if is_leader:
+        warn_of_load([record.environment for record in sweep.records], "runs")
         num_left = len(plan.todo) - len(sweep.records)
         end = f"; {num_left} left, which the same command runs" if num_left else ""
         failed = f", {len(bad)} of the last {len(sweep.records)} without success" if bad else ""

@@ -6,7 +6,7 @@ import hashlib
 import random
 import struct
 from array import array
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 
@@ -46,6 +46,17 @@ class Workload:
     seed: int
     sha256: str
     answers: tuple[Answer, ...] | None = None
+
+    def first(self, num_prompts: int) -> Workload:
+        """The first prompts alone, which are those that a run of so many draws."""
+        prompts = self.prompts[:num_prompts]
+        return replace(
+            self,
+            prompts=prompts,
+            sources=None if self.sources is None else self.sources[:num_prompts],
+            answers=None if self.answers is None else self.answers[:num_prompts],
+            sha256=_hash_prompts(prompts),
+        )
 
 
 def build_workload(

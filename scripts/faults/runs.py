@@ -5,6 +5,7 @@ from __future__ import annotations
 from faults.fault import Fault, Property
 
 RUN, STEPS = "test_measurement.py::", "test_step_times.py::"
+TOGETHER = "test_together.py::"
 
 PROPERTIES = (
     Property(
@@ -111,7 +112,7 @@ PROPERTIES = (
                   "(self.draft_length.calibration_s or 0.0) - calibrated_s",
                   "self.draft_length.calibration_s or 0.0"),
             Fault("no calibration in the batches", "run/run.py",
-                  "                self.draft_length.forget_times()\n", ""),
+                  "        self.draft_length.forget_times()\n", ""),
         ),
     ),
     Property(
@@ -139,10 +140,49 @@ PROPERTIES = (
             Fault("the baseline always first", "run/run.py",
                   "self.passes if batch % 2 == 0 else reversed(self.passes)", "self.passes"),
             Fault("the baseline not warmed up", "run/run.py",
-                  "for name in self.passes * rounds:", "for name in self.passes[1:] * rounds:"),
+                  "for name in names * rounds:", "for name in names[1:] * rounds:"),
             Fault("phases of the warm-up timed", "run/run.py",
                   "self.decode_unmeasured(name, snapshots, PhaseTimer(self.device, enabled=False))",
-                  "self.decode_unmeasured(name, snapshots, self.timers[name])"),
+                  "self.decode_unmeasured(name, snapshots, PhaseTimer(self.device))"),
+        ),
+    ),
+    Property(
+        "Cores are taken where others compute and the run waits.",
+        "test_other_load.py::test_cores_are_taken_where_others_compute_and_the_run_waits",
+        (
+            Fault("what a run waits for itself taken by others", "hardware/other_load.py",
+                  "min(others, waited) +", "waited +"),
+            Fault("cores that a run does not want taken", "hardware/other_load.py",
+                  "min(others, waited) +", "others +"),
+            Fault("stolen time not taken", "hardware/other_load.py",
+                  "taken = min(others, waited) + of_stolen", "taken = min(others, waited)"),
+            Fault("children that have ended counted as others", "hardware/other_load.py",
+                  "after_name[11:15]", "after_name[11:13]"),
+            Fault("the other ranks of a host counted as others", "hardware/other_load.py",
+                  "        left += children[pid]\n", ""),
+        ),
+    ),
+    Property(
+        "Drafts that are measured together have one baseline, beside them in each batch.",
+        f"{TOGETHER}test_all_drafts_have_one_prefill_and_one_baseline",
+        (
+            Fault("all drafts always after the baseline", "run/together.py",
+                  "order if batch % 2 == 0 else reversed(order)", "order"),
+            Fault("a low-bit copy with a prefill of its own", "run/resident.py",
+                  "        model.target_dtype,\n",
+                  "        (model.target_dtype, config.low_bit),\n"),
+        ),
+    ),
+    Property(
+        "Of passes that ended early, the batches count that have a baseline.",
+        f"{TOGETHER}test_what_is_done_is_kept_when_it_ends_early",
+        (
+            Fault("a batch without its baseline counted", "run/together.py",
+                  "min(len(self.lead.measured[BASELINE]), "
+                  "len(each.run.measured[each.strategy]))",
+                  "len(each.run.measured[each.strategy])"),
+            Fault("the prompts of all batches in the record", "run/together.py",
+                  "run.prepared.first_batches(num_batches)", "run.prepared"),
         ),
     ),
 )  # fmt: skip

@@ -26,6 +26,7 @@ import torch.distributed as dist
 
 from magicdec.cli.serve import pipeline
 from magicdec.distributed import shared_memory
+from magicdec.distributed.channels.carriers import PacketCarrier
 from magicdec.distributed.ranks import end_with_launcher
 from magicdec.hardware.threads import ThreadCount
 from magicdec.pipeline.head import Wires
@@ -73,6 +74,10 @@ def note(rank: int, line: dict[str, Any], wires: Wires) -> None:
 
 
 def held(wires: Wires) -> dict[str, int]:
+    # Gloo cannot say that a send is over, so that an edge keeps up to 192 until it needs their
+    # places: one that carries a message a pass would grow for as many passes.
+    for carrier in [each for each in gc.get_objects() if isinstance(each, PacketCarrier)]:
+        carrier.close()
     gc.collect()
     ctypes.CDLL(None).malloc_trim(0)
     readings = []

@@ -2,9 +2,14 @@
 
 import dataclasses
 import json
+import os
 import re
 import shlex
+import signal
+from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,20 +17,23 @@ from conftest import ROOT, Command
 
 from magicdec.attention import native
 from magicdec.cli.drivers import RUN
+from magicdec.cli.front import advice, config_of, doctor
 from magicdec.cli.front import advise as module
-from magicdec.cli.front import config_of, doctor
-from magicdec.cli.front.advise import AdviceSection, Measured, describe_advice
+from magicdec.cli.front.advice import Measured, describe_advice
+from magicdec.cli.front.advise import AdviceSection, StopRequests
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
-from magicdec.distributed.ranks import Ended
+from magicdec.distributed.groups import Launch
 from magicdec.hardware.ceiling_file import Link, MachineFile, load_machine
-from magicdec.names import KV_POLICIES
+from magicdec.names import DTYPES, KV_POLICIES
 from magicdec.records.intervals import ratio_interval
 from magicdec.records.reading import load_records
+from magicdec.run.run import Run
+from magicdec.study.drafts import Rates
 
 
 def read(*words: str) -> AdviceSection:
-    return module.main.build_parser().read(words)[AdviceSection]
+    return module.build_parser().read(words)[AdviceSection]
 
 
 PLACE = "B 4 and 2048 tokens of context"
@@ -33,9 +41,12 @@ BASELINES = Path(ROOT, "results", "baselines", "acceptance.jsonl")
 
 
 def machine_file(link: Link | None = None, **description: object) -> MachineFile:
-    rates, overhead = {"float32": 1e11}, {"float32": 1e-5}
-    kv_rates, of_tokens = {"float32": 1e10}, {"float32": 0.0}
-    return MachineFile(description, 1e10, rates, overhead, kv_rates, link, None, rates, of_tokens)
+    def of_all(value: float) -> dict[str, float]:
+        return dict.fromkeys(DTYPES, value)
+
+    rates, none = of_all(1e11), of_all(0.0)
+    overhead, kv_rates = of_all(1e-5), of_all(1e10)
+    return MachineFile(description, 1e10, rates, overhead, kv_rates, link, None, rates, none)
 
 
 @pytest.mark.parametrize(
@@ -87,11 +98,11 @@ def test_advice_follows_from_records_and_the_plan(tmp_path: Path) -> None:
             f"--draft self --kv_policy {p} --budget {b}": r
             for (p, b), r in runs.items() if p in policies
         }  # fmt: skip
-        plan = module.make_plan(args, records, BASELINES)
-        sentence, blank, line = module.find_advice(args, records, plan).split("\n")
+        plan = advice.make_plan(args, records, BASELINES)
+        sentence, blank, line = advice.find_advice(args, records, plan).split("\n")
         assert sentence.endswith(".") and blank == ""
-        best = max(records.values(), key=module.least_speedup)
-        return module.net_speedup(best), sentence, line
+        best = max(records.values(), key=advice.least_speedup)
+        return advice.net_speedup(best), sentence, line
 
     for policy in ("streaming_llm", "snapkv"):
         speedup, sentence, line = advice_of({policy})
@@ -101,7 +112,7 @@ def test_advice_follows_from_records_and_the_plan(tmp_path: Path) -> None:
         assert re.search(f"; the plan expects self-speculation to {expected}; ", sentence)
         config = RUN.read(command_words(line))
         assert (config.kv.policy, config.workload.prefix_len) == (policy, 4096)
-    best = max(runs.values(), key=module.least_speedup)
+    best = max(runs.values(), key=advice.least_speedup)
     _, sentence, line = advice_of({policy for policy, _ in runs})
     config = RUN.read(command_words(line))
     assert (config.kv.policy, config.kv.budget) == tuple(
@@ -117,19 +128,19 @@ def command_words(line: str) -> list[str]:
 
 
 def test_where_drafts_do_not_pay_the_command_has_none(tmp_path: Path) -> None:
-    slow = min(load_records(BASELINES), key=module.net_speedup)
+    slow = min(load_records(BASELINES), key=advice.net_speedup)
     args = read("--model", str(tmp_path / "a model"), "--nproc", "2", "--dataset", "a b.txt")
-    text = module.find_advice(args, {"--draft model:demo-draft --gamma 4": slow}, None)
+    text = advice.find_advice(args, {"--draft model:demo-draft --gamma 4": slow}, None)
     config = RUN.read(command_words(text.splitlines()[-1]))
     assert text.startswith("Speculation does not pay here") and config.decoding.drafter is None
     assert config.model.model == str(tmp_path / "a model") and config.parallel.nproc == 2
     assert config.workload.dataset == "a b.txt"
 
 
-def test_every_source_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_source_is_tried() -> None:
     """Budgets belong to what drafts with a part of a cache; a policy that cannot is left out."""
-    configs = [RUN.read(words[1:]) for words in module.make_commands(read()).values()]
-    found = [(c.decoding.drafter, c.kv.policy, c.kv.budget) for c in configs]
+    configs, notes = module.make_configs(read())
+    found = [(c.decoding.drafter, c.kv.policy, c.kv.budget) for c in configs.values()]
     policies = [name for name in KV_POLICIES if name not in ("full", "streaming_llm")]
     assert found == [
         ("self", "streaming_llm", 65), ("self", "streaming_llm", 257),
@@ -137,14 +148,14 @@ def test_every_source_is_tried(capsys: pytest.CaptureFixture[str]) -> None:
         ("ngram", "streaming_llm", 257),
         *(("ngram+self", "streaming_llm", budget) for budget in (65, 257)),
     ]  # fmt: skip
-    assert capsys.readouterr().out == ""
-    commands = module.make_commands(read("--budget", "20", "--draft", "ngram", "self"))
-    assert list(commands)[:2] == ["--draft ngram", "--draft self --budget 20 --gamma 4"]
-    left_out = capsys.readouterr().out
-    assert "left out   --draft self --kv_policy snapkv --budget 20: --budget 20" in left_out
+    assert notes == []
+    configs, notes = module.make_configs(read("--budget", "20", "--draft", "ngram", "self"))
+    assert list(configs)[:2] == ["--draft ngram", "--draft self --budget 20 --gamma 4"]
+    said = "left out   --draft self --kv_policy snapkv --budget 20: --budget 20"
+    assert any(note.startswith(said) for note in notes)
     for draft, message in (("none", "--draft none: every draft"), ("x", "--draft x is not known")):
         with pytest.raises(ValueError, match=message):
-            module.make_commands(read("--draft", draft))
+            module.make_configs(read("--draft", draft))
 
 
 def test_a_new_source_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -159,62 +170,190 @@ def test_a_new_source_is_one_entry(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sources == [[*mixed, "--budget", "65"]]
 
 
+@pytest.fixture
+def unmeasured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module.Advice, "give", lambda *given: pytest.fail("it was measured"))
+
+
+@pytest.mark.usefixtures("unmeasured")
 def test_bad_input_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
 ) -> None:
     """Before anything is measured."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(module, "run_command", lambda words: pytest.fail("a command was started"))
+    monkeypatch.setattr(module, "run_on_ranks", lambda *given: pytest.fail("ranks were started"))
     for name in ("machine.json", "machine-nproc2.json"):
         machine_file(world_size=1).save(tmp_path / name)
+    machine_file(cores_taken=0.5).save(tmp_path / "busy.json")
     for words, message in (
         ("--bugdet 65", "unknown argument --bugdet; did you mean --budget?"),
         ("--nproc 0", "--nproc 0 is too small; it must be at least 1"),
         ("--nproc 2", "make it again: magicdec probe --nproc 2 --out machine-nproc2.json"),
+        ("--machine busy.json", "busy host: another load took 50% of the cores meanwhile"),
+        ("--time 5", "--time 5 is no time of at least 30s; give one such as 90s or 5m"),
+        ("--time soon", "--time soon is no time of at least 30s"),
+        ("--time nan", "--time nan is no time of at least 30s"),
     ):
         code, _, err = command("advise", *words.split())
-        assert code == 2 and message in err and err.count("\n") == 1
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "advise starts the ranks itself; give --nproc" in command("advise").err
+        assert code == 2 and message in err and err.count("\n") == 1, err
 
 
-def test_several_ranks_are_probed_run_and_planned(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+def test_times_have_units() -> None:
+    assert [module.parse_time(text) for text in ("90", "90s", "1.5m", "2h")] == [90, 90, 90, 7200]
+
+
+def test_several_ranks_have_a_machine_file_of_their_own(tmp_path: Path) -> None:
+    """That of another number of ranks is kept, and the one beside it is probed once."""
+    path, beside = tmp_path / "machine.json", tmp_path / "machine-nproc2.json"
+    machine_file(world_size=1).save(path)
+    args = read("--machine", str(path), "--nproc", "2")
+    found, (note,) = module.find_machine(args)
+    assert found == beside and f"{path} was probed with --nproc 1; {beside} is for 2" in note
+    machine_file(Link(1e-5, 1e10), world_size=2).save(beside)
+    found, (_, note) = module.find_machine(args)
+    assert found == beside and note == f"machine    {beside}, probed before"
+    machine_file(world_size=2, cores_taken=0.3).save(beside)
+    with pytest.raises(ValueError, match="busy host"):
+        module.find_machine(args)
+    found, _ = module.find_machine(replace(args, allow_busy_machine=True))
+    assert found == beside
+    assert load_machine(path).description["world_size"] == 1
+
+
+NUM_SMALL = 6  # self with three policies, for which 40 are enough, two kinds of weights, and ngram
+
+
+@pytest.fixture
+def small(tmp_path: Path, tiny_checkpoint: Path, text_file: Path) -> list[str]:
+    """The flags of advice about a tiny model, which takes a second. No machine file is there."""
+    words = ["--model", str(tiny_checkpoint), "--dataset", str(text_file), "--budget", "40"]
+    words += ["--draft", "self", "ngram", "--prefix_len", "90", "--gen_len", "8"]
+    words += ["--num_batches", "2", "--out", str(tmp_path / "r.jsonl")]
+    return [*words, "--machine", str(tmp_path / "machine.json")]
+
+
+@pytest.fixture
+def probe(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
+    """Answers a probe with a machine file of such a description; counts the probes."""
+    probed: list[str] = []
+
+    def answer(**description: object) -> list[str]:
+        def measured(*given: object) -> MachineFile:
+            probed.append("")
+            return machine_file(**description)
+
+        monkeypatch.setattr(module.Advice, "probe", measured)
+        return probed
+
+    return answer
+
+
+def test_advice_is_one_run_of_all_drafts(
+    small: list[str], probe: Callable[..., list[str]], tmp_path: Path, command: Command
 ) -> None:
-    """Every command that advise starts has the ranks, and the plan shares the model over them. A
-    machine file of another number of ranks is kept, and the one beside it is probed once."""
-    started: list[list[str]] = []
-    record = next(
-        r for r in load_records(BASELINES)
-        if r.config["decoding"]["drafter"] == "self"
-        and r.config["decoding"]["num_draft_tokens"] == 4
-        and r.config["kv"]["policy"] == "streaming_llm"
-    )  # fmt: skip
+    """The machine is probed once, and its file is used from then on."""
+    probed = probe(world_size=1)
+    for number in (1, 2):
+        code, out, err = command("advise", *small)
+        assert code == 0, err
+        records = load_records(tmp_path / "r.jsonl")[-NUM_SMALL:]
+        assert len(load_records(tmp_path / "r.jsonl")) == number * NUM_SMALL
+        assert len({json.dumps(r.to_json()) for r in records}) == NUM_SMALL
+        assert len({str(r.samples["autoregressive"]) for r in records if r.samples}) == 1
+        assert out.count("\nrun        ") == NUM_SMALL and "Speculation" in out
+        RUN.read(command_words(out.splitlines()[-1])).check(1)
+    assert len(probed) == 1 and load_machine(tmp_path / "machine.json").description
 
-    def run_command(words: list[object]) -> Ended:
-        started.append([str(word) for word in words])
-        if words[0] == "probe":
-            machine_file(Link(1e-5, 1e10), world_size=2).save(Path(str(words[-1])))
-            return Ended(0, "warning: the host is busy\n")
-        Path(str(words[-1])).write_text(record.to_json() + "\n")
-        return Ended(0, "record appended\n")
 
-    monkeypatch.setattr(module, "run_command", run_command)
-    monkeypatch.setattr(module, "SOURCES", (["--draft", "self"],))
-    out, budget = tmp_path / "advice.jsonl", record.config["kv"]["budget"]
-    words = ["--draft", "self", "--budget", str(budget), "--out", str(out)]
-    words += ["--nproc", "2", "--machine", str(tmp_path / "machine.json")]
+def test_a_machine_that_is_busy_gives_no_prediction(
+    small: list[str], probe: Callable[..., list[str]], tmp_path: Path, command: Command
+) -> None:
+    """Its file is not written, and the runs are reported."""
+    probe(world_size=1, cores_taken=0.5)
+    few = [*small, "--num_batches", "1"]
+    code, out, _ = command("advise", *few)
+    assert code == 0 and "the plan expects" not in out and "Speculation" in out
+    said = "left out   the prediction for other contexts: another load took 50% of the cores"
+    assert said in out and not (tmp_path / "machine.json").exists()
+    code, out, _ = command("advise", *few, "--allow_busy_machine")
+    assert code == 0 and said not in out and (tmp_path / "machine.json").exists()
+
+
+def test_with_little_time_the_answer_has_no_prediction(
+    small: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Lengths that were given stay; what was not is cut down and said."""
+    monkeypatch.setattr(Rates, "seconds", lambda self, w, num_drafts: 1e6)
+    words = [word for word in small if word not in ("--gen_len", "8")]
+    code, out, err = command("advise", *words, "--time", "170s")
+    assert code == 0, err
+    assert "left out   the prediction for other contexts: a probe needs --time 180s" in out
+    assert "left out   --gen_len 64, for which there is no time; 16 instead" in out
+    assert "--prefix_len 90" in out and "--prefix_len 90, for" not in out
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_the_passes_and_not_the_report(
+    small: list[str],
+    number: signal.Signals,
+    command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """It comes with the second pass of the second batch."""
     machine_file(world_size=1).save(tmp_path / "machine.json")
-    code, out_text, err = command("advise", *words)
-    assert code == 0 and [words[0] for words in started] == ["run", "probe"]
-    assert all(words[words.index("--nproc") + 1] == "2" for words in started)
-    assert len(load_records(out)) == 1
-    assert RUN.read(command_words(out_text.splitlines()[-1])).parallel.nproc == 2
-    assert "the plan expects self-speculation" in out_text
-    assert err == "warning: the host is busy\n"
-    assert started[1][-1] == str(tmp_path / "machine-nproc2.json")
-    assert load_machine(tmp_path / "machine.json").description["world_size"] == 1
-    assert command("advise", *words).code == 0 and [words[0] for words in started[2:]] == ["run"]
+    count, original = [0], Run.measure_pass
+
+    def measure_pass(self: Run, *given: Any) -> None:
+        count[0] += 1
+        if count[0] == NUM_SMALL + 3:
+            os.kill(os.getpid(), number)
+        original(self, *given)
+
+    monkeypatch.setattr(Run, "measure_pass", measure_pass)
+    handlers = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    code, out, err = command("advise", *small)
+    assert code == 128 + number
+    assert out.count("\nrun        ") == NUM_SMALL and "Speculation" in out
+    assert "left out   1 of 2 batches" in out and "magicdec run" in out.splitlines()[-1]
+    assert f"interrupted; {NUM_SMALL} records are in {tmp_path / 'r.jsonl'}" in err
+    assert len(load_records(tmp_path / "r.jsonl")) == NUM_SMALL
+    assert handlers == (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM))
+
+
+def test_a_signal_before_the_first_pass_is_said(
+    small: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        module.Advice, "find_rates", lambda *given: os.kill(os.getpid(), signal.SIGTERM)
+    )
+    code, _, err = command("advise", *small)
+    assert (code, err) == (143, "interrupted; nothing was measured yet\n")
+
+
+def test_ranks_end_after_the_pass_unless_they_are_asked_again() -> None:
+    with StopRequests(Launch(0, 2, 0, 2)) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.is_there()
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert stop.code == 143
+
+
+def test_a_prediction_stops_at_the_longest_context_of_the_model(tmp_path: Path) -> None:
+    """Where a draft with a fixed budget would pay only beyond it."""
+    machine_file().save(tmp_path / "machine.json")
+    record = next(r for r in load_records(BASELINES) if r.config["kv"]["policy"] == "streaming_llm")
+    args = read("--machine", str(tmp_path / "machine.json"), "--prefix_len", "4096")
+    plan = advice.make_plan(args, {"": record}, BASELINES)
+    assert plan is not None and plan.longest == 20480
+    pays_from = plan.break_even(1)
+    assert pays_from is not None and max(plan.prefix_lens) == 20480 - 64
+    shorter = replace(plan.target.config, max_position_embeddings=pays_from - 1)
+    shorter_plan = replace(plan, target=replace(plan.target, config=shorter))
+    assert shorter_plan.break_even(1) is None
+    said = advice.expectation_of(shorter_plan, args)
+    assert f"not to pay up to {pays_from - 1} tokens, the longest context" in said
 
 
 def test_a_machine_file_of_another_machine_is_told(
@@ -236,15 +375,12 @@ def test_a_machine_file_of_another_machine_is_told(
 
 
 def test_a_run_that_is_refused_ends_the_advice_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: Command
+    small: list[str], probe: Callable[..., list[str]], command: Command
 ) -> None:
-    file = tmp_path / "machine.json"
-    machine_file().save(file)
-    refused = Ended(2, "preparing\nmagicdec run: --prefix_len 9 is too long\n")
-    monkeypatch.setattr(module, "run_command", lambda words: refused)
-    words = ["--machine", str(file), "--out", str(tmp_path / "advice.jsonl")]
-    code, _, err = command("advise", *words)
-    assert (code, err) == (2, "magicdec advise: --prefix_len 9 is too long\n")
+    probe()
+    code, _, err = command("advise", *small, "--prefix_len", "5000")
+    assert code == 2 and err.startswith("magicdec advise: --prefix_len 5000")
+    assert err.count("\n") == 1
 
 
 def test_a_record_becomes_the_flags_of_its_run(tmp_path: Path) -> None:
@@ -317,7 +453,7 @@ def test_the_doctor_looks_at_this_machine(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_drafts_are_ranked_by_what_their_intervals_leave_sure() -> None:
     """A disturbed run has a high speedup and a wide interval; the steady one is advised."""
-    steady = next(r for r in load_records(BASELINES) if r.metrics and module.net_speedup(r) > 0)
+    steady = next(r for r in load_records(BASELINES) if r.metrics and advice.net_speedup(r) > 0)
     metrics = steady.metrics
     assert metrics is not None
     records = {
@@ -329,13 +465,13 @@ def test_drafts_are_ranked_by_what_their_intervals_leave_sure() -> None:
         )
         for budget, speedup, interval in ((65, 3.5, [0.3, 16.0]), (257, 1.5, [1.4, 1.6]))
     }
-    assert "`--draft self --budget 257`" in module.find_advice(read(), records, None)
+    assert "`--draft self --budget 257`" in advice.find_advice(read(), records, None)
 
 
 def test_the_best_of_many_drafts_without_a_gain_is_not_sure() -> None:
     """Ten drafts are as fast as decoding without them. At 95 % each, the best one would be sure to
     pay in about 22 of 100 cases."""
-    record = next(r for r in load_records(BASELINES) if r.metrics and module.net_speedup(r) > 0)
+    record = next(r for r in load_records(BASELINES) if r.metrics and advice.net_speedup(r) > 0)
     assert record.metrics is not None
     chance, num_sure, num_cases = np.random.default_rng(0), 0, 400
     for _ in range(num_cases):
@@ -347,5 +483,5 @@ def test_the_best_of_many_drafts_without_a_gain_is_not_sure() -> None:
                 net_speedup_interval=ratio_interval(ratios),
             )  # fmt: skip
             records[f"--draft ngram --gamma {draft}"] = dataclasses.replace(record, metrics=metrics)
-        num_sure += module.find_advice(read(), records, None).startswith("Speculation pays here")
+        num_sure += advice.find_advice(read(), records, None).startswith("Speculation pays here")
     assert num_sure < 0.05 * num_cases

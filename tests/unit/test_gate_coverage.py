@@ -5,18 +5,24 @@ in the test of cases that cannot run."""
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
+import time
 import xml.etree.ElementTree as ElementTree
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import Command
+from conftest import ROOT, Command
 from synthetic_records import drawn, with_fields
 
 from magicdec.cli import gate as gate_command
 from magicdec.config.run_config import RunConfig
+from magicdec.distributed.watching.processes import is_alive
 from magicdec.gate.cases import config_of, quick
 from magicdec.gate.measuring import NO_RESULT, Result, run_cases
 from magicdec.records.comparison.conditions import describe, method_of
@@ -184,3 +190,77 @@ def test_a_case_of_no_config_is_refused_with_its_name(
     code, _, err = command("gate", "--baseline", path)
     assert code == 2 and err.count("\n") == 1
     assert section in err if section == "model" else NAMES[1] in err
+
+
+def wait_for(is_there: Callable[[], Any], seconds: float = 60.0) -> Any:
+    until = time.monotonic() + seconds
+    while not (found := is_there()):
+        assert time.monotonic() < until
+        time.sleep(0.02)
+    return found
+
+
+GATE = """
+import sys, time
+from multiprocessing import current_process
+from pathlib import Path
+from magicdec.gate import measuring
+
+def run_cases(cases):
+    Path(sys.argv[1], str(current_process().pid)).touch()
+    yield cases[0][0], "done"
+    time.sleep(600)
+
+if __name__ == "__main__":
+    for n, result in enumerate(measuring.measure([None] * 5, 2, lambda result: None)):
+        print(n, result)
+else:
+    measuring.run_cases = run_cases
+"""
+
+
+@pytest.fixture
+def sleeping_gate(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+    """A gate whose two processes sleep after their first case, and their numbers."""
+    script, folder = tmp_path / "gate.py", tmp_path / "pids"
+    script.write_text(GATE)
+    folder.mkdir()
+    words = [sys.executable, script, folder]
+    paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+    with subprocess.Popen(
+        words, text=True, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths}
+    ) as gate:
+        pids = [int(path.name) for path in wait_for(lambda: two(list(folder.iterdir())))]
+        try:
+            yield gate, pids
+        finally:
+            gate.kill()
+            for pid in filter(is_alive, pids):
+                os.kill(pid, signal.SIGKILL)
+
+
+def two(found: list[Path]) -> list[Path]:
+    return found if len(found) == 2 else []
+
+
+def test_a_gate_whose_process_is_killed_ends_and_names_it(
+    sleeping_gate: tuple[subprocess.Popen[str], list[int]],
+) -> None:
+    gate, pids = sleeping_gate
+    os.kill(pids[0], signal.SIGKILL)
+    out, _ = gate.communicate(timeout=60)
+    results = [line.split(" ", 1)[1] for line in out.splitlines()]
+    assert len(results) == 5 and gate.returncode == 0
+    lost = f"process {pids[0]} of the gate was ended by SIGKILL"
+    assert results.count("done") + results.count(lost) == 5 and results.count(lost) >= 3
+    assert not any(map(is_alive, pids))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_gate_leaves_no_process(
+    number: signal.Signals, sleeping_gate: tuple[subprocess.Popen[str], list[int]]
+) -> None:
+    gate, pids = sleeping_gate
+    gate.send_signal(number)
+    gate.wait(60)
+    wait_for(lambda: not any(map(is_alive, pids)))

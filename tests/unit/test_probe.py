@@ -1,7 +1,7 @@
 """`magicdec probe` and its machine file: measurements of one rank, the file, and its errors."""
 
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -97,9 +97,15 @@ def test_a_spread_leaves_out_what_warms_up() -> None:
     assert spreads == {"a": 0.5, "b": 0.0}
 
 
-def test_a_busy_host_is_told(capsys: pytest.CaptureFixture[str]) -> None:
-    command.warn_of_load(0.4, 2)
-    assert capsys.readouterr().err == ""
-    command.warn_of_load(1.7, 2)
-    err = capsys.readouterr().err
-    assert "busy (load average 1.7 on 2 cores)" in err and err.count("\n") == 1
+def test_a_busy_host_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And the file says so."""
+    monkeypatch.chdir(tmp_path)
+    for taken, said in ((0.05, ""), (0.4, "warning: another load took 40% of the cores meanwhile")):
+        found = replace(MACHINE, description=MACHINE.description | {"cores_taken": taken})
+        monkeypatch.setattr(probe, "measure", lambda *arguments, found=found: found)
+        command.run([], Launch())
+        err = capsys.readouterr().err
+        assert said in err and err.count("\n") == bool(said)
+        assert load_machine(Path("machine.json")).description["cores_taken"] == taken

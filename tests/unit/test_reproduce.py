@@ -4,6 +4,8 @@ predictions are those of the plan."""
 import csv
 import itertools
 import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -13,9 +15,11 @@ import pytest
 from conftest import ROOT, Command
 from synthetic_records import parse_record
 from test_compare import make
+from test_gate_coverage import wait_for
 
 from magicdec.cli.front import reproduce
 from magicdec.distributed.ranks import Ended
+from magicdec.distributed.watching.processes import is_alive
 from magicdec.records.reading import load_records
 from magicdec.reproduce import published_table
 from magicdec.reproduce.published_table import (
@@ -30,6 +34,7 @@ from magicdec.reproduce.published_table import (
 
 PAPER = published_table.PACKAGED
 NAME = "magicdec_speedups_h100"
+WITH_ROOT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def published(name: str) -> list[Row]:
@@ -219,3 +224,26 @@ def test_the_tables_are_listed(tables: Path, command: Command) -> None:
     code, shown, _ = command("reproduce", "--tables", tables)
     assert code == 0 and all(f"{name}: " in shown for name in TABLES)
     assert max(map(len, shown.splitlines())) <= 80
+
+
+STARTER = """
+from magicdec.distributed.ranks import run_command
+run_command(["run", "--B", 1, "--num_batches", 1, "--gen_len", 16000, "--out", "/dev/null"])
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_command_that_is_run_does_not_outlive_who_runs_it(
+    number: signal.Signals, tmp_path: Path
+) -> None:
+    """It would take minutes."""
+    with subprocess.Popen([sys.executable, "-c", STARTER], cwd=tmp_path, env=WITH_ROOT) as starter:
+        path = Path(f"/proc/{starter.pid}/task/{starter.pid}/children")
+        child = int(wait_for(path.read_text).split()[0])
+        starter.send_signal(number)
+        starter.wait()
+        try:
+            wait_for(lambda: not is_alive(child))
+        finally:
+            if is_alive(child):
+                os.kill(child, signal.SIGKILL)

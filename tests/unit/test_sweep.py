@@ -247,12 +247,12 @@ def test_the_time_that_is_left_is_that_of_runs_like_those_before(
     clock = [0.0]
     monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
     shown = StudyProgress(Silent(), plan)
-    assert shown.left == ""
+    assert str(shown.left) == ""
     for number, cell in enumerate(plan.order[:3]):
         shown.begin(number, cell)
         clock[0] += 10
         shown.end(record)
-    assert shown.left == ", about 20 s left"
+    assert str(shown.left) == ", about 20 s left"
 
 
 GRID = """

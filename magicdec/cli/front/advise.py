@@ -5,24 +5,34 @@ command to run.
     magicdec advise --model checkpoints/Llama-3.2-1B --dataset books.jsonl
     magicdec advise --model checkpoints/Llama-3.2-1B --dataset books.jsonl --nproc 2
 
-`magicdec probe` and `magicdec run` measure, each in a process of its own, so that advice for
-several ranks is the same code. The prediction is that of `magicdec plan`.
+All drafts are measured in one process, or on the ranks of `--nproc`, with one prefill and one
+baseline (`study/drafts.py`), and the machine as `magicdec probe` does. The prediction is that of
+`magicdec plan`. What is done when the user, or the time of `--time`, ends it is kept and reported.
 """
 
 from __future__ import annotations
 
+import math
+import os
 import shlex
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+from types import FrameType, TracebackType
 from typing import TYPE_CHECKING
 
 from magicdec.cli.drivers import RUN
-from magicdec.cli.flags import LoneCommand
-from magicdec.cli.parsing.parser import Values
+from magicdec.cli.flags import run_on_ranks, run_ranks
+from magicdec.cli.front.advice import find_advice, make_plan, net_speedup
+from magicdec.cli.parsing.parser import Parser
+from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.cli.plan import PlanSection
+from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
     NGRAM,
@@ -35,23 +45,23 @@ from magicdec.config.sections import (
     ParallelSection,
     WorkloadSection,
 )
-from magicdec.config.setting import same
-from magicdec.console import spinner
-from magicdec.distributed.ranks import INTERRUPTED, is_launched, run_command
-from magicdec.hardware.ceiling_file import load_machine
+from magicdec.config.setting import same, setting
+from magicdec.console import make_progress
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.ranks import find_world_size, has_lost_launcher
+from magicdec.distributed.watching.watch import stop_watching, watch_ranks
+from magicdec.hardware.ceiling_file import MachineFile, load_machine, load_quiet_machine
+from magicdec.hardware.other_load import warn_of_load
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES, LOW_BIT, NGRAM_AND
 from magicdec.pipelined_speculation.options import Options
-from magicdec.records.intervals import LEVEL, ratio_interval
-from magicdec.records.reading import load_records
-from magicdec.records.record import RunRecord
+from magicdec.records.record import RunRecord, append_records
 from magicdec.records.table import method
-from magicdec.records.writing import append_file, check_writable
+from magicdec.records.writing import check_writable
 
 if TYPE_CHECKING:
-    from magicdec.cost_model.plan import Plan
+    from magicdec.study.drafts import Found, Rates
 
-CLOSE = 0.15  # a plan within this share of the measurement is said to agree with it
 # The ways to draft that are tried if `--draft` names their draft. What drafts for itself is tried
 # with every `--budget`, or with the largest if it has flags of its own.
 SOURCES = (
@@ -67,53 +77,23 @@ SOURCES = (
 )
 
 
-@dataclass(frozen=True)
-class Measured:
-    """A short run with a draft: the flags that name it, and its net speedup over decoding without
-    one. `interval` is its interval, which holds with 95 % for all `num_drafts` that were tried, of
-    which this is the best; None if the run had too few batches. `predicted` is the plan's net
-    speedup at the same place, None where it has none."""
-
-    draft: str
-    speedup: float
-    interval: Sequence[float] | None = None
-    predicted: float | None = None
-    num_drafts: int = 1
+LEAST_S = 30.0  # of --time: loading, a trial and a few passes
+PROBED_S = 180.0  # of --time, from which there is time to probe
+UNITS = {"s": 1, "m": 60, "h": 3600}
 
 
-def describe_advice(best: Measured, place: str, expectation: str) -> str:
-    """Whether speculation pays, with which draft, what the plan expects of other contexts, and how
-    sure that is. `place` says where it was measured, such as `B 4 and 2048 tokens of context`."""
-    verdict, draft = "pays here", f"`{best.draft}`"
-    if best.speedup <= 1:
-        verdict, draft = "does not pay here", f"the best draft, {draft},"
-    between = ""
-    if best.interval is not None:
-        of_all = f" for all {best.num_drafts} drafts together" if best.num_drafts > 1 else ""
-        low, high = best.interval
-        between = f" (95 % interval{of_all}: {low:.2f} to {high:.2f})"
-        if best.interval[0] <= 1 <= best.interval[1]:
-            verdict = "may or may not pay here"
-    return (
-        f"Speculation {verdict}: at {place}, {draft} was {best.speedup:.2f} times as fast as "
-        f"decoding without drafts{between}; {expectation}{_how_sure(best)}."
-    )
-
-
-def _how_sure(best: Measured) -> str:
-    if best.interval is None:
-        return "unsure, because so few batches have no interval: give --num_batches 3 or more"
-    if best.interval[0] <= 1 <= best.interval[1]:
-        return "unsure, because the interval includes 1: give more --num_batches"
-    if best.predicted is None:
-        return "sure of this place, which says nothing of other contexts for this draft"
-    expectation = f"because the plan expected {best.predicted:.2f} times here"
-    if abs(best.predicted / best.speedup - 1) <= CLOSE:
-        return f"sure, {expectation} too"
-    return f"sure of this place but not of other contexts, {expectation}"
-
-
-LONGEST = 16  # the plan looks at contexts of up to so many times the measured one
+def parse_time(text: str) -> float:
+    """Seconds of a text such as 90s, 5m or 1h; a number alone is seconds. Raises ValueError."""
+    number, unit = (text[:-1], text[-1:]) if text[-1:] in UNITS else (text, "s")
+    try:
+        seconds = float(number) * UNITS[unit]
+    except ValueError:
+        seconds = math.nan
+    if not LEAST_S <= seconds < math.inf:
+        raise ValueError(
+            f"{text} is no time of at least {LEAST_S:.0f}s; give one such as 90s or 5m"
+        )
+    return seconds
 
 
 @dataclass(frozen=True)
@@ -129,8 +109,16 @@ class AdviceSection:
     prefix_len: int = same(WorkloadSection, "prefix_len", 2048)
     gen_len: int | None = same(WorkloadSection, "gen_len")
     num_batches: int = same(WorkloadSection, "num_batches", 5)
+    time: float | None = setting(
+        None,
+        "The answer comes within this time, such as 90s or 5m: lengths and batches that were not "
+        "given are cut down, then drafts and batches left out, and it is said which.",
+        parse=parse_time,
+        metavar="TIME",
+    )
     nproc: int | None = same(ParallelSection, "nproc")
     machine: Path = same(PlanSection, "machine", Path("machine.json"))
+    allow_busy_machine: bool = same(PlanSection, "allow_busy_machine")
     out: Path = same(OutputSection, "results", Path(OutputSection.results))
 
     @property
@@ -151,32 +139,217 @@ class AdviceSection:
         return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
-def advise(values: Values) -> int:
-    """Run, probe and plan, and say what follows."""
-    if is_launched():
-        raise ValueError("advise starts the ranks itself; give --nproc instead of torchrun")
+def run(words: Sequence[str], launch: Launch) -> int:
+    """Probe, run and plan on all ranks; the first one says what follows."""
+    began_s = time.monotonic()
+    values = build_parser().read(words)
     args = values[AdviceSection]
-    commands = make_commands(args)
-    check_writable("--out", args.out)
-    args = replace(args, machine=find_machine(args))
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "records.jsonl")
+    args = replace(args, nproc=find_world_size(args.nproc, launch))
+    configs, notes = make_configs(args)
+    if launch.rank == 0:
+        check_writable("--out", args.out)
+    machine, note = find_machine(args)
+    configs = {name: with_local_models(config) for name, config in configs.items()}
+    run_on_ranks(args.nproc, words, launch, partial(check_heads, next(iter(configs.values()))))
+    # A check of the model against another implementation has its place here: all that follows is
+    # measured with the model as it was loaded.
+    for line in (*notes, *note) if launch.rank == 0 else ():
+        print(line, flush=True)
+    with StopRequests(launch) as stop:
+        advice = Advice(replace(args, machine=machine), values.given, launch, began_s, stop)
         try:
-            records = {name: measure(words, file) for name, words in commands.items()}
-        finally:
-            append_file("--out", file, args.out)
-        if not args.machine.exists():
-            probe(args)
-        warn_of_other_machine(args, records)
-        print(find_advice(args, records, make_plan(args, records, file)))
-    return 0 if all(record.passed for record in records.values()) else 1
+            return advice.give(configs)
+        except KeyboardInterrupt:
+            stop_watching()
+            if launch.rank == 0:
+                print(f"interrupted; {advice.kept}", file=sys.stderr)
+            return stop.code
 
 
-def make_commands(args: AdviceSection) -> dict[str, list[str]]:
-    """The run of each source, by the flags that name it. Models that are named as on the hub are
-    fetched. Raises ValueError for what cannot run; a policy or weights that cannot are left out
-    with a line."""
-    commands = {}
+main = partial(run_ranks, run)
+
+
+def build_parser() -> Parser:
+    return Parser(
+        "Find out whether speculation pays for a model on this machine: probe it, run several "
+        "drafts on the same prompts, predict longer contexts, and say it in one sentence, with the "
+        "command to run.",
+        {"advice": AdviceSection()},
+    )
+
+
+class StopRequests:
+    """A context manager: SIGINT and SIGTERM ask for the end of the measuring, not of the report.
+    Ranks that wait for each other end after the pass that runs. A second request ends the
+    command."""
+
+    def __init__(self, launch: Launch) -> None:
+        self.has_other_ranks, self.number = launch.world_size > 1, 0
+        self._before: dict[int, object] = {}
+
+    def __enter__(self) -> StopRequests:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            self._before[number] = signal.signal(number, self._stop)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)  # type: ignore[arg-type]
+
+    def _stop(self, number: int, frame: FrameType | None) -> None:
+        is_first = not self.number
+        self.number = self.number or number
+        if has_lost_launcher():  # nobody waits for a report
+            os._exit(self.code)
+        if not (self.has_other_ranks and is_first):
+            raise KeyboardInterrupt
+
+    def is_there(self) -> bool:
+        return self.number != 0
+
+    @property
+    def code(self) -> int:
+        """The exit code of a command that was asked to stop."""
+        return 128 + (self.number or signal.SIGINT)
+
+
+class Advice:
+    """One rank's part. `given` are the settings that the user gave, by name."""
+
+    def __init__(
+        self,
+        args: AdviceSection,
+        given: frozenset[str],
+        launch: Launch,
+        began_s: float,
+        stop: StopRequests,
+    ) -> None:
+        self.args, self.given, self.launch, self.stop = args, given, launch, stop
+        self.is_leader, self.kept = launch.rank == 0, "nothing was measured yet"
+        self.deadline_s = None if args.time is None else began_s + args.time
+
+    def give(self, configs: dict[str, RunConfig]) -> int:
+        """Measure, report and return the exit code."""
+        from magicdec.distributed.start import close_groups
+        from magicdec.study.drafts import Drafts
+        from magicdec.study.progress import PassProgress
+
+        watch_ranks(self.launch)
+        has_rates = self.find_rates(next(iter(configs.values())))
+        progress, is_there = make_progress(self.is_leader), self.stop.is_there
+        pace = PassProgress(progress, self.launch, self.deadline_s, is_there)
+        drafts = Drafts(self.launch, pace)
+        if self.deadline_s is not None:
+            configs = self.cut_down(configs, drafts.trial(next(iter(configs.values()))))
+        found = drafts.measure(configs)
+        if found.is_broken:
+            stop_watching()
+        else:
+            close_groups()
+        if self.is_leader:
+            self.report(found, has_rates)
+        if found.error is not None:
+            raise found.error
+        if self.stop.is_there():
+            return self.stop.code
+        return int(not all(record.passed for record in found.records.values()))
+
+    def find_rates(self, config: RunConfig) -> bool:
+        """Probe the machine unless its file is there. Returns whether there are rates to plan
+        with."""
+        args, prediction = self.args, "the prediction for other contexts"
+        if args.machine.exists():
+            return True
+        if args.time is not None and args.time < PROBED_S:
+            self.leave_out(f"{prediction}: a probe needs --time {PROBED_S:.0f}s, or --machine")
+            return False
+        machine = self.probe(config)
+        if machine.busy and not args.allow_busy_machine:
+            why = f"{machine.busy} when the machine was probed (or give --allow_busy_machine)"
+            self.leave_out(f"{prediction}: {why}")
+        elif self.is_leader:
+            machine.save(args.machine, "--machine")
+        return not machine.busy or args.allow_busy_machine
+
+    def probe(self, config: RunConfig) -> MachineFile:
+        """Measure the rates of the machine, on all ranks."""
+        from magicdec.config.resolve import resolve
+        from magicdec.hardware.environment import probe_machine
+        from magicdec.probe import measure_in
+        from magicdec.setup.session import RankSession
+
+        if self.is_leader:
+            print("machine    probing, about half a minute", flush=True)
+        machine = probe_machine(self.launch)
+        resolved = resolve(RunConfig(parallel=config.parallel), machine)
+        session = RankSession(self.launch, resolved.parallel)
+        session.open()
+        found = measure_in(session, resolved, machine)
+        all_found: list[MachineFile] = session.groups.target.all_gather_object(found)
+        return all_found[0]
+
+    def cut_down(self, configs: dict[str, RunConfig], rates: Rates) -> dict[str, RunConfig]:
+        """The runs with a workload for which there is time."""
+        from magicdec.study.drafts import fitting
+
+        assert self.deadline_s is not None
+        asked = next(iter(configs.values())).workload
+        fixed = frozenset(name.removeprefix("advice.") for name in self.given)
+        seconds = self.deadline_s - time.monotonic()
+        fitted = fitting(asked, fixed, rates, len(configs), seconds)
+        for name in ("prefix_len", "num_batches", "gen_len"):
+            wanted, taken = getattr(asked, name), getattr(fitted, name)
+            if wanted != taken:
+                self.leave_out(f"--{name} {wanted}, for which there is no time; {taken} instead")
+        self.args = replace(
+            self.args, prefix_len=fitted.prefix_len, gen_len=fitted.num_new_tokens,
+            num_batches=fitted.num_batches,
+        )  # fmt: skip
+        return {name: replace(config, workload=fitted) for name, config in configs.items()}
+
+    def leave_out(self, what: str) -> None:
+        if self.is_leader:
+            print(f"left out   {what}", flush=True)
+
+    def report(self, found: Found, has_rates: bool) -> None:
+        """Keep the records, and say what they and the plan say. Raises ValueError if they say
+        nothing."""
+        from magicdec.study.progress import shown
+
+        args, records = self.args, found.records
+        if not records and found.is_interrupted:
+            raise KeyboardInterrupt
+        if not records and found.error is None and args.time is not None:
+            raise ValueError(f"--time {args.time:.0f}s is too short for a pass; give more")
+        append_records("--out", args.out, records.values())
+        self.kept = f"{len(records)} records are in {args.out}"
+        for what in found.left_out:
+            self.leave_out(what)
+        for record in records.values():
+            ending = f", net {net_speedup(record):.2f}x" if net_speedup(record) else ""
+            print(f"{'run':<10} {method(record)}: {shown(record)}{ending}", flush=True)
+        if found.is_interrupted:
+            print(f"interrupted; {self.kept}, and this is what they say:", file=sys.stderr)
+        warn_of_load([record.environment for record in records.values()], "runs")
+        plan = None
+        if has_rates:
+            warn_of_other_machine(args, records)
+            with tempfile.TemporaryDirectory() as folder:
+                file = Path(folder, "records.jsonl")
+                append_records("--out", file, records.values())
+                plan = make_plan(args, records, file)
+        print(find_advice(args, records, plan))
+
+
+def make_configs(args: AdviceSection) -> tuple[dict[str, RunConfig], list[str]]:
+    """The run of each source, by the flags that name it, and a line for each that is left out: a
+    policy or weights that cannot run. Raises ValueError for other runs that cannot."""
+    configs, notes = dict[str, RunConfig](), list[str]()
     for source in find_sources(args):
         # A lookup drafts as many tokens as its evidence supports.
         flags = source + ([] if NGRAM in source[1] else ["--gamma", str(args.gamma)])
@@ -187,11 +360,10 @@ def make_commands(args: AdviceSection) -> dict[str, list[str]]:
         except ValueError as error:
             if not {"--kv_policy", "--draft_weights"} & {*source}:
                 raise
-            print(f"left out   {shlex.join(source)}: {error}")
+            notes.append(f"left out   {shlex.join(source)}: {error}")
             continue
-        with_local_models(config)
-        commands[shlex.join(flags)] = ["run", *words]
-    return commands
+        configs[shlex.join(flags)] = config
+    return configs, notes
 
 
 def find_sources(args: AdviceSection) -> list[list[str]]:
@@ -207,15 +379,18 @@ def find_sources(args: AdviceSection) -> list[list[str]]:
     return sources
 
 
-def find_machine(args: AdviceSection) -> Path:
+def find_machine(args: AdviceSection) -> tuple[Path, list[str]]:
     """The machine file, which is written if it does not exist: that of `--machine`, or one beside
     it if that was probed with another number of ranks, which share the machine differently and
-    whose link it lacks. Raises ValueError for one that cannot be read or written."""
-    path, wanted = args.machine, args.num_ranks
+    whose link it lacks; and what to tell the user. Raises ValueError for one that cannot be read or
+    written, or that was probed on a busy host."""
+    path, wanted, notes = args.machine, args.num_ranks, list[str]()
     ranks = probed_ranks(path, wanted)
     if ranks != wanted:
         path = path.with_stem(f"{path.stem}-nproc{wanted}")
-        print(f"machine    {args.machine} was probed with --nproc {ranks}; {path} is for {wanted}")
+        notes.append(
+            f"machine    {args.machine} was probed with --nproc {ranks}; {path} is for {wanted}"
+        )
         ranks = probed_ranks(path, wanted)
     if ranks != wanted:
         raise ValueError(
@@ -223,10 +398,11 @@ def find_machine(args: AdviceSection) -> Path:
             f"magicdec probe --nproc {wanted} --out {shlex.quote(str(path))}"
         )
     if path.exists():
-        print(f"machine    {path}, probed before")
+        load_quiet_machine(path, args.allow_busy_machine)
+        notes.append(f"machine    {path}, probed before")
     else:
         check_writable("--machine", path)
-    return path
+    return path, notes
 
 
 def probed_ranks(path: Path, default: int) -> int:
@@ -236,7 +412,7 @@ def probed_ranks(path: Path, default: int) -> int:
     return int(load_machine(path).description.get("world_size", default))
 
 
-def warn_of_other_machine(args: AdviceSection, records: dict[str, RunRecord]) -> None:
+def warn_of_other_machine(args: AdviceSection, records: Mapping[str, RunRecord]) -> None:
     """Say what of the machine file is not of the machine, or of the threads, of the runs."""
     probed = load_machine(args.machine).description
     here = vars(next(iter(records.values())).environment)
@@ -248,123 +424,3 @@ def warn_of_other_machine(args: AdviceSection, records: dict[str, RunRecord]) ->
             "that machine. Name another file, which need not exist.",
             file=sys.stderr,
         )
-
-
-def probe(args: AdviceSection) -> None:
-    """Measure the rates of the machine."""
-    print("machine    probing", flush=True)
-    with spinner("probing the machine", True):
-        ended = run_command(["probe", "--nproc", args.num_ranks, "--out", args.machine])
-    if ended.code:
-        raise ValueError(ended.error)
-    print(ended.stderr, end="", file=sys.stderr)
-
-
-def measure(words: list[str], file: Path) -> RunRecord:
-    """The record of a run, which is appended to `file`. Raises ValueError if the run leaves none,
-    and KeyboardInterrupt if it was interrupted."""
-    from magicdec.study.progress import shown
-
-    num_before = len(load_records(file)) if file.exists() else 0
-    with spinner(" ".join(words), True):
-        ended = run_command([*words, "--out", file])
-    if ended.code == INTERRUPTED:
-        raise KeyboardInterrupt
-    records = load_records(file) if file.exists() else []
-    if len(records) == num_before:
-        raise ValueError(ended.error)
-    record, net = records[-1], net_speedup(records[-1])
-    ending = f", net {net:.2f}x" if net else ""
-    print(f"{'run':<10} {method(record)}: {shown(record)}{ending}", flush=True)
-    return record
-
-
-def net_speedup(record: RunRecord) -> float:
-    """0 for a run without one."""
-    return (record.metrics.net_speedup if record.metrics else None) or 0.0
-
-
-def least_speedup(record: RunRecord) -> float:
-    """The lower end of the interval of the net speedup, or the speedup where there is no interval.
-    Drafts are ranked by it: of many noisy runs, the one with the highest speedup is often the one
-    that was disturbed most."""
-    interval = record.metrics.net_speedup_interval if record.metrics else None
-    return interval[0] if interval else net_speedup(record)
-
-
-def find_advice(args: AdviceSection, records: dict[str, RunRecord], plan: Plan | None) -> str:
-    """The sentence, and in a line of its own the command to run. Raises ValueError if no run has a
-    speedup."""
-    flags, record = max(records.items(), key=lambda item: least_speedup(item[1]))
-    if not net_speedup(record) or record.metrics is None:
-        raise ValueError("no run has a speedup: their tokens differ, or the weights are random")
-    predicted, kv = None, record.config["kv"]
-    if plan is not None and record.config["decoding"]["drafter"] == SELF:
-        candidate = next(each for each in plan.candidates() if each.budget == kv["budget"])
-        here = candidate.predict(args.B, args.prefix_len, args.gamma)
-        predicted = here.net_speedup(args.num_new_tokens)
-    # The best of many drafts without a gain has a gain by chance: each has a share of the 5 %.
-    ratios, num_drafts = record.metrics.net_speedup_per_batch or (), len(records)
-    interval = ratio_interval(ratios, 1 - (1 - LEVEL) / num_drafts)
-    best = Measured(flags, net_speedup(record), interval, predicted, num_drafts)
-    place = f"B {args.B} and {args.prefix_len} tokens of context"
-    sentence = describe_advice(best, place, "" if plan is None else expectation_of(plan, args))
-    drafts = shlex.split(flags) if best.speedup > 1 else ["--draft", NONE]
-    return f"{sentence}\n\n    {shlex.join(['magicdec', 'run', *drafts, *args.workload])}"
-
-
-def expectation_of(plan: Plan, args: AdviceSection) -> str:
-    """The contexts in which the plan expects self-speculation to pay, as a part of a sentence."""
-    pays_from = plan.break_even(args.B)
-    expected = "not to pay at long contexts"
-    if pays_from is not None:
-        context = plan.prefix_lens[-1]
-        far = plan.predict(args.B, context)
-        expected = f"to pay from {pays_from} tokens on"
-        if far.gamma:
-            expected += (
-                f", and {far.net_speedup(args.num_new_tokens):.2f} times at {context} with "
-                f"`--kv_policy {plan.kv_policy} --budget {far.budget} --gamma {far.gamma}`"
-            )
-    return f"the plan expects self-speculation {expected}; "
-
-
-def make_plan(args: AdviceSection, records: dict[str, RunRecord], file: Path) -> Plan | None:
-    """The plan for the KV policy and the weights of the fastest self-speculation, with the
-    acceptance of the runs in the file. None if none of them is self-speculation that has one."""
-    from magicdec.cli import plan
-    from magicdec.model.presets.presets import find_config
-
-    own = [
-        record for record in records.values()
-        if record.config["decoding"]["drafter"] == SELF
-        and record.metrics and record.metrics.acceptance_per_position
-    ]  # fmt: skip
-    if not own:
-        return None
-    config = max(own, key=least_speedup).config
-    name = config["model"]["model"]
-    longest = find_config("--model", name).max_length
-    contexts = sorted({min(args.prefix_len * n, longest) for n in (1, 4, LONGEST)})
-    section = plan.PlanSection(
-        model=name,
-        machine=args.machine,
-        acceptance=(str(file),),
-        dtype=config["model"]["dtype"],
-        kv_policy=config["kv"]["policy"],
-        draft_weights=config["decoding"].get("draft_weights"),
-        B=(args.B,),
-        gen_len=args.gen_len,
-        tp=args.num_ranks,
-        prefix_len=tuple(contexts),
-    )
-    return plan.make_plan(section)
-
-
-main = LoneCommand(
-    advise,
-    "Find out whether speculation pays for a model on this machine: run several drafts on the same "
-    "prompts, probe the machine, predict longer contexts, and say it in one sentence, with the "
-    "command to run.",
-    {"advice": AdviceSection()},
-)

@@ -1,0 +1,176 @@
+"""How much of the cores another load had while something was measured: from what /proc counts
+before and after it. Imports no torch.
+
+The run itself may use all cores, with many threads and ranks, and wait for itself. A core counts as
+taken only where both is true: other programs computed (what all cores did, without the CPU time of
+the run's own processes), and threads of the run were ready and waited in the run queue. What a
+hypervisor gives to other machines (steal) is taken from whoever runs.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from magicdec.distributed.ranks import is_launched
+from magicdec.records.environment import Environment
+
+PROC = Path("/proc")
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+LEAST_S = 1.0  # a shorter time has too few ticks of the kernel's clock to be judged
+BUSY = 0.1  # the share of the run's cores from which the host is called busy
+IDLE = (3, 4)  # of the numbers of a CPU in /proc/stat: idle, and idle until a disk answers
+STOLEN, GUESTS = 7, 8  # steal; from GUESTS on, numbers are parts of those before
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Seconds that the kernel has counted until `at_s`. `waited_s`, by thread, is None where the
+    kernel does not count it."""
+
+    at_s: float
+    computed_s: float  # by anyone, on the CPUs that this process may use
+    stolen_s: float  # from these CPUs
+    own_s: float  # by the processes of the command, on any CPU
+    waited_s: Mapping[int, float] | None  # by their threads, in the run queue
+
+
+@dataclass(frozen=True)
+class OtherLoad:
+    """What others did meanwhile, as fields of `Environment`; all are None if it is unknown."""
+
+    cores_others: float | None = None
+    cores_stolen: float | None = None
+    cores_waited: float | None = None
+    cores_taken: float | None = None
+
+    @classmethod
+    def between(cls, before: Reading | None, after: Reading | None) -> OtherLoad:
+        if before is None or after is None or after.at_s - before.at_s < LEAST_S:
+            return cls()
+        seconds = after.at_s - before.at_s
+        own = max(0.0, after.own_s - before.own_s) / seconds
+        computed = max(0.0, after.computed_s - before.computed_s) / seconds
+        others, stolen = max(0.0, computed - own), (after.stolen_s - before.stolen_s) / seconds
+        if before.waited_s is None or after.waited_s is None:
+            return cls(others, stolen)
+        began = before.waited_s
+        waits = (max(0.0, s - began.get(thread, 0.0)) for thread, s in after.waited_s.items())
+        waited = sum(waits) / seconds
+        # Of the stolen time, the run would have had the share that it has of the rest.
+        of_stolen = stolen * own / (own + others) if own else 0.0
+        taken = min(others, waited) + of_stolen
+        share = taken / (own + taken) if own else 0.0
+        return cls(*(round(value, 4) for value in (others, stolen, waited, share)))
+
+
+class LoadWatch:
+    """Watches from `begin` to `end`. Where `is_watching` is false it reads nothing: the first rank
+    watches for all ranks of its host."""
+
+    def __init__(self, is_watching: bool = True, root: Path = PROC) -> None:
+        self.is_watching, self.root = is_watching, root
+        self._before: Reading | None = None
+        self.found = OtherLoad()
+
+    def begin(self) -> None:
+        self._before = read_cores(self.root) if self.is_watching else None
+
+    def end(self) -> None:
+        after = read_cores(self.root) if self.is_watching else None
+        self.found = OtherLoad.between(self._before, after)
+
+    def add_to(self, environment: Environment) -> Environment:
+        """`environment` with what was found."""
+        return replace(environment, **vars(self.found))
+
+
+def read_cores(
+    root: Path = PROC, top: int | None = None, cpus: Collection[int] | None = None
+) -> Reading | None:
+    """A reading now. `top` is the process under which all of the command run, `cpus` are those that
+    it may use. None where the kernel does not count."""
+    cpus = os.sched_getaffinity(0) if cpus is None else cpus
+    names = {f"cpu{cpu}" for cpu in cpus}
+    try:
+        lines = (root / "stat").read_text().splitlines()
+        counts = [
+            [int(n) for n in each[1:]] for line in lines if (each := line.split())[0] in names
+        ]
+    except (OSError, ValueError, IndexError):
+        return None
+    total = sum(sum(each[:GUESTS]) for each in counts)
+    if total == 0 or any(len(each) <= STOLEN for each in counts):
+        return None
+    stolen = sum(each[STOLEN] for each in counts)
+    idle = sum(each[index] for each in counts for index in IDLE)
+    family = dict(_family(root, _top() if top is None else top))
+    return Reading(
+        time.monotonic(), (total - idle - stolen) / TICKS_PER_S, stolen / TICKS_PER_S,
+        sum(family.values()), _waits(root, family),
+    )  # fmt: skip
+
+
+def _top() -> int:
+    """The process under which all processes of this command run: a rank has others beside it, and
+    so has a process that a gate has started."""
+    has_siblings = is_launched() or multiprocessing.parent_process() is not None
+    return os.getppid() if has_siblings else os.getpid()
+
+
+def _family(root: Path, top: int) -> Iterator[tuple[int, float]]:
+    """Each process from `top` on down, with the CPU seconds of itself and of those of its children
+    that have ended."""
+    children, seconds = defaultdict[int, list[int]](list), dict[int, float]()
+    for path in root.iterdir():
+        if not path.name.isdigit():
+            continue
+        with suppress(OSError, ValueError, IndexError):  # it has just ended
+            after_name = (path / "stat").read_text().rpartition(")")[2].split()
+            children[int(after_name[1])].append(int(path.name))
+            seconds[int(path.name)] = sum(map(int, after_name[11:15])) / TICKS_PER_S
+    left = [top]
+    while left:
+        pid = left.pop()
+        yield pid, seconds.get(pid, 0.0)
+        left += children[pid]
+
+
+def _waits(root: Path, pids: Collection[int]) -> dict[int, float] | None:
+    """Seconds that each thread of these processes was ready and waited for a core."""
+    waits = dict[int, float]()
+    for pid in pids:
+        for path in (root / str(pid) / "task").glob("*/schedstat"):
+            with suppress(OSError, ValueError, IndexError):
+                waits[int(path.parent.name)] = int(path.read_text().split()[1]) / 1e9
+    return waits or None
+
+
+def is_busy(cores_taken: Any) -> bool:
+    """Whether another load had so much that what was measured meanwhile may be off."""
+    return isinstance(cores_taken, float | int) and cores_taken >= BUSY
+
+
+def warn_of_load(environments: Sequence[Environment], what: str) -> None:
+    """Tell the user in one line if another load took cores while one of these was measured. `what`
+    says what they are, such as `runs`."""
+    taken = [e.cores_taken for e in environments if e.cores_taken is not None]
+    busy = [share for share in taken if is_busy(share)]
+    if not busy:
+        return
+    of = "" if len(environments) == 1 else f"{len(busy)} of {len(environments)} {what}: "
+    most = "" if len(busy) == 1 else "up to "
+    print(
+        f"warning: {of}another load took {most}{max(busy):.0%} of the cores meanwhile, so times "
+        "and speedups may be off; measure again when nothing else runs",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,36 @@
+"""`magicdec advise` on two ranks, which it starts itself."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from conftest import HANG, ROOT
+
+from magicdec.hardware.ceiling_file import Link, MachineFile
+from magicdec.names import DTYPES
+from magicdec.records.reading import load_records
+
+
+def test_two_ranks_measure_all_drafts_and_one_of_them_says_what_follows(
+    tiny_checkpoint: Path, text_file: Path, tmp_path: Path
+) -> None:
+    rates = dict.fromkeys(DTYPES, 1e10)
+    machine = MachineFile(
+        {"world_size": 2}, 1e10, rates, rates, rates, Link(1e-5, 1e10), None, rates, rates
+    )
+    machine.save(tmp_path / "machine.json")
+    words = ["--model", tiny_checkpoint, "--dataset", text_file, "--nproc", "2"]
+    words += ["--draft", "ngram", "self", "--budget", "40", "--prefix_len", "90", "--gen_len", "8"]
+    words += ["--num_batches", "2", "--time", "10m", "--out", "r.jsonl"]
+    done = subprocess.run(
+        [sys.executable, "-m", "magicdec", "advise", *map(str, words)],
+        cwd=tmp_path, text=True, capture_output=True, timeout=HANG, check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    records = load_records(tmp_path / "r.jsonl")
+    assert len(records) == done.stdout.count("\nrun        ") >= 5
+    assert all(record.environment.world_size == 2 and record.passed for record in records)
+    assert len({str(r.samples["autoregressive"]) for r in records if r.samples}) == 1
+    assert done.stdout.count("Speculation") == 1 and "--nproc 2" in done.stdout.splitlines()[-1]
