@@ -280,40 +280,55 @@ class ModelRunner:
         committed: Lengths | Sequence[int],
         count: int,
         pa: float = 0.0,
-    ) -> Tensor:
+    ) -> tuple[Tensor, bool]:
         """The ids [B, K] of at most `count` draft tokens that are chosen greedily one after the
         other, as by calls of `forward`: the first with token_ids [B, T], the others with the newest
         draft. All tokens but the last draft are appended to `rows`. The chains stop at `pa` as
-        those of `draft_chain` do."""
+        those of `draft_chain` do. Also whether all logits, those of other ranks included, are
+        finite."""
         assert self.executor is not None, "asked of a runner that can chain"
         num_new, rows = token_ids.shape[1], BatchRows.of(rows, self.device)
         view = make_view(self.cache, rows, policy, num_new, committed, self.window)
-        drafts, keys = self.executor.draft(token_ids, view, self.offsets, count, pa)
+        drafts, keys, is_finite = self.executor.draft(token_ids, view, self.offsets, count, pa)
         count = drafts.shape[1]
         self.cache.advance(rows, num_new + count - 1)
         self.counts.count(count, (num_new + count - 1) * len(rows), keys, count * len(rows))
-        return drafts
+        return drafts, is_finite
 
     def truncate(self, rows: Rows, lengths: Lengths | Sequence[int]) -> None:
         """Remove the tokens of `rows` after the first `lengths` tokens."""
         self.cache.truncate(rows, lengths)
 
 
-def greedy(logits: Tensor, first_row: int, group: Group) -> Tensor:
+def greedy(
+    logits: Tensor, first_row: int, group: Group, flaws: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """The ids of the largest logits over a vocabulary that is sharded over ranks: [B, T, V] ->
-    int64 [B, T], the same on every rank.
+    int64 [B, T]; and numbers [B, T] that are finite if the logits of all ranks are. Both are the
+    same on every rank.
 
     `first_row` is the vocabulary id of this rank's first row. This takes one collective: values and
     ids are sent as pairs of float64, which hold both exactly. Among equal values the smaller id
-    wins, as with argmax on one rank.
+    wins, as with argmax on one rank. A rank whose logits or `flaws` are not finite sends NaN.
     """
     value, index = logits.max(dim=-1)
+    sums = sums_of(logits)
     if group.size == 1:
-        return index
-    pair = torch.stack([value.double(), (index + first_row).double()], dim=-1)  # [B, T, 2]
+        return index, sums
+    wrong = sums - sums  # 0 or NaN
+    if flaws is not None:
+        wrong = wrong + flaws.sum()
+    pair = torch.stack([value.double() + wrong, (index + first_row).double()], dim=-1)  # [B, T, 2]
     values, ids = group.all_gather(pair).unbind(-1)  # [ranks, B, T] each
-    best = values.max(dim=0, keepdim=True).values
-    return torch.where(values == best, ids, float("inf")).min(dim=0).values.long()
+    best = values.max(dim=0).values
+    # No value is below NaN, so that the ids are those of tokens even then.
+    return torch.where(values < best, float("inf"), ids).min(dim=0).values.long(), best
+
+
+def sums_of(logits: Tensor) -> Tensor:
+    """The sum of the logits [B, T, V] at each position, float32 [B, T]. It is finite if they all
+    are; of logits beyond 1e33, which no model has, it may not be."""
+    return logits.sum(dim=-1, dtype=torch.float32)
 
 
 def gather_vocab(logits: Tensor, places: Sequence[tuple[int, int]], group: Group) -> Tensor:

@@ -29,8 +29,10 @@ from magicdec.distributed.watching.processes import report_error
 from magicdec.distributed.watching.watch import naming_lost, stop_watching, watch_ranks
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.records.writing import check_files
+from magicdec.request import NotFinite
 
 LEADER_FIRST_S = 20.0
+FAILED, WRONG = 1, 2  # exit codes
 # What `--help` shows; `--help_all` shows the rest.
 EVERYDAY = (
     *("--model", "--target", "--draft", "--budget", "--kv_policy", "--gamma", "--dataset", "--B"),
@@ -76,8 +78,15 @@ def start(
             sys.exit(INTERRUPTED)
         announce_backend(prepared.config, launch)
         from magicdec.cli.report import conclude
+        from magicdec.model.checkpoint.finite import WeightsRefused
 
-        sys.exit(conclude(prepared))
+        try:
+            code = conclude(prepared)
+        except WeightsRefused as error:
+            refuse(error, launch)
+        except NotFinite as error:
+            refuse(error, launch, FAILED)
+        sys.exit(code)
 
 
 def run_ranks(run: Callable[[Sequence[str], Launch], int]) -> NoReturn:
@@ -89,6 +98,8 @@ def run_ranks(run: Callable[[Sequence[str], Launch], int]) -> NoReturn:
             code = run(sys.argv[1:], launch)
     except ValueError as error:
         refuse(error, launch)
+    except NotFinite as error:
+        refuse(error, launch, FAILED)
     except KeyboardInterrupt:
         stop_watching()  # a thread that still runs at the end of Python may abort it
         code = INTERRUPTED
@@ -157,13 +168,15 @@ class LoneCommand:
             code = self.run(self.build_parser().read(sys.argv[1:]))
         except ValueError as error:
             refuse(error, Launch())
+        except NotFinite as error:
+            refuse(error, Launch(), FAILED)
         except KeyboardInterrupt:
             code = INTERRUPTED
         sys.exit(code)
 
 
-def refuse(error: ValueError, launch: Launch) -> NoReturn:
-    """Say why on rank 0, in one line, and exit with code 2. Under torchrun the line is left to
+def refuse(error: ValueError | NotFinite, launch: Launch, code: int = WRONG) -> NoReturn:
+    """Say why on rank 0, in one line, and exit with this code. Under torchrun the line is left to
     torchrun, which prints it at the end of what it says. The other ranks wait until they are ended,
     so that the line appears once. A rank that is not ended was the only one to refuse (its host
     lacks a file, say), so it reports its line itself."""
@@ -173,4 +186,4 @@ def refuse(error: ValueError, launch: Launch) -> NoReturn:
     line = f"{Path(sys.argv[0]).name}: {' '.join(str(error).split())}"
     if not report_error(line):
         print(line, file=sys.stderr, flush=True)
-    sys.exit(2)
+    sys.exit(code)

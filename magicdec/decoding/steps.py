@@ -142,9 +142,11 @@ class Steps:
     def _read(self, result: Tensor) -> list[list[int]]:
         lines = result.tolist()
         results = [lines[place] for place in self._places]
-        for i, runner in enumerate(self._runners):
+        for request, line in zip(self._shown, results, strict=True):
+            self._batch.sampling.check(request, line)
+        for i, runner in enumerate(self._runners, 1):
             runner.cache.set_host_lengths(self._rows, [row[i] for row in results])
-        return [row[len(self._runners) :] for row in results]
+        return [row[1 + len(self._runners) :] for row in results]
 
     def _begin(self, proposal: Proposal | None) -> Verification:
         batch, runner, drafter = self._batch, self.runner, self.drafter
@@ -185,8 +187,9 @@ class Steps:
         return forwards, upload(places, tokens.device)
 
     def _finish(self, verification: Verification, tells_drafter: bool = True) -> Tensor:
-        """int64 [B, caches + 1 + ids]: the length of each cache, the number of accepted drafts, and
-        the ids of which the row emits the first. `tells_drafter`: the drafter's `commit` is part of
+        """int64 [B, 1 + caches + 1 + ids]: the row's flaw (`SamplingMetadata.check`), the length of
+        each cache, the number of accepted drafts, and the ids of which the row emits the first.
+        `tells_drafter`: the drafter's `commit` is part of
         this work."""
         batch, runner, drafter = self._batch, self.runner, self.drafter
         proposal, before = verification.proposal, verification.before
@@ -211,7 +214,7 @@ class Steps:
         if drafter is not None and tells_drafter:
             drafter.commit(rows, new_lengths, path)
         lengths = [r.cache.seq_lens[rows.index].unsqueeze(1) for r in self._runners]
-        return torch.cat([*lengths, accepted.unsqueeze(1), ids], dim=1)
+        return batch.sampling.with_flaws([*lengths, accepted.unsqueeze(1), ids])
 
     def _show(self, batch: Batch) -> None:
         """Make `batch` the current batch, if it is not yet."""

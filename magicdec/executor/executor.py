@@ -195,16 +195,17 @@ class Executor:
 
     def draft(
         self, token_ids: Tensor, view: KVView, offsets: Tensor | None, count: int, pa: float = 0.0
-    ) -> tuple[Tensor, int]:
+    ) -> tuple[Tensor, int, bool]:
         """At most `count` draft tokens of each row, int64 [B, K], chosen greedily one after the
         other after token_ids [B, T]. All of these but the last are appended to the cache. A row
         stops after a draft less probable than `pa`, the call when all rows have stopped. Also the
-        number of keys that one head saw, summed over rows and forwards."""
+        number of keys that one head saw, summed over rows and forwards, and whether the logits of
+        all ranks are finite."""
         drafts = torch.empty(len(token_ids), count, dtype=torch.int64)
         call = self._call(token_ids, view, offsets, count, 1)
         call.drafts, call.pa = drafts.data_ptr(), pa
         done = self._run(view.cache, [call])[0]
-        return drafts[:, : done.num_drafted], done.keys_seen
+        return drafts[:, : done.num_drafted], done.keys_seen, not done.not_finite
 
     @staticmethod
     def received(

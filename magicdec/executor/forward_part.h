@@ -57,6 +57,7 @@ struct Call {
     int64_t keys_seen;  // out: visible keys of a head, summed over rows and forwards
     int64_t keys_read;  // out: keys that the kernels read, summed over forwards, layers, rows and KV heads
     int64_t num_drafted;  // out: drafts of each row
+    int64_t not_finite;   // out: whether logits of a draft, on any rank, were infinite or NaN
     double pa;  // a row stops after a draft that is less probable; the call ends when all rows have stopped
 };
 

@@ -34,7 +34,7 @@ from magicdec.memory.sampler import MemoryTaken, MemoryWatch
 from magicdec.names import BASELINE, REFERENCE_BACKEND
 from magicdec.records.correctness import Correctness
 from magicdec.records.samples import PassSamples, PrefillSamples, to_ms
-from magicdec.request import Request
+from magicdec.request import Request, naming
 from magicdec.run.check import WIDER, Replays, check_outputs, uncompared
 from magicdec.run.outcome import (
     Measured,
@@ -119,21 +119,27 @@ class Run:
         return [self.runner] if draft is None else [self.runner, draft]
 
     def measure(self) -> None:
-        """Measure every batch: every pass starts from the state after its prefill."""
+        """Measure every batch."""
         for batch in range(self.config.workload.num_batches):
-            prefilled = self.prompts.batch(batch, self.prepared)
-            self.engine, snapshots = prefilled.engine, prefilled.snapshots
-            self.prefill.observe(snapshots, prefilled.seconds)
-            if batch == 0:
-                self.warm_up(snapshots)
-                warmup_s = self.draft_length.calibration_s
-                if warmup_s is not None:
-                    self.samples[self.passes[-1]].warmup_calibration_ms = to_ms(warmup_s)
-                # So that calibration is part of the first measured batch and its net speedup.
-                self.draft_length.forget_times()
-            # The passes take turns at going first, so that a drift in the machine's speed favours
-            # neither of them.
-            for name in self.passes if batch % 2 == 0 else reversed(self.passes):
+            with naming(f"batch {batch}"):
+                self.measure_batch(batch)
+
+    def measure_batch(self, batch: int) -> None:
+        """Every pass starts from the state after the prefill of the batch."""
+        prefilled = self.prompts.batch(batch, self.prepared)
+        self.engine, snapshots = prefilled.engine, prefilled.snapshots
+        self.prefill.observe(snapshots, prefilled.seconds)
+        if batch == 0:
+            self.warm_up(snapshots)
+            warmup_s = self.draft_length.calibration_s
+            if warmup_s is not None:
+                self.samples[self.passes[-1]].warmup_calibration_ms = to_ms(warmup_s)
+            # So that calibration is part of the first measured batch and its net speedup.
+            self.draft_length.forget_times()
+        # The passes take turns at going first, so that a drift in the machine's speed favours
+        # neither of them.
+        for name in self.passes if batch % 2 == 0 else reversed(self.passes):
+            with naming(name):
                 self.measure_pass(name, snapshots)
 
     def warm_up(self, snapshots: list[Request]) -> None:
@@ -148,9 +154,10 @@ class Run:
         """A pass that changes no number in the record. Like the measured ones, it starts from the
         state after prefill."""
         self.engine.rewind(snapshots)
-        strategy = self.make_strategy(name, timer)
-        self.engine.begin(strategy)
-        self.engine.decode(strategy)
+        with naming(f"warm-up, {name}"):
+            strategy = self.make_strategy(name, timer)
+            self.engine.begin(strategy)
+            self.engine.decode(strategy)
 
     def measure_pass(self, name: str, snapshots: list[Request]) -> None:
         samples, w, threads = self.samples[name], self.config.workload, ThreadCount()
