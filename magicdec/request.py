@@ -18,13 +18,13 @@ class NotFinite(ArithmeticError):
     """Logits are not finite, so that no token follows from them. One line, which says where."""
 
     @classmethod
-    def after(cls, request: Request) -> NotFinite:
-        """Of a forward of the newest tokens of `request`, of its drafts, or of its prompt."""
-        num_output = len(request.output_ids)
+    def after(cls, request_id: int, num_output: int) -> NotFinite:
+        """Of a forward of the newest token of a request that has emitted `num_output` tokens, of
+        its drafts, or of its prompt."""
         place = f"output token {num_output}" if num_output else "the prompt"
         return cls(
-            f"the logits of request {request.request_id} after {place} are not finite numbers, "
-            "so that no token follows from them"
+            f"the logits of request {request_id} after {place} are not finite numbers, so that no "
+            "token follows from them"
         )
 
 

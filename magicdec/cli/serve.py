@@ -18,7 +18,14 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
-from magicdec.cli.flags import announce_backend, config_of, run_on_ranks, run_ranks, sections_of
+from magicdec.cli.flags import (
+    FAILED,
+    announce_backend,
+    config_of,
+    run_on_ranks,
+    run_ranks,
+    sections_of,
+)
 from magicdec.cli.parsing.ignored import refuse_ignored
 from magicdec.cli.parsing.parser import ConfigFile, Parser, Values
 from magicdec.cli.parsing.rank_checks import check_nproc
@@ -58,7 +65,6 @@ if TYPE_CHECKING:
     from magicdec.serving.prepare import PreparedServing
     from magicdec.serving.record import ServingRecord
 
-FAILED = 1
 EXTERNAL = tuple(name for name, mode in MODES.items() if mode.ranks is Ranks.NONE)
 EVERYDAY = (
     *("--model", "--dataset", "--num_requests", "--arrival", "--prefix_len", "--gen_len"),

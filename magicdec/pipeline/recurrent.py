@@ -38,7 +38,7 @@ from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.pipeline.metrics import DraftCounts
 from magicdec.pipeline.spans import Spans, What
 from magicdec.pipeline.stage import VERIFY, WANTED, Stage
-from magicdec.request import Batch, Request, Status, StepOutput
+from magicdec.request import Batch, Request, Status, StepOutput, naming
 from magicdec.runner import ModelRunner, Tokens
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import Proposal, judge, next_tokens
@@ -221,7 +221,9 @@ class RecurrentPipeline:
             run, flight = self._under_way.popleft()
             assert message.run == run, "messages come home in their order"
             num_prompts = len(self.prompts)
-            observe(self._land(flight, message))
+            with naming(f"step of message {run}"):
+                num_tokens = self._land(flight, message)
+            observe(num_tokens)
             self._take_arrivals()
             if flight.ends_step:
                 self._begin(flight.lane)

@@ -205,7 +205,7 @@ class SamplingMetadata:
         """Raises NotFinite if logits of the request whose `line` of `with_flaws` the host has read
         were not finite."""
         if line[0] != 0:  # the bits of a NaN
-            raise NotFinite.after(request)
+            raise NotFinite.after(request.request_id, len(request.output_ids))
 
     def take(self, ids: Tensor, counts: Tensor, active: Tensor) -> None:
         """Record on the device that the rows that are `active` [B] (1 or 0) emitted the first

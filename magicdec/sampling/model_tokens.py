@@ -152,8 +152,8 @@ def judge(
     places: Tensor | None = None,
 ) -> Judgement:
     """Verify a proposal of K drafts with this rank's logits [B, K+1, V], those of the newest token
-    and of the K drafts, which `sampling` notes. If rows have different numbers of drafts, the logits are [1, N, V], and
-    `places` [B, K+1] says which of the N are those."""
+    and of the K drafts, which `sampling` notes. If rows have different numbers of drafts, the
+    logits are [1, N, V], and `places` [B, K+1] says which of the N are those."""
     draws, drafts, tree = sampling.draws, proposal.ids, proposal.tree
     counts = None if proposal.counts is None else upload(proposal.counts, drafts.device)
     # Where only the likeliest tokens are needed, no logits are copied.

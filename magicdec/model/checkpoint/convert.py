@@ -72,8 +72,8 @@ def convert(
 
     `dtype` None keeps the stored dtypes; int8 matrices and their scales are always kept. `progress`
     is called with each tensor's name. Raises ValueError when `out` is one of the files to read or
-    the disk has too little space, when a value is not finite as it is to be written, or when writing
-    fails; `out` is then unchanged.
+    the disk has too little space, when a value is not finite as it is to be written, or when
+    writing fails; `out` is then unchanged.
     """
     tensors = source.tensors
     files = {tensor.file for tensor in tensors.values()}

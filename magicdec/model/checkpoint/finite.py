@@ -18,7 +18,9 @@ class WeightsRefused(ValueError):
     """Weights that nothing can be computed with. One line, which names the file and the tensor."""
 
 
-def check_finite(values: Tensor, stored: Tensor, source: WeightSource, name: str, at: Index) -> None:
+def check_finite(
+    values: Tensor, stored: Tensor, source: WeightSource, name: str, at: Index
+) -> None:
     """Raises WeightsRefused if one of the `values` is infinite or NaN. They come from `stored`, the
     slice `at` of the tensor `name` of `source`, and have its shape."""
     if values.numel() == 0 or not values.is_floating_point():
