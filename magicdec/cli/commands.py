@@ -56,6 +56,7 @@ COMMANDS = {
         "front.completion:main",
     ),
     "model get": ("get a model from the Hugging Face hub", "front.checkpoints:get"),
+    "model check": ("compare a model with transformers", "front.check_model:main"),
     "model convert": ("write a checkpoint as one file", "front.checkpoints:convert"),
 }
 # The spellings of the original suite.

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from magicdec.cli.parsing.parser import Parser, Values
 from magicdec.cli.parsing.rank_checks import check_heads
@@ -30,6 +30,9 @@ from magicdec.distributed.watching.watch import naming_lost, stop_watching, watc
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.records.writing import check_files
 from magicdec.request import NotFinite
+
+if TYPE_CHECKING:
+    from magicdec.setup.prepare import Prepared
 
 LEADER_FIRST_S = 20.0
 FAILED, WRONG = 1, 2  # exit codes
@@ -77,6 +80,7 @@ def start(
             stop_watching()
             sys.exit(INTERRUPTED)
         announce_backend(prepared.config, launch)
+        announce_unchecked(prepared)
         from magicdec.cli.report import conclude
         from magicdec.model.checkpoint.finite import WeightsRefused
 
@@ -146,6 +150,30 @@ def announce_backend(config: ResolvedConfig, launch: Launch) -> None:
             print(f"{flag} {choice.why}", file=sys.stderr, flush=True)
         if choice.how is How.INTERPRETED:
             print(f"{flag} {choice}: {choice.why}", file=sys.stderr, flush=True)
+
+
+def announce_unchecked(prepared: Prepared) -> None:
+    """Tell the user once of a checkpoint that was never compared with another implementation of
+    its model, and always of one that was found to differ."""
+    from magicdec.model.checkpoint.checked import DIFFERS, TOLD, is_exempt, outcome_of, remember
+
+    if prepared.launch.rank != 0:
+        return
+    sources, draft = {prepared.config.model.model: prepared.source}, prepared.config.draft
+    if draft is not None and prepared.draft_source is not None:
+        sources[draft.model] = prepared.draft_source
+    for name, source in sources.items():
+        outcome = None if is_exempt(source) else outcome_of(source)
+        if outcome == DIFFERS:
+            line = (
+                f"{name} is not computed as transformers computes it: magicdec model check {name}"
+            )
+        elif outcome is None and not is_exempt(source):
+            line = f"{name} was never compared with transformers: magicdec model check {name}"
+            remember(source, TOLD)
+        else:
+            continue
+        print(line, file=sys.stderr, flush=True)
 
 
 class LoneCommand:
