@@ -165,9 +165,7 @@ def announce_unchecked(prepared: Prepared) -> None:
     for name, source in sources.items():
         outcome = None if is_exempt(source) else outcome_of(source)
         if outcome == DIFFERS:
-            line = (
-                f"{name} is not computed as transformers computes it: magicdec model check {name}"
-            )
+            line = f"{name} differs from transformers: magicdec model check {name}"
         elif outcome is None and not is_exempt(source):
             line = f"{name} was never compared with transformers: magicdec model check {name}"
             remember(source, TOLD)

@@ -39,6 +39,7 @@ from magicdec.model.checkpoint.checked import (
     is_exempt,
     remember,
 )
+from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.checkpoint.weight_files import WEIGHT_FILES
 from magicdec.model.config import ModelConfig
@@ -95,7 +96,8 @@ def check_model(
     comparison would take more than about `most_s` seconds is left out. Raises ValueError in the
     same cases as a run of the model."""
     cache, check = SetupCache(), ModelCheck(say)
-    source = find(config_of(name, "auto", USUAL), Launch(), cache).source
+    config = with_local_models(config_of(name, "auto", USUAL))
+    name, source = config.model.model, find(config, Launch(), cache).source
     _, tokenizer = find_tokenizer(source, cache)
     for line in describe(source, tokenizer):
         check.tell(line)
@@ -229,7 +231,11 @@ def compare(
     for ids, theirs in expected.items():
         ours = continued(runner, ids, theirs.tokens)
         error, limit = difference(ours, theirs)
-        worst = max(worst, error / limit) if math.isfinite(error) else math.inf
+        if not math.isfinite(error):
+            worst = math.inf
+            check.tell(f"text of {len(ids)} tokens: the logits are not finite numbers")
+            continue
+        worst = max(worst, error / limit)
         num_equal = sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=True))
         check.tell(
             f"text of {len(ids)} tokens: {num_equal} of {NUM_NEW} greedy tokens are equal, logits "

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from contextlib import suppress
 from pathlib import Path
 
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.presets.presets import DEMO_DIRECTORIES
 
+VARIABLE = "MAGICDEC_CHECKED"  # another folder, as for the tests of this project
 CONFIG_FILES = ("config.json", "generation_config.json")
 # How a comparison has ended. TOLD: the user knows how to compare, and no more.
 EQUAL, DIFFERS, NOT_COMPARED, TOLD = "equal", "differs", "not compared", "told"
@@ -46,7 +48,8 @@ def remember(source: ModelSource, outcome: str) -> None:
 
 
 def _file_of(source: ModelSource) -> Path:
-    return Path.home() / ".cache" / "magicdec" / "checked" / f"{_identity(source)}.json"
+    usual = Path.home() / ".cache" / "magicdec" / "checked"
+    return Path(os.environ.get(VARIABLE) or usual) / f"{_identity(source)}.json"
 
 
 def _identity(source: ModelSource) -> str:
