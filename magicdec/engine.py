@@ -19,7 +19,7 @@ from magicdec.decoding.strategy import DecodingStrategy
 from magicdec.hardware.timing import Clock, RealClock
 from magicdec.kv.cache import upload
 from magicdec.prefill import prefill
-from magicdec.request import Batch, Request, Status, StepOutput, naming
+from magicdec.request import Batch, NotFinite, Request, Status, StepOutput, naming
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits, Part, Plan, Watcher
 from magicdec.scheduling.scheduler import Scheduler
@@ -159,8 +159,10 @@ class Engine:
     def _decode(self, batch: Batch, strategy: DecodingStrategy, observe: Observer) -> None:
         started = self.clock.now()
         self.num_steps += 1
-        with naming(f"decode step {self.num_steps}"):
+        try:
             output = strategy.step(batch)
+        except NotFinite as error:
+            raise NotFinite(f"decode step {self.num_steps}: {error}") from None
         now = self.clock.now()
         observe(self.scheduler.commit(batch, output, now), now - started)
         ended_rows = [r.row for r in batch.requests if r.status is Status.FINISHED]

@@ -101,9 +101,8 @@ class DraftKV:
 
     def chain(
         self, token_ids: Tensor, rows: Rows, committed: Lengths, count: int, pa: float
-    ) -> tuple[Tensor, bool]:
-        """The ids that `draft_chain` returns for greedy requests, from a runner that can chain, and
-        whether the logits from which they were chosen are finite."""
+    ) -> Tensor:
+        """What `draft_chain` returns for greedy requests, from a runner that can chain."""
         return self.runner.draft(
             token_ids, rows, self.select(rows, committed), self.held(rows, committed), count, pa
         )
@@ -151,10 +150,7 @@ def draft_chain(
     `pa`; when those of all rows have stopped, no more is drafted. What was drafted is kept: it
     would bias the draws of sampled rows to drop tokens for what they are."""
     if sampling.is_greedy and kv.runner.can_chain:
-        ids, is_finite = kv.chain(newest, rows, committed, count, pa)
-        if not is_finite:
-            sampling.spoil()
-        return Proposal(ids)
+        return Proposal(kv.chain(newest, rows, committed, count, pa))
     drafts, drawn_from, goes_on = newest[:, :0], [], None
     for _ in range(count):
         logits = kv.forward(newest, rows, committed, num_outputs=1)

@@ -154,11 +154,14 @@ class Executor:
         computed layer by layer, because here they would be kept of all layers."""
         return forward.watch_queries is None or forward.view.num_new < PREFILL_FROM
 
-    def forward(self, forwards: Sequence[Forward], offsets: Tensor | None) -> list[int]:
+    def forward(
+        self, forwards: Sequence[Forward], offsets: Tensor | None
+    ) -> tuple[list[int], bool]:
         """Compute `forwards`, which have other rows each, in one call. Linear layers read their
         weights once for all of them, and every token has the bits that it has in a forward of its
-        own. Returns for each the number of keys that one head saw, summed over its rows. The last
-        one may be cancelled, with all of them: raises Cancelled if that is set before a layer."""
+        own. Returns for each the number of keys that one head saw, summed over its rows, and
+        whether all logits of this rank are finite. The last forward may be cancelled, with all of
+        them: raises Cancelled if that is set before a layer."""
         model, layers, size = self.model, len(self.model.blocks), self.config.head_dim
         counts = [len(each.x) * each.num_outputs for each in forwards]
         out = torch.empty(sum(counts), model.width_out, dtype=self.dtype)
@@ -191,7 +194,7 @@ class Executor:
                 watch(layer, values[layer])
         for each, own in zip(forwards, out.split(counts), strict=True):
             each.out = own.view(len(each.x), each.num_outputs, model.width_out)
-        return [call.keys_seen for call in fields]
+        return [call.keys_seen for call in fields], not fields[0].not_finite
 
     def draft(
         self, token_ids: Tensor, view: KVView, offsets: Tensor | None, count: int, pa: float = 0.0

@@ -249,7 +249,25 @@ private:
 
     void run_head() {
         if (num_outputs < num_tokens) by_one([&] { copy_outputs(normed.data(), normed.data()); });
-        if (num_outputs) linear(m->head, normed.data(), num_outputs, room, logits_data());
+        if (!num_outputs) return;
+        linear(m->head, normed.data(), num_outputs, room, logits_data());
+        if (!c->drafts) look_for_flaws();
+    }
+
+    // Whether a logit is not finite; drafts find that out where they look for the largest one.
+    void look_for_flaws() {
+        constexpr int64_t PART = 4096;
+        const S* from = logits_data();
+        const int64_t count = num_outputs * m->head.N;
+#pragma omp for schedule(static) nowait
+        for (int64_t first = 0; first < count; first += PART) {
+            int64_t wrong = 0;
+            for (int64_t i = first; i < std::min(first + PART, count); ++i) wrong += !is_finite(from[i]);
+            if (wrong) {
+#pragma omp atomic write
+                c->not_finite = 1;
+            }
+        }
     }
 
     // The hidden states of the tokens that are wanted, one after the other; called by one thread.

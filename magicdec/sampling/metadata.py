@@ -151,10 +151,15 @@ class SamplingMetadata:
 
     @classmethod
     def of(
-        cls, requests: Sequence[Request], vocab_size: int, device: torch.device
+        cls,
+        requests: Sequence[Request],
+        vocab_size: int,
+        device: torch.device,
+        has_flaws: bool = True,
     ) -> SamplingMetadata:
-        """`vocab_size` is the size of the model's whole vocabulary, not of one rank's shard."""
-        flaws = torch.zeros(len(requests), 1, device=device)
+        """`vocab_size` is the size of the model's whole vocabulary, not of one rank's shard.
+        Without `has_flaws`, somebody else looks for logits that are not finite."""
+        flaws = torch.zeros(len(requests), 1, device=device) if has_flaws else None
         return cls(Draws.of(requests, device), Penalties.of(requests, vocab_size, device), flaws)
 
     @property
@@ -187,8 +192,8 @@ class SamplingMetadata:
 
     def take_flaws(self, others: SamplingMetadata, places: Tensor) -> None:
         """Take over what was noted in the metadata of some of the rows, which are at `places`."""
-        assert self.flaws is not None and others.flaws is not None, "made from requests"
-        self.flaws.index_add_(0, places, others.flaws)
+        if self.flaws is not None and others.flaws is not None:
+            self.flaws.index_add_(0, places, others.flaws)
 
     def spoil(self) -> None:
         """Logits of some row were not finite."""

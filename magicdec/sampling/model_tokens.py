@@ -89,7 +89,8 @@ def greedy_tokens(
     if sampling.penalties is None:
         first_row, flaws = runner.model.head_rows[0], sampling.flaws
         ids, sums = greedy(logits, first_row, runner.group, flaws)
-        sampling.note_sums(sums, places)
+        if sums is not None:
+            sampling.note_sums(sums, places)
         return ids if places is None else ids[0, places]
     return whole_logits(runner, logits, sampling, drafts, is_before).argmax(dim=-1)
 

@@ -29,7 +29,7 @@ rows, everything = range(NUM_ROWS), FullKV()
 for row in rows:
     runner.allocate(row)
 newest = first = (torch.arange(NUM_ROWS) % model.config.vocab_size).unsqueeze(1)
-found, is_finite = runner.draft(first, rows, everything, [0] * NUM_ROWS, 2)
+found = runner.draft(first, rows, everything, [0] * NUM_ROWS, 2)
 runner.truncate(rows, [0] * NUM_ROWS)
 runner.executor = None
 drafts = []
@@ -37,7 +37,7 @@ for _ in range(2):
     newest, _ = greedy(runner.forward(newest, rows), model.head_rows[0], group)
     drafts.append(newest)
 assert torch.equal(found, torch.cat(drafts, dim=1))
-assert is_finite and len(found.unique()) > 2
+assert not runner.has_flaws and len(found.unique()) > 2
 if launch.rank == 0:
     print("OK", flush=True)
 close_groups()

@@ -139,13 +139,11 @@ def test_a_native_chain_of_drafts_says_that_its_logits_are_not_finite(dtype: tor
     runner = ModelRunner(model, NativeBackend(), group, 1, 80, executor=Executor(model, group))
     runner.allocate(0)
     place = torch.tensor([[5]]), [0], runner.policy
-    ids, is_finite = runner.draft(*place, [0], 3)
-    assert is_finite and ids.shape == (1, 3)
+    assert runner.draft(*place, [0], 3).shape == (1, 3) and not runner.has_flaws
     overflow(model)
     runner.truncate([0], [0])
-    ids, is_finite = runner.draft(*place, [0], 3)
-    assert not is_finite
-    assert ((ids >= 0) & (ids < TINY.vocab_size)).all()
+    ids = runner.draft(*place, [0], 3)
+    assert runner.has_flaws and ((ids >= 0) & (ids < TINY.vocab_size)).all()
 
 
 @pytest.mark.parametrize("value", [NAN, INF, -INF])
@@ -155,7 +153,8 @@ def test_a_single_logit_is_enough(value: float) -> None:
     logits[1, 0, 4] = value
     requests = make_requests(PROMPTS, 4)
     sampling = SamplingMetadata.of(requests, 9, torch.device("cpu"))
-    ids, sums = greedy(logits, 0, Group((0,), 0))
+    ids, sums = greedy(logits, 0, Group((0,), 0), sampling.flaws)
+    assert sums is not None
     sampling.note_sums(sums)
     lines = sampling.with_flaws([ids]).tolist()
     sampling.check(requests[0], lines[0])
@@ -177,12 +176,13 @@ def test_all_ranks_learn_of_the_logits_of_one(broken_rank: int | None, value: fl
     shards = [torch.randn(2, 3, 5, generator=torch.Generator().manual_seed(i)) for i in range(2)]
     if broken_rank is not None:
         shards[broken_rank][1, 2, 3] = value
-    greedy(shards[0], 0, Two((0, 1), 0))
-    ids, sums = greedy(shards[1], 5, Two((0, 1), 1))
+    none = torch.zeros(2, 1)
+    greedy(shards[0], 0, Two((0, 1), 0), none)
+    ids, sums = greedy(shards[1], 5, Two((0, 1), 1), none)
     whole = torch.cat(shards, dim=2)
     expected = torch.ones(2, 3, dtype=torch.bool)
     expected[1, 2] = broken_rank is None
-    assert torch.equal(sums.isfinite(), expected)
+    assert sums is not None and torch.equal(sums.isfinite(), expected)
     assert torch.equal(ids[expected], whole.argmax(dim=2)[expected])
     assert ((ids >= 0) & (ids < 10)).all()
 

@@ -111,9 +111,7 @@ def test_another_file_is_another_model(model: Path, remembered: Path) -> None:
     checked.remember(source, checked.EQUAL)
     assert checked.outcome_of(source) == checked.EQUAL
     file = model / "config.json"
-    file.write_text(
-        file.read_text().replace('"max_position_embeddings": 512', '"max_position_embeddings": 511')
-    )
+    file.write_text(file.read_text() + "\n")
     assert checked.outcome_of(source) is None
     (next(remembered.iterdir())).write_text("[")
     assert checked.outcome_of(source) is None
@@ -163,8 +161,7 @@ def test_logits_that_are_not_finite_are_a_difference(
 
     def broken(*args: Any) -> Any:
         made = expected(*args)
-        made.logits[0, 0] = torch.nan
-        return made
+        return replace(made, logits=made.logits * torch.nan)
 
     monkeypatch.setattr(model_check, "continued_by_others", broken)
     check: ModelCheck = check_model(str(model), 1e6)
