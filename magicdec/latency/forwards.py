@@ -40,7 +40,7 @@ from magicdec.memory.plan import MemoryPlan, Models
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.transformer import Transformer
 from magicdec.records.environment import Environment
-from magicdec.request import Batch, Request, SamplingParams, naming
+from magicdec.request import Batch, NotFinite, Request, SamplingParams, naming
 from magicdec.runner import ModelRunner
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import greedy_tokens
@@ -129,15 +129,24 @@ def time_place(
                 forward.seconds.append(seconds)
         advance()
     for forward in forwards:
-        with naming(f"{forward.cell.phase}, B {B}, context {context}, T {forward.cell.T}"):
-            lines = forward.sampling.with_flaws([]).tolist()
-            for request, line in zip(batch.requests, lines, strict=True):
-                forward.sampling.check(request, line)
+        check_finite(forward, batch)
     return [
         (f.cell, f.seconds, bytes_read(f.runner.model, f.counts))
         for f in forwards
         if f.counts is not None
     ]
+
+
+def check_finite(forward: Forward, batch: Batch) -> None:
+    """Raises NotFinite if logits of the forward were not finite: its times would be those of other
+    numbers."""
+    cell, sampling = forward.cell, forward.sampling
+    with naming(f"{cell.phase}, B {cell.B}, context {cell.context}, T {cell.T}"):
+        if forward.runner.has_flaws:
+            raise NotFinite("the logits are not finite numbers")
+        lines = [] if sampling.flaws is None else sampling.with_flaws([]).tolist()
+        for request, line in zip(batch.requests, lines, strict=False):
+            sampling.check(request, line)
 
 
 def with_weights(plan: ModelPlan, draft_weights: str | None) -> ModelPlan:
@@ -289,7 +298,8 @@ def draft_forward(
 
 
 def sampling_of(batch: Batch, runner: ModelRunner) -> SamplingMetadata:
-    return SamplingMetadata.of(batch.requests, runner.model.config.vocab_size, runner.device)
+    vocab_size, has_flaws = runner.model.config.vocab_size, not runner.finds_flaws
+    return SamplingMetadata.of(batch.requests, vocab_size, runner.device, has_flaws)
 
 
 def rows_of(batch: Batch, runner: ModelRunner, recorder: Recorder) -> BatchRows:
