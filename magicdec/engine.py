@@ -158,16 +158,19 @@ class Engine:
 
     def _decode(self, batch: Batch, strategy: DecodingStrategy, observe: Observer) -> None:
         started = self.clock.now()
-        self.num_steps += 1
-        try:
-            output = strategy.step(batch)
-        except NotFinite as error:
-            raise NotFinite(f"decode step {self.num_steps}: {error}") from None
+        output = self._step(batch, strategy)
         now = self.clock.now()
         observe(self.scheduler.commit(batch, output, now), now - started)
         ended_rows = [r.row for r in batch.requests if r.status is Status.FINISHED]
         if ended_rows:
             self._free(ended_rows, strategy)
+
+    def _step(self, batch: Batch, strategy: DecodingStrategy) -> StepOutput:
+        self.num_steps += 1
+        try:
+            return strategy.step(batch)
+        except NotFinite as error:
+            raise NotFinite(f"decode step {self.num_steps}: {error}") from None
 
     def _prefill(
         self, parts: Sequence[Part], progress: Callable[[int], None] = lambda n: None

@@ -21,8 +21,8 @@ PROPERTIES = (
         f"{STEPS}test_a_step_and_its_phases_end_when_the_tokens_are_read",
         (
             Fault("a step timed until it begins", "engine.py",
-                  "        output = strategy.step(batch)\n        now = self.clock.now()",
-                  "        now = self.clock.now()\n        output = strategy.step(batch)"),
+                  "        output = self._step(batch, strategy)\n        now = self.clock.now()",
+                  "        now = self.clock.now()\n        output = self._step(batch, strategy)"),
             Fault("tokens of a step read after its phase", "decoding/steps.py",
                   "            return self._judged(batch, proposal)\n",
                   "            self._show(batch)\n"
@@ -111,7 +111,7 @@ PROPERTIES = (
                   "(self.draft_length.calibration_s or 0.0) - calibrated_s",
                   "self.draft_length.calibration_s or 0.0"),
             Fault("no calibration in the batches", "run/run.py",
-                  "                self.draft_length.forget_times()\n", ""),
+                  "            self.draft_length.forget_times()\n", ""),
         ),
     ),
     Property(
