@@ -30,15 +30,19 @@ class DeviceBatch:
 
     @classmethod
     def of(
-        cls, batch: Batch, vocab_size: int, device: torch.device, max_tail: int | None = None
+        cls,
+        batch: Batch,
+        vocab_size: int,
+        device: torch.device,
+        max_tail: int | None = None,
+        has_flaws: bool = True,
     ) -> DeviceBatch:
         """`vocab_size` is the largest vocabulary of the models that choose tokens. `max_tail` is
-        for steps that are captured; see `BatchRows`."""
+        for steps that are captured; see `BatchRows`. `has_flaws` as in `SamplingMetadata.of`."""
         rows = BatchRows.of(batch.rows, device, max_tail)
         newest = upload([last_tokens(r, NEWEST) for r in batch.requests], device)
-        return cls(
-            batch.requests, rows, newest, SamplingMetadata.of(batch.requests, vocab_size, device)
-        )
+        sampling = SamplingMetadata.of(batch.requests, vocab_size, device, has_flaws)
+        return cls(batch.requests, rows, newest, sampling)
 
     def load(self, batch: Batch) -> None:
         """Load the newest tokens and the outputs of `batch`, which has some or all of the requests.

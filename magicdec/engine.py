@@ -19,7 +19,7 @@ from magicdec.decoding.strategy import DecodingStrategy
 from magicdec.hardware.timing import Clock, RealClock
 from magicdec.kv.cache import upload
 from magicdec.prefill import prefill
-from magicdec.request import Batch, Request, Status, StepOutput
+from magicdec.request import Batch, NotFinite, Request, Status, StepOutput, naming
 from magicdec.runner import ModelRunner
 from magicdec.scheduling.plan import Limits, Part, Plan, Watcher
 from magicdec.scheduling.scheduler import Scheduler
@@ -45,6 +45,7 @@ class Engine:
         self.is_alone = runner.group.size == 1  # no other rank must plan alike
         self.scheduler = Scheduler(runner.num_rows, limits or Limits())
         self.requests: list[Request] = []  # of the batch that was prefilled last
+        self.num_steps = 0  # decode steps since `begin`
 
     def prefill(
         self, requests: Sequence[Request], progress: Callable[[int], None] = lambda n: None
@@ -63,7 +64,7 @@ class Engine:
 
     def begin(self, strategy: DecodingStrategy) -> None:
         """Let `strategy` prepare for the requests that were just prefilled."""
-        running = tuple(self.scheduler.running)
+        running, self.num_steps = tuple(self.scheduler.running), 0
         if running:
             strategy.admit(Batch(running))
 
@@ -157,19 +158,27 @@ class Engine:
 
     def _decode(self, batch: Batch, strategy: DecodingStrategy, observe: Observer) -> None:
         started = self.clock.now()
-        output = strategy.step(batch)
+        output = self._step(batch, strategy)
         now = self.clock.now()
         observe(self.scheduler.commit(batch, output, now), now - started)
         ended_rows = [r.row for r in batch.requests if r.status is Status.FINISHED]
         if ended_rows:
             self._free(ended_rows, strategy)
 
+    def _step(self, batch: Batch, strategy: DecodingStrategy) -> StepOutput:
+        self.num_steps += 1
+        try:
+            return strategy.step(batch)
+        except NotFinite as error:
+            raise NotFinite(f"decode step {self.num_steps}: {error}") from None
+
     def _prefill(
         self, parts: Sequence[Part], progress: Callable[[int], None] = lambda n: None
     ) -> list[Request]:
         """Prefill `parts`. Returns the requests whose texts are complete now."""
         complete = [part.request for part in parts if part.is_last]
-        output = prefill(self.runner, parts, self.prefill_chunk, progress)
+        with naming("prefill"):
+            output = prefill(self.runner, parts, self.prefill_chunk, progress)
         if self.is_in_flight:  # whose first tokens are known when all parts are prefilled
             output = replace(output, emitted_s=None)
         self.scheduler.commit(Batch(tuple(complete)), output, self.clock.now())

@@ -30,7 +30,7 @@ from magicdec.engine import Engine
 from magicdec.memory.model_plan import ModelPlan
 from magicdec.memory.model_plan import max_tokens as row_tokens
 from magicdec.names import BASELINE
-from magicdec.request import Request, Status
+from magicdec.request import NotFinite, Request, Status
 from magicdec.sampling.sampling import make_params
 from magicdec.scheduling.plan import PREFILL_TOKENS, Limits
 from magicdec.setup.loading import LoadedModels, make_runner
@@ -117,6 +117,7 @@ class LLM:
         self._engine = Engine(runner, config.attention.prefill_chunk, limits)
         self._strategy = make_strategy(strategy, setup)
         self._num_requests = 0
+        self._error: NotFinite | None = None
 
     def submit(
         self,
@@ -146,11 +147,18 @@ class LLM:
         return Stream(self, request)
 
     def step(self) -> bool:
-        """Advance all requests by one step. False if there are none."""
+        """Advance all requests by one step. False if there are none. Raises NotFinite if the logits
+        of a request are not finite, and from then on."""
+        if self._error is not None:
+            raise self._error
         engine = self._engine
         plan = engine.scheduler.schedule()
-        if plan is not None:
-            engine.execute(plan, self._strategy)
+        try:
+            if plan is not None:
+                engine.execute(plan, self._strategy)
+        except NotFinite as error:
+            self._error = error  # the step has ended half-way
+            raise
         return plan is not None
 
     def _encode(self, text: str) -> tuple[int, ...]:

@@ -29,12 +29,13 @@ def prefill(
 ) -> StepOutput:
     """Take `parts` into the cache, one after the other. Returns the first token of each request
     whose text is complete with its part, in order; none for a request that has emitted tokens
-    before. The host reads nothing before the last chunk was started.
+    before. The host reads nothing before the last chunk was started. Raises NotFinite if the logits
+    of a request are not finite.
 
     `progress` is called with the number of tokens of each chunk; on CUDA when the chunk was
     started, not when it is done.
     """
-    tokens, is_first, stamps = [], [], TimeStamps(runner.device)
+    lines, is_first, stamps = [], [], TimeStamps(runner.device)
     for part in parts:
         logits = take(runner, part, chunk, progress)
         if logits is None:
@@ -43,12 +44,16 @@ def prefill(
         if is_first[-1]:
             vocab_size = runner.model.config.vocab_size
             sampling = SamplingMetadata.of([part.request], vocab_size, runner.device)
-            tokens.append(next_tokens(runner, logits, sampling)[0])
+            lines.append(sampling.with_flaws([next_tokens(runner, logits, sampling)]))
         stamps.mark()
-    first_tokens = iter(torch.stack(tokens).tolist() if tokens else [])
-    return StepOutput(
-        [next(first_tokens) if one else [] for one in is_first], emitted_s=stamps.seconds()
-    )
+    read = iter(torch.cat(lines).tolist() if lines else [])
+    complete = [part.request for part in parts if part.is_last]
+    token_ids = list[list[int]]()
+    for request, one in zip(complete, is_first, strict=True):
+        line = next(read) if one else [0]
+        SamplingMetadata.check(request, line)
+        token_ids.append(line[1:])
+    return StepOutput(token_ids, emitted_s=stamps.seconds())
 
 
 def take(

@@ -187,7 +187,7 @@ def forward_stretches(
 
     def step() -> None:
         logits = runner.forward(new, rows)
-        greedy(logits, runner.model.head_rows[0], runner.group).tolist()
+        greedy(logits, runner.model.head_rows[0], runner.group)[0].tolist()
         runner.truncate(rows, [cached] * len(rows))
 
     return stretch_seconds(step, group, runner.device)

@@ -4,12 +4,37 @@ no torch, and nothing of this package except the checks of sampling parameters."
 from __future__ import annotations
 
 from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
 
 from magicdec.config.sections import SamplingSection
 from magicdec.config.setting import check_values
+
+
+class NotFinite(ArithmeticError):
+    """Logits are not finite, so that no token follows from them. One line, which says where."""
+
+    @classmethod
+    def after(cls, request_id: int, num_output: int) -> NotFinite:
+        """Of a forward of the newest token of a request that has emitted `num_output` tokens, of
+        its drafts, or of its prompt."""
+        place = f"output token {num_output}" if num_output else "the prompt"
+        return cls(
+            f"the logits of request {request_id} after {place} are not finite numbers, so that no "
+            "token follows from them"
+        )
+
+
+@contextmanager
+def naming(place: str) -> Iterator[None]:
+    """NotFinite from inside says that it was there."""
+    try:
+        yield
+    except NotFinite as error:
+        raise NotFinite(f"{place}: {error}") from None
 
 
 class Status(Enum):

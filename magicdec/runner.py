@@ -79,6 +79,7 @@ class ModelRunner:
     cache: KVCache = field(init=False)
     counts: ForwardCounts = field(init=False)
     deferred: list[Forward] = field(init=False, default_factory=list)  # by `defer`
+    has_flaws: bool = field(init=False, default=False)  # native calls computed NaN or infinity
 
     def __post_init__(self) -> None:
         weight = next(self.model.parameters())
@@ -128,7 +129,7 @@ class ModelRunner:
         It counts its own forwards."""
         runner = copy(self)
         runner.model, runner.executor, runner.backend = model, executor, copy(self.backend)
-        runner.deferred = []
+        runner.deferred, runner.has_flaws = [], False
         runner.counts = self._make_counts()
         model.set_positions(self.max_tokens, self.device)
         return runner
@@ -208,7 +209,8 @@ class ModelRunner:
             return
         assert self.executor is not None, "only its forwards are deferred"
         forwards, self.deferred = self.deferred, []
-        keys = self.executor.forward(forwards, self.offsets)
+        keys, is_finite = self.executor.forward(forwards, self.offsets)
+        self.has_flaws |= not is_finite
         self.counts.num_forwards += 1
         for each, num_keys in zip(forwards, keys, strict=True):
             num_new, num_rows = each.view.num_new, len(each.rows)
@@ -267,6 +269,12 @@ class ModelRunner:
         counts.draft_rows += len(rows) * forward.is_draft
 
     @property
+    def finds_flaws(self) -> bool:
+        """Whether `has_flaws` tells of all logits from which tokens are chosen, those of other
+        ranks included. Then nobody else needs to look at them."""
+        return self.executor is not None and self.group.size == 1
+
+    @property
     def can_chain(self) -> bool:
         """Whether `draft` can be called."""
         return self.executor is not None
@@ -288,7 +296,8 @@ class ModelRunner:
         assert self.executor is not None, "asked of a runner that can chain"
         num_new, rows = token_ids.shape[1], BatchRows.of(rows, self.device)
         view = make_view(self.cache, rows, policy, num_new, committed, self.window)
-        drafts, keys = self.executor.draft(token_ids, view, self.offsets, count, pa)
+        drafts, keys, is_finite = self.executor.draft(token_ids, view, self.offsets, count, pa)
+        self.has_flaws |= not is_finite
         count = drafts.shape[1]
         self.cache.advance(rows, num_new + count - 1)
         self.counts.count(count, (num_new + count - 1) * len(rows), keys, count * len(rows))
@@ -299,21 +308,36 @@ class ModelRunner:
         self.cache.truncate(rows, lengths)
 
 
-def greedy(logits: Tensor, first_row: int, group: Group) -> Tensor:
+def greedy(
+    logits: Tensor, first_row: int, group: Group, flaws: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
     """The ids of the largest logits over a vocabulary that is sharded over ranks: [B, T, V] ->
-    int64 [B, T], the same on every rank.
+    int64 [B, T]; and, for those who keep `flaws` (`SamplingMetadata`), numbers [B, T] that are
+    finite if the logits of all ranks are. Both are the same on every rank.
 
     `first_row` is the vocabulary id of this rank's first row. This takes one collective: values and
     ids are sent as pairs of float64, which hold both exactly. Among equal values the smaller id
-    wins, as with argmax on one rank.
+    wins, as with argmax on one rank. A rank whose logits or `flaws` are not finite sends NaN.
     """
     value, index = logits.max(dim=-1)
+    sums = None if flaws is None else sums_of(logits)
     if group.size == 1:
-        return index
-    pair = torch.stack([value.double(), (index + first_row).double()], dim=-1)  # [B, T, 2]
+        return index, sums
+    value = value.double()
+    if sums is not None and flaws is not None:
+        value = value + (sums - sums) + flaws.sum()  # plus 0 or NaN
+    pair = torch.stack([value, (index + first_row).double()], dim=-1)  # [B, T, 2]
     values, ids = group.all_gather(pair).unbind(-1)  # [ranks, B, T] each
-    best = values.max(dim=0, keepdim=True).values
-    return torch.where(values == best, ids, float("inf")).min(dim=0).values.long()
+    best = values.max(dim=0).values
+    # No value is below NaN, so that the ids are those of tokens even then.
+    chosen = torch.where(values < best, float("inf"), ids).min(dim=0).values.long()
+    return chosen, None if flaws is None else best
+
+
+def sums_of(logits: Tensor) -> Tensor:
+    """The sum of the logits [B, T, V] at each position, float32 [B, T]. It is finite if they all
+    are; of logits beyond 1e33, which no model has, it may not be."""
+    return logits.sum(dim=-1, dtype=torch.float32)
 
 
 def gather_vocab(logits: Tensor, places: Sequence[tuple[int, int]], group: Group) -> Tensor:

@@ -50,6 +50,7 @@ from magicdec.hardware import timing
 from magicdec.kernels.build import check_cpu
 from magicdec.kernels.cpu import CannotExecute
 from magicdec.kv.cache import KVCache
+from magicdec.model.checkpoint.checked import VARIABLE
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.checkpoint.weight_map import expected_shapes, weight_map
 from magicdec.model.config import ModelConfig
@@ -64,6 +65,9 @@ from magicdec.sampling.sampling import make_params
 # No test asserts a bandwidth, and reading the real buffer takes as long as a small run. The small
 # one is used in the tests' process and in the ranks of rank_server.py, not in other processes.
 timing.BANDWIDTH_BYTES = 1 << 22
+# What is remembered of the checkpoints of tests goes with them, also in other processes.
+REMEMBERED = TemporaryDirectory(prefix="magicdec-checked-")
+os.environ[VARIABLE] = REMEMBERED.name
 ROOT = Path(__file__).parents[1]
 THREADS = torch.get_num_threads()
 TINY = ModelConfig("tiny", 97, 2, 48, 80, 6, 3, 16, 1024, bos_token_id=1, eos_token_ids=(2,))

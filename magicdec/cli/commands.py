@@ -57,6 +57,7 @@ COMMANDS = {
         "front.completion:main",
     ),
     "model get": ("get a model from the Hugging Face hub", "front.checkpoints:get"),
+    "model check": ("compare a model with transformers", "front.check_model:main"),
     "model convert": ("write a checkpoint as one file", "front.checkpoints:convert"),
 }
 LAST_GROUP = "Keep and check"  # also of commands that no group names

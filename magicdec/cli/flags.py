@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from magicdec.cli.parsing.parser import Parser, Values
 from magicdec.cli.parsing.rank_checks import check_heads
@@ -38,8 +38,13 @@ from magicdec.distributed.watching.processes import report_error
 from magicdec.distributed.watching.watch import naming_lost, stop_watching, watch_ranks
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.records.writing import check_files
+from magicdec.request import NotFinite
+
+if TYPE_CHECKING:
+    from magicdec.setup.prepare import Prepared
 
 LEADER_FIRST_S = 20.0
+FAILED, WRONG = 1, 2  # exit codes
 # What `--help` shows; `--help_all` shows the rest.
 EVERYDAY = (
     *("--model", "--target", "--draft", "--budget", "--kv_policy", "--gamma", "--dataset", "--B"),
@@ -86,9 +91,17 @@ def start(
         except KeyboardInterrupt:
             sys.exit(say_interrupted(launch, NO_RECORD))
         announce_backend(prepared.config, launch)
+        announce_unchecked(prepared)
         from magicdec.cli.report import conclude
+        from magicdec.model.checkpoint.finite import WeightsRefused
 
-        sys.exit(conclude(prepared))
+        try:
+            code = conclude(prepared)
+        except WeightsRefused as error:
+            refuse(error, launch)
+        except NotFinite as error:
+            refuse(error, launch, FAILED)
+        sys.exit(code)
 
 
 def preparing(config: RunConfig) -> str:
@@ -105,6 +118,8 @@ def run_ranks(run: Callable[[Sequence[str], Launch], int]) -> NoReturn:
             code = run(sys.argv[1:], launch)
     except ValueError as error:
         refuse(error, launch)
+    except NotFinite as error:
+        refuse(error, launch, FAILED)
     except KeyboardInterrupt:
         code = say_interrupted(launch, NO_RECORD)
     sys.exit(code)
@@ -181,6 +196,28 @@ def announce_backend(config: ResolvedConfig, launch: Launch) -> None:
             print(f"{flag} {choice}: {choice.why}", file=sys.stderr, flush=True)
 
 
+def announce_unchecked(prepared: Prepared) -> None:
+    """Tell the user once of a checkpoint that was never compared with another implementation of
+    its model, and always of one that was found to differ."""
+    from magicdec.model.checkpoint.checked import DIFFERS, TOLD, is_exempt, outcome_of, remember
+
+    if prepared.launch.rank != 0:
+        return
+    sources, draft = {prepared.config.model.model: prepared.source}, prepared.config.draft
+    if draft is not None and prepared.draft_source is not None:
+        sources[draft.model] = prepared.draft_source
+    for name, source in sources.items():
+        outcome = None if is_exempt(source) else outcome_of(source)
+        if outcome == DIFFERS:
+            line = f"{name} differs from transformers: magicdec model check {name}"
+        elif outcome is None and not is_exempt(source):
+            line = f"{name} was never compared with transformers: magicdec model check {name}"
+            remember(source, TOLD)
+        else:
+            continue
+        print(line, file=sys.stderr, flush=True)
+
+
 class LoneCommand:
     """A command that runs on this rank alone. `run` does what the flags say and returns the exit
     code; a ValueError is a refusal in one line. `kept` says what Ctrl-C leaves, unless the
@@ -203,13 +240,15 @@ class LoneCommand:
             code = self.run(self.build_parser().read(sys.argv[1:]))
         except ValueError as error:
             refuse(error, Launch())
+        except NotFinite as error:
+            refuse(error, Launch(), FAILED)
         except KeyboardInterrupt as error:
             code = say_interrupted(Launch(), str(error) or self.kept)
         sys.exit(code)
 
 
-def refuse(error: ValueError, launch: Launch) -> NoReturn:
-    """Say why on rank 0, in one line, and exit with code 2. Under torchrun the line is left to
+def refuse(error: ValueError | NotFinite, launch: Launch, code: int = WRONG) -> NoReturn:
+    """Say why on rank 0, in one line, and exit with this code. Under torchrun the line is left to
     torchrun, which prints it at the end of what it says. The other ranks wait until they are ended,
     so that the line appears once. A rank that is not ended was the only one to refuse (its host
     lacks a file, say), so it reports its line itself."""
@@ -219,4 +258,4 @@ def refuse(error: ValueError, launch: Launch) -> NoReturn:
     line = f"{Path(sys.argv[0]).name}: {printable(' '.join(str(error).split()))}"
     if not report_error(line):
         print(line, file=sys.stderr, flush=True)
-    sys.exit(2)
+    sys.exit(code)

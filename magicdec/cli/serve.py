@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from magicdec.cli.flags import (
+    FAILED,
     announce_backend,
     config_of,
     ended_at_once,
@@ -68,7 +69,6 @@ if TYPE_CHECKING:
     from magicdec.serving.prepare import PreparedServing
     from magicdec.serving.record import ServingRecord
 
-FAILED = 1
 EXTERNAL = tuple(name for name, mode in MODES.items() if mode.ranks is Ranks.NONE)
 EVERYDAY = (
     *("--model", "--dataset", "--num_requests", "--arrival", "--prefix_len", "--gen_len"),

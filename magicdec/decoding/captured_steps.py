@@ -81,7 +81,9 @@ class CapturedSteps(Steps):
         pending = drafter.prepare(batch.requests, num_draft_tokens)
         if not self._captures_drafts:
             uncaptured = DeviceBatch.of(batch, self._vocab_size, self.runner.device)
-            return drafter.propose(uncaptured, DraftShape(num_draft_tokens, pending))
+            proposal = drafter.propose(uncaptured, DraftShape(num_draft_tokens, pending))
+            self._batch.sampling.take_flaws(uncaptured.sampling, self._place_index)
+            return proposal
         # Indexing copies: the result of a replay lasts only until the next replay, but a proposal
         # must last until the next draft.
         ids = self._work("draft", num_draft_tokens, pending)()[self._place_index]

@@ -21,7 +21,7 @@ from magicdec.drafting.draft_kv import AcceptedPath
 from magicdec.drafting.drafter import Drafter, DraftShape
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.kv.tree import DraftTree
-from magicdec.request import Batch, Request
+from magicdec.request import Batch, NotFinite, Request
 from magicdec.runner import Forward, ModelRunner
 from magicdec.sampling.model_tokens import Proposal, judge
 
@@ -137,14 +137,33 @@ class Steps:
         self._show(batch)
         verification = self._begin(proposal)
         self.runner.flush()
+        if any(runner.has_flaws for runner in self._runners):
+            self._batch.sampling.spoil()
+            if self._batch.sampling.flaws is None:
+                raise NotFinite.after(*self._flawed(verification))
         return self._read(self._finish(verification))
+
+    def _flawed(self, verification: Verification) -> tuple[int, int]:
+        """A request whose logits are not finite, and the number of its output tokens. If a draft
+        has them, any of its batch."""
+        rows = set[int]()
+        for forward in verification.forwards:
+            assert forward.out is not None, "it has been computed"
+            is_wrong = ~forward.out.isfinite().flatten(1).all(dim=1)
+            rows |= {forward.rows.numbers[place] for place in is_wrong.nonzero().flatten().tolist()}
+        found = next((r for r in self._shown if r.row in rows), self._shown[0])
+        return found.request_id, len(found.output_ids)
 
     def _read(self, result: Tensor) -> list[list[int]]:
         lines = result.tolist()
-        results = [lines[place] for place in self._places]
-        for i, runner in enumerate(self._runners):
+        results, first = [lines[place] for place in self._places], 0
+        if self._batch.sampling.flaws is not None:
+            first = 1
+            for request, line in zip(self._shown, results, strict=True):
+                self._batch.sampling.check(request, line)
+        for i, runner in enumerate(self._runners, first):
             runner.cache.set_host_lengths(self._rows, [row[i] for row in results])
-        return [row[len(self._runners) :] for row in results]
+        return [row[first + len(self._runners) :] for row in results]
 
     def _begin(self, proposal: Proposal | None) -> Verification:
         batch, runner, drafter = self._batch, self.runner, self.drafter
@@ -185,8 +204,9 @@ class Steps:
         return forwards, upload(places, tokens.device)
 
     def _finish(self, verification: Verification, tells_drafter: bool = True) -> Tensor:
-        """int64 [B, caches + 1 + ids]: the length of each cache, the number of accepted drafts, and
-        the ids of which the row emits the first. `tells_drafter`: the drafter's `commit` is part of
+        """int64 [B, 1 + caches + 1 + ids]: the row's flaw (`SamplingMetadata.check`; left out if it
+        keeps none), the length of each cache, the number of accepted drafts, and the ids of which
+        the row emits the first. `tells_drafter`: the drafter's `commit` is part of
         this work."""
         batch, runner, drafter = self._batch, self.runner, self.drafter
         proposal, before = verification.proposal, verification.before
@@ -211,7 +231,9 @@ class Steps:
         if drafter is not None and tells_drafter:
             drafter.commit(rows, new_lengths, path)
         lengths = [r.cache.seq_lens[rows.index].unsqueeze(1) for r in self._runners]
-        return torch.cat([*lengths, accepted.unsqueeze(1), ids], dim=1)
+        columns = [*lengths, accepted.unsqueeze(1), ids]
+        is_noted = batch.sampling.flaws is not None
+        return batch.sampling.with_flaws(columns) if is_noted else torch.cat(columns, dim=1)
 
     def _show(self, batch: Batch) -> None:
         """Make `batch` the current batch, if it is not yet."""
@@ -220,7 +242,10 @@ class Steps:
 
     def _load(self, batch: Batch) -> None:
         """Make a new device batch of the requests of `batch`."""
-        self._set_batch(DeviceBatch.of(batch, self._vocab_size, self.runner.device), batch)
+        has_flaws = not all(runner.finds_flaws for runner in self._runners)
+        device = self.runner.device
+        on_device = DeviceBatch.of(batch, self._vocab_size, device, has_flaws=has_flaws)
+        self._set_batch(on_device, batch)
 
     def _set_batch(self, device_batch: DeviceBatch, batch: Batch) -> None:
         """Let the requests of `batch` be the ones whose results are read. Their rows are some or

@@ -71,6 +71,7 @@ def _children(
     ]
     flat = upload([node * most + rank for node, rank in places], logits.device)
     if sampling.is_greedy:
+        sampling.note(logits)
         ids = likeliest(logits, most, runner.model.head_rows[0], runner.group)
         return ids.clamp(max=vocab_size - 1).flatten(1)[:, flat], None
     mask = ancestor_mask(tree, logits.device)

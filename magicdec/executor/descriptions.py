@@ -68,7 +68,7 @@ class CallFields(ctypes.Structure):
             "B T steps tokens* rows* seq_lens* committed* offsets* hidden_in* ranges* range_layers "
             "range_heads num_ranges window base* parents* num_nodes num_outputs logits* "
             "hidden_out* drafts* mass* num_blocks queries* cancelled* "
-            "cancelled_value layers_done keys_seen keys_read num_drafted"
+            "cancelled_value layers_done keys_seen keys_read num_drafted not_finite"
         ),
         ("pa", ctypes.c_double),
     ]

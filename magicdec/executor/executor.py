@@ -154,11 +154,14 @@ class Executor:
         computed layer by layer, because here they would be kept of all layers."""
         return forward.watch_queries is None or forward.view.num_new < PREFILL_FROM
 
-    def forward(self, forwards: Sequence[Forward], offsets: Tensor | None) -> list[int]:
+    def forward(
+        self, forwards: Sequence[Forward], offsets: Tensor | None
+    ) -> tuple[list[int], bool]:
         """Compute `forwards`, which have other rows each, in one call. Linear layers read their
         weights once for all of them, and every token has the bits that it has in a forward of its
-        own. Returns for each the number of keys that one head saw, summed over its rows. The last
-        one may be cancelled, with all of them: raises Cancelled if that is set before a layer."""
+        own. Returns for each the number of keys that one head saw, summed over its rows, and
+        whether all logits of this rank are finite. The last forward may be cancelled, with all of
+        them: raises Cancelled if that is set before a layer."""
         model, layers, size = self.model, len(self.model.blocks), self.config.head_dim
         counts = [len(each.x) * each.num_outputs for each in forwards]
         out = torch.empty(sum(counts), model.width_out, dtype=self.dtype)
@@ -191,20 +194,21 @@ class Executor:
                 watch(layer, values[layer])
         for each, own in zip(forwards, out.split(counts), strict=True):
             each.out = own.view(len(each.x), each.num_outputs, model.width_out)
-        return [call.keys_seen for call in fields]
+        return [call.keys_seen for call in fields], not fields[0].not_finite
 
     def draft(
         self, token_ids: Tensor, view: KVView, offsets: Tensor | None, count: int, pa: float = 0.0
-    ) -> tuple[Tensor, int]:
+    ) -> tuple[Tensor, int, bool]:
         """At most `count` draft tokens of each row, int64 [B, K], chosen greedily one after the
         other after token_ids [B, T]. All of these but the last are appended to the cache. A row
         stops after a draft less probable than `pa`, the call when all rows have stopped. Also the
-        number of keys that one head saw, summed over rows and forwards."""
+        number of keys that one head saw, summed over rows and forwards, and whether the logits of
+        all ranks are finite."""
         drafts = torch.empty(len(token_ids), count, dtype=torch.int64)
         call = self._call(token_ids, view, offsets, count, 1)
         call.drafts, call.pa = drafts.data_ptr(), pa
         done = self._run(view.cache, [call])[0]
-        return drafts[:, : done.num_drafted], done.keys_seen
+        return drafts[:, : done.num_drafted], done.keys_seen, not done.not_finite
 
     @staticmethod
     def received(

@@ -48,9 +48,19 @@ inline void add_row(const S* y, int64_t width, S* x) {
     for (int64_t i = 0; i < width; ++i) store(x + i, to_float(x[i]) + to_float(y[i]));
 }
 
-// The largest logit of a row among those of a rank, its id, and the sum of exp(logit - largest) over the rank's.
+// Whether a number is neither infinite nor NaN, by its bits: kernels are compiled for finite numbers alone, so that a
+// comparison of numbers may be taken for true.
+inline bool is_finite(float x) {
+    uint32_t bits;
+    std::memcpy(&bits, &x, 4);
+    return (bits & 0x7f800000) != 0x7f800000;
+}
+inline bool is_finite(bfloat16 x) { return (x.value & 0x7f80) != 0x7f80; }
+
+// The largest logit of a row among those of a rank, its id, the sum of exp(logit - largest) over the rank's, and how many
+// of these logits are not finite.
 struct Best {
-    double logit, id, sum;
+    double logit, id, sum, wrong;
 };
 
 template <typename S, typename Kernel, typename Short = Kernel>
@@ -239,7 +249,25 @@ private:
 
     void run_head() {
         if (num_outputs < num_tokens) by_one([&] { copy_outputs(normed.data(), normed.data()); });
-        if (num_outputs) linear(m->head, normed.data(), num_outputs, room, logits_data());
+        if (!num_outputs) return;
+        linear(m->head, normed.data(), num_outputs, room, logits_data());
+        if (!c->drafts) look_for_flaws();
+    }
+
+    // Whether a logit is not finite; drafts find that out where they look for the largest one.
+    void look_for_flaws() {
+        constexpr int64_t PART = 4096;
+        const S* from = logits_data();
+        const int64_t count = num_outputs * m->head.N;
+#pragma omp for schedule(static) nowait
+        for (int64_t first = 0; first < count; first += PART) {
+            int64_t wrong = 0;
+            for (int64_t i = first; i < std::min(first + PART, count); ++i) wrong += !is_finite(from[i]);
+            if (wrong) {
+#pragma omp atomic write
+                c->not_finite = 1;
+            }
+        }
     }
 
     // The hidden states of the tokens that are wanted, one after the other; called by one thread.
@@ -266,7 +294,9 @@ private:
             double sum = 0;
             if (c->pa > 0)
                 for (int64_t i = 0; i < V; ++i) sum += exp_negative(to_float(row[i]) - most);
-            best[b] = {most, double(id + m->first_id), sum};
+            int64_t wrong = 0;
+            for (int64_t i = 0; i < V; ++i) wrong += !is_finite(row[i]);
+            best[b] = {most, double(id + m->first_id), sum, double(wrong)};
         }
         wait_for_threads();
         by_one([&] {
@@ -290,6 +320,7 @@ private:
             }
             for (int64_t rank = 0; rank < peers->size; ++rank) {
                 const Best& part = found[rank * c->B + b];
+                if (part.wrong > 0) c->not_finite = 1;
                 sum += part.sum * std::exp(part.logit - top.logit);
             }
             tokens[b] = int64_t(top.id);

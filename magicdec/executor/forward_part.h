@@ -57,6 +57,8 @@ struct Call {
     int64_t keys_seen;  // out: visible keys of a head, summed over rows and forwards
     int64_t keys_read;  // out: keys that the kernels read, summed over forwards, layers, rows and KV heads
     int64_t num_drafted;  // out: drafts of each row
+    // out, in the first call: whether logits are infinite or NaN; those of drafts on any rank, others on this one
+    int64_t not_finite;
     double pa;  // a row stops after a draft that is less probable; the call ends when all rows have stopped
 };
 

@@ -41,7 +41,7 @@ from magicdec.memory.plan import MemoryPlan, Models
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.transformer import Transformer
 from magicdec.records.environment import Environment
-from magicdec.request import Batch, Request, SamplingParams
+from magicdec.request import Batch, NotFinite, Request, SamplingParams, naming
 from magicdec.runner import ModelRunner
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import greedy_tokens
@@ -131,11 +131,25 @@ def time_place(
             if number >= grid.warmup:
                 forward.seconds.append(seconds)
         advance()
+    for forward in forwards:
+        check_finite(forward, batch)
     return [
         (f.cell, f.seconds, bytes_read(f.runner.model, f.counts))
         for f in forwards
         if f.counts is not None
     ]
+
+
+def check_finite(forward: Forward, batch: Batch) -> None:
+    """Raises NotFinite if logits of the forward were not finite: its times would be those of other
+    numbers."""
+    cell, sampling = forward.cell, forward.sampling
+    with naming(f"{cell.phase}, B {cell.B}, context {cell.context}, T {cell.T}"):
+        if forward.runner.has_flaws:
+            raise NotFinite("the logits are not finite numbers")
+        lines = [] if sampling.flaws is None else sampling.with_flaws([]).tolist()
+        for request, line in zip(batch.requests, lines, strict=False):
+            sampling.check(request, line)
 
 
 def with_weights(plan: ModelPlan, draft_weights: str | None) -> ModelPlan:
@@ -185,12 +199,14 @@ def fill(runner: ModelRunner, context: int) -> Batch:
 @dataclass
 class Forward:
     """A forward that can be repeated: `run` takes it up to the chosen tokens, `undo` puts the
-    length of the cache back. `prepare` and `undo` are not timed."""
+    length of the cache back. `prepare` and `undo` are not timed. `sampling` knows whether all
+    logits were finite."""
 
     cell: Cell
     runner: ModelRunner
     run: Callable[[], Tensor]
     undo: Callable[[], None]
+    sampling: SamplingMetadata
     prepare: Callable[[], None] = lambda: None
     seconds: list[float] = field(default_factory=list)
     counts: ForwardCounts | None = None  # of one forward, the same each time
@@ -243,16 +259,16 @@ def target_forward(
 ) -> Forward:
     """The target over its full cache; `watching` is shown its attention."""
     ids, held = new_ids(runner, cell.T), list(runner.cache.lengths)
-    rows = rows_of(batch, runner, recorder)
+    rows, sampling = rows_of(batch, runner, recorder), sampling_of(batch, runner)
     watch = None if watching is None else watching.watch
     watch_queries = None if watching is None else watching.watch_queries
 
     def run() -> Tensor:
         logits = runner.forward(ids, rows, watch=watch, watch_queries=watch_queries)
-        return greedy_tokens(runner, logits, SamplingMetadata())
+        return greedy_tokens(runner, logits, sampling)
 
     repeatable = record_work(run, runner, recorder)
-    return Forward(cell, runner, repeatable, lambda: runner.truncate(batch.rows, held))
+    return Forward(cell, runner, repeatable, lambda: runner.truncate(batch.rows, held), sampling)
 
 
 def draft_forward(
@@ -263,6 +279,7 @@ def draft_forward(
     runner = draft_kv.runner
     is_first = phase == "first_draft"
     ids, rows = new_ids(runner, 1), rows_of(batch, runner, recorder)
+    sampling = sampling_of(batch, runner)
     host_rows = BatchRows.of(batch.rows, runner.device)
     held, committed = draft_kv.lengths(host_rows), draft_kv.lengths(rows)
     budget = None if kv.budget == -1 else kv.budget
@@ -272,15 +289,20 @@ def draft_forward(
         # The choice belongs to the lengths that it was made for: new ones make a new choice.
         lengths = draft_kv.lengths(rows) if is_first and recorder.captures else committed
         logits = draft_kv.forward(ids, rows, lengths)
-        return greedy_tokens(runner, logits, SamplingMetadata())
+        return greedy_tokens(runner, logits, sampling)
 
     # What a captured verification showed lies in memory that captures share: it is copied now.
     draft_kv.commit(host_rows, held)
     repeatable = record_work(run, runner, recorder)
-    forward = Forward(cell, runner, repeatable, lambda: draft_kv.rewind(host_rows, held))
+    forward = Forward(cell, runner, repeatable, lambda: draft_kv.rewind(host_rows, held), sampling)
     if is_first and not recorder.captures:
         forward.prepare = lambda: draft_kv.commit(host_rows, held)
     return forward
+
+
+def sampling_of(batch: Batch, runner: ModelRunner) -> SamplingMetadata:
+    vocab_size, has_flaws = runner.model.config.vocab_size, not runner.finds_flaws
+    return SamplingMetadata.of(batch.requests, vocab_size, runner.device, has_flaws)
 
 
 def rows_of(batch: Batch, runner: ModelRunner, recorder: Recorder) -> BatchRows:

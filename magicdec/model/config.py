@@ -5,15 +5,29 @@ Owns the meaning of every architecture field; `families/hf_config.py` reads the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+ROPE_NUMBERS = (
+    *("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    *("attention_factor", "beta_fast", "beta_slow"),
+)
 NORMS = ("rms", "layer")
 POSITIONS = ("rope", "learned", "alibi")
 ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 RESIDUALS = ("sequential", "parallel", "parallel_shared_norm")
 ALIBI_DIMS = 2  # with ALiBi, a cached key holds its position as two digits in extra dimensions
 KERNEL_DIMS = 16  # the CPU attention kernel supports head sizes that are multiples of this
+MOST_THETA = 1e30  # of which float32 still holds all powers that the rotation needs
+
+
+def check_number(name: str, value: float, above: float, most: float = math.inf) -> None:
+    """Raises ValueError, naming the field of config.json, unless `above` < value <= most. NaN and
+    infinity never are."""
+    if not (math.isfinite(value) and above < value <= most):
+        limit = "" if math.isinf(most) else f" and at most {most:g}"
+        raise ValueError(f"{name} {value} must be a finite number above {above:g}{limit}")
 
 
 @dataclass(frozen=True)
@@ -44,6 +58,14 @@ class RopeConfig:
             raise ValueError(
                 f"rope type {self.rope_type!r} is not supported; "
                 f"choose from {', '.join(ROPE_TYPES)}"
+            )
+        check_number("rope_theta", self.theta, above=0, most=MOST_THETA)
+        for name in ROPE_NUMBERS:
+            check_number(f"rope_scaling: {name}", getattr(self, name), above=0)
+        if self.rope_type == "llama3" and self.high_freq_factor <= self.low_freq_factor:
+            raise ValueError(
+                f"rope_scaling: high_freq_factor {self.high_freq_factor} must be above "
+                f"low_freq_factor {self.low_freq_factor}"
             )
 
 
@@ -90,6 +112,11 @@ class ModelConfig:
     def __post_init__(self) -> None:
         assert self.norm in NORMS and self.positions in POSITIONS
         assert self.activation in ACTIVATIONS and self.residual in RESIDUALS
+        field = "rms_norm_eps" if self.norm == "rms" else "layer_norm_epsilon"
+        if not 0 <= self.norm_eps <= 1:
+            raise ValueError(
+                f"model {self.name}: {field} {self.norm_eps} is not a number from 0 to 1"
+            )
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"model {self.name}: num_attention_heads {self.num_heads} is not a multiple of "

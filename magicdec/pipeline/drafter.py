@@ -10,6 +10,7 @@ as the target's are.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Protocol
@@ -26,7 +27,7 @@ from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.pipeline.spans import What
 from magicdec.pipelined_speculation.messages import Candidate
 from magicdec.prefill import take
-from magicdec.request import Request, SamplingParams
+from magicdec.request import NotFinite, Request, SamplingParams
 from magicdec.sampling.coupled import CoupledSampling
 from magicdec.scheduling.plan import Part
 
@@ -63,9 +64,12 @@ def pack_candidate(draft: int, candidate: Candidate | None) -> Message:
 
 
 def candidate_of(message: Message) -> Candidate | None:
+    """Raises NotFinite if the drafter's logits are not finite: then it has no probability."""
     if not message.words:
         return None
     (probability,) = floats_of(message.words[1:])
+    if math.isnan(probability):
+        raise NotFinite(f"the logits of draft {message.run} are not finite numbers")
     return message.words[0], probability
 
 

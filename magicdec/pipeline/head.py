@@ -44,7 +44,7 @@ from magicdec.pipeline.spans import Spans, What
 from magicdec.pipeline.stage import BOARD_BYTES, CancelBoard, Canceller, RunStage, StageLoop, listen
 from magicdec.pipelined_speculation.messages import Action, Cancel, Commit, Draft, Launch
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
-from magicdec.request import Moves, Request
+from magicdec.request import Moves, Request, naming
 
 RUN_WORDS = 7  # of the header of a launch: a run of one row has so many words
 NUMBER_WORDS = 3  # of the header of other messages, which have no payload
@@ -264,7 +264,9 @@ class Head:
             return self._do(self.scheduler.result(run, None))
         count = len(message.words) // 2
         tokens, margins = message.words[:count], floats_of(message.words[count:])
-        self._do(self.scheduler.result(run, tokens, margins))
+        with naming(f"run {run}"):
+            actions = self.scheduler.result(run, tokens, margins)
+        self._do(actions)
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:

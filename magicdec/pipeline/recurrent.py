@@ -38,7 +38,7 @@ from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.pipeline.metrics import DraftCounts
 from magicdec.pipeline.spans import Spans, What
 from magicdec.pipeline.stage import VERIFY, WANTED, Stage
-from magicdec.request import Batch, Request, Status, StepOutput
+from magicdec.request import Batch, Request, Status, StepOutput, naming
 from magicdec.runner import ModelRunner, Tokens
 from magicdec.sampling.metadata import SamplingMetadata
 from magicdec.sampling.model_tokens import Proposal, judge, next_tokens
@@ -50,9 +50,10 @@ from magicdec.setup.prepare import Prepared
 
 @dataclass(frozen=True)
 class Draft:
-    """What is verified of some rows: `tokens`, int64 [B, 1 + K], are the newest token and K
-    drafts of each."""
+    """What is verified of the rows of some requests: `tokens`, int64 [B, 1 + K], are the newest
+    token and K drafts of each."""
 
+    requests: Sequence[Request]
     tokens: Tensor
     proposal: Proposal
     sampling: SamplingMetadata
@@ -92,13 +93,17 @@ class Speculation:
         tokens = torch.cat([on_device.newest[:, -1:], proposal.ids], dim=1)
         most = proposal.ids.shape[1]  # fewer than were asked for, if the chains have stopped
         counts = [min(count, most) for count in plan.counts]
-        return Draft(tokens, proposal, on_device.sampling, counts)
+        return Draft(batch.requests, tokens, proposal, on_device.sampling, counts)
 
     @torch.inference_mode()
     def judge(self, draft: Draft, logits: Tensor) -> StepOutput:
         """The tokens that each row emits, from this rank's logits [B, 1 + K, V]."""
         judgement = judge(self.runner, draft.sampling, draft.proposal, logits)
-        counts, emitted = judgement.accepted.tolist(), judgement.ids.tolist()
+        columns = [judgement.accepted.unsqueeze(1), judgement.ids]
+        lines = draft.sampling.with_flaws(columns).tolist()
+        for request, line in zip(draft.requests, lines, strict=True):
+            draft.sampling.check(request, line)
+        counts, emitted = [line[1] for line in lines], [line[2:] for line in lines]
         proposed = draft.num_proposed
         self.counts.num_verified += len(counts)
         self.counts.num_drafted += sum(proposed)
@@ -216,7 +221,9 @@ class RecurrentPipeline:
             run, flight = self._under_way.popleft()
             assert message.run == run, "messages come home in their order"
             num_prompts = len(self.prompts)
-            observe(self._land(flight, message))
+            with naming(f"step of message {run}"):
+                num_tokens = self._land(flight, message)
+            observe(num_tokens)
             self._take_arrivals()
             if flight.ends_step:
                 self._begin(flight.lane)
@@ -333,7 +340,11 @@ class RecurrentPipeline:
         runner = self.stage.runner
         vocab_size = runner.model.config.vocab_size
         sampling = SamplingMetadata.of(flight.requests, vocab_size, runner.device)
-        return StepOutput(next_tokens(runner, logits, sampling).tolist())
+        tokens = next_tokens(runner, logits, sampling)
+        lines = sampling.with_flaws([tokens]).tolist()
+        for request, line in zip(flight.requests, lines, strict=True):
+            sampling.check(request, line)
+        return StepOutput([line[1:] for line in lines])
 
     def _free(self, lane: Lane, rows: Sequence[int]) -> None:
         self.stage.free(rows)

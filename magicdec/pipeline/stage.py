@@ -12,9 +12,9 @@ rejected last.
 A HIDDEN message of pipelined speculation holds the words of a `Launch`, and the hidden states of
 its rows. A run that is cancelled, or that an earlier stage has skipped, goes on as VOID. The last
 stage answers with NUMBERS: the next token of each row that asked for one, and by how much the
-largest logit exceeds the second (`floats_of`). On CUDA the host looks for cancellations between
-launching one layer and the next. What it has launched by then is computed; a run that is skipped
-afterwards costs that time.
+largest logit exceeds the second (`floats_of`), NaN if its logits are not finite. On CUDA the host
+looks for cancellations between launching one layer and the next. What it has launched by then is
+computed; a run that is skipped afterwards costs that time.
 
 Stages of the head's host map one board of cancelled runs in shared memory, into which the head
 writes, so that a stage can look without a system call. A stage that shares no memory with the head
@@ -48,7 +48,7 @@ from magicdec.distributed.channels.message import (
 from magicdec.executor.executor import Cancellation, Cancelled
 from magicdec.pipeline.spans import Spans, What
 from magicdec.pipelined_speculation.messages import Launch
-from magicdec.runner import ModelRunner, Tokens, gather_vocab
+from magicdec.runner import ModelRunner, Tokens, gather_vocab, sums_of
 from magicdec.sampling.coupled import CoupledSampling
 
 WANTED, VERIFY = 1, 2
@@ -322,11 +322,12 @@ class RunStage:
         first = -launch.num_outputs or num_rows  # the first row that asked for a prediction
         following = [place + 1 for place in launch.positions[first:]]
         logits = gather_vocab(out[:, first:], self.runner.vocab_places, self.runner.group)[0]
+        sums = sums_of(logits)
         if self.texts is not None and following:
             text = self.texts[launch.lane]
             outputs = text.outputs(launch)[first:]
             logits = self.sampling.penalised(logits, [*text.prompt], outputs)
-        return predict(self.sampling.perturbed(logits, launch.request, following))
+        return predict(self.sampling.perturbed(logits, launch.request, following), sums)
 
     def _cut(self, lane: int, length: int) -> None:
         """Let the row hold `length` tokens. If it held fewer, a run before this one was skipped;
@@ -338,10 +339,12 @@ class RunStage:
             cache.advance([lane], length - cache.lengths[lane])
 
 
-def predict(logits: Tensor) -> tuple[int, ...]:
-    """The tokens and the margins by logits [rows, V], with noise or without."""
+def predict(logits: Tensor, sums: Tensor) -> tuple[int, ...]:
+    """The tokens and the margins by logits [rows, V], with noise or without. Where one of `sums`
+    [rows] of the model's own logits is not finite, the margin is NaN."""
     best = logits.argmax(dim=-1)
     largest = logits.double().topk(2, dim=-1).values
+    margins = largest[:, 0] - largest[:, 1] + (sums - sums)
     # A token is exact in float64, so that one copy to the host brings both.
-    both = torch.stack([best.double(), largest[:, 0] - largest[:, 1]]).cpu()
+    both = torch.stack([best.double(), margins]).cpu()
     return (*both[0].long().tolist(), *words_of(both[1].tolist()))

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from magicdec.pipelined_speculation.messages import Candidate, Launch
 from magicdec.pipelined_speculation.options import Options
+from magicdec.request import NotFinite
 
 
 @dataclass(eq=False)
@@ -86,10 +87,13 @@ class Sequence:
 
     def commit(self) -> tuple[tuple[int, ...], str | None]:
         """Commit all that the results tell: the tokens, and why the request has ended, if it has.
-        What follows the tip is dropped if it is wrong."""
+        What follows the tip is dropped if it is wrong. Raises NotFinite for a token whose logits
+        are not finite: its margin is NaN."""
         tokens: list[int] = []
         finished = None
         while finished is None and (token := self.tip.predicted) is not None:
+            if math.isnan(self.tip.margin):
+                raise NotFinite.after(self.request, self.num_output)
             tokens.append(token)
             self.least_margin = min(self.least_margin, self.tip.margin)
             self.num_output += 1

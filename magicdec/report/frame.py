@@ -99,7 +99,7 @@ def _about_service(record: Record, row: Row) -> Row:
         "device": gpu or cpu or row["parallel.device"],
         "arrival": row.get("workload.arrival"),
         "series": f"{record.kind}: {row['pass']}",
-        "has_result": record.status != "diverged",
+        "has_result": record.status not in ("diverged", "failed"),
         "object": record,
     }
 

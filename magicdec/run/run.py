@@ -36,7 +36,7 @@ from magicdec.memory.sampler import MemoryTaken, MemoryWatch
 from magicdec.names import BASELINE, REFERENCE_BACKEND
 from magicdec.records.correctness import Correctness
 from magicdec.records.samples import PassSamples, PrefillSamples, to_ms
-from magicdec.request import Request
+from magicdec.request import Request, naming
 from magicdec.run.check import WIDER, Replays, check_outputs, uncompared
 from magicdec.run.outcome import (
     Measured,
@@ -153,16 +153,22 @@ class Run:
         return [self.runner] if draft is None else [self.runner, draft]
 
     def measure(self) -> None:
-        """Measure every batch: every pass starts from the state after its prefill."""
+        """Measure every batch."""
         for batch in range(self.config.workload.num_batches):
-            prefilled = self.prompts.batch(batch, self.prepared)
-            self.prefilled.append(prefilled)
-            self.use(prefilled)
-            if batch == 0:
-                self.warm_up(prefilled.snapshots)
-            # The passes take turns at going first, so that a drift in the machine's speed favours
-            # neither of them.
-            for name in self.passes if batch % 2 == 0 else reversed(self.passes):
+            with naming(f"batch {batch}"):
+                self.measure_batch(batch)
+
+    def measure_batch(self, batch: int) -> None:
+        """Every pass starts from the state after the prefill of the batch."""
+        prefilled = self.prompts.batch(batch, self.prepared)
+        self.prefilled.append(prefilled)
+        self.use(prefilled)
+        if batch == 0:
+            self.warm_up(prefilled.snapshots)
+        # The passes take turns at going first, so that a drift in the machine's speed favours
+        # neither of them.
+        for name in self.passes if batch % 2 == 0 else reversed(self.passes):
+            with naming(name):
                 self.measure_pass(name, prefilled.snapshots)
 
     def warm_up(self, snapshots: list[Request], passes: Sequence[str] | None = None) -> None:
@@ -182,9 +188,10 @@ class Run:
         """A pass that changes no number in the record. Like the measured ones, it starts from the
         state after prefill."""
         self.engine.rewind(snapshots)
-        strategy = self.make_strategy(name, timer)
-        self.engine.begin(strategy)
-        self.engine.decode(strategy)
+        with naming(f"warm-up, {name}"):
+            strategy = self.make_strategy(name, timer)
+            self.engine.begin(strategy)
+            self.engine.decode(strategy)
 
     def measure_pass(self, name: str, snapshots: list[Request]) -> None:
         """Measure a pass over the batch in use. One that is interrupted leaves nothing."""

@@ -1,5 +1,6 @@
 """SamplingMetadata: everything that sampling needs to know of the rows of a batch, as tensors: the
-sampling parameters, the seeds, and which tokens the rows have emitted so far.
+sampling parameters, the seeds, and which tokens the rows have emitted so far. It also keeps what
+sampling finds out: whether all logits from which tokens were chosen were finite.
 
 The host makes it from the requests and decides then which parts exist (seeds, penalties). After
 each step it is updated on the device.
@@ -10,13 +11,14 @@ Shapes: B rows, R of them with penalties, T tokens, V vocabulary.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from magicdec.kv.cache import upload
-from magicdec.request import Request, SamplingParams
+from magicdec.request import NotFinite, Request, SamplingParams
+from magicdec.runner import sums_of
 from magicdec.sampling.randomness import Purpose, uniforms
 
 NO_TOP_K = torch.iinfo(torch.int64).max
@@ -137,17 +139,28 @@ class Penalties:
 @dataclass(frozen=True)
 class SamplingMetadata:
     """The sampling metadata of one batch. The default is greedy without penalties, which needs no
-    tensors."""
+    tensors, and keeps no `flaws`.
+
+    The flaw of a row is 0, or NaN once logits of it were not finite, those of drafts included. It
+    is computed beside the choice of tokens, without a wait for the device, and the host reads it
+    with the tokens (`with_flaws`, `check`)."""
 
     draws: Draws | None = None
     penalties: Penalties | None = None
+    flaws: Tensor | None = field(default=None, compare=False)  # float32 [B, 1]
 
     @classmethod
     def of(
-        cls, requests: Sequence[Request], vocab_size: int, device: torch.device
+        cls,
+        requests: Sequence[Request],
+        vocab_size: int,
+        device: torch.device,
+        has_flaws: bool = True,
     ) -> SamplingMetadata:
-        """`vocab_size` is the size of the model's whole vocabulary, not of one rank's shard."""
-        return cls(Draws.of(requests, device), Penalties.of(requests, vocab_size, device))
+        """`vocab_size` is the size of the model's whole vocabulary, not of one rank's shard.
+        Without `has_flaws`, somebody else looks for logits that are not finite."""
+        flaws = torch.zeros(len(requests), 1, device=device) if has_flaws else None
+        return cls(Draws.of(requests, device), Penalties.of(requests, vocab_size, device), flaws)
 
     @property
     def is_greedy(self) -> bool:
@@ -156,9 +169,48 @@ class SamplingMetadata:
 
     @property
     def state(self) -> list[Tensor]:
-        """The tensors that change when tokens are emitted."""
-        emitted = [] if self.draws is None else [self.draws.emitted]
-        return emitted + ([] if self.penalties is None else [self.penalties.in_output])
+        """The tensors that change when tokens are emitted or chosen."""
+        of_draws = [] if self.draws is None else [self.draws.emitted]
+        of_penalties = [] if self.penalties is None else [self.penalties.in_output]
+        return of_draws + of_penalties + ([] if self.flaws is None else [self.flaws])
+
+    def note(self, logits: Tensor) -> None:
+        """Tokens are chosen from logits [B, T, V]."""
+        if self.flaws is not None:
+            self.note_sums(sums_of(logits))
+
+    def note_sums(self, sums: Tensor, places: Tensor | None = None) -> None:
+        """Tokens are chosen from logits with the sums [B, T] (`sums_of`). With `places` [B, T] the
+        sums are [1, N], and these say which of them are those of a row."""
+        if self.flaws is None:
+            return
+        if places is not None:
+            sums = sums[0, places]
+        if sums.shape[1] > 1:
+            sums = sums.sum(dim=1, keepdim=True)
+        self.flaws.add_(sums, alpha=0)  # 0 times infinity or NaN is NaN
+
+    def take_flaws(self, others: SamplingMetadata, places: Tensor) -> None:
+        """Take over what was noted in the metadata of some of the rows, which are at `places`."""
+        if self.flaws is not None and others.flaws is not None:
+            self.flaws.index_add_(0, places, others.flaws)
+
+    def spoil(self) -> None:
+        """Logits of some row were not finite."""
+        if self.flaws is not None:
+            self.flaws.fill_(torch.nan)
+
+    def with_flaws(self, columns: Sequence[Tensor]) -> Tensor:
+        """What the host is to read: int64 [B, 1 + N], the columns behind one for `check`."""
+        assert self.flaws is not None, "made from requests"
+        return torch.cat([self.flaws.view(torch.int32), *columns], dim=1)
+
+    @staticmethod
+    def check(request: Request, line: Sequence[int]) -> None:
+        """Raises NotFinite if logits of the request whose `line` of `with_flaws` the host has read
+        were not finite."""
+        if line[0] != 0:  # the bits of a NaN
+            raise NotFinite.after(request.request_id, len(request.output_ids))
 
     def take(self, ids: Tensor, counts: Tensor, active: Tensor) -> None:
         """Record on the device that the rows that are `active` [B] (1 or 0) emitted the first
@@ -176,6 +228,8 @@ class SamplingMetadata:
         """Set the emitted tokens of each row from the host's requests. None stands for a row that
         has emitted nothing."""
         outputs = [[] if r is None else r.output_ids for r in requests]
+        if self.flaws is not None:
+            self.flaws.zero_()
         if self.draws is not None:
             emitted = self.draws.emitted
             emitted.copy_(upload([len(ids) for ids in outputs], emitted.device))

@@ -80,12 +80,18 @@ def greedy_tokens(
     sampling: SamplingMetadata,
     drafts: Tensor | None = None,
     is_before: Tensor | None = None,
+    places: Tensor | None = None,
 ) -> Tensor:
-    """The greedy token ids [B, T] from this rank's logits [B, T, V]. They are the same on every
-    rank of the runner's group. `sampling.process` explains the T positions and the other
-    arguments."""
+    """The greedy token ids [B, T] from this rank's logits [B, T, V], which are noted
+    (`SamplingMetadata.note`). They are the same on every rank of the runner's group.
+    `sampling.process` explains the T positions and `drafts`, and `judge` explains `places`, which
+    are for logits without penalties."""
     if sampling.penalties is None:
-        return greedy(logits, runner.model.head_rows[0], runner.group)
+        first_row, flaws = runner.model.head_rows[0], sampling.flaws
+        ids, sums = greedy(logits, first_row, runner.group, flaws)
+        if sums is not None:
+            sampling.note_sums(sums, places)
+        return ids if places is None else ids[0, places]
     return whole_logits(runner, logits, sampling, drafts, is_before).argmax(dim=-1)
 
 
@@ -97,8 +103,9 @@ def whole_logits(
     is_before: Tensor | None = None,
 ) -> Tensor:
     """The logits over the whole vocabulary after each request's penalties, float32 [B, T, V]. They
-    are the same on every rank."""
+    are noted (`SamplingMetadata.note`), and the same on every rank."""
     whole = gather_vocab(logits, runner.vocab_places, runner.group)
+    sampling.note(whole)
     return process(whole, sampling.penalties, drafts, is_before)
 
 
@@ -146,8 +153,8 @@ def judge(
     places: Tensor | None = None,
 ) -> Judgement:
     """Verify a proposal of K drafts with this rank's logits [B, K+1, V], those of the newest token
-    and of the K drafts. If rows have different numbers of drafts, the logits are [1, N, V], and
-    `places` [B, K+1] says which of the N are those."""
+    and of the K drafts, which `sampling` notes. If rows have different numbers of drafts, the
+    logits are [1, N, V], and `places` [B, K+1] says which of the N are those."""
     draws, drafts, tree = sampling.draws, proposal.ids, proposal.tree
     counts = None if proposal.counts is None else upload(proposal.counts, drafts.device)
     # Where only the likeliest tokens are needed, no logits are copied.
@@ -160,9 +167,9 @@ def judge(
     assert draws is None or draws.prompt_lens is None, "only pipelined speculation couples drafts"
     is_before = None if tree is None else ancestor_mask(tree, drafts.device)[:, 1:]
     if draws is None:
-        target = greedy_tokens(runner, logits, sampling, drafts, is_before)
-        if places is not None and not is_copied:
-            target = target[0, places]
+        target = greedy_tokens(
+            runner, logits, sampling, drafts, is_before, None if is_copied else places
+        )
         if tree is not None:
             return longest_path(tree, drafts, target)
         return Judgement(count_accepted(drafts, target, counts), target)

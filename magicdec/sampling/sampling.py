@@ -54,7 +54,9 @@ def by_selection(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
         count *= GROWTH
     # A token is kept if those that are likelier have less than top_p together.
     num_kept = (cumulative - shares < top_p).sum(dim=-1, keepdim=True)
-    of_top_p = torch.where(has_top_p, best.gather(-1, num_kept - 1), -torch.inf)
+    # Scores that are NaN keep no token, and are noted elsewhere (`SamplingMetadata.note`).
+    last_kept = (num_kept - 1).clamp(min=0)
+    of_top_p = torch.where(has_top_p, best.gather(-1, last_kept), -torch.inf)
     return torch.where(scores < torch.maximum(floor, of_top_p), -torch.inf, scores)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
@@ -20,11 +21,12 @@ from magicdec.hardware.other_load import LoadWatch
 from magicdec.hardware.threads import check_threads
 from magicdec.hardware.timing import peak_memory_bytes, reset_peak_memory
 from magicdec.pipeline.clocks import all_gather
-from magicdec.request import Request
+from magicdec.request import NotFinite, Request, naming
 from magicdec.serving.metrics import serving_metrics
 from magicdec.serving.modes import SPECULATIVE, Pass
 from magicdec.serving.prepare import PreparedServing
 from magicdec.serving.record import (
+    FAILED,
     UNKNOWN,
     ServingRecord,
     describe_requests,
@@ -95,10 +97,16 @@ class Experiment:
     def measure(self, each: Pass) -> None:
         """Serve all requests in the pass and make its record."""
         system, shapes = self.open(each), self.prepared.options.shapes
-        self._warm_up(each, system.warm_up_rows(each))
         num_tokens = sum(shape.output_len for shape in shapes)
-        with self.progress.task(each.name, num_tokens) as advance:
-            served = self.serve(each, shapes, Watch(tokens=advance, is_measured=True))
+        try:
+            with naming(f"{each.name}: warm-up"):
+                self._warm_up(each, system.warm_up_rows(each))
+            with self.progress.task(each.name, num_tokens) as advance, naming(each.name):
+                served = self.serve(each, shapes, Watch(tokens=advance, is_measured=True))
+        except NotFinite as error:
+            if self.launch.rank == 0:
+                self.keep(self.describe_failed(each, str(error)))
+            raise
         if self.reference is None:
             self.reference = served
             self._tell_outputs(served)
@@ -153,6 +161,27 @@ class Experiment:
         total = sum(known) if known and None not in peaks else None
         return Served(each, requests, watch, extras, threads, total, load)
 
+    def describe_failed(self, each: Pass, error: str) -> ServingRecord:
+        """The record of a pass that has failed."""
+        system, first = self.prepared.system_of(each), self.prepared.options.passes[0]
+        prompts = replace(system.run, workload=self.prepared.run.workload)
+        return ServingRecord(
+            status=FAILED,
+            name=each.name,
+            config=self.describe_config(each),
+            environment=self.session.describe_environment(),
+            threads=[],
+            workload=prompts.describe_workload(),
+            reference=first.name if len(self.prepared.options.passes) > 1 else None,
+            num_differing=None,
+            metrics=None,
+            ring=None,
+            speculation=None,
+            occupancy=None,
+            requests=[],
+            error=error,
+        )
+
     def describe(self, served: Served) -> ServingRecord:
         """The record of a pass, which has metrics only if its tokens are not known to be wrong."""
         each, reference, requests = served.each, self.reference, served.requests
@@ -170,18 +199,11 @@ class Experiment:
         status = status_of(num_differing, config["model"]["dtype"], is_external)
         is_right, counts = status != "diverged", served.watch.counts
         trace = served.extras.trace
-        workload, goodput = system.run.config.workload, options.goodput or {}
-        prompts = self.prepared.run.workload
-        settings = {"dataset": workload.dataset, "seed": prompts.seed}
-        settings |= options.describe() | {"mode": each.mode}
-        splits = [each.layer_split for each in (system, *self.prepared.systems)]
-        chosen = next((split for split in splits if split is not None), options.layer_split)
-        settings["layer_split"] = chosen
-        has_draft = each.is_drafting and bool(config["decoding"]["drafter"] or config["draft"])
+        goodput, prompts = options.goodput or {}, self.prepared.run.workload
         return ServingRecord(
             status=status,
             name=each.name,
-            config=parts_of(config, has_draft) | {"workload": settings},
+            config=self.describe_config(each),
             environment=served.load.add_to(session.describe_environment()),
             threads=served.threads,
             workload=replace(system.run, workload=prompts).describe_workload(),
@@ -195,6 +217,18 @@ class Experiment:
             occupancy=occupancy_of(trace.spans) if is_right and trace is not None else None,
             requests=describe_requests(requests, counts.moves, requests[0].arrived_s),
         )
+
+    def describe_config(self, each: Pass) -> dict[str, Any]:
+        """The resolved config of a pass, and the flags of the command."""
+        system, options = self.prepared.system_of(each), self.prepared.options
+        config, prompts = system.config_of(each), self.prepared.run.workload
+        settings = {"dataset": system.run.config.workload.dataset, "seed": prompts.seed}
+        settings |= options.describe() | {"mode": each.mode}
+        splits = [each.layer_split for each in (system, *self.prepared.systems)]
+        chosen = next((split for split in splits if split is not None), options.layer_split)
+        settings["layer_split"] = chosen
+        has_draft = each.is_drafting and bool(config["decoding"]["drafter"] or config["draft"])
+        return parts_of(config, has_draft) | {"workload": settings}
 
     def _warm_up(self, each: Pass, num_requests: int) -> None:
         """Serve the first requests once, shortened, so that what happens once is not measured."""

@@ -27,7 +27,10 @@ if TYPE_CHECKING:
 PARTS = ("model", "parallel", "attention", "decoding", "sampling")  # of a config that are recorded
 OF_DRAFTS = ("draft", "kv")  # and those of a pass with drafts
 UNCHECKED = "unchecked"
-STATUSES = ("ok", "differs", "diverged", UNCHECKED)
+FAILED = "failed"
+STATUSES = ("ok", "differs", "diverged", UNCHECKED, FAILED)
+WITHOUT_METRICS = ("diverged", FAILED)
+NO_STAGES = "of other modes, or if `diverged` or `failed`"
 WORK = ("STAGE", "DRAFT", "HEAD")  # spans in which a stage is busy
 NUM_PARTS = 100  # of the time of a pass, in which the share that stages are busy is recorded
 EXACT_DTYPE = "float32"  # in which every request emits the same tokens in every pass
@@ -63,7 +66,8 @@ class ServingRecord(MeasuredRecord):
         f"others, in a dtype other than {EXACT_DTYPE} or in another program, whose rounding may be "
         f"the reason; `diverged`: some have others in {EXACT_DTYPE}; `{UNCHECKED}`: there is no "
         "other mode, a server sent no token ids, or drafts were sampled, which keeps only the "
-        "distribution",
+        f"distribution; `{FAILED}`: the logits of a request were not finite numbers, so that no "
+        "token followed from them",
         choices=STATUSES,
     )
     name: str = recorded("the mode as `--modes` names it, such as `inflight` or `inflight+draft`")
@@ -73,21 +77,21 @@ class ServingRecord(MeasuredRecord):
         "with drafts only"
     )
     threads: list[int] = recorded(
-        "CPU threads as measured in this pass, in the order of all ranks; 0 for a rank that waited"
+        "CPU threads as measured in this pass, in the order of all ranks; 0 for a rank that "
+        f"waited; none if `{FAILED}`"
     )
     workload: WorkloadRecord = recorded(
         "the prompts and the models; `prefix_len` is the length of the longest prompt"
     )
     reference: str | None = recorded("the first mode of the command", null="if it is the only one")
     num_differing: int | None = recorded(
-        "requests with tokens other than those in `reference`", null="if `unchecked`"
+        "requests with tokens other than those in `reference`",
+        null=f"if `{UNCHECKED}` or `{FAILED}`",
     )
-    metrics: ServingMetrics | None = recorded("its metrics", null="if `diverged`")
-    ring: RingMetrics | None = recorded(
-        "how the stages of a ring spent their time", null="of other modes, or if `diverged`"
-    )
+    metrics: ServingMetrics | None = recorded("its metrics", null=f"if `diverged` or `{FAILED}`")
+    ring: RingMetrics | None = recorded("how the stages of a ring spent their time", null=NO_STAGES)
     speculation: SpeculationMetrics | None = recorded(
-        "what pipelined speculation launched and skipped", null="of other modes, or if `diverged`"
+        "what pipelined speculation launched and skipped", null=NO_STAGES
     )
     occupancy: list[list[float]] | None = recorded(
         "the share of each of "
@@ -95,15 +99,23 @@ class ServingRecord(MeasuredRecord):
         "which each stage of a ring, or each rank of pipelined speculation, computed, drafted or, "
         "as the head of a ring, chose tokens",
         "0 to 1",
-        null="of other modes, or if `diverged`",
+        null=NO_STAGES,
     )
-    requests: list[RequestRecord] = recorded("the requests in the order of arrival")
+    requests: list[RequestRecord] = recorded(
+        f"the requests in the order of arrival; none if `{FAILED}`"
+    )
+    error: str | None = recorded(
+        "what has ended the pass, with the step", null=f"unless `{FAILED}`", default=None
+    )
 
     def __post_init__(self) -> None:
-        expected = {UNCHECKED: None, "ok": 0}.get(self.status, self.num_differing or -1)
+        known = {UNCHECKED: None, FAILED: None, "ok": 0}
+        expected = known.get(self.status, self.num_differing or -1)
         assert self.status in STATUSES, f"status is {self.status}"
         assert self.num_differing == expected, "its status contradicts num_differing"
-        assert (self.metrics is None) == (self.status == "diverged"), "metrics contradict status"
+        has_none = self.status in WITHOUT_METRICS
+        assert (self.metrics is None) == has_none, "metrics contradict status"
+        assert (self.error is None) == (self.status != FAILED), "an error belongs to `failed`"
 
 
 def parts_of(config: Mapping[str, Any], has_drafts: bool) -> dict[str, Any]:

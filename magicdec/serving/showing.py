@@ -17,7 +17,7 @@ from magicdec.gantt import Bar, Look, Panel
 from magicdec.pipeline.metrics import RingMetrics, SpeculationMetrics
 from magicdec.records.metric_tables import fixed, has_enough, metric_rows
 from magicdec.serving.metrics import ServingMetrics
-from magicdec.serving.record import RequestRecord, ServingRecord
+from magicdec.serving.record import FAILED, WITHOUT_METRICS, RequestRecord, ServingRecord
 from magicdec.tables import Column, Heading, Line, Shown, Table
 
 if TYPE_CHECKING:
@@ -114,7 +114,7 @@ def modes_table(records: Sequence[ServingRecord], rows: Sequence[Sequence[object
         f"{count} request{'s' * (count != 1)}, arrival {workload['arrival']}{output}, "
         f"--B {workload['batch_size']}",
         above=[
-            Line(verdict(record), "bold red" if record.status == "diverged" else "bold")
+            Line(verdict(record), "bold red" if record.status in WITHOUT_METRICS else "bold")
             for record in records
         ],
         below=[*winner(records), *([RUNS] if any(r.speculation for r in records) else [])],
@@ -124,6 +124,8 @@ def modes_table(records: Sequence[ServingRecord], rows: Sequence[Sequence[object
 def verdict(record: ServingRecord) -> str:
     """Whether the tokens are those of the reference, in a line."""
     name, total = record.name, len(record.requests)
+    if record.status == FAILED:
+        return f"{name}: FAILED, {(record.error or '').removeprefix(f'{name}: ')}"
     if record.reference is None:
         return f"{name}: its tokens are not checked, because there is no other pass"
     if name == record.reference:

@@ -19,6 +19,7 @@ from magicdec.drafting.policies.policy import keep_queries, make_policy
 from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.executor.executor import Executor
 from magicdec.memory.model_plan import Kinds, ModelPlan, StagePart, max_following
+from magicdec.model.checkpoint.finite import WeightsRefused
 from magicdec.model.checkpoint.quantization import low_bit_copy
 from magicdec.model.checkpoint.source import ModelSource, load_transformer
 from magicdec.model.emulated import EmulatedModel
@@ -37,10 +38,17 @@ def load_model(
     progress: Progress,
     part: StagePart = StagePart(),
 ) -> Transformer:
-    """Load this rank's shard of a model, or of a part of it, that is sharded over `group`."""
-    shard = Shard(group.index, group.size)
+    """Load this rank's shard of a model, or of a part of it, that is sharded over `group`. Raises
+    WeightsRefused on all ranks of the group if one of them finds a value that is not finite."""
+    shard, refusal = Shard(group.index, group.size), ""
     with progress.task(f"loading {source.name} as {kinds.weights}", 1) as advance:
-        model = load_kind(source, shard, kinds, device, part)
+        try:
+            model = load_kind(source, shard, kinds, device, part)
+        except WeightsRefused as error:
+            refusal = str(error)
+        for found in group.all_gather_object(refusal):
+            if found:
+                raise WeightsRefused(found)
         advance()
     return model
 

@@ -22,8 +22,8 @@ PROPERTIES = (
         f"{STEPS}test_a_step_and_its_phases_end_when_the_tokens_are_read",
         (
             Fault("a step timed until it begins", "engine.py",
-                  "        output = strategy.step(batch)\n        now = self.clock.now()",
-                  "        now = self.clock.now()\n        output = strategy.step(batch)"),
+                  "        output = self._step(batch, strategy)\n        now = self.clock.now()",
+                  "        now = self.clock.now()\n        output = self._step(batch, strategy)"),
             Fault("tokens of a step read after its phase", "decoding/steps.py",
                   "            return self._judged(batch, proposal)\n",
                   "            self._show(batch)\n"

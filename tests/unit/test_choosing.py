@@ -63,6 +63,7 @@ def test_load_restores_the_state_of_the_given_requests() -> None:
     kept = [tensor.clone() for tensor in choosing.state]
     every = torch.ones(5, dtype=torch.int64)
     choosing.take(torch.arange(10).view(5, 2), every * 2, every.bool())
+    choosing.note(torch.full((5, 1, VOCAB), torch.nan))
     assert all(not torch.equal(a, b) for a, b in zip(kept, choosing.state, strict=True))
     choosing.load(requests_of(OUTPUTS))
     assert all(torch.equal(a, b) for a, b in zip(kept, choosing.state, strict=True))
@@ -72,16 +73,17 @@ def test_load_restores_the_state_of_the_given_requests() -> None:
 
 
 def test_parameters_that_no_row_uses_have_no_tensor() -> None:
-    """Steps that are not captured make the metadata often, so unused tensors would cost time."""
+    """Steps that are not captured make the metadata often, so unused tensors would cost time. One
+    tells whether logits were finite."""
     greedy = [Request(0, (1,), SamplingParams(9), [2])]
     assert (
         SamplingMetadata.of(greedy, VOCAB, CPU) == SamplingMetadata()
         and SamplingMetadata().state == []
     )
     penalised = SamplingMetadata.of([Request(0, (1,), PENALISED)], VOCAB, CPU)
-    assert penalised.draws is None and len(penalised.state) == 1
+    assert penalised.draws is None and len(penalised.state) == 2
     warm = SamplingMetadata.of([*greedy, Request(1, (1,), WARM)], VOCAB, CPU)
-    assert warm.penalties is None and warm.draws is not None and len(warm.state) == 1
+    assert warm.penalties is None and warm.draws is not None and len(warm.state) == 2
     assert warm.draws.filters.top is None and warm.draws.filters.min_p is None
 
 

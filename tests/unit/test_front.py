@@ -339,7 +339,7 @@ def test_a_command_refuses_an_unknown_flag_in_one_line(name: str, command: Comma
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("model", "unknown command 'model'; choose from model get, model convert"),
+        ("model", "unknown command 'model'; choose from model get, model check, model convert"),
         ("model get", "the following arguments are required: ID"),
         ("model convert", "give either DIR or --verify"),
     ],

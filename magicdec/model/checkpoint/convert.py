@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from magicdec.files import complete_file, hash_file, load_json, make_new
+from magicdec.model.checkpoint.finite import check_finite
 from magicdec.model.checkpoint.quantization import QuantizedWeights
 from magicdec.model.checkpoint.source import ModelSource, find_model
 from magicdec.model.checkpoint.weight_files import (
@@ -71,7 +72,8 @@ def convert(
 
     `dtype` None keeps the stored dtypes; int8 matrices and their scales are always kept. `progress`
     is called with each tensor's name. Raises ValueError when `out` is one of the files to read or
-    the disk has too little space, or when writing fails; `out` is then unchanged.
+    the disk has too little space, when a value is not finite as it is to be written, or when
+    writing fails; `out` is then unchanged.
     """
     tensors = source.tensors
     files = {tensor.file for tensor in tensors.values()}
@@ -129,7 +131,10 @@ def _write_safetensors(
         for name, (shape, dtype, _) in tensors.items():
             progress(name)
             for rows in row_spans((0, shape[0]), prod(shape[1:])):
-                values = source.read(name, (slice(*rows),)).to(_dtype(dtype)).contiguous()
+                index = (slice(*rows),)
+                stored = source.read(name, index)
+                values = stored.to(_dtype(dtype)).contiguous()
+                check_finite(values, stored, source, name, index)
                 handle.write(values.view(-1).view(torch.uint8).numpy().data)
     return len(header)
 

@@ -15,6 +15,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
+from magicdec.model.checkpoint.finite import check_finite
 from magicdec.model.checkpoint.weight_files import Index, StoredTensor, WeightSource, row_spans
 from magicdec.model.checkpoint.weight_map import SCALE, find_pieces
 from magicdec.model.config import ModelConfig
@@ -99,7 +100,7 @@ class QuantizedWeights(WeightSource):
     """A `WeightSource` that quantises a floating-point checkpoint while it is read. The values do
     not depend on how the tensors are divided into slices.
 
-    Raises ValueError on reading a matrix that holds infinities or NaN.
+    Raises WeightsRefused on reading a matrix that holds infinities or NaN.
     """
 
     def __init__(self, source: WeightSource, config: ModelConfig) -> None:
@@ -133,14 +134,11 @@ class QuantizedWeights(WeightSource):
         """Whole rows [outputs, in], whose scales are kept."""
         is_transposed = self._matrices[name].transposed
         index = (slice(None), outputs) if is_transposed else (outputs,)
-        rows = self._source.read(self._stored_as.get(name, name), index).float()
+        stored = self._source.read(self._stored_as.get(name, name), index)
+        rows = stored.float()
+        check_finite(rows, stored, self, name, index)
         rows = rows.T if is_transposed else rows
         scales = channel_scales(rows)
-        if not scales.isfinite().all():
-            raise ValueError(
-                f"{self.where(name) or ''}: tensor {name} holds a value that is not a finite "
-                "number and cannot be quantised"
-            )
         self._kept_scales(name)[outputs] = scales
         return quantize(rows, scales.unsqueeze(1))
 

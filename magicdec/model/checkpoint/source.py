@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.checkpoint.finite import check_finite
 from magicdec.model.checkpoint.quantization import QuantizedWeights, check_range, holds_int8
 from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.checkpoint.tying import as_stored
@@ -171,7 +172,8 @@ def load_transformer(
 
     Reads only this rank's slices, into tensors of their final `dtype` on `device`. `is_int8`: all
     matrices are int8, and quantised here unless they are stored so; the scales need whole rows to
-    be read. Raises ValueError for files that became unreadable after `find_model`.
+    be read. Raises ValueError for files that became unreadable after `find_model`, and
+    WeightsRefused for a value that is not finite in `dtype`.
     """
     layers = range(config.num_layers) if layers is None else layers
     assert is_int8 or not holds_int8(source), "is_int8 is set if the stored weights are int8"
@@ -199,17 +201,22 @@ def load_transformer(
 
 
 def _fill(tensor: Tensor, pieces: list[Piece], source: WeightSource) -> None:
-    """Copy the pieces into `tensor` one below the other, a bounded number of elements at a time."""
+    """Copy the pieces into `tensor` one below the other, a bounded number of elements at a time.
+    Raises WeightsRefused if a value is not finite."""
     filled = 0
     for piece in pieces:
         for rows in row_spans(piece.rows, piece.width):
-            values = source.read(piece.name, replace(piece, rows=rows).stored)
+            index = replace(piece, rows=rows).stored
+            values = source.read(piece.name, index)
             assert values.is_floating_point() == tensor.is_floating_point(), "dtypes are checked"
             if values.dtype == torch.int8:
                 check_range(f"{source.where(piece.name)}: {piece.name}", values)
-            values = values.T if piece.transposed else values
-            tensor[filled : filled + len(values)].copy_(values)
-            filled += len(values)
+            num_rows = rows[1] - rows[0]
+            filling = tensor[filled : filled + num_rows]
+            filling = filling.T if piece.transposed else filling
+            filling.copy_(values)
+            check_finite(filling, values, source, piece.name, index)
+            filled += num_rows
     assert filled == len(tensor), "the pieces fill the parameter"
 
 

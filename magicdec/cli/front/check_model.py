@@ -1,0 +1,45 @@
+"""`magicdec model check`: is this the model that the directory holds?
+
+    magicdec model check checkpoints/Llama-3.2-1B
+
+Prints what the loader made of config and tokenizer, and compares logits and greedy tokens with
+those of `transformers`, if that is installed. Exits with 1 if they differ. `magicdec run` says once
+for a model that was never compared how to do that.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+from magicdec.cli.flags import FAILED, LoneCommand
+from magicdec.cli.parsing.parser import Values
+from magicdec.config.setting import setting
+
+ABOUT = (
+    "Print what the loader makes of a model's config and tokenizer, and compare its float32 logits "
+    "and greedy tokens on the CPU with those of transformers, if that is installed. Exits with 1 "
+    "if they differ."
+)
+
+
+@dataclass(frozen=True)
+class CheckSection:
+    """The model to check."""
+
+    model: str = setting(..., "The model, named as --model names it.", "model", metavar="DIR")
+    time_s: float = setting(
+        120.0, "Leave out a text that would make the comparison take longer, about.", above=0
+    )
+
+
+def check(values: Values) -> int:
+    args: CheckSection = values.sections["check"]
+    from magicdec.run.model_check import check_model
+
+    found = check_model(args.model, args.time_s, lambda line: print(line, flush=True))
+    sys.stdout.flush()
+    return FAILED if found.failed else 0
+
+
+main = LoneCommand(check, ABOUT, {"check": CheckSection})

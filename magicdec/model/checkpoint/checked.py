@@ -1,0 +1,65 @@
+"""Remembers which checkpoints were compared with another implementation of their models, in
+`~/.cache/magicdec/checked`, and how that ended.
+
+Owns when two checkpoints are the same: they have the same config files, and weight files of the
+same names, sizes and times. Where they lie does not matter. A cache that cannot be read or written
+is no error; then nothing is remembered.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from magicdec.model.checkpoint.source import ModelSource
+from magicdec.model.presets.presets import DEMO_DIRECTORIES
+
+VARIABLE = "MAGICDEC_CHECKED"  # another folder, as for the tests of this project
+CONFIG_FILES = ("config.json", "generation_config.json")
+# How a comparison has ended. TOLD: the user knows how to compare, and no more.
+EQUAL, DIFFERS, NOT_COMPARED, TOLD = "equal", "differs", "not compared", "told"
+
+
+def is_exempt(source: ModelSource) -> bool:
+    """Whether there is nothing to check: tests of this project compare the packaged models, and
+    nobody has trained random weights."""
+    return source.is_random or source.name in DEMO_DIRECTORIES
+
+
+def outcome_of(source: ModelSource) -> str | None:
+    """How the comparison of this checkpoint has ended, or TOLD; None if there was none."""
+    try:
+        value = json.loads(_file_of(source).read_text(encoding="utf-8"))
+        return str(value["outcome"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def remember(source: ModelSource, outcome: str) -> None:
+    """The comparison of this checkpoint has ended so."""
+    with suppress(OSError):
+        file = _file_of(source)
+        file.parent.mkdir(parents=True, exist_ok=True)
+        content = {"outcome": outcome, "model": source.name}
+        file.write_text(json.dumps(content) + "\n", encoding="utf-8")
+
+
+def _file_of(source: ModelSource) -> Path:
+    usual = Path.home() / ".cache" / "magicdec" / "checked"
+    return Path(os.environ.get(VARIABLE) or usual) / f"{_identity(source)}.json"
+
+
+def _identity(source: ModelSource) -> str:
+    digest = hashlib.sha256()
+    assert source.tokenizer_directory is not None, "a checkpoint has a directory"
+    for name in CONFIG_FILES:
+        file = source.tokenizer_directory / name
+        digest.update(f"{name} ".encode() + (file.read_bytes() if file.is_file() else b""))
+    files = {stored.file for stored in source.weights.tensors.values()} - {None}
+    for file in sorted(each for each in files if each is not None):
+        stat = file.stat()
+        digest.update(f"{file.name} {stat.st_size} {stat.st_mtime_ns} ".encode())
+    return digest.hexdigest()[:32]
