@@ -24,7 +24,13 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import OutputSection
 from magicdec.console import spinner
 from magicdec.distributed.groups import Launch, read_launch
-from magicdec.distributed.ranks import INTERRUPTED, find_world_size, is_other_start, start_ranks
+from magicdec.distributed.ranks import (
+    INTERRUPTED,
+    find_world_size,
+    is_other_start,
+    package_command,
+    start_ranks,
+)
 from magicdec.distributed.watching.processes import report_error
 from magicdec.distributed.watching.watch import naming_lost, stop_watching, watch_ranks
 from magicdec.model.checkpoint.hub import with_local_models
@@ -107,7 +113,8 @@ def run_on_ranks(
     if not is_other_start(nproc, launch):
         return
     name = sys.argv[0]
-    program = ["-m", *name.split()] if name.startswith("magicdec ") else [name]
+    is_console = name.startswith("magicdec ")
+    program = [*package_command(), *name.split()[1:]] if is_console else [sys.executable, name]
     assert nproc is not None, "it was asked for"
     if check is not None:
         check(nproc)

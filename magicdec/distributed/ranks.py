@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from magicdec.distributed.groups import Launch
 
@@ -47,10 +48,23 @@ def is_other_start(nproc: int | None, launch: Launch) -> bool:
     return True
 
 
+def package_command() -> list[str]:
+    """The words that start `magicdec` in another process, with the package of this one. A folder
+    named `magicdec` in the current directory, such as a clone, cannot take its place, as it would
+    under `python -m magicdec`, where that directory comes first."""
+    home = str(Path(__file__).parents[2])
+    inherited = sys.path if sys.flags.safe_path else sys.path[1:]
+    words = [sys.executable, "-P", "-m", "magicdec"]
+    if home in inherited:
+        return words
+    before = os.environ.get("PYTHONPATH")
+    return ["env", f"PYTHONPATH={os.pathsep.join([home, before] if before else [home])}", *words]
+
+
 def start_ranks(nproc: int, words: Sequence[str]) -> int:
-    """Run `python WORDS` as `nproc` ranks on this host, through torch's own launcher. If the rank
-    that failed first reported an error, it is the last line that is printed; a rank that a signal
-    has ended is named. Returns the exit code of that rank, or 0."""
+    """Run the command WORDS as `nproc` ranks on this host, through torch's own launcher. If the
+    rank that failed first reported an error, it is the last line that is printed; a rank that a
+    signal has ended is named. Returns the exit code of that rank, or 0."""
     import logging
 
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
@@ -60,6 +74,7 @@ def start_ranks(nproc: int, words: Sequence[str]) -> int:
     os.environ[LAUNCHER] = str(os.getpid())
     logging.disable(logging.ERROR)  # the launcher's own account of processes and signals
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; a rank then sets its threads
+    os.environ["PYTHONUNBUFFERED"] = "1"
     # The launcher keeps what ranks report in a folder, which it would leave behind.
     with tempfile.TemporaryDirectory(prefix="magicdec-", ignore_cleanup_errors=True) as folder:
         config = LaunchConfig(
@@ -68,7 +83,7 @@ def start_ranks(nproc: int, words: Sequence[str]) -> int:
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )  # fmt: skip
         try:
-            elastic_launch(config, sys.executable)("-u", *words)
+            elastic_launch(config, words[0])(*words[1:])
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             if failure.error_file != NOT_AVAILABLE:
@@ -112,7 +127,7 @@ class Ended:
 
 def run_command(words: Sequence[object]) -> Ended:
     """Run `magicdec WORDS` and wait for its end. What it prints on stdout is dropped."""
-    command = [sys.executable, "-m", "magicdec", *map(str, words)]
+    command = [*package_command(), *map(str, words)]
     process = subprocess.run(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False
     )
