@@ -128,13 +128,15 @@ def check_outputs(output: OutputSection) -> None:
 
 
 def announce_backend(config: ResolvedConfig, launch: Launch) -> None:
-    """Tell the user when `auto` had to take slower kernels or steps, and when kernels run in
-    Triton's interpreter."""
+    """Tell the user when `auto` had to take slower kernels, steps or collectives, and when kernels
+    run in Triton's interpreter."""
     chosen = [
         ("--attention", config.attention.backend),
         ("--elementwise", config.model.elementwise),
         ("--native_steps", config.model.native_steps),
     ]
+    if (collectives := config.parallel.collectives) is not None:
+        chosen.append((f"--collectives {collectives}:", collectives))
     if config.draft is not None:
         chosen.append(("draft: --native_steps", config.draft.native_steps))
     for flag, choice in chosen if launch.rank == 0 else ():

@@ -12,6 +12,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -28,6 +29,7 @@ from magicdec.kernels.build import cpu_field, find_compiler, is_compiled_for, re
 from magicdec.records.environment import Environment
 
 GIT_TIMEOUT_S = 10.0
+SHARED_MEMORY = Path("/dev/shm")
 # Measured with the demo model on a CPU with AVX-512 (docs/log/kernels.md, 2026-11-24).
 NO_KERNELS = (
     "no C++ compiler compiles the CPU kernels, without which decoding took 7 to 8 times as long on "
@@ -53,12 +55,33 @@ def probe_machine(launch: Launch) -> Machine:
         num_gpus=torch.cuda.device_count(),
         avoids_native_steps=os.environ.get("MAGICDEC_NATIVE_STEPS") == "off",
         has_compiler=has_compiler,
-        has_shared_memory=Path("/dev/shm").is_dir(),
+        shared_memory_obstacle=shared_memory_obstacle(SHARED_MEMORY),
+        shared_memory_bytes=free_bytes(SHARED_MEMORY),
         has_bfloat16_products=any(f in flags for f in ("avx512_bf16", "amx_bf16"))
         and is_compiled_for("__AVX512BF16__"),
         widens_bfloat16=has_compiler and ("avx2" in flags or platform.machine() == "aarch64"),
         missing_backends=missing_backends(list_backends(lambda c: has_cuda or "cpu" in c.devices)),
     )
+
+
+def shared_memory_obstacle(folder: Path) -> str | None:
+    """Why no file can be made in `folder`, that of the host's shared memory, or None."""
+    if not folder.is_dir():
+        return f"no {folder}"
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+
+
+def free_bytes(folder: Path) -> int | None:
+    """The bytes that files in `folder` may still take; None if no limit is known."""
+    try:
+        space = os.statvfs(folder)
+    except OSError:
+        return None
+    return space.f_bavail * space.f_frsize if space.f_blocks else None
 
 
 def gpu_obstacle() -> str | None:
