@@ -11,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from magicdec.distributed.layout import StageGrid
 
@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup, Store
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -167,15 +169,13 @@ class Group:
             dist.broadcast(x, src=self.ranks[index], group=self.handle)
         return x
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value. It is pickled, so it should be small."""
+    def all_gather_values(self, value: T, kind: type[T]) -> list[T]:
+        """Every rank's value, of that kind (`values.all_gather_values`). It should be small."""
         if self.handle is None:
             return [value]
-        import torch.distributed as dist
+        from magicdec.distributed.values import all_gather_values
 
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.handle)
-        return values
+        return all_gather_values(value, kind, self.size, self.handle)
 
     def barrier(self) -> None:
         if self.handle is not None:

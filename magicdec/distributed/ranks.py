@@ -71,6 +71,8 @@ def start_ranks(nproc: int, words: Sequence[str]) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from magicdec.distributed.rendezvous import register_rendezvous
+
     os.environ[LAUNCHER] = str(os.getpid())
     logging.disable(logging.ERROR)  # the launcher's own account of processes and signals
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; a rank then sets its threads
@@ -79,7 +81,7 @@ def start_ranks(nproc: int, words: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="magicdec-", ignore_cleanup_errors=True) as folder:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id="magicdec", max_restarts=0,
-            rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+            rdzv_backend=register_rendezvous(),
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )  # fmt: skip
         try:

@@ -76,7 +76,7 @@ def measure(
                 timings += time_place(model, group, config, grid, B, context, advance, copies)
         # The ceiling is the larger of two measurements, as in a run.
         bandwidth = max(bandwidth, read_bandwidth(group, device))
-        rows = summarise(group.all_gather_object(timings), bandwidth)
+        rows = summarise(group.all_gather_values(timings, list[Timing]), bandwidth)
     return config, session.describe_environment(bandwidth), rows
 
 

@@ -20,7 +20,7 @@ from magicdec.decoding.recorder import CudaGraphs, Eager, Recorder
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.drafting.draft_length import make_draft_length
 from magicdec.hardware.environment import watch_gpu
-from magicdec.hardware.threads import ThreadCount, check_threads
+from magicdec.hardware.threads import RankThreads, ThreadCount, check_threads
 from magicdec.hardware.timing import (
     PhaseTimer,
     peak_memory_bytes,
@@ -46,6 +46,10 @@ from magicdec.runner import ModelRunner
 from magicdec.setup.loading import load_model, make_backend, make_draft, make_runner
 from magicdec.setup.prepare import Prepared
 from magicdec.setup.session import RankSession, session_of
+
+OfRank = tuple[int, int, int, int, RankThreads]
+"""What a rank tells of its pass over a batch: the bytes that it read, its peak memory, the tokens
+and rows that its drafts read, and its threads."""
 
 
 class Run:
@@ -186,7 +190,7 @@ class Run:
         samples, rank = self.samples[name], self.groups.rank
         pairs = zip(self.runners(), before, strict=True)
         used = [(runner.model, runner.counts.minus(counts)) for runner, counts in pairs]
-        of_rank = (
+        of_rank: OfRank = (
             sum(bytes_read(model, counts) for model, counts in used),
             peak_memory_bytes(self.device),
             sum(counts.draft_kv_tokens_read for _, counts in used),
@@ -194,7 +198,7 @@ class Run:
             threads.of_rank(rank, self.config.parallel.threads),
         )
         read, peak, draft_tokens, draft_rows, of_threads = zip(
-            *self.groups.target.all_gather_object(of_rank), strict=True
+            *self.groups.target.all_gather_values(of_rank, OfRank), strict=True
         )
         samples.bytes_read.append(list(read))
         samples.peak_memory_bytes.append(list(peak))
