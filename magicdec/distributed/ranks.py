@@ -64,7 +64,8 @@ def package_command() -> list[str]:
 def start_ranks(nproc: int, words: Sequence[str]) -> int:
     """Run the command WORDS as `nproc` ranks on this host, through torch's own launcher. If the
     rank that failed first reported an error, it is the last line that is printed; a rank that a
-    signal has ended is named. Returns the exit code of that rank, or 0."""
+    signal has ended is named. Returns the exit code of that rank, or 0; if a signal has ended this
+    process, that of the signal."""
     import logging
 
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
@@ -93,8 +94,12 @@ def start_ranks(nproc: int, words: Sequence[str]) -> int:
                 print(message["message"] if isinstance(message, dict) else message, file=sys.stderr)
             elif failure.exitcode < 0:
                 print(f"rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
+            elif failure.exitcode == INTERRUPTED:
+                print(f"rank {rank} was ended by SIGINT", file=sys.stderr)
             return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-        except (KeyboardInterrupt, SignalException):
+        except SignalException as error:
+            return 128 + error.sigval
+        except KeyboardInterrupt:
             return INTERRUPTED
     return 0
 
