@@ -13,7 +13,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from magicdec.cli import flags
-from magicdec.distributed.groups import Launch
+from magicdec.distributed.groups import Launch, check_commands
 from magicdec.distributed.watching import watch
 from magicdec.distributed.watching import watch as watch_module
 from magicdec.distributed.watching.processes import PeerLost, Processes
@@ -171,6 +171,25 @@ def test_ranks_meet_as_often_as_they_like(monkeypatch: pytest.MonkeyPatch) -> No
         meet(Launch(1, 2, 1, 2), "here")
     first.join()
     assert passed == [0, 1, 2]
+
+
+@pytest.mark.parametrize("other", ["magicdec run", "magicdec latency"])
+def test_ranks_with_another_command_are_refused(other: str) -> None:
+    """On every rank, where each would wait for what the other never says."""
+    store, said = HashStore(), dict[int, str]()
+
+    def rank(number: int, command: str) -> None:
+        try:
+            check_commands(Launch(number, 2, 0, 1), store, command)
+        except ValueError as error:
+            said[number] = str(error)
+
+    first = threading.Thread(target=rank, args=(0, "magicdec run"))
+    first.start()
+    rank(1, other)
+    first.join()
+    line = f"rank 0 runs magicdec run, rank 1 runs {other}; start one command on all"
+    assert said == ({} if other == "magicdec run" else {0: line, 1: line})
 
 
 def test_between_hosts_the_first_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:
