@@ -24,6 +24,7 @@ import torch
 
 from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.machine import Machine
+from magicdec.config.masking import masked_words
 from magicdec.distributed.groups import Launch
 from magicdec.kernels.build import cpu_field, find_compiler, is_compiled_for, refused_compilers
 from magicdec.records.environment import Environment
@@ -106,7 +107,7 @@ def describe_environment(launch: Launch, device: str, started: datetime.datetime
     """The environment without what a run measures: the clocks of the GPU and the read bandwidth."""
     return Environment(
         time_utc=started.isoformat(timespec="seconds"),
-        argv=[Path(sys.argv[0]).name, *sys.argv[1:]],
+        argv=[Path(sys.argv[0]).name, *masked_words(sys.argv[1:])],
         magicdec=version("magicdec"),
         revision=find_revision(),
         python=platform.python_version(),
