@@ -4,13 +4,16 @@ torch."""
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from magicdec.distributed.groups import read_launch
-from magicdec.distributed.ranks import end_with_launcher
+from magicdec.distributed.ranks import end_with_launcher, is_launched
 from magicdec.names import load_object, most_like
 
 if TYPE_CHECKING:
@@ -90,7 +93,37 @@ def parser_of(command: str) -> Parser:
 def start(name: str) -> None:
     """Run that command with the arguments in `sys.argv`."""
     end_with_launcher()
-    function_of(name)()
+    with ending_at_signals():
+        function_of(name)()
+
+
+@contextmanager
+def ending_at_signals() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does: it ends what it has started and keeps what is done.
+    The exit code is that of the signal, as a shell has it. A second SIGTERM ends it at once, and so
+    does the first one of a rank, whose launcher waits for it."""
+    terminated: list[int] = []
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        terminated.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGTERM)
+    handles = before is signal.SIG_DFL and not is_launched()
+    if handles:
+        signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.exit(128 + (terminated or [signal.SIGINT])[0])
+    except SystemExit:
+        if terminated:
+            sys.exit(128 + terminated[0])
+        raise
+    finally:
+        if handles:
+            signal.signal(signal.SIGTERM, before)
 
 
 def console() -> NoReturn:

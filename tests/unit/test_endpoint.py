@@ -121,6 +121,7 @@ def server() -> Iterator[Server]:
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     http.daemon_threads = True
+    http.handle_error = lambda request, address: None  # type: ignore[method-assign]
     thread = threading.Thread(target=http.serve_forever)
     thread.start()
     ours.address = f"http://127.0.0.1:{http.server_port}/v1"
