@@ -29,7 +29,8 @@ def all_gather_values(
     ValueError (pydantic's) if a rank has sent another kind."""
     if size == 1:
         return [value]
-    adapter = adapter_of(kind)
+    hashable: Any = kind
+    adapter = adapter_of(hashable)
     text = json.dumps(adapter.dump_python(value, mode="json", warnings="error"))
     data = torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).to(device_of(handle))
     counts = gather(torch.tensor([len(data)], device=data.device), size, handle).flatten().tolist()

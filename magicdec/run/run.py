@@ -11,7 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from magicdec.autotune import settle
 from magicdec.console import Progress, make_progress
@@ -47,9 +47,15 @@ from magicdec.setup.loading import load_model, make_backend, make_draft, make_ru
 from magicdec.setup.prepare import Prepared
 from magicdec.setup.session import RankSession, session_of
 
-OfRank = tuple[int, int, int, int, RankThreads]
-"""What a rank tells of its pass over a batch: the bytes that it read, its peak memory, the tokens
-and rows that its drafts read, and its threads."""
+
+class RankCounts(NamedTuple):
+    """What a rank tells the others of a pass over a batch."""
+
+    bytes_read: int
+    peak_bytes: int
+    draft_kv_tokens: int
+    draft_rows: int
+    threads: RankThreads
 
 
 class Run:
@@ -190,7 +196,7 @@ class Run:
         samples, rank = self.samples[name], self.groups.rank
         pairs = zip(self.runners(), before, strict=True)
         used = [(runner.model, runner.counts.minus(counts)) for runner, counts in pairs]
-        of_rank: OfRank = (
+        of_rank = RankCounts(
             sum(bytes_read(model, counts) for model, counts in used),
             peak_memory_bytes(self.device),
             sum(counts.draft_kv_tokens_read for _, counts in used),
@@ -198,7 +204,7 @@ class Run:
             threads.of_rank(rank, self.config.parallel.threads),
         )
         read, peak, draft_tokens, draft_rows, of_threads = zip(
-            *self.groups.target.all_gather_values(of_rank, OfRank), strict=True
+            *self.groups.target.all_gather_values(of_rank, RankCounts), strict=True
         )
         samples.bytes_read.append(list(read))
         samples.peak_memory_bytes.append(list(peak))

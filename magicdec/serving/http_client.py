@@ -142,7 +142,7 @@ class Server:
         connection = kind(url.hostname or "", url.port, timeout=limits.left_s())
         connection.connect()
         connected = connection.sock
-        connection.sock = LimitedSocket(connected, limits)  # type: ignore[assignment]
+        connection.sock = LimitedSocket(connected, limits)
         query = f"?{url.query}" if url.query else ""
         target = f"{url.path.rstrip('/')}{path}{query}"
         try:
