@@ -2,8 +2,8 @@
 exit code.
 
 Exit codes: 0 when the run is done and correct; 1 when outputs diverged, a rate regressed or the run
-failed; 2 when the user can correct the error; 130 when interrupted. Heavy imports happen after the
-flags are read.
+failed; 2 when the user can correct the error; 130 when interrupted, and 143 at SIGTERM, which is
+handled as Ctrl-C is (`commands.py`). Heavy imports happen after the flags are read.
 """
 
 from __future__ import annotations
