@@ -262,7 +262,7 @@ def _agreed(
     config: ResolvedConfig, model: ModelConfig, step: Step, group: Group, device: torch.device
 ) -> Choice:
     """The leader's choice for a step of a model, told to all and printed."""
-    choice = None
+    choice = Choice("")
     if group.index == 0:
         captures = config.decoding.cuda_graphs == "on"
         recorder: Recorder = CudaGraphs(device) if captures else Eager()
@@ -271,9 +271,10 @@ def _agreed(
             candidates, left_out, step.name, lambda name: measure(name, step, device, recorder)
         )
         print(f"--attention {choice.why}", file=sys.stderr, flush=True)
-    agreed_choice = group.all_gather_object(choice)[0]
-    assert agreed_choice is not None, "the leader has chosen"
-    return agreed_choice
+    parts = choice, choice.why, choice.how.value
+    by_rank = group.all_gather_values(parts, tuple[str, str, str])
+    name, why, how = next(of_leader for of_leader in by_rank if of_leader[0])
+    return Choice(name, why, How(how))
 
 
 def list_candidates(config: ResolvedConfig, model: ModelConfig) -> tuple[list[str], dict[str, str]]:

@@ -61,7 +61,7 @@ def measure_hardware(
     """Bandwidth and GEMM rate of the slowest rank in `dtype`; `measure_forwards` adds the rest."""
     rates = gemm_rates(getattr(torch, dtype), device)
     spreads.note(f"flops_per_s {dtype}", rates)
-    return Hardware(bandwidth, min(group.all_gather_object(max(rates))))
+    return Hardware(bandwidth, min(group.all_gather_values(max(rates), float)))
 
 
 def gemm_rates(dtype: torch.dtype, device: torch.device, size: int | None = None) -> list[float]:
@@ -90,12 +90,12 @@ def stretch_seconds(call: Callable[[], Any], group: Group, device: torch.device)
     rank. Their minimum is used, because other load on the host rarely slows all stretches. A first
     call warms up, a second one says how many make a stretch; all ranks make equally many."""
     call()
-    once = max(group.all_gather_object(seconds_of(call, device)))
+    once = max(group.all_gather_values(seconds_of(call, device), float))
     rounds = min(ROUNDS, max(FEWEST_ROUNDS, int(STRETCH_S / once)))
     medians = []
     for _ in range(STRETCHES):
         samples = [seconds_of(call, device) for _ in range(rounds)]
-        medians.append(max(group.all_gather_object(statistics.median(samples))))
+        medians.append(max(group.all_gather_values(statistics.median(samples), float)))
     return medians
 
 

@@ -16,6 +16,7 @@ import torch
 from peers import timed_dtypes
 
 from magicdec.distributed.groups import Group, read_launch
+from magicdec.distributed.ranks import package_command
 from magicdec.hardware.environment import probe_machine
 from magicdec.hardware.timing import read_bandwidth
 from magicdec.probe import gemm_rates
@@ -23,16 +24,10 @@ from magicdec.records.metrics import percentile
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 
-CONSOLE = "from magicdec.cli.commands import console; console()"
-
 
 def run_command(ranks: int, *flags: object) -> None:
     """Run `magicdec <flags>` on `ranks` ranks. If it fails, print its output and exit."""
-    launcher = [sys.executable]
-    if ranks > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"]
-        launcher += ["--no-python", sys.executable]
-    command = [*launcher, "-c", CONSOLE, *map(str, flags)]
+    command = [*package_command(), *map(str, flags), "--nproc", str(ranks)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         print(done.stdout, done.stderr, file=sys.stderr)

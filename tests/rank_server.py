@@ -104,7 +104,7 @@ def launch(job: Job) -> bool:
     redirect(job)
     if job.num_ranks == 1:
         return True
-    from torch.distributed import TCPStore
+    from magicdec.distributed.loopback import serve_store
 
     pipes, ranks = [os.pipe() for _ in range(job.num_ranks)], []
     for rank, (source, _) in enumerate(pipes):
@@ -117,7 +117,7 @@ def launch(job: Job) -> bool:
             os.environ.update(variables_of_torchrun(rank, job.num_ranks, port))
             return True
         ranks.append(pid)
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    store = serve_store()
     for _, sink in pipes:
         os.write(sink, str(store.port).encode())
     os._exit(wait_for(ranks, job.notice_s))
@@ -136,7 +136,7 @@ def redirect(job: Job) -> None:
 def variables_of_torchrun(rank: int, num_ranks: int, port: str) -> dict[str, str]:
     numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": num_ranks}
     numbers |= {"LOCAL_WORLD_SIZE": num_ranks, "TORCHELASTIC_RESTART_COUNT": 0}
-    store = {"MASTER_ADDR": "localhost", "MASTER_PORT": port}
+    store = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     store["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     return {name: str(number) for name, number in numbers.items()} | store
 

@@ -4,14 +4,17 @@ torch."""
 from __future__ import annotations
 
 import os
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from magicdec.console import escape_what_has_no_code
 from magicdec.distributed.groups import read_launch
-from magicdec.distributed.ranks import INTERRUPTED, end_with_launcher
+from magicdec.distributed.ranks import end_with_launcher, is_launched
 from magicdec.names import load_object, most_like
 
 if TYPE_CHECKING:
@@ -102,7 +105,38 @@ def start(name: str) -> None:
     """Run that command with the arguments in `sys.argv`."""
     end_with_launcher()
     escape_what_has_no_code()
-    function_of(name)()
+    with ending_at_signals():
+        function_of(name)()
+
+
+@contextmanager
+def ending_at_signals() -> Iterator[None]:
+    """SIGTERM ends a command as Ctrl-C does: it ends what it has started and keeps what is done.
+    The exit code is that of the signal, as a shell has it. A second SIGTERM ends it at once, and so
+    does the first one of a rank, whose launcher waits for it."""
+    terminated: list[int] = []
+
+    def interrupt(number: int, frame: object) -> NoReturn:
+        terminated.append(number)
+        signal.signal(number, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    before = signal.getsignal(signal.SIGTERM)
+    handles = before is signal.SIG_DFL and not is_launched()
+    if handles:
+        signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    except KeyboardInterrupt:  # before the command could say what it keeps
+        print("interrupted; nothing was written", file=sys.stderr)
+        sys.exit(128 + (terminated or [signal.SIGINT])[0])
+    except SystemExit:
+        if terminated:
+            sys.exit(128 + terminated[0])
+        raise
+    finally:
+        if handles:
+            signal.signal(signal.SIGTERM, before)
 
 
 def console() -> NoReturn:
@@ -127,9 +161,6 @@ def console() -> NoReturn:
             start(name)
         finally:
             sys.stdout.flush()
-    except KeyboardInterrupt:  # before the command could say what it keeps
-        print("interrupted; nothing was written", file=sys.stderr)
-        sys.exit(INTERRUPTED)
     except BrokenPipeError:  # the reader of the output has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(PIPE_CLOSED)

@@ -2,8 +2,8 @@
 exit code.
 
 Exit codes: 0 when the run is done and correct; 1 when outputs diverged, a rate regressed or the run
-failed; 2 when the user can correct the error; 130 when interrupted. Heavy imports happen after the
-flags are read.
+failed; 2 when the user can correct the error; 130 when interrupted, and 143 at SIGTERM, which is
+handled as Ctrl-C is (`commands.py`). Heavy imports happen after the flags are read.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from magicdec.distributed.ranks import (
     LAUNCHER,
     find_world_size,
     is_other_start,
+    package_command,
     start_ranks,
 )
 from magicdec.distributed.watching.processes import report_error
@@ -165,7 +166,8 @@ def run_on_ranks(
     if not is_other_start(nproc, launch):
         return
     name = sys.argv[0]
-    program = ["-m", *name.split()] if name.startswith("magicdec ") else [name]
+    is_console = name.startswith("magicdec ")
+    program = [*package_command(), *name.split()[1:]] if is_console else [sys.executable, name]
     assert nproc is not None, "it was asked for"
     if check is not None:
         check(nproc)
@@ -180,13 +182,15 @@ def check_outputs(output: OutputSection) -> None:
 
 
 def announce_backend(config: ResolvedConfig, launch: Launch) -> None:
-    """Tell the user when `auto` had to take slower kernels or steps, and when kernels run in
-    Triton's interpreter."""
+    """Tell the user when `auto` had to take slower kernels, steps or collectives, and when kernels
+    run in Triton's interpreter."""
     chosen = [
         ("--attention", config.attention.backend),
         ("--elementwise", config.model.elementwise),
         ("--native_steps", config.model.native_steps),
     ]
+    if (collectives := config.parallel.collectives) is not None:
+        chosen.append((f"--collectives {collectives}:", collectives))
     if config.draft is not None:
         chosen.append(("draft: --native_steps", config.draft.native_steps))
     for flag, choice in chosen if launch.rank == 0 else ():

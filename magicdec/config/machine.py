@@ -15,7 +15,9 @@ class Machine:
     attention backend what it needs and does not find. `avoids_native_steps` says that the
     environment has MAGICDEC_NATIVE_STEPS=off. `has_cuda` is false if `gpu_obstacle` says why the
     GPUs of the host do not serve. The CPU `has_bfloat16_products`, which torch uses
-    too, or the project's own kernels can widen bfloat16 in registers (`widens_bfloat16`)."""
+    too, or the project's own kernels can widen bfloat16 in registers (`widens_bfloat16`).
+    `shared_memory_obstacle` says why ranks cannot make files in the shared memory of the host,
+    which has `shared_memory_bytes` left (None: no limit is known)."""
 
     num_cpus: int
     world_size: int = 1
@@ -26,7 +28,8 @@ class Machine:
     has_bfloat16_products: bool = False
     widens_bfloat16: bool = False
     has_compiler: bool = False
-    has_shared_memory: bool = False
+    shared_memory_obstacle: str | None = "no /dev/shm"
+    shared_memory_bytes: int | None = None
     num_gpus: int = 0
     avoids_native_steps: bool = False
     missing_backends: Mapping[str, str] = field(default_factory=dict)

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import TYPE_CHECKING, Any, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 from magicdec.distributed.layout import StageGrid
 
@@ -19,6 +21,8 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torch.distributed import ProcessGroup, Store
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -71,9 +75,14 @@ def exchange_texts(launch: Launch, text: str, topic: str = "refusals") -> list[s
     call it equally often for each topic."""
     if launch.world_size == 1:
         return [text]
+    return exchange_in(rendezvous_store(launch), next_name(launch, topic), launch, text)
+
+
+def exchange_in(shared: Store, name: str, launch: Launch, text: str) -> list[str]:
+    """As `exchange_texts`, in a store that all ranks share, under a name that they use once."""
     from torch.distributed import PrefixStore
 
-    store = PrefixStore(next_name(launch, topic), rendezvous_store(launch))
+    store = PrefixStore(name, shared)
     store.set(str(launch.rank), text)
     texts = [store.get(str(rank)).decode() for rank in range(launch.world_size)]
     if store.add("read", 1) == launch.world_size:
@@ -92,11 +101,24 @@ def next_name(launch: Launch, topic: str) -> str:
 @cache
 def rendezvous_store(launch: Launch) -> Store:
     """The store shared by all ranks. It is cached, because without torchrun its server runs in rank
-    0 and is needed again to make the process groups."""
+    0 and is needed again to make the process groups. Raises ValueError, on every rank, if a rank
+    runs another command: it would use other keys, and all would wait for each other."""
     from torch.distributed import PrefixStore, rendezvous
 
     store, _, _ = next(iter(rendezvous("env://", launch.rank, launch.world_size)))
-    return PrefixStore("magicdec", store)
+    ours = PrefixStore("magicdec", store)
+    check_commands(launch, ours, Path(sys.argv[0]).name)
+    return ours
+
+
+def check_commands(launch: Launch, store: Store, command: str) -> None:
+    """Raises ValueError, on every rank, if a rank has another command than rank 0."""
+    first, *others = exchange_in(store, "command", launch, command)
+    for rank, other in enumerate(others, 1):
+        if other != first:
+            raise ValueError(
+                f"rank 0 runs {first}, rank {rank} runs {other}; start one command on all"
+            )
 
 
 class Exchange(Protocol):
@@ -167,15 +189,13 @@ class Group:
             dist.broadcast(x, src=self.ranks[index], group=self.handle)
         return x
 
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value. It is pickled, so it should be small."""
+    def all_gather_values(self, value: T, kind: type[T]) -> list[T]:
+        """Every rank's value, of that kind (`values.all_gather_values`). It should be small."""
         if self.handle is None:
             return [value]
-        import torch.distributed as dist
+        from magicdec.distributed.values import all_gather_values
 
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.handle)
-        return values
+        return all_gather_values(value, kind, self.size, self.handle)
 
     def barrier(self) -> None:
         if self.handle is not None:

@@ -15,6 +15,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from magicdec.distributed.groups import Launch
 
@@ -48,28 +49,45 @@ def is_other_start(nproc: int | None, launch: Launch) -> bool:
     return True
 
 
+def package_command() -> list[str]:
+    """The words that start `magicdec` in another process, with the package of this one. A folder
+    named `magicdec` in the current directory, such as a clone, cannot take its place, as it would
+    under `python -m magicdec`, where that directory comes first."""
+    home = str(Path(__file__).parents[2])
+    inherited = sys.path if sys.flags.safe_path else sys.path[1:]
+    words = [sys.executable, "-P", "-m", "magicdec"]
+    if home in inherited:
+        return words
+    before = os.environ.get("PYTHONPATH")
+    return ["env", f"PYTHONPATH={os.pathsep.join([home, before] if before else [home])}", *words]
+
+
 def start_ranks(nproc: int, words: Sequence[str]) -> int:
-    """Run `python WORDS` as `nproc` ranks on this host, through torch's own launcher. If the rank
-    that failed first reported an error, it is the last line that is printed; a rank that a signal
-    has ended is named. Returns the exit code of that rank, or 0."""
+    """Run the command WORDS as `nproc` ranks on this host, through torch's own launcher. If the
+    rank that failed first reported an error, it is the last line that is printed; a rank that a
+    signal has ended is named. Returns the exit code of that rank, or 0; if a signal has ended this
+    process, that of the signal."""
     import logging
 
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
+    from magicdec.distributed.rendezvous import register_rendezvous
+
     os.environ[LAUNCHER] = str(os.getpid())
     logging.disable(logging.ERROR)  # the launcher's own account of processes and signals
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # as torchrun does; a rank then sets its threads
+    os.environ["PYTHONUNBUFFERED"] = "1"
     # The launcher keeps what ranks report in a folder, which it would leave behind.
     with tempfile.TemporaryDirectory(prefix="magicdec-", ignore_cleanup_errors=True) as folder:
         config = LaunchConfig(
             min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id="magicdec", max_restarts=0,
-            rdzv_backend="c10d", rdzv_endpoint="localhost:0",
+            rdzv_backend=register_rendezvous(),
             logs_specs=DefaultLogsSpecs(log_dir=folder),
         )  # fmt: skip
         try:
-            elastic_launch(config, sys.executable)("-u", *words)
+            elastic_launch(config, words[0])(*words[1:])
         except ChildFailedError as error:
             rank, failure = error.get_first_failure()
             if failure.error_file != NOT_AVAILABLE:
@@ -77,8 +95,12 @@ def start_ranks(nproc: int, words: Sequence[str]) -> int:
                 print(message["message"] if isinstance(message, dict) else message, file=sys.stderr)
             elif failure.exitcode < 0:
                 print(f"rank {rank} was ended by {failure.signal_name()}", file=sys.stderr)
+            elif failure.exitcode == INTERRUPTED:
+                print(f"rank {rank} was ended by SIGINT", file=sys.stderr)
             return failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-        except (KeyboardInterrupt, SignalException):
+        except SignalException as error:
+            return 128 + error.sigval
+        except KeyboardInterrupt:
             return INTERRUPTED
     return 0
 
@@ -129,7 +151,7 @@ class Ended:
 def run_command(words: Sequence[object]) -> Ended:
     """Run `magicdec WORDS` and wait for its end; it does not outlive this process. What it prints
     on stdout is dropped."""
-    command = [sys.executable, "-m", "magicdec", *map(str, words)]
+    command = [*package_command(), *map(str, words)]
     process = subprocess.run(
         command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
         env=os.environ | {STARTER: str(os.getpid())},

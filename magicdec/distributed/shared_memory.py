@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from magicdec.distributed.values import all_gather_values
 from magicdec.distributed.watching.processes import is_alive
 from magicdec.kernels.build import load_library
 
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 SOURCE = Path(__file__).with_name("shared_memory.cpp")
 HEADERS = (SOURCE.with_suffix(".h"),)
 DIRECTORY = Path("/dev/shm")
+PREFIX = "magicdec-"
+NO_SEGMENT = -1  # in place of the process that has made one
 SLOT_BYTES = 1 << 18
 # How long a wait sleeps before it returns to Python, which handles signals and looks whether the
 # missing rank is still alive.
@@ -42,9 +45,10 @@ class SharedMemoryExchange:
         self.index, self.size, self.turn = index, len(ranks), 0
         self._library = load_library(SOURCE, (), HEADERS)
         self._library.magicdec_wait.restype = ctypes.c_int64
-        pids: list[Any] = [None] * self.size
-        dist.all_gather_object(pids, (index, os.getpid()), group=handle)
-        self.pids = [pid for _, pid in sorted(pids)]
+        ours = index, os.getpid()
+        self.pids = [
+            pid for _, pid in sorted(all_gather_values(ours, tuple[int, int], self.size, handle))
+        ]
         num_bytes = self.size * (64 + 2 * SLOT_BYTES)
         self._memory = map_segment(num_bytes, ranks[0], handle, index == 0)
         self.segment = ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(self._memory)))
@@ -96,13 +100,14 @@ class SharedMemoryExchange:
 
 class Segment:
     """A new file of `num_bytes` in shared memory, which has no name any more: it is gone with the
-    processes that hold it, however they end. Other processes of this user open it at `path`, until
-    it is closed. Raises OSError if there is no room for it."""
+    processes that hold it, however they end. Other processes of this user open it by the number of
+    this process and that of the file in it, `place`, until it is closed. Raises OSError if there is
+    no room for it."""
 
     def __init__(self, num_bytes: int) -> None:
-        self._file, path = tempfile.mkstemp(prefix="magicdec-", dir=DIRECTORY)
+        self._file, path = tempfile.mkstemp(prefix=PREFIX, dir=DIRECTORY)
         Path(path).unlink()
-        self.path = f"/proc/{os.getpid()}/fd/{self._file}"
+        self.place = os.getpid(), self._file
         try:
             os.posix_fallocate(self._file, 0, num_bytes)
         except OSError:
@@ -114,16 +119,41 @@ class Segment:
         os.close(self._file)
 
 
+def make_segment(num_bytes: int) -> tuple[Segment | None, tuple[int, int]]:
+    """A new segment and its place; without room for it none, and the number of the error."""
+    try:
+        segment = Segment(num_bytes)
+    except OSError as error:
+        return None, (NO_SEGMENT, error.errno or 0)
+    return segment, segment.place
+
+
+def open_segment(process: int, file: int, num_bytes: int) -> mmap.mmap:
+    """Map the segment at this place of another process. Only such a segment is opened, whatever the
+    other rank has sent."""
+    path = Path(f"/proc/{process}/fd/{file}")
+    target = str(path.readlink())
+    assert target.startswith(f"{DIRECTORY}/{PREFIX}"), f"{path} is {target}, no segment of a rank"
+    with path.open("r+b") as opened:
+        return mmap.mmap(opened.fileno(), num_bytes)
+
+
 def map_segment(
     num_bytes: int, peer: int, handle: ProcessGroup | None, is_owner: bool
 ) -> mmap.mmap:
     """A new segment of shared memory that one rank owns and makes, and the others of the group map,
-    for which it is the `peer`. All must call it together. No `handle` stands for all ranks."""
-    segment = Segment(num_bytes) if is_owner else None
-    paths = [None if segment is None else segment.path]
-    dist.broadcast_object_list(paths, dist.get_rank() if is_owner else peer, group=handle)
-    with Path(str(paths[0])).open("r+b") as file:
-        memory = mmap.mmap(file.fileno(), num_bytes)
+    for which it is the `peer`. All must call it together. No `handle` stands for all ranks. Raises
+    ValueError on all of them if there is no room for it."""
+    segment, place = make_segment(num_bytes) if is_owner else (None, (0, 0))
+    told = torch.tensor(place)
+    dist.broadcast(told, dist.get_rank() if is_owner else peer, group=handle)
+    process, file = told.tolist()
+    if process == NO_SEGMENT:
+        raise ValueError(
+            f"--collectives shared_memory: {DIRECTORY} has no room for {num_bytes / 1e6:.1f} MB: "
+            f"{os.strerror(file)}; make it larger, or choose --collectives gloo"
+        )
+    memory = open_segment(process, file, num_bytes)
     dist.barrier(group=handle)
     if segment is not None:
         segment.close()

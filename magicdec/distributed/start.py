@@ -1,8 +1,9 @@
 """Starts torch.distributed, makes the groups of this rank, and shuts it down.
 
-Owns which backend a process group has, and on which network interface it listens. gloo listens on
-the address that this host's name stands for. On many machines that is a loopback address, which
-other hosts cannot reach. With `GLOO_SOCKET_IFNAME` set it listens on that interface instead.
+Owns which backend a process group has, and on which network interface it listens. By itself gloo
+listens on the address that this host's name stands for: one that other hosts reach though no rank
+is there, or, as on many machines, a loopback address though ranks are. With `GLOO_SOCKET_IFNAME`
+set it listens on that interface instead.
 Imports torch only when a group is made.
 """
 
@@ -25,6 +26,7 @@ from magicdec.distributed.groups import (
     rendezvous_store,
 )
 from magicdec.distributed.layout import StageGrid
+from magicdec.distributed.loopback import LOOPBACK
 from magicdec.distributed.watching.processes import processes_of
 from magicdec.distributed.watching.watch import leave_ranks, watch_ranks
 
@@ -40,8 +42,8 @@ ANY_PORT = 9
 
 
 def use_interface_towards(host: str) -> None:
-    """Let gloo listen where the ranks of other hosts can reach this one: on the interface that
-    leads to `host`, the first rank's. A name that the user has set stays."""
+    """Let gloo listen where the other ranks can reach this one, and no other host if all run here:
+    on the interface that leads to `host`, the first rank's. A name that the user has set stays."""
     name = interface_towards(host)
     if name is not None:
         os.environ.setdefault(VARIABLE, name)
@@ -160,8 +162,8 @@ def _start(launch: Launch, device: torch.device, backend: str, store: Store | No
         torch.cuda.set_device(device)
     watch_ranks(launch)
     if not dist.is_initialized():
-        if launch.local_world_size != launch.world_size:
-            use_interface_towards(os.environ["MASTER_ADDR"])
+        has_other_hosts = launch.local_world_size != launch.world_size
+        use_interface_towards(os.environ["MASTER_ADDR"] if has_other_hosts else LOOPBACK)
         if store is None:
             dist.init_process_group(backend)
         else:

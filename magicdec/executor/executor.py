@@ -39,6 +39,7 @@ from magicdec.executor.descriptions import (
     describe_model,
     pointer,
 )
+from magicdec.executor.interrupts import Interrupts
 from magicdec.kernels.build import FAST_MATH, PREFILL_FROM, load_library, share_openmp
 from magicdec.kv.cache import BatchRows, KVCache
 from magicdec.kv.view import KVView
@@ -142,6 +143,7 @@ class Executor:
         self._model: ModelFields | None = None
         self._rope: Tensor | None = None
         self._error: BaseException | None = None
+        self._interrupts = Interrupts()
         self._keep_waiting = KeepWaiting(self._may_wait)
         segment = None if self.exchange is None else self.exchange.segment
         self._peers = ExchangeFields(
@@ -256,10 +258,15 @@ class Executor:
         peers, exchange, fields = self._peers, self.exchange, (CallFields * len(calls))(*calls)
         if exchange is not None:
             peers.turn = exchange.turn
-        failed = self.library.magicdec_forward(
+        arguments = (
             STORAGE.index(cache.k.dtype), self._describe_model(), describe_cache(cache), peers,
             fields, len(fields),
         )  # fmt: skip
+        if exchange is None:  # nothing is called back
+            failed = self.library.magicdec_forward(*arguments)
+        else:
+            with self._interrupts.kept():
+                failed = self.library.magicdec_forward(*arguments)
         self.keys_read += sum(call.keys_read for call in fields)
         if exchange is not None:
             exchange.turn = peers.turn
@@ -279,7 +286,7 @@ class Executor:
         except BaseException as error:
             self._error = error
             return 0
-        return 1
+        return int(not self._interrupts.is_kept)
 
     def _describe_model(self) -> ModelFields:
         """Made again if a longer table of rotations has replaced the one before."""

@@ -12,6 +12,7 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from importlib.metadata import PackageNotFoundError, version
@@ -23,12 +24,14 @@ import torch
 
 from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.machine import Machine
+from magicdec.config.masking import masked_words
 from magicdec.distributed.groups import Launch
 from magicdec.kernels.build import check_cpu, find_compiler, is_compiled_for, refused_compilers
 from magicdec.kernels.cpu import cpu_features, cpu_field
 from magicdec.records.environment import Environment
 
 GIT_TIMEOUT_S = 10.0
+SHARED_MEMORY = Path("/dev/shm")
 # Measured with the demo model on a CPU with AVX-512 (docs/log/kernels.md, 2026-11-24).
 NO_KERNELS = (
     "no C++ compiler compiles the CPU kernels, without which decoding took 7 to 8 times as long on "
@@ -58,12 +61,33 @@ def probe_machine(launch: Launch) -> Machine:
         num_gpus=torch.cuda.device_count(),
         avoids_native_steps=os.environ.get("MAGICDEC_NATIVE_STEPS") == "off",
         has_compiler=has_compiler,
-        has_shared_memory=Path("/dev/shm").is_dir(),
+        shared_memory_obstacle=shared_memory_obstacle(SHARED_MEMORY),
+        shared_memory_bytes=free_bytes(SHARED_MEMORY),
         has_bfloat16_products=any(f in flags for f in ("avx512_bf16", "amx_bf16"))
         and is_compiled_for("__AVX512BF16__"),
         widens_bfloat16=has_compiler and has_wide_vectors,
         missing_backends=missing_backends(list_backends(lambda c: has_cuda or "cpu" in c.devices)),
     )
+
+
+def shared_memory_obstacle(folder: Path) -> str | None:
+    """Why no file can be made in `folder`, that of the host's shared memory, or None."""
+    if not folder.is_dir():
+        return f"no {folder}"
+    try:
+        with tempfile.TemporaryFile(dir=folder):
+            return None
+    except OSError as error:
+        return f"{folder}: {error.strerror}"
+
+
+def free_bytes(folder: Path) -> int | None:
+    """The bytes that files in `folder` may still take; None if no limit is known."""
+    try:
+        space = os.statvfs(folder)
+    except OSError:
+        return None
+    return space.f_bavail * space.f_frsize if space.f_blocks else None
 
 
 def gpu_obstacle() -> str | None:
@@ -88,7 +112,7 @@ def describe_environment(launch: Launch, device: str, started: datetime.datetime
     """The environment without what a run measures: the clocks of the GPU and the read bandwidth."""
     return Environment(
         time_utc=started.isoformat(timespec="seconds"),
-        argv=[Path(sys.argv[0]).name, *sys.argv[1:]],
+        argv=[Path(sys.argv[0]).name, *masked_words(sys.argv[1:])],
         magicdec=version("magicdec"),
         revision=find_revision(),
         python=platform.python_version(),

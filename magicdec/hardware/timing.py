@@ -118,7 +118,8 @@ def read_bandwidths(group: Group, device: torch.device, repeats: int = 7) -> lis
     for _ in range(repeats):
         group.barrier()
         rates.append(share / seconds_of(buffer.sum, device, sums))
-    return [sum(rank_rates) for rank_rates in zip(*group.all_gather_object(rates), strict=True)]
+    by_rank = group.all_gather_values(rates, list[float])
+    return [sum(rank_rates) for rank_rates in zip(*by_rank, strict=True)]
 
 
 class Clock(Protocol):

@@ -79,7 +79,7 @@ def measure(
         load.end()
         # The ceiling is the larger of two measurements, as in a run.
         bandwidth = max(bandwidth, read_bandwidth(group, device))
-        rows = summarise(group.all_gather_object(timings), bandwidth)
+        rows = summarise(group.all_gather_values(timings, list[Timing]), bandwidth)
     return config, load.add_to(session.describe_environment(bandwidth)), rows
 
 

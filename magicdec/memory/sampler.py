@@ -37,7 +37,7 @@ class MemoryWatch:
 
     def measured(self, group: Group) -> MemoryTaken:
         """The readings of all ranks together. Every rank of the group must call this."""
-        readings = group.all_gather_object((self.before, self.most))
+        readings = group.all_gather_values((self.before, self.most), tuple[int, int])
         return MemoryTaken(sum(f[0] for f in readings), sum(f[1] for f in readings))
 
 

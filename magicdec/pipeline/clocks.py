@@ -11,7 +11,6 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,7 +18,8 @@ import torch.distributed as dist
 from magicdec.distributed.channels.message import Traffic
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.layout import StageGrid
-from magicdec.pipeline.spans import Spans
+from magicdec.distributed.values import all_gather_values
+from magicdec.pipeline.spans import Span, Spans
 
 ROUNDS = 20
 
@@ -62,26 +62,15 @@ def _ask(other: int) -> Ahead:
     return min(comparisons, key=lambda each: each.error_s)
 
 
-T = TypeVar("T")
-
-
-def all_gather(value: T, world_size: int) -> list[T]:
-    """The value of every rank on every rank. It is pickled. All ranks must call it."""
-    if world_size == 1:
-        return [value]
-    values: list[Any] = [None] * world_size
-    dist.all_gather_object(values, value)
-    return values
-
-
 def gather_spans(spans: Spans, clocks: Sequence[Ahead]) -> list[Spans]:
     """The spans of every rank. All ranks must call it; the times are right on rank 0 alone."""
+    by_rank = all_gather_values(list(spans), list[Span], len(clocks))
     return [
         Spans(
             replace(span, begin_s=span.begin_s - clock.ahead_s, end_s=span.end_s - clock.ahead_s)
             for span in of_rank
         )
-        for of_rank, clock in zip(all_gather(spans, len(clocks)), clocks, strict=True)
+        for of_rank, clock in zip(by_rank, clocks, strict=True)
     ]
 
 
@@ -92,7 +81,8 @@ def gather_leaders(
     their times; 0 if all ranks share the clock of one host. All ranks must call it, with what they
     did and sent themselves; it is right on rank 0 alone."""
     clocks = clocks_of(launch)
-    by_rank, sent_by_rank = gather_spans(spans, clocks), all_gather(sent, launch.world_size)
+    by_rank = gather_spans(spans, clocks)
+    sent_by_rank = all_gather_values(sent, Traffic, launch.world_size)
     leaders = grid.leaders
     error_s = max(clocks[leader].error_s for leader in leaders)
     return [by_rank[each] for each in leaders], [sent_by_rank[each] for each in leaders], error_s

@@ -12,7 +12,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple
 
 from magicdec.autotune import settle
 from magicdec.console import Progress, make_progress
@@ -22,7 +22,7 @@ from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.drafting.draft_length import make_draft_length
 from magicdec.hardware.environment import watch_gpu
 from magicdec.hardware.other_load import LoadWatch
-from magicdec.hardware.threads import ThreadCount, check_threads
+from magicdec.hardware.threads import RankThreads, ThreadCount, check_threads
 from magicdec.hardware.timing import (
     PhaseTimer,
     peak_memory_bytes,
@@ -62,6 +62,16 @@ class MeasuredBatch:
 
     samples: PassSamples
     requests: list[Request]
+
+
+class RankCounts(NamedTuple):
+    """What a rank tells the others of a pass over a batch."""
+
+    bytes_read: int
+    peak_bytes: int
+    draft_kv_tokens: int
+    draft_rows: int
+    threads: RankThreads
 
 
 class Run:
@@ -234,7 +244,7 @@ class Run:
         rank = self.groups.rank
         pairs = zip(self.runners(), before, strict=True)
         used = [(runner.model, runner.counts.minus(counts)) for runner, counts in pairs]
-        of_rank = (
+        of_rank = RankCounts(
             sum(bytes_read(model, counts) for model, counts in used),
             peak_memory_bytes(self.device),
             sum(counts.draft_kv_tokens_read for _, counts in used),
@@ -242,7 +252,7 @@ class Run:
             threads.of_rank(rank, self.config.parallel.threads),
         )
         read, peak, draft_tokens, draft_rows, of_threads = zip(
-            *self.groups.target.all_gather_object(of_rank), strict=True
+            *self.groups.target.all_gather_values(of_rank, RankCounts), strict=True
         )
         samples.bytes_read.append(list(read))
         samples.peak_memory_bytes.append(list(peak))

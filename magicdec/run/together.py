@@ -154,7 +154,7 @@ class Together:
 
     def measure_pass(self, each: Drafted | None, prefilled: Prefilled, batch: int) -> float:
         """Measure a pass, in the first batch after a warm-up. Returns the seconds of the pass."""
-        if any(self.group.all_gather_object(self.pace.is_interrupted())):
+        if any(self.group.all_gather_values(self.pace.is_interrupted(), bool)):
             raise Interrupted
         run, name = (self.lead, BASELINE) if each is None else (each.run, each.strategy)
         self.pace.begin(BASELINE if each is None else each.name)
@@ -171,7 +171,7 @@ class Together:
 
     def may_begin(self, seconds: float) -> bool:
         """Whether something that takes so long may begin, on all ranks as the first one has it."""
-        return bool(self.group.all_gather_object(self.pace.has_time(seconds))[0])
+        return self.group.all_gather_values(self.pace.has_time(seconds), bool)[0]
 
     def records(self) -> dict[str, RunRecord]:
         """A record of each run, of the batches that are done. A run without one has none."""

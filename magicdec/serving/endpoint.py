@@ -10,11 +10,10 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator, Sequence
-from http.client import HTTPConnection, HTTPException, HTTPSConnection
+from http.client import HTTPException
 from queue import SimpleQueue
 from threading import Thread
 from typing import Any
-from urllib.parse import urlsplit
 
 import torch
 
@@ -23,12 +22,16 @@ from magicdec.console import Progress
 from magicdec.memory.model_plan import ModelPlan
 from magicdec.request import Request
 from magicdec.serving.batching import of_first_rank_alone
+from magicdec.serving.http_client import LimitReached, Limits, Server, read_key
 from magicdec.serving.modes import Pass
 from magicdec.serving.record import UNKNOWN
 from magicdec.serving.system import Extras, System, Watch
 from magicdec.setup.prepare import SetupCache
 
-BODY_CHARACTERS = 200  # of an answer that is shown in an error
+# Bytes that an answer may have: for the list of models, for what frames a stream, for each token of
+# the prompt, which a server may repeat as ids, and for each token that was asked for.
+MODELS_BYTES, STREAM_BYTES, PROMPT_BYTES, TOKEN_BYTES = 4 << 20, 1 << 20, 32, 1 << 14
+MOST_PARTS = 8  # of a streamed text without ids, for each token that was asked for
 OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")  # of a stream of events, beside its data
 
 
@@ -44,8 +47,10 @@ class Endpoint(System):
         models = self.find(run_config, workload, cache)
         self.run = self.complete(of_first_rank_alone(models), cache)
         self.model = self.options.endpoint_model
+        key = self.options.endpoint_key_env
+        self.server = Server(self.options.endpoint or "", None if key is None else read_key(key))
         if self.launch.rank == 0:
-            served = self._parts(next(self._events("/models")), "data")
+            served = self._parts(next(self._events("/models", self._limits(MODELS_BYTES))), "data")
             names = [str(each["id"]) for each in served if "id" in each]
             self.model = self.model or next(iter(names), None)
             if self.model not in names:
@@ -87,31 +92,53 @@ class Endpoint(System):
 
     def _stream(self, request: Request, watch: Watch) -> None:
         """Send the request and read its tokens. Raises ValueError for another number of tokens than
-        was asked for."""
+        was asked for, as soon as there are more, and for ids that the model does not have."""
         most, said = request.sampling.max_new_tokens, None
         ignores_eos = self.run.config.decoding.ignore_eos
-        for event in self._events("/completions", self._body(request)):
+        size = PROMPT_BYTES * len(request.prompt_ids) + TOKEN_BYTES * most
+        limits = self._limits(STREAM_BYTES + size)
+        for event in self._events("/completions", limits, self._body(request)):
             if isinstance(usage := event.get("usage"), dict):
                 said = usage.get("completion_tokens")
             for choice in self._parts(event, "choices"):
-                tokens = choice.get("token_ids") or [UNKNOWN] * bool(choice.get("text"))
-                if not isinstance(tokens, list) or {type(token) for token in tokens} - {int}:
-                    raise ValueError(f"{self._flag} sends token_ids that are no ids: {tokens!r}")
+                ids = choice.get("token_ids")
+                tokens = ids or [UNKNOWN] * bool(choice.get("text"))
+                self._check_tokens(request, tokens, has_ids=bool(ids))
+                if tokens:
+                    limits.progress()
                 request.append(tokens, self.now())
                 watch.tokens(len(tokens))
         output, times = request.output_ids, request.token_times_s
         count = said if UNKNOWN in output and isinstance(said, int) else len(output)
         if not output or not 0 < count <= most or (ignores_eos and count < most):
-            raise ValueError(
-                f"{self._flag}: request {request.request_id} has {count} tokens, not "
-                f"{'' if ignores_eos else '1 to '}{most} as it was asked for"
-            )
+            raise self._other_number(request, count)
         # A part of a text may be several tokens, or be none of its own.
         lacking = count - len(output)
         output += [UNKNOWN] * lacking
         times += times[-1:] * lacking
         del output[count:], times[count - 1 : -1]
         request.finished_s = times[-1]
+
+    def _check_tokens(self, request: Request, tokens: object, has_ids: bool) -> None:
+        """Raises ValueError for what are no tokens of this model, or more than were asked for."""
+        size, most = self.run.source.config.vocab_size, request.sampling.max_new_tokens
+        if not isinstance(tokens, list) or {type(token) for token in tokens} - {int}:
+            raise ValueError(f"{self._flag} sends token_ids that are no ids: {self._shown(tokens)}")
+        count = len(request.output_ids) + len(tokens)
+        if count > (most if has_ids else MOST_PARTS * most):
+            raise self._other_number(request, count)
+        if wrong := [token for token in tokens if not 0 <= token < size] if has_ids else []:
+            raise ValueError(
+                f"{self._flag} sends a token id {self._shown(wrong[0])}, but --model "
+                f"{self.run.source.name} has the ids 0 to {size - 1}"
+            )
+
+    def _other_number(self, request: Request, count: int) -> ValueError:
+        asked = "" if self.run.config.decoding.ignore_eos else "1 to "
+        return ValueError(
+            f"{self._flag}: request {request.request_id} has {count} tokens, not "
+            f"{asked}{request.sampling.max_new_tokens} as it was asked for"
+        )
 
     def _body(self, request: Request) -> dict[str, Any]:
         ids, most = list(request.prompt_ids), request.sampling.max_new_tokens
@@ -127,56 +154,60 @@ class Endpoint(System):
         """The objects of the list `name`, if there is one. Raises ValueError for others."""
         parts = answer.get(name) or []
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
-            raise ValueError(f"{self._flag} sends {name} that are no list of objects: {parts!r}")
+            raise ValueError(
+                f"{self._flag} sends {name} that are no list of objects: {self._shown(parts)}"
+            )
         return parts
 
     def _object(self, path: str, text: bytes) -> dict[str, Any]:
         try:
             answer = json.loads(text.decode(errors="replace"))
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # a number of many digits, many brackets
             raise ValueError(f"{self._flag} answers {path} with no JSON: {error}") from None
         if not isinstance(answer, dict):
-            raise ValueError(f"{self._flag} answers {path} with no object: {answer!r}")
+            raise ValueError(f"{self._flag} answers {path} with no object: {self._shown(answer)}")
         return answer
 
     @property
     def _flag(self) -> str:
-        return f"--endpoint {self.options.endpoint}"
+        return f"--endpoint {self.server}"
 
-    def _events(self, path: str, body: dict[str, Any] | None = None) -> Iterator[dict[str, Any]]:
+    def _shown(self, sent: object) -> str:
+        return self.server.shown(sent)
+
+    def _limits(self, num_bytes: int) -> Limits:
+        return Limits(self.options.endpoint_timeout_s, self.options.endpoint_total_s, num_bytes)
+
+    def _events(
+        self, path: str, limits: Limits, body: dict[str, Any] | None = None
+    ) -> Iterator[dict[str, Any]]:
         """The JSON object that the server answers, or with a `body` those that it streams. Raises
-        ValueError, one line naming the server, if it is down, refuses, stalls or stops early."""
-        url, limit_s = urlsplit(self.options.endpoint or ""), self.options.endpoint_timeout_s
-        kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
-        connection = kind(url.netloc, timeout=limit_s)
+        ValueError, one line naming the server, if it is down, refuses, stalls, stops early or goes
+        beyond the limits."""
+        data = None if body is None else json.dumps(body).encode()
         try:
-            data = None if body is None else json.dumps(body)
-            headers = {"Content-Type": "application/json"}
-            method = "GET" if body is None else "POST"
-            connection.request(method, url.path.rstrip("/") + path, data, headers)
-            response = connection.getresponse()
-            if response.status != 200:
-                text = response.read(BODY_CHARACTERS).decode(errors="replace")
-                raise ValueError(f"{self._flag} answers {path} with {response.status}: {text}")
-            if body is None:
-                yield self._object(path, response.read())
-                return
-            for line in response:
-                sent = line.strip().removeprefix(b"data:").strip()
-                if sent == b"[DONE]":
+            with self.server.ask(path, data, limits) as response:
+                if response.status != 200:
+                    text = self._shown(response.read(TOKEN_BYTES).decode(errors="replace"))
+                    raise ValueError(f"{self._flag} answers {path} with {response.status}: {text}")
+                if body is None:
+                    yield self._object(path, response.read())
                     return
-                if sent and not sent.startswith(OTHER_FIELDS):
-                    event = self._object(path, sent)
-                    if event.get("error"):
-                        raise ValueError(f"{self._flag} ends an answer with: {event['error']}")
-                    yield event
+                for line in response:
+                    sent = line.strip().removeprefix(b"data:").strip()
+                    if sent == b"[DONE]":
+                        return
+                    if sent and not sent.startswith(OTHER_FIELDS):
+                        event = self._object(path, sent)
+                        if event.get("error"):
+                            said = self._shown(event["error"])
+                            raise ValueError(f"{self._flag} ends an answer with: {said}")
+                        yield event
             raise ValueError(f"{self._flag} ends in the middle of an answer")
-        except TimeoutError:
-            raise ValueError(f"{self._flag} has sent nothing for {limit_s:g} s") from None
+        except LimitReached as error:
+            raise ValueError(f"{self._flag} {error}") from None
         except (OSError, HTTPException) as error:
-            raise ValueError(f"{self._flag}: {error}") from None
-        finally:
-            connection.close()
+            raise ValueError(f"{self._flag}: {self._shown(str(error))}") from None
 
     def close(self) -> None:
         """It took nothing."""

@@ -16,11 +16,11 @@ import torch
 
 from magicdec.console import make_progress
 from magicdec.distributed.start import close_groups, start_process_group
+from magicdec.distributed.values import all_gather_values
 from magicdec.hardware.environment import release_memory
 from magicdec.hardware.other_load import LoadWatch
-from magicdec.hardware.threads import check_threads
+from magicdec.hardware.threads import RankThreads, check_threads
 from magicdec.hardware.timing import peak_memory_bytes, reset_peak_memory
-from magicdec.pipeline.clocks import all_gather
 from magicdec.request import NotFinite, Request, naming
 from magicdec.serving.metrics import serving_metrics
 from magicdec.serving.modes import SPECULATIVE, Pass
@@ -123,7 +123,7 @@ class Experiment:
         if system is not self.system:
             self.close()
             if self.launch.world_size > 1:  # all ranks have given back what they do not use
-                all_gather(None, self.launch.world_size)
+                torch.distributed.barrier()
             self.system = system
             torch.set_num_threads(system.run.config.parallel.threads)
         system.open(each, self.session.device, self.progress)
@@ -154,7 +154,7 @@ class Experiment:
         expected = system.expected_threads
         peak = peak_memory_bytes(device) if is_reset else None
         ours = watch.threads.of_rank(launch.rank, expected), peak
-        by_rank = all_gather(ours, launch.world_size)
+        by_rank = all_gather_values(ours, tuple[RankThreads, int | None], launch.world_size)
         threads = check_threads(each.name, [each_rank for each_rank, _ in by_rank])
         peaks = [peak for rank_threads, peak in by_rank if rank_threads.expected]
         known = [peak for peak in peaks if peak is not None]
@@ -241,7 +241,7 @@ class Experiment:
         if self.prepared.options.emulate_acceptance is None:
             return
         outputs = [request.output_ids for request in served.requests]
-        expected = all_gather(outputs, self.launch.world_size)[0]
+        expected = all_gather_values(outputs, list[list[int]], self.launch.world_size)[0]
         for system in self.prepared.systems:
             system.expected = None if self.prepared.options.emulate_stage_ms else expected
 

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 from urllib.parse import urlsplit
 
+from magicdec.config.masking import masked
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DEFAULT_GEN_LEN, NGRAM, SELF, StagesSection, WorkloadSection
 from magicdec.config.setting import same, setting
@@ -20,6 +21,7 @@ from magicdec.distributed.layout import StageGrid, make_grid, read_split
 from magicdec.names import NGRAM_AND
 from magicdec.pipelined_speculation.options import Options
 from magicdec.scheduling.plan import PREFILL_TOKENS
+from magicdec.serving.http_client import read_key
 from magicdec.serving.metrics import GOODPUT_OF
 from magicdec.serving.modes import (
     ENDPOINT,
@@ -43,10 +45,26 @@ WINDOWED = "dynamic"  # the mode that has a time window
 
 def parse_url(text: str) -> str:
     """Raises ValueError for what is no base URL of a server."""
-    url = urlsplit(text)
-    if url.scheme not in ("http", "https") or not url.hostname:
-        raise ValueError(f"{text} is no URL; give one such as http://127.0.0.1:8000/v1")
+    try:
+        url = urlsplit(text)
+        is_url = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # an address or a port that is none
+        is_url = False
+    if not is_url:
+        raise ValueError(f"{masked(text)} is no URL; give one such as http://127.0.0.1:8000/v1")
     return text
+
+
+def check_credentials(url: str, variable: str | None) -> None:
+    """Raises ValueError for a key that there is not, and for two kinds of credentials."""
+    if variable is None:
+        return
+    read_key(variable)
+    if urlsplit(url).username is not None:
+        raise ValueError(
+            f"--endpoint_key_env {variable}: --endpoint {masked(url)} has a user already; leave "
+            "one out"
+        )
 
 
 def parse_goodput(words: Sequence[str]) -> dict[str, float]:
@@ -170,7 +188,16 @@ class ServeOptions(StagesSection):
         choices=("ids", "text"),
     )
     endpoint_timeout_s: float = setting(
-        300.0, "Seconds without a word of the server after which it has stalled.", above=0
+        300.0, "Seconds without a new token of the server after which it has stalled.", above=0
+    )
+    endpoint_total_s: float = setting(
+        3600.0, "Seconds that one answer of the server may take.", above=0
+    )
+    endpoint_key_env: str | None = setting(
+        None,
+        "The environment variable whose value is sent to the server as a key (Authorization: "
+        "Bearer). It is never shown nor kept.",
+        metavar="NAME",
     )
     shapes: tuple[RequestShape, ...] = ()
     passes: tuple[Pass, ...] = ()
@@ -329,6 +356,7 @@ class ServeOptions(StagesSection):
         values = asdict(self) | asdict(self.speculation)
         for name in ("shapes", "passes", "speculation", "mode", "has_rows_of_ring"):
             del values[name]
+        values["endpoint"] = self.endpoint and masked(self.endpoint)
         if self.gen_len is None:  # a trace has the lengths
             values["prefix_len"] = None
         values["modes"] = [each.name for each in self.passes]
@@ -364,6 +392,7 @@ def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> N
             raise ValueError("--modes endpoint needs --endpoint URL")
         if options.emulate_stage_ms is not None:
             raise ValueError("--emulate_stage_ms: a server at --endpoint computes; leave one out")
+        check_credentials(options.endpoint, options.endpoint_key_env)
         _refuse_sampling(config, "--modes endpoint, whose server decodes greedily")
     rings = options.of_system(RING)
     if fixed and options.draft.startswith(NGRAM_AND):

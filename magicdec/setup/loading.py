@@ -46,7 +46,7 @@ def load_model(
             model = load_kind(source, shard, kinds, device, part)
         except WeightsRefused as error:
             refusal = str(error)
-        for found in group.all_gather_object(refusal):
+        for found in group.all_gather_values(refusal, str):
             if found:
                 raise WeightsRefused(found)
         advance()

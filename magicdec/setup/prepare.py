@@ -131,6 +131,7 @@ def check_agreement(run: ResolvedRun, more: Mapping[str, object] | None = None) 
     if run.launch.world_size == 1:
         return
     facts: dict[str, Any] = {"magicdec": version("magicdec")}
+    facts["collectives that serve here"] = run.config.parallel.collectives
     for section in vars(run.config.run_config).values():
         if section is not None and not isinstance(section, OutputSection):
             kind: type = type(section)

@@ -84,8 +84,7 @@ class Drafts:
             prefill.prefill_ms[0] / 1e3 / prefill.num_tokens[0],
             median(steps_ms or [0.0]) / 1e3,
         )
-        first: Rates = session.groups.target.all_gather_object(rates)[0]
-        return first
+        return session.groups.target.all_gather_values(rates, Rates)[0]
 
     def measure(self, configs: Mapping[str, RunConfig]) -> Found:
         """Measure the drafts, by their names. Raises ValueError if none of them can run."""

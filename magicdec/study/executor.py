@@ -27,7 +27,7 @@ from typing import Any
 
 from magicdec.config.run_config import RunConfig
 from magicdec.console import make_progress
-from magicdec.distributed.ranks import INTERRUPTED
+from magicdec.distributed.ranks import INTERRUPTED, package_command
 from magicdec.names import IN_PROCESS
 from magicdec.records.record import append_records
 from magicdec.study.cells import file_of, name_of, results_in, whole_records
@@ -44,10 +44,11 @@ ENDED = (GONE, "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "OUT_OF_MEMORY", "
 # takes no flag for one of its own. It would leave its folder behind. SIGTERM, which all processes
 # of a job get, must not end the shell before torchrun has ended.
 TORCHRUN = (
-    'trap : TERM; folder=$(mktemp -d); "$0" -m torch.distributed.run --log-dir "$folder" '
+    "trap : TERM; folder=$(mktemp -d); export PYTHONUNBUFFERED=1; "
+    '"$0" -P -m torch.distributed.run --log-dir "$folder" '
     '--nnodes "$SLURM_JOB_NUM_NODES" --nproc-per-node "$1" --node-rank "$SLURM_NODEID" '
     '--master-addr "$SLURM_LAUNCH_NODE_IPADDR" '
-    '--master-port "$((20000 + SLURM_JOB_ID % 20000))" -m -- magicdec "${@:2}"; '
+    '--master-port "$((20000 + SLURM_JOB_ID % 20000))" --no-python -- "${@:2}"; '
     'code=$?; rm -r "$folder"; exit "$code"'
 )
 Names = tuple[str, ...]
@@ -184,9 +185,9 @@ class LocalJobs:
 
     def command(self, names: Sequence[str]) -> list[str]:
         """The command line of a job, the same on each of its nodes. The names come last."""
-        words = ["sweep", *self.words, "--executor", IN_PROCESS]
+        words = [*package_command(), "sweep", *self.words, "--executor", IN_PROCESS]
         if self.slurm.nodes == 1:
-            return [sys.executable, "-m", "magicdec", *words, "--only", *names]
+            return [*words, "--only", *names]
         words += ["--nproc", str(self.nproc * self.slurm.nodes), "--only", *names]
         return ["bash", "-c", TORCHRUN, sys.executable, str(self.nproc), *words]
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -15,11 +14,11 @@ import torch
 
 from gpu_stages.scale import Suite
 from magicdec.cost_model.costs import kv_bytes_per_token, weight_bytes
+from magicdec.distributed.ranks import package_command
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.presets import find_config
 
-CONSOLE = "from magicdec.cli.commands import console; console()"
 ROOM = 16  # most tokens of a row in addition to its context
 SPARE = 4 << 30  # bytes for working memory and libraries
 EVEN = 4  # a reduced batch size is a multiple of this
@@ -101,7 +100,7 @@ def run_recorded(command: str, flags: list[Any], suite: Suite) -> dict[str, Any]
 def run_magicdec(command: str, flags: list[Any], seconds: float) -> None:
     """Run `magicdec <command>`. Raises RuntimeError if it fails, with the last line of its stderr,
     or if it takes longer than `seconds`."""
-    call = [sys.executable, "-c", CONSOLE, command, *map(str, flags)]
+    call = [*package_command(), command, *map(str, flags)]
     try:
         done = subprocess.run(call, capture_output=True, text=True, timeout=seconds)
     except subprocess.TimeoutExpired:

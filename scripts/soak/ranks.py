@@ -18,8 +18,7 @@ from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any
 
-from torch.distributed import TCPStore
-
+from magicdec.distributed.loopback import LOOPBACK, serve_store
 from magicdec.distributed.ranks import LAUNCHER
 
 RANK = Path(__file__).with_name("rank.py")
@@ -39,7 +38,7 @@ class Ranks:
         self.directory = Path(self._directory.name)
         self.segments = self.directory / "segments"
         self.segments.mkdir()
-        self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.store = serve_store()
         self.processes = [self._start(rank) for rank in range(self.num_ranks)]
         return self
 
@@ -47,7 +46,7 @@ class Ranks:
         numbers = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": self.num_ranks}
         numbers |= {"LOCAL_WORLD_SIZE": self.num_ranks, "MASTER_PORT": self.store.port}
         environment = {name: str(number) for name, number in numbers.items()} | {
-            "MASTER_ADDR": "localhost",
+            "MASTER_ADDR": LOOPBACK,
             "TORCHELASTIC_USE_AGENT_STORE": "True",
             "OMP_NUM_THREADS": "1",
             "PYTHONUNBUFFERED": "1",

@@ -1,7 +1,7 @@
 """One rank of a check of collectives: shared memory and direct exchange against gloo, on the shapes
-that decoding sends; broadcasts; and uneven shards of a vocabulary, with ranks in another order than
-launched. Started by test_collectives.py with the directory of the shared files; prints OK on rank
-0, or dies as asked."""
+that decoding sends; broadcasts; values of Python, which are no pickles; and uneven shards of a
+vocabulary, with ranks in another order than launched. Started by test_collectives.py with the
+directory of the shared files; prints OK on rank 0, or dies as asked."""
 
 import os
 import sys
@@ -62,6 +62,8 @@ for collectives in ("gloo", "shared_memory"):
     order = (1, 2, 0) if launch.world_size == 3 else (1, 0)
     group = make_groups(launch, order, torch.device("cpu"), collectives).target
     check(group, order, 10)
+    by_rank = group.all_gather_values((launch.rank, "ä" * launch.rank), tuple[int, str])
+    assert by_rank == [(rank, "ä" * rank) for rank in range(launch.world_size)]
     large = torch.full((3 << 20,), 1.0 + launch.rank)  # more than receivers are ready for
     assert torch.equal(group.all_gather(large)[:, -1], torch.tensor(order) + 1.0)
     assert torch.equal(

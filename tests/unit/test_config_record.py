@@ -13,7 +13,7 @@ from magicdec.config.run_config import RunConfig
 
 MACHINE = Machine(
     8, 2, 2,
-    has_compiler=True, has_shared_memory=True, has_bfloat16_products=True,
+    has_compiler=True, shared_memory_obstacle=None, has_bfloat16_products=True,
 )  # fmt: skip
 SELFSPEC: dict[str, Any] = {
     "model": {

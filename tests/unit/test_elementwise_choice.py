@@ -136,7 +136,7 @@ def test_native_steps_that_cannot_be_are_refused() -> None:
     with pytest.raises(ValueError, match=f"^{message}$"):
         resolved(FAST, linear="torch", native_steps="on")
     config = RunConfig(parallel=ParallelSection(collectives="gloo"))
-    ranks = replace(FAST, world_size=2, local_world_size=2, has_shared_memory=True)
+    ranks = replace(FAST, world_size=2, local_world_size=2, shared_memory_obstacle=None)
     assert resolve(config, ranks).model.native_steps.why == "auto: off, --collectives gloo"
     layers = resolve(RunConfig(), FAST, layer_obstacles=("layer norms", None)).model
     assert layers.native_steps.why == "auto: off, the model has layer norms"

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import threading
+from base64 import b64encode
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -15,10 +16,14 @@ import pytest
 from conftest import Command
 
 from magicdec.cli.serve import COMMANDS
+from magicdec.config.masking import masked
 from magicdec.distributed.groups import Launch
 from magicdec.serving.batching import Batching
 
 ALONE = Launch(0, 1, 0, 1)
+
+
+IDS = "--model tiny0 has the ids 0 to 2050"
 
 
 @dataclass
@@ -31,6 +36,7 @@ class Server:
     fault: str = ""
     odd: Any = None  # sent after two tokens
     bodies: list[dict[str, Any]] = field(default_factory=list)
+    keys: list[str | None] = field(default_factory=list)  # the Authorization of each request
     address: str = ""
     released: threading.Event = field(default_factory=threading.Event)
 
@@ -47,6 +53,10 @@ class Server:
         for number, token in enumerate(output):
             if number == 2 and self.fault == "stalls":
                 self.released.wait()
+            while number == 2 and self.fault == "pings" and not self.released.wait(0.02):
+                yield {"choices": []}
+            while number == 2 and self.fault == "endless":
+                yield {"choices": [{"text": "", "token_ids": []}], "padding": "x" * 5000}
             if number == 2 and self.fault == "stops":
                 yield None
             if number == 2 and self.fault == "error event":
@@ -75,18 +85,31 @@ def server() -> Iterator[Server]:
             self.wfile.write(text.encode())
 
         def do_GET(self) -> None:
-            assert self.path == "/v1/models"
+            path, _, query = self.path.partition("?")
+            assert path == "/v1/models" and query in ("", "token=q1")
+            ours.keys.append(self.headers["Authorization"])
+            if ours.fault == "slow":
+                while not ours.released.wait(0.02):
+                    self.wfile.write(b"H")
+                return
+            if ours.fault == "large":
+                self.answer(200, f'["{"x" * (5 << 20)}"]')
+                return
             models: Any = {"data": [{"id": "tiny"}, {"id": "other"}]}
             if ours.fault == "odd models":
                 models = ours.odd
             self.answer(200, "<html>" if ours.fault == "no JSON" else json.dumps(models))
 
         def do_POST(self) -> None:
-            assert self.path == "/v1/completions"
+            assert self.path.partition("?")[0] == "/v1/completions"
+            ours.keys.append(self.headers["Authorization"])
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
             ours.bodies.append(body)
             if ours.fault == "refuses":
                 self.answer(400, '{"error": "prompt is\\n too long"}')
+                return
+            if ours.fault == "repeats the key":
+                self.answer(401, f"\x1b[31mno such key: {self.headers['Authorization']}")
                 return
             self.answer(200, "")
             for event in ours.events(body):
@@ -98,6 +121,7 @@ def server() -> Iterator[Server]:
 
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     http.daemon_threads = True
+    http.handle_error = lambda request, address: None  # type: ignore[method-assign]
     thread = threading.Thread(target=http.serve_forever)
     thread.start()
     ours.address = f"http://127.0.0.1:{http.server_port}/v1"
@@ -195,7 +219,9 @@ def test_other_tokens_in_another_program_are_no_divergence(
     [
         ("fewer", "has 2 tokens, not 3 as it was asked for"),
         ("more", "has 4 tokens, not 3 as it was asked for"),
-        ("stalls", "has sent nothing for 0.2 s"),
+        ("stalls", "has sent nothing of use for 0.2 s"),
+        ("pings", "has sent nothing of use for 0.2 s"),
+        ("endless", "bytes that it may need"),
         ("stops", "ends in the middle of an answer"),
         ("error event", "ends an answer with: {'message': 'out of memory'}"),
         ("refuses", 'answers /completions with 400: {"error": "prompt is'),
@@ -205,7 +231,8 @@ def test_a_failing_server_costs_only_its_own_record(
     fault: str, message: str, words: list[str], server: Server, tmp_path: Path, command: Command
 ) -> None:
     server.fault = fault
-    words += ["--modes", "sequential", "endpoint", "--endpoint_timeout_s", "0.2"]
+    patience = "0.2" if fault in ("stalls", "pings") else "30"
+    words += ["--modes", "sequential", "endpoint", "--endpoint_timeout_s", patience]
     code, _, err = command("serve", *words)
     (line,) = [line for line in err.splitlines() if "--endpoint" in line]
     assert code == 2 and message in line and server.address in line
@@ -220,6 +247,11 @@ def test_a_failing_server_costs_only_its_own_record(
         ({"choices": ["a"]}, "sends choices that are no list of objects: ['a']"),
         ({"choices": [{"token_ids": ["5"]}]}, "sends token_ids that are no ids: ['5']"),
         ({"choices": [{"token_ids": 5}]}, "sends token_ids that are no ids: 5"),
+        ({"choices": [{"token_ids": [-1]}]}, f"sends a token id -1, but {IDS}"),
+        ({"choices": [{"token_ids": [10**30]}]}, f"sends a token id {10**30}, but {IDS}"),
+        ({"choices": [{"token_ids": [2051]}]}, f"sends a token id 2051, but {IDS}"),
+        ({"choices": [{"token_ids": [True]}]}, "sends token_ids that are no ids: [True]"),
+        ({"choices": [{"token_ids": [7] * 10**5}]}, "has 100002 tokens, not 3 as it was asked for"),
     ],
 )
 def test_an_odd_stream_is_one_line(
@@ -227,7 +259,8 @@ def test_an_odd_stream_is_one_line(
 ) -> None:
     server.fault, server.odd = "odd", odd
     code, _, err = command("serve", *words, "--modes", "sequential", "endpoint")
-    assert code == 2 and err.splitlines()[-1].endswith(f"{server.address} {message}"), err
+    assert code == 2 and message in err.splitlines()[-1], err
+    assert f"--endpoint {server.address}" in err and len(err.splitlines()[-1]) < 400
     assert [record["name"] for record in records_of(tmp_path)] == ["sequential"]
 
 
@@ -284,6 +317,96 @@ def test_what_no_server_can_serve_is_refused(
     assert f"{address} answers /models with no JSON" in command("serve", *words).err
     assert "--modes endpoint needs --endpoint URL" in command("serve", "--modes", "endpoint").err
     assert not (tmp_path / "out.jsonl").exists() and not server.bodies
+
+
+@pytest.mark.parametrize("fault", ["slow", "large"])
+def test_a_first_answer_has_limits(
+    fault: str, words: list[str], server: Server, command: Command
+) -> None:
+    """A status line that never ends, and a list of models of several megabytes."""
+    server.fault = fault
+    flags = ["--modes", "endpoint", "--endpoint_timeout_s", "0.3" if fault == "slow" else "30"]
+    code, _, err = command("serve", *words, *flags)
+    message = "has sent nothing of use for 0.3 s" if fault == "slow" else "bytes that it may need"
+    assert code == 2 and message in err.splitlines()[-1], err
+
+
+def test_a_whole_answer_has_a_limit(words: list[str], server: Server, command: Command) -> None:
+    """Although tokens come."""
+    server.fault = "pings"
+    flags = "--modes endpoint --endpoint_timeout_s 30 --endpoint_total_s 0.3"
+    code, _, err = command("serve", *words, *flags.split())
+    assert code == 2 and "has not ended an answer in 0.3 s" in err.splitlines()[-1], err
+
+
+SECRET = "sk-0123456789"
+
+
+@pytest.mark.parametrize("fault", ["", "repeats the key"])
+def test_a_key_is_sent_and_never_said(
+    fault: str, words: list[str], server: Server, tmp_path: Path, command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Not even if the server says it."""
+    monkeypatch.setenv("SERVERS_KEY", SECRET)
+    server.fault = fault
+    flags = ["--modes", "sequential", "endpoint", "--endpoint_key_env", "SERVERS_KEY"]
+    code, out, err = command("serve", *words, *flags)
+    assert set(server.keys) == {f"Bearer {SECRET}"} and len(server.keys) > 1
+    assert code == (2 if fault else 0), err
+    assert SECRET not in out + err + (tmp_path / "out.jsonl").read_text()
+    if fault:
+        assert "no such key: Bearer ***" in err and "\x1b" not in err
+
+
+@pytest.mark.parametrize("fault", ["", "no JSON", "repeats the key"])
+def test_credentials_of_the_url_are_sent_and_never_said(
+    fault: str, words: list[str], server: Server, tmp_path: Path, command: Command
+) -> None:
+    url = f"{server.address.replace('://', '://me:pass%40word@')}?token=q1"
+    server.fault = fault
+    flags = ["--modes", "sequential", "endpoint", "--endpoint", url]
+    code, out, err = command("serve", *words[:-2], *flags)
+    assert set(server.keys) == {f"Basic {b64encode(b'me:pass@word').decode()}"}
+    said = out + err
+    if not fault:
+        assert code == 0, err
+        said += (tmp_path / "out.jsonl").read_text()
+        hidden = f"{server.address.replace('://', '://***@')}?***"
+        assert records_of(tmp_path)[1]["environment"]["argv"][-2:] == ["--endpoint", hidden]
+    assert not [word for word in ("pass%40word", "pass@word", "q1", "bWU6") if word in said]
+
+
+def test_credentials_that_cannot_be_are_refused(
+    words: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TWO_LINES", f"{SECRET}\nHost: x")
+    monkeypatch.setenv("GOOD", SECRET)
+    for flags, message in (
+        ("--endpoint_key_env NONE_SUCH", "--endpoint_key_env NONE_SUCH: there is no such environ"),
+        ("--endpoint_key_env TWO_LINES", "--endpoint_key_env TWO_LINES: its value is no key"),
+        (
+            "--endpoint_key_env GOOD --endpoint http://me:secret@localhost/v1",
+            "--endpoint_key_env GOOD: --endpoint http://***@localhost/v1 has a user already",
+        ),
+        (
+            "--endpoint http://me:secret@host:port/v1",
+            "--endpoint http://***@host:port/v1 is no U",
+        ),
+        ("--endpoint ftp://me:secret@host/v1", "--endpoint ftp://***@host/v1 is no URL"),
+    ):
+        code, _, err = command("serve", *words, "--modes", "endpoint", *flags.split())
+        assert code == 2 and message in err and "secret" not in err and SECRET not in err, err
+
+
+def test_secrets_of_urls_are_masked() -> None:
+    for text, shown in (
+        ("http://h:80/v1", "http://h:80/v1"),
+        ("--endpoint=http://u:p@h/v1", "--endpoint=http://***@h/v1"),
+        ("https://u:p@/?x@h/v1?key=1#s", "https://***@h/v1?***"),
+        ("a mail@host and http://h/p?key=1 b", "a mail@host and http://h/p?*** b"),
+    ):
+        assert masked(text) == shown
 
 
 def test_prompts_can_be_text(words: list[str], server: Server) -> None:

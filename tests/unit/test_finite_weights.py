@@ -83,7 +83,7 @@ def test_a_rank_checks_the_slices_that_it_reads(tmp_path: Path) -> None:
 
 def test_all_ranks_of_a_group_refuse_what_one_of_them_finds(tmp_path: Path) -> None:
     class Two(Group):
-        def all_gather_object(self, value: Any) -> list[Any]:
+        def all_gather_values(self, value: Any, kind: type) -> list[Any]:
             return [value, "FILE: tensor NAME holds nan"]
 
     source = find_model("--model", str(write(tmp_path, make_tensors())))

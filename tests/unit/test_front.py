@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -179,6 +180,36 @@ time.sleep(600)
         assert process.stdout.read() == "", "its output is closed when the rank has ended"
         assert hung.is_alive(), "the rank ran on"
         hung.cancel()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("catches", [True, False])
+def test_a_command_that_a_signal_ends_has_its_exit_code(
+    number: signal.Signals, catches: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It can end in order, and may have caught Ctrl-C for that."""
+    ended: list[str] = []
+
+    def run() -> None:
+        try:
+            signal.raise_signal(number)
+            time.sleep(HANG)
+        except KeyboardInterrupt:
+            ended.append("in order")
+            if catches:
+                sys.exit(ranks.INTERRUPTED)
+            raise
+
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    monkeypatch.setattr(commands, "function_of", lambda name: run)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    try:
+        with pytest.raises(SystemExit) as exited:
+            commands.start("run")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert exited.value.code == 128 + number and ended == ["in order"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 
 SMALL = ("--B", 1, "--prefix_len", 64, "--gen_len", 4, "--num_batches", 1, "--threads", 1)

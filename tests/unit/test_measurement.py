@@ -325,7 +325,7 @@ def test_bandwidth_is_the_best_of_all_reads_at_once(monkeypatch: pytest.MonkeyPa
             clock.advance(next(reads))
 
     class TwoRanks(Group):
-        def all_gather_object(self, value: Any) -> list[Any]:
+        def all_gather_values(self, value: Any, kind: Any) -> list[Any]:
             return [value, [8e9, 5e9, 1e9]]
 
     sizes: list[int] = []

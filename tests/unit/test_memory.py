@@ -238,7 +238,7 @@ def config_of(
     """For a preset in bfloat16 on CPUs."""
     machine = Machine(
         num_cpus=8, world_size=ranks, local_world_size=ranks, has_cuda=False, has_compiler=False,
-        has_shared_memory=True, has_bfloat16_products=False,
+        shared_memory_obstacle=None, has_bfloat16_products=False,
     )  # fmt: skip
     config = RunConfig(
         model=ModelSection(f"random:{name}", "bfloat16"),

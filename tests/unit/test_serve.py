@@ -499,9 +499,9 @@ def test_a_rank_with_other_threads_ends_every_rank(
 ) -> None:
     """Each learns what all have measured."""
 
-    def all_gather(ours: object, world_size: int) -> list[object]:
+    def all_gather(ours: object, kind: object, world_size: int) -> list[object]:
         return [ours, (RankThreads(1, 3, 1, 3), 0)]
 
-    monkeypatch.setattr(measure, "all_gather", all_gather)
+    monkeypatch.setattr(measure, "all_gather_values", all_gather)
     with pytest.raises(AssertionError, match=r"^ring: rank 1 computed with 1 to 3 threads"):
         toy("ring")

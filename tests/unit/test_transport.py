@@ -7,14 +7,17 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
 from magicdec.config.choices.choice import How
 from magicdec.config.choices.collectives import (
+    GROUP_BYTES,
     HOST_COPIES,
     IN_MESSAGES,
     NCCL,
+    STAGE_BYTES,
     check_stage_group,
     choose_collectives,
     choose_transport,
@@ -26,13 +29,16 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import AttentionSection, ParallelSection
 from magicdec.distributed.channels import carriers
 from magicdec.distributed.channels.carriers import wait_for_device
+from magicdec.distributed.channels.connect import CAPACITY
 from magicdec.distributed.groups import Launch
+from magicdec.distributed.shared_memory import SLOT_BYTES
 from magicdec.distributed.watching.processes import PeerLost, Processes
+from magicdec.hardware.environment import free_bytes, shared_memory_obstacle
 from magicdec.memory.check import sharing_ranks
 
 TWO_GPUS = Machine(
     num_cpus=8, world_size=2, local_world_size=2, has_cuda=True, num_gpus=2, has_compiler=True,
-    has_shared_memory=True,
+    shared_memory_obstacle=None,
 )  # fmt: skip
 ONE_GPU = replace(TWO_GPUS, num_gpus=1)
 TWO_HOSTS = replace(TWO_GPUS, local_world_size=1)
@@ -82,7 +88,7 @@ def test_an_obstacle_on_the_host_is_named_and_on_a_cpu_nothing_changes() -> None
     ("machine", "collectives", "message"),
     [
         (ONE_GPU, "nccl", "start at most 1, or choose --collectives gloo$"),
-        (replace(ONE_GPU, has_compiler=False), "shared_memory", "no C.. compiler here"),
+        (replace(ONE_GPU, has_compiler=False), "shared_memory", "no C.. compiler; choose"),
     ],
 )
 def test_collectives_that_stages_cannot_have_are_refused(
@@ -171,7 +177,9 @@ def test_a_failed_or_endless_exchange_names_the_peer(monkeypatch: pytest.MonkeyP
         wait_for_device(DeviceWork(1e9), 3, Processes())
 
 
-HERE = Machine(2, 2, 2, has_compiler=True, has_shared_memory=True)
+HERE = Machine(2, 2, 2, has_compiler=True, shared_memory_obstacle=None)
+ROOM = 2 * GROUP_BYTES
+LITTLE = "1.0 MB left in /dev/shm, 4.2 MB may be needed"
 A_GPU_EACH = Machine(2, 2, 2, has_cuda=True, num_gpus=2)
 
 
@@ -181,6 +189,9 @@ A_GPU_EACH = Machine(2, 2, 2, has_cuda=True, num_gpus=2)
         ("auto", "cpu", HERE, "shared_memory", "auto: one host"),
         ("auto", "cpu", replace(HERE, world_size=4), "gloo", "auto: several hosts"),
         ("auto", "cpu", replace(HERE, has_compiler=False), "gloo", "auto: no C++ compiler"),
+        ("auto", "cpu", replace(HERE, shared_memory_obstacle="ro"), "gloo", "auto: ro"),
+        ("auto", "cpu", replace(HERE, shared_memory_bytes=ROOM), "shared_memory", "auto: one host"),
+        ("auto", "cpu", replace(HERE, shared_memory_bytes=1 << 20), "gloo", f"auto: {LITTLE}"),
         ("gloo", "cpu", HERE, "gloo", "asked for"),
         ("auto", "cuda", replace(HERE, num_gpus=2), "nccl", "auto: CUDA"),
         ("auto", "cuda", A_GPU_EACH, "nccl", "auto: CUDA"),
@@ -192,6 +203,24 @@ def test_what_is_chosen_and_why(
 ) -> None:
     choice = choose_collectives(asked, device, machine)
     assert choice is not None and (choice, choice.why) == (name, reason)
+
+
+def test_stages_need_more_shared_memory() -> None:
+    """As much as two groups and the edges of a rank take: in the smallest pipeline, of two ranks,
+    five edges and the board of cancelled runs."""
+    memory = replace(HERE, shared_memory_bytes=20 << 20)
+    assert choose_collectives("auto", "cpu", memory) == "shared_memory"
+    assert choose_collectives("auto", "cpu", memory, is_staged=True) == "gloo"
+    groups = 2 * (64 + 2 * SLOT_BYTES)
+    assert groups <= GROUP_BYTES and groups + 2.5 * CAPACITY + (1 << 20) <= STAGE_BYTES
+
+
+def test_a_folder_without_room_or_rights_is_noticed(tmp_path: Path) -> None:
+    assert shared_memory_obstacle(tmp_path) is None and list(tmp_path.iterdir()) == []
+    assert shared_memory_obstacle(tmp_path / "none") == f"no {tmp_path / 'none'}"
+    assert shared_memory_obstacle(Path("/proc")) == "/proc: No such file or directory"
+    assert (free_bytes(tmp_path) or 0) > 0
+    assert free_bytes(tmp_path / "none") is free_bytes(Path("/proc")) is None
 
 
 def test_the_choice_is_in_the_config_of_several_ranks() -> None:
@@ -206,7 +235,8 @@ def test_the_choice_is_in_the_config_of_several_ranks() -> None:
         ("nccl", "cpu", HERE, "--collectives nccl: it cannot serve --device cpu"),
         ("gloo", "cuda", HERE, "--collectives gloo: it cannot serve --device cuda; choose"),
         ("shared_memory", "cpu", Machine(2, 2, 1), "--collectives shared_memory: several hosts"),
-        ("shared_memory", "cpu", Machine(2, 2, 2), "no C\\+\\+ compiler here"),
+        ("shared_memory", "cpu", Machine(2, 2, 2), "no C\\+\\+ compiler; choose from auto, gloo"),
+        ("shared_memory", "cpu", replace(HERE, shared_memory_bytes=1 << 20), f": {LITTLE}; choose"),
         ("auto", "cuda", replace(A_GPU_EACH, num_gpus=1), "of the 2 ranks of a host, and this one "
          "has 1; start at most 1, or choose --device cpu --collectives gloo$"),
         ("nccl", "cuda", replace(A_GPU_EACH, num_gpus=1), "^--collectives nccl --device cuda: NC"),

@@ -15,7 +15,7 @@ import pytest
 from torch.distributed import HashStore, TCPStore
 
 from magicdec.cli import flags
-from magicdec.distributed.groups import Launch
+from magicdec.distributed.groups import Launch, check_commands
 from magicdec.distributed.ranks import LAUNCHER
 from magicdec.distributed.watching import watch
 from magicdec.distributed.watching import watch as watch_module
@@ -25,6 +25,7 @@ from magicdec.distributed.watching.watch import (
     Heartbeat,
     Watch,
     end_process,
+    end_stopped,
     first_word,
     leave_ranks,
     lost_key,
@@ -85,9 +86,10 @@ def test_a_rank_that_has_left_may_end(lost: list[str], other: subprocess.Popen[b
 
 
 def test_a_failure_names_the_rank_that_has_ended(
-    lost: list[str], other: subprocess.Popen[bytes]
+    lost: list[str], other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While all ranks run, or while none is watched, it stays what it is."""
+    monkeypatch.setattr(watch_module, "CLOSING_S", 0.1)
     with pytest.raises(RuntimeError, match="closed by peer"), naming_lost(LAUNCH):
         raise RuntimeError(RESET)
     other.kill()
@@ -102,6 +104,55 @@ def test_a_failure_names_the_rank_that_has_ended(
     with naming_lost(LAUNCH):
         raise PeerLost("rank 3 has ended")
     assert lost == ["rank 3 has ended"]
+
+
+def test_a_rank_whose_connections_end_before_it_is_named(
+    lost: list[str], other: subprocess.Popen[bytes]
+) -> None:
+    """As one does that Ctrl-C has interrupted."""
+    closing = threading.Timer(0.4, other.kill)
+    closing.start()
+    with pytest.raises(PeerLost, match=r"^rank 1 has ended$"):
+        name_lost(RuntimeError(RESET))
+    closing.join()
+
+
+def test_a_rank_that_is_stopped_for_long_is_named_and_ended(
+    lost: list[str], other: subprocess.Popen[bytes], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SIGTERM would reach it when it is continued."""
+    stop_watching()
+    monkeypatch.setattr(watch_module, "LOOK_S", 0.01)
+    monkeypatch.setattr(watch_module, "PATIENCE_S", 0.045)
+    watch_ranks(LAUNCH)
+    (thread,) = watches()
+    other.send_signal(signal.SIGSTOP)
+    thread.join()
+    assert lost == ["rank 1 has been stopped by a signal for 0 s"]
+    monkeypatch.setattr(watch_module, "find_watch", lambda: thread)
+    end_stopped()
+    assert other.wait() == -signal.SIGKILL
+
+
+def test_looks_are_counted_until_a_rank_is_lost(other: subprocess.Popen[bytes]) -> None:
+    """Not seconds: when all ranks were stopped and are continued, the first of them sees the others
+    stopped once, however long it was. A rank that is continued is counted anew."""
+    processes = Processes((None, other.pid))
+    watching = Watch(LAUNCH, processes, lambda line: None)
+
+    def change(number: signal.Signals, stopped: list[int]) -> None:
+        other.send_signal(number)
+        while processes.stopped() != stopped:
+            time.sleep(0.001)
+
+    for _ in range(2):
+        change(signal.SIGSTOP, [1])
+        assert [watching._find_stopped() for _ in range(40)] == [""] * 40
+        change(signal.SIGCONT, [])
+        assert watching._find_stopped() == ""
+    change(signal.SIGSTOP, [1])
+    lines = [watching._find_stopped() for _ in range(41)]
+    assert lines == [*[""] * 40, "rank 1 has been stopped by a signal for 20 s"]
 
 
 def test_ranks_meet_as_often_as_they_like(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -123,6 +174,25 @@ def test_ranks_meet_as_often_as_they_like(monkeypatch: pytest.MonkeyPatch) -> No
         meet(Launch(1, 2, 1, 2), "here")
     first.join()
     assert passed == [0, 1, 2]
+
+
+@pytest.mark.parametrize("other", ["magicdec run", "magicdec latency"])
+def test_ranks_with_another_command_are_refused(other: str) -> None:
+    """On every rank, where each would wait for what the other never says."""
+    store, said = HashStore(), dict[int, str]()
+
+    def rank(number: int, command: str) -> None:
+        try:
+            check_commands(Launch(number, 2, 0, 1), store, command)
+        except ValueError as error:
+            said[number] = str(error)
+
+    first = threading.Thread(target=rank, args=(0, "magicdec run"))
+    first.start()
+    rank(1, other)
+    first.join()
+    line = f"rank 0 runs magicdec run, rank 1 runs {other}; start one command on all"
+    assert said == ({} if other == "magicdec run" else {0: line, 1: line})
 
 
 def test_between_hosts_the_first_word_counts(monkeypatch: pytest.MonkeyPatch) -> None:

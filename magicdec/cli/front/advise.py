@@ -290,8 +290,7 @@ class Advice:
         session = RankSession(self.launch, resolved.parallel)
         session.open()
         found = measure_in(session, resolved, machine)
-        all_found: list[MachineFile] = session.groups.target.all_gather_object(found)
-        return all_found[0]
+        return session.groups.target.all_gather_values(found, MachineFile)[0]
 
     def cut_down(self, configs: dict[str, RunConfig], rates: Rates) -> dict[str, RunConfig]:
         """The runs with a workload for which there is time."""

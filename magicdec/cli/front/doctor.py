@@ -4,13 +4,11 @@ every run needs does not work.
 
 from __future__ import annotations
 
-import os
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from importlib.util import find_spec
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from magicdec.cli.flags import LoneCommand
@@ -22,7 +20,6 @@ if TYPE_CHECKING:
     from magicdec.config.machine import Machine
 
 HEAD_SIZE = 64  # of the demo model
-SHARED_MEMORY = Path("/dev/shm")
 
 
 @dataclass(frozen=True)
@@ -51,6 +48,7 @@ def find_checks() -> Iterator[Check]:
     yield Check("magicdec", True, f"{version('magicdec')}, Python {platform.python_version()}")
     import torch
 
+    from magicdec.config.choices.collectives import lacking_memory
     from magicdec.hardware.environment import probe_machine
     from magicdec.kernels.build import find_compiler, refused_compilers
     from magicdec.model.checkpoint.source import find_model
@@ -69,9 +67,10 @@ def find_checks() -> Iterator[Check]:
     missing += ". Without it, slower kernels run"
     yield Check("C++ compiler", find_compiler() is not None, find_compiler() or missing)
     yield check_kernels(machine)
-    space = os.statvfs(SHARED_MEMORY) if machine.has_shared_memory else None
-    free = "" if space is None else f", {space.f_bavail * space.f_frsize / 1e9:.1f} GB free"
-    yield Check("shared memory", machine.has_shared_memory, f"{SHARED_MEMORY}{free}")
+    obstacle = lacking_memory(replace(machine, world_size=2, local_world_size=2), is_staged=True)
+    free = machine.shared_memory_bytes
+    left = "/dev/shm" if free is None else f"/dev/shm, {free / 1e9:.1f} GB free"
+    yield Check("shared memory", obstacle is None, obstacle or left)
     names = [torch.cuda.get_device_name(i) for i in range(machine.num_gpus)]
     what = machine.gpu_obstacle or ", ".join(names) or "no GPU that torch can use"
     yield Check("CUDA", machine.has_cuda, what)

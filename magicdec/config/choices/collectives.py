@@ -12,6 +12,10 @@ from magicdec.config.choices.choice import Choice, How, asked_for, first_obstacl
 from magicdec.config.machine import Machine
 from magicdec.config.resolved import ResolvedParallel
 
+# Most bytes of shared memory that a rank makes for the sums of its groups, and for these and the
+# messages of a pipeline.
+GROUP_BYTES = 2 << 20
+STAGE_BYTES = 14 << 20
 IN_MESSAGES, HOST_COPIES, NCCL = "in_messages", "host_copies", "nccl"
 GPU_FREE = "--device cpu --collectives gloo"  # what serves more ranks than GPUs
 
@@ -27,12 +31,12 @@ def choose_collectives(
     if machine.world_size == 1:
         return None
     if device != "cuda":
-        return choose_host_collectives(value, device, machine)
+        return choose_host_collectives(value, device, machine, is_staged)
     if is_staged and value == "auto" and ranks > gpus:
-        choice = choose_host_collectives(value, device, machine)
+        choice = choose_host_collectives(value, device, machine, is_staged)
         return Choice(choice, f"auto: {ranks} ranks share {gpus} GPUs", How.SECOND_BEST)
     if is_staged and value not in ("auto", NCCL):
-        return choose_host_collectives(value, device, machine)
+        return choose_host_collectives(value, device, machine, is_staged)
     if ranks > gpus and value in ("auto", NCCL):
         raise ValueError(
             f"--collectives {value} --device cuda: NCCL wants a GPU for each of the {ranks} ranks "
@@ -45,23 +49,35 @@ def choose_collectives(
     return asked_for("--collectives", value, obstacle, "auto, nccl")
 
 
-def choose_host_collectives(value: str, device: str, machine: Machine) -> Choice:
+def choose_host_collectives(
+    value: str, device: str, machine: Machine, is_staged: bool = False
+) -> Choice:
     """As `choose_collectives`, for what ranks exchange through the memory of hosts."""
+    has_other_hosts = machine.local_world_size != machine.world_size
     obstacles = {
-        "several hosts": machine.local_world_size != machine.world_size,
+        "several hosts": has_other_hosts,
         "no C++ compiler": not machine.has_compiler,
-        "no /dev/shm": not machine.has_shared_memory,
     }
-    obstacle = first_obstacle(obstacles)
+    obstacle = first_obstacle(obstacles) or lacking_memory(machine, is_staged)
     if value == "auto":
         if obstacle:
-            return Choice("gloo", f"auto: {obstacle}", How.SECOND_BEST)
+            how = How.AUTO if has_other_hosts else How.SECOND_BEST  # between hosts none is better
+            return Choice("gloo", f"auto: {obstacle}", how)
         return Choice("shared_memory", "auto: one host")
     refusals = {
         NCCL: f"it cannot serve --device {device}",
-        "shared_memory": f"{obstacle} here" if obstacle else None,
+        "shared_memory": f"{obstacle}" if obstacle else None,
     }
     return asked_for("--collectives", value, refusals.get(value), "auto, gloo")
+
+
+def lacking_memory(machine: Machine, is_staged: bool) -> str | None:
+    """Why the ranks of this host cannot exchange through its shared memory, or None."""
+    needed = machine.local_world_size * (STAGE_BYTES if is_staged else GROUP_BYTES)
+    free = machine.shared_memory_bytes
+    if machine.shared_memory_obstacle or free is None or free >= needed:
+        return machine.shared_memory_obstacle
+    return f"{free / 1e6:.1f} MB left in /dev/shm, {needed / 1e6:.1f} MB may be needed"
 
 
 SHOWN = {"shared_memory": "shared memory", "gloo": "gloo"}
@@ -104,7 +120,7 @@ def choose_transport(
     if choice != NCCL:
         flag = f"--collectives {choice}"
         return Transport(choice, HOST_COPIES, choice.why if choice.is_auto else flag)
-    headers = choose_host_collectives("auto", "cpu", machine)
+    headers = choose_host_collectives("auto", "cpu", machine, is_staged=True)
     if obstacle is not None:
         return Transport(headers, HOST_COPIES, obstacle)
     return Transport(headers, NCCL, "each rank has a GPU of its own")

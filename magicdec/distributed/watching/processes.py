@@ -16,6 +16,7 @@ from pathlib import Path
 from magicdec.distributed.groups import Launch, exchange_texts
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"  # where torchrun expects the error of a rank
+STOPPED = "T"  # by a signal; a process that a debugger has stopped is in another state
 NOTICE_S = 0.2  # until a process whose connection has closed is seen to have ended
 
 
@@ -33,6 +34,11 @@ class Processes:
         """The ranks of this host whose processes have ended."""
         pids = enumerate(self.pids)
         return [rank for rank, pid in pids if pid is not None and not is_alive(pid)]
+
+    def stopped(self) -> list[int]:
+        """The ranks of this host whose processes are stopped, by SIGSTOP for example."""
+        pids = enumerate(self.pids)
+        return [rank for rank, pid in pids if pid is not None and state_of(pid) == STOPPED]
 
     def check(self) -> None:
         """Raise PeerLost if the process of any rank has ended."""
@@ -75,11 +81,16 @@ def describe(ranks: list[int]) -> str:
 
 def is_alive(pid: int) -> bool:
     """Whether the process runs. A zombie process does not."""
+    return state_of(pid) not in (None, "Z", "X")
+
+
+def state_of(pid: int) -> str | None:
+    """The letter for the state of a process, as proc(5) names them; None if there is none."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
-        return False
-    return stat.rpartition(")")[2].split()[0] not in ("Z", "X")
+        return None
+    return stat.rpartition(")")[2].split()[0]
 
 
 def report_error(line: str) -> bool:

@@ -2,7 +2,8 @@
 for: for the store, for groups, for a channel that is being connected, for weights that another rank
 loads.
 
-On its own host a rank looks at the other processes. Where the main thread notices itself that a
+On its own host a rank looks at the other processes, and ends as well if one is stopped for
+PATIENCE_S. Where the main thread notices itself that a
 rank has ended, because a collective fails for example, it has the time to say so.
 
 A host that is cut off closes no connection, so that a collective with it would wait until its own
@@ -14,11 +15,13 @@ PATIENCE_S ends the process, and so does the line of a rank that has noticed a l
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import partial
 from typing import TYPE_CHECKING, NoReturn
@@ -38,6 +41,8 @@ if TYPE_CHECKING:
 
 
 LOOK_S = 0.5  # between two looks at the processes of this host
+CLOSING_S = 5.0  # from the end of a rank's connections to the end of its process, which frees much
+NAMING_S = 1.5  # until all ranks have named one that is stopped; they look at other times
 MOST_S = 10.0  # until all ranks have stopped to watch
 LOST = 1  # the exit code
 ENDING = threading.Lock()  # taken by the first thread that ends the process, and never given back
@@ -58,21 +63,33 @@ class Watcher(threading.Thread):
 
 class Watch(Watcher):
     """Looks whether the ranks of this host run. One that has ended before the last look, so that
-    the main thread has had LOOK_S, is named to `on_lost`, in this thread."""
+    the main thread has had LOOK_S, is named to `on_lost`, in this thread. So is one that was found
+    stopped at all looks of PATIENCE_S: looks are counted, because time goes on for all ranks that
+    are stopped together and then continued."""
 
     def __init__(
         self, launch: Launch, processes: Processes, on_lost: Callable[[str], None]
     ) -> None:
         super().__init__("watch", on_lost)
         self.launch, self.processes = launch, processes
+        self._stopped = Counter[int]()  # at how many looks in a row, by rank
 
     def run(self) -> None:
         before: list[int] = []
         while not self._ending.wait(LOOK_S):
-            if before:
-                self.on_lost(describe(self.processes.ended()))
+            lost = describe(self.processes.ended()) if before else self._find_stopped()
+            if lost:
+                self.on_lost(lost)
                 return
             before = self.processes.ended()
+
+    def _find_stopped(self) -> str:
+        stopped = self.processes.stopped()
+        self._stopped = Counter({rank: self._stopped[rank] + 1 for rank in stopped})
+        for rank, looks in self._stopped.items():
+            if looks * LOOK_S > PATIENCE_S:
+                return f"rank {rank} has been stopped by a signal for {looks * LOOK_S:.0f} s"
+        return ""
 
 
 def watch_ranks(launch: Launch) -> None:
@@ -146,13 +163,17 @@ def naming_lost(launch: Launch) -> Iterator[None]:
 
 def name_lost(error: RuntimeError) -> None:
     """Raise PeerLost if the main thread's `error` came, in a collective for example, because a rank
-    of this host has ended. If it is a connection's, another host may be the reason: the heartbeat
-    then has the time to name it, and ends this process."""
+    of this host has ended. If it is a connection's, the other rank may still be ending, or another
+    host may be the reason: the heartbeat then has the time to name it, and ends this process."""
     watch = find_watch()
     if isinstance(error, PeerLost) or watch is None:
         return
+    give_up = time.monotonic() + (CLOSING_S if is_of_connection(error) else 0.0)
     time.sleep(NOTICE_S)
     watch.processes.check()
+    while time.monotonic() < give_up:
+        time.sleep(NOTICE_S)
+        watch.processes.check()
     for thread in threading.enumerate():
         if isinstance(thread, Heartbeat) and is_of_connection(error):
             thread.join(PATIENCE_S + 4 * INTERVAL_S)
@@ -175,7 +196,21 @@ def end_process(launch: Launch, line: str) -> NoReturn:
         print(f"{line}\n", end="", file=sys.stderr, flush=True)  # in one piece: all say it now
         if has_other_hosts and launch.rank == launch.local_rank:
             time.sleep(2 * INTERVAL_S)  # the store ends with this host; the others read it first
+        end_stopped()
         os._exit(LOST)
+
+
+def end_stopped() -> None:
+    """End the ranks of this host that are stopped, when the other ranks have named them. Their
+    launcher asks all ranks to end now, which reaches such a process only when it is continued."""
+    watch = find_watch()
+    if watch is not None and watch.processes.stopped():
+        time.sleep(NAMING_S)
+        for rank in watch.processes.stopped():
+            pid = watch.processes.pids[rank]
+            assert pid is not None, "it was seen here"
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 def first_word(line: str) -> str:
