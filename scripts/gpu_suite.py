@@ -1,5 +1,6 @@
 """Runs one stage of the GPU suite. Called by `gpu_suite.sh`, which documents the usage. Writes
 STAGE.json, and summary.md from the files of all stages; for the stage `summary` only the latter.
+`quick` and `again` run the parts of `gpu_stages/quick.py`, each as a stage with `--quick`.
 
 Exits with 0 if all cells of the stage are measured, with 1 if some failed or there was no time for
 them (the others are written), and with 2 for a wrong command line.
@@ -14,7 +15,18 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from gpu_stages import attention, checks, latency, peers, stages, summary
+from gpu_stages import (
+    attention,
+    broken,
+    checks,
+    demo_tokens,
+    latency,
+    peers,
+    quick,
+    stages,
+    summary,
+    whole_runs,
+)
 from gpu_stages.results import Results
 from gpu_stages.scale import Suite
 
@@ -27,15 +39,28 @@ STAGES: dict[str, Callable[[Suite], None]] = {  # the most important first
     "stages": stages.run,
     "tests": partial(checks.run_tests, stage="tests"),
     "summary": lambda suite: None,
+    "broken": broken.run,
+    "demo_tokens": demo_tokens.run,
+    "whole_runs": whole_runs.run,
 }
-SECONDS = {"attention": 150, "llama31": 400}  # of the stages that others follow in one command
+COMMANDS = ("quick", "again")  # of several stages
+# Of the stages that others follow in one command.
+SECONDS = {
+    "attention": 150,
+    "llama31": 400,
+    "quick": quick.QUICK_SECONDS,
+    "again": quick.AGAIN_SECONDS,
+}
 OTHERS = 540
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The checked command line. Raises ValueError for a missing device or a wrong value."""
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
-    parser.add_argument("stage", choices=tuple(STAGES), metavar="STAGE", help=", ".join(STAGES))
+    names = (*STAGES, *COMMANDS)
+    parser.add_argument("stage", choices=names, metavar="STAGE", help=", ".join(names))
+    parser.add_argument("parts", nargs="*", metavar="PART", help="of `again`")
+    parser.add_argument("--quick", action="store_true", help="the few cells that `quick` measures")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to test the suite")
     parser.add_argument("--out", type=Path, default=Path("results/gpu"), metavar="DIRECTORY")
@@ -51,6 +76,12 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         raise ValueError("--device cuda: no CUDA device found; choose cpu, with --tiny")
     if options.device == "cpu" and not options.tiny:
         raise ValueError("--device cpu is for --tiny shapes; choose cuda, or add --tiny")
+    if options.stage == "again" and not options.parts:
+        raise ValueError(
+            f"again needs a PART; choose from {', '.join(p.stage for p in quick.PARTS)}"
+        )
+    if options.parts and options.stage != "again":
+        raise ValueError(f"PART {options.parts[0]} goes with again, not with {options.stage}")
     if options.seconds < 1:
         raise ValueError(f"--seconds {options.seconds} is too small; it must be at least 1")
     return options
@@ -61,10 +92,22 @@ def made_with(device: str, is_tiny: bool) -> dict[str, object]:
     return {"device": device, "gpu": gpu, "torch": torch.__version__, "tiny": is_tiny}
 
 
+def run_command(options: argparse.Namespace) -> bool:
+    """`quick` or `again`. Whether all cells are measured. Files of another GPU or torch stay as
+    they are, and what is measured goes to a folder beside them."""
+    made = made_with(options.device, options.tiny)
+    out = quick.folder_for(options.out, made)
+    names = options.parts or [part.stage for part in quick.PARTS]
+    words = ["--device", options.device, *(["--tiny"] if options.tiny else [])]
+    return quick.run_parts(names, out, words, options.seconds)
+
+
 def main() -> None:
     try:
         options = read_options()
         options.out.mkdir(parents=True, exist_ok=True)
+        if options.stage in COMMANDS:
+            sys.exit(0 if run_command(options) else 1)
         results = Results(
             options.out / f"{options.stage}.json",
             made_with(options.device, options.tiny),
@@ -73,9 +116,11 @@ def main() -> None:
     except ValueError as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
-    suite = Suite(torch.device(options.device), options.tiny, options.out, results)
+    device = torch.device(options.device)
+    suite = Suite(device, options.tiny, options.out, results, options.quick)
     STAGES[options.stage](suite)
-    summary.run(suite)
+    if not options.quick:
+        summary.run(suite)
     for name, why in results.failed.items():
         print(f"{options.stage}: {name} failed: {why}", file=sys.stderr)
     for name in results.left:

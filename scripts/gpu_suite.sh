@@ -2,6 +2,8 @@
 # The GPU suite: attention bandwidth, forward latencies, tokens, peers, whole runs, tests. Fetches
 # nothing.
 #
+#   scripts/gpu_suite.sh quick                 # in 8 minutes: what works, tokens, times, peers
+#   scripts/gpu_suite.sh again PART...         # in 3 minutes: parts of `quick` once more
 #   scripts/gpu_suite.sh [STAGE...] [--device cuda|cpu] [--tiny] [--seconds N]
 #
 # Without a STAGE all stages run, the most important first: attention llama31 tokens peers demo stages
@@ -27,6 +29,10 @@ while [ $# -gt 0 ]; do
     shift
 done
 [ ${#stages[@]} -gt 0 ] || stages=("${all[@]}")
+parts=()
+case ${stages[0]} in
+quick | again) parts=("${stages[@]:1}") && stages=("${stages[0]}") && all+=(quick again) ;;
+esac
 if [ -n "${FROM-}" ] && [ ! -d "$FROM" ]; then
     echo "gpu_suite.sh: FROM $FROM is no folder; give the one with the files of earlier calls" >&2
     exit 2
@@ -54,7 +60,7 @@ def shown(name):
         return f"{name} missing"
 optional = ("triton", "transformers", "flash_attn", "nvidia-ml-py")
 print("torch", torch.__version__, "CUDA", torch.version.cuda, *map(shown, optional), file=sys.stderr)
-needed = "numpy safetensors tokenizers sentencepiece rich pydantic pytest pytest_timeout hypothesis"
+needed = "numpy safetensors tokenizers sentencepiece rich pydantic"
 missing = [name for name in needed.split() if not find_spec(name)]
 if missing:
     sys.exit("gpu_suite.sh: missing packages: " + ", ".join(missing))
@@ -80,13 +86,13 @@ fi
 
 mkdir -p "$out"
 if [ -n "${FROM-}" ]; then
-    for stage in "${all[@]}"; do
-        [ -e "$out/$stage.json" ] || [ ! -e "$FROM/$stage.json" ] || cp "$FROM/$stage.json" "$out" || exit 1
+    for earlier in "$FROM"/*.json; do
+        [ ! -e "$earlier" ] || [ -e "$out/${earlier##*/}" ] || cp "$earlier" "$out" || exit 1
     done
 fi
 failed=()
 for stage in "${stages[@]}"; do
-    timeout --kill-after=10 595 "$python" scripts/gpu_suite.py "$stage" --out "$out" \
+    timeout --kill-after=10 595 "$python" scripts/gpu_suite.py "$stage" ${parts[@]+"${parts[@]}"} --out "$out" \
         ${options[@]+"${options[@]}"}
     status=$?
     [ $status -ne 2 ] || exit 2

@@ -106,6 +106,7 @@ class Batching(System):
     runner: ModelRunner | None = None
     draft: DraftModel | None = None
     models: LoadedModels | None = None
+    captured: tuple[Pass, DecodingStrategy] | None = None  # with captured steps, and its pass
 
     def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
         options, world_size = self.options, self.launch.world_size
@@ -221,9 +222,12 @@ class Batching(System):
         )  # fmt: skip
 
     def _strategy(self, each: Pass) -> DecodingStrategy:
-        """What decodes, with the drafter or without it."""
+        """What decodes, with the drafter or without it. If steps are captured, the warm-up captures
+        them and the measured pass replays them, unless it has draft lengths to learn."""
         runner, config = self.runner, self.run.config
         assert runner is not None, "it was opened"
+        if self.captured is not None and self.captured[0] == each:
+            return self.captured[1]
         runner.prompt_queries = None
         if each.is_drafting and config.decoding.model_drafter == "self":
             keep_queries(runner, config.kv)
@@ -233,13 +237,17 @@ class Batching(System):
             runner, config.decoding, config.kv, draft=self.draft, corpus=self.run.corpus,
             recorder=recorder, is_in_flight=True,
         )  # fmt: skip
-        return make_strategy(config.decoding.strategy if each.is_drafting else BASELINE, setup)
+        name = config.decoding.strategy if each.is_drafting else BASELINE
+        strategy = make_strategy(name, setup)
+        is_fixed = name == BASELINE or config.decoding.num_draft_tokens != "auto"
+        self.captured = (each, strategy) if captures and is_fixed else None
+        return strategy
 
     def now(self) -> float:
         return super().now() if self.runner is None else self.clock.now()
 
     def close(self) -> None:
-        self.runner = self.draft = self.models = None
+        self.runner = self.draft = self.models = self.captured = None
 
 
 def of_first_rank_alone(models: ResolvedRun) -> ResolvedRun:

@@ -96,12 +96,13 @@ def filled_cache(
     room: int,
     device: torch.device,
     layers: int,
+    dtype: torch.dtype = DTYPE,
 ) -> KVCache:
     """A cache with B rows of S random tokens, generated on the device."""
     block = backend.block_size(S + room)
     per_row = -(-(S + room) // block)
-    shape = CacheShape(layers, heads.G, heads.D, block, B * per_row, backend.layout(DTYPE))
-    cache = KVCache(shape, B, per_row, DTYPE, device)
+    shape = CacheShape(layers, heads.G, heads.D, block, B * per_row, backend.layout(dtype))
+    cache = KVCache(shape, B, per_row, dtype, device)
     for row in range(B):
         cache.allocate(row, S + room)
     generator = torch.Generator(device).manual_seed(0)
@@ -118,7 +119,7 @@ def prepare_call(
     queries. The plan has been made once."""
     generator = torch.Generator(cache.k.device).manual_seed(1)
     q, k, v = (
-        torch.randn(B, T, n, heads.D, generator=generator, device=cache.k.device).to(DTYPE)
+        torch.randn(B, T, n, heads.D, generator=generator, device=cache.k.device).to(cache.k.dtype)
         for n in (heads.H, heads.G, heads.G)
     )
     view = make_view(cache, range(B), FullKV(), T)

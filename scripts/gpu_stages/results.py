@@ -9,9 +9,12 @@ from __future__ import annotations
 import json
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+TRACEBACK_LINES = 30
 
 
 class Incomplete(RuntimeError):
@@ -28,8 +31,9 @@ class Results:
 
     def __init__(self, path: Path, made_with: dict[str, Any], seconds: float) -> None:
         """Raises ValueError if `path` was made with another device or software."""
-        self.path, self._until = path, time.monotonic() + seconds
-        found = json.loads(path.read_text()) if path.exists() else {}
+        self.path = path
+        self._until = time.monotonic() + seconds
+        found = read_file(path)
         if found and found["made_with"] != made_with:
             raise ValueError(
                 f"--out: {path} was made with {found['made_with']}, not with {made_with}; "
@@ -38,6 +42,7 @@ class Results:
         self.made_with = made_with
         self.cells: dict[str, Any] = found.get("cells", {})
         self.failed: dict[str, str] = {}
+        self.tracebacks: dict[str, list[str]] = {}  # the ends of those of failed cells
         self.partial: dict[str, Any] = found.get("partial", {})  # of cells that failed
         self.left: list[str] = []  # cells for which there was no time
 
@@ -65,6 +70,7 @@ class Results:
                     self.partial[name] = error.partial
                 lines = str(error).strip().splitlines() or [""]
                 self.failed[name] = f"{type(error).__name__}: {lines[0]}"
+                self.tracebacks[name] = traceback.format_exc().splitlines()[-TRACEBACK_LINES:]
         self.write()
 
     def write(self) -> None:
@@ -72,6 +78,7 @@ class Results:
             "made_with": self.made_with,
             "cells": self.cells,
             "failed": self.failed,
+            "tracebacks": self.tracebacks,
             "partial": self.partial,
             "left": self.left,
         }
@@ -82,7 +89,11 @@ class Results:
 
 def load_cells(path: Path) -> dict[str, Any]:
     """The cells of a stage; empty if it was not run."""
-    if not path.exists():
-        return {}
-    cells: dict[str, Any] = json.loads(path.read_text())["cells"]
+    cells: dict[str, Any] = read_file(path).get("cells", {})
     return cells
+
+
+def read_file(path: Path) -> dict[str, Any]:
+    """What a stage has written; empty if it was not run."""
+    found: dict[str, Any] = json.loads(path.read_text()) if path.exists() else {}
+    return found

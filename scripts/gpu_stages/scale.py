@@ -3,7 +3,7 @@ shapes are meaningless."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -39,6 +39,9 @@ class Scale:
     demo_prefix: int
     demo_backends: tuple[str, ...]
     demo_dtypes: tuple[str, ...]
+    run_places: tuple[tuple[int, int], ...]  # (B, S) of the stage `whole_runs`
+    run_gammas: tuple[int, ...]
+    run_budget: int
 
 
 GPU_BACKENDS = ("triton", "varlen", "flash_attn", "grouped")
@@ -69,6 +72,21 @@ FULL = Scale(
     demo_prefix=16384,
     demo_backends=("auto", *GPU_BACKENDS),
     demo_dtypes=("float32", "bfloat16"),
+    run_places=((8, 32768), (1, 32768), (24, 16384)),
+    run_gammas=(3, 2, 5),
+    run_budget=513,
+)
+# What `quick` measures of the stages that it shares with the whole suite.
+QUICK = replace(
+    FULL,
+    batch_sizes=(8, 1, 32),
+    contexts=(4096, 16384, 32768),
+    new_tokens=(1, 5),
+    budgets=(513,),
+    backends=("triton", "grouped", "varlen", "flash_attn"),
+    peer_places=((1, 4096), (8, 16384)),
+    run_places=((8, 32768), (1, 32768)),
+    run_gammas=(3,),
 )
 TINY = Scale(
     model="demo",
@@ -88,6 +106,9 @@ TINY = Scale(
     demo_prefix=256,
     demo_backends=("grouped",),
     demo_dtypes=("float32",),
+    run_places=((2, 128),),
+    run_gammas=(2,),
+    run_budget=33,
 )
 
 
@@ -99,7 +120,10 @@ class Suite:
     is_tiny: bool
     directory: Path
     results: Results
+    is_quick: bool = False
 
     @property
     def scale(self) -> Scale:
-        return TINY if self.is_tiny else FULL
+        if self.is_tiny:
+            return TINY
+        return QUICK if self.is_quick else FULL

@@ -5,6 +5,8 @@ import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from magicdec.names import BASELINE
 from magicdec.records.writing import to_json
 from magicdec.request import Request, SamplingParams, Status
 from magicdec.scheduling.scheduler import StepCounts
+from magicdec.serving import batching
 from magicdec.serving.batching import BATCHINGS, Batching
 from magicdec.serving.measure import Measured
 from magicdec.serving.metrics import ServingMetrics, serving_metrics
@@ -281,3 +284,28 @@ def test_every_rank_count_serves_the_same_tokens(
     assert [r["environment"]["world_size"] for r in records] == [2] * 4
     assert records[3]["config"]["draft"]["rank_group"] == [1]
     assert records[0]["config"]["sampling"]["temperature"] == 0.8
+
+
+@pytest.mark.parametrize(
+    ("graphs", "num_draft_tokens", "is_kept"),
+    [("on", 3, True), ("on", "auto", False), ("off", 3, False)],
+)
+def test_the_measured_pass_replays_what_its_warm_up_captured(
+    graphs: str, num_draft_tokens: int | str, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A strategy that learns its draft length from times begins again."""
+    monkeypatch.setattr(batching, "CudaGraphs", lambda device: object())
+    monkeypatch.setattr(batching, "make_strategy", lambda name, setup: [name])
+    decoding = SimpleNamespace(
+        strategy="speculative", cuda_graphs=graphs, model_drafter="model",
+        num_draft_tokens=num_draft_tokens,
+    )  # fmt: skip
+    system = object.__new__(batching.Batching)
+    system.runner = cast(Any, SimpleNamespace(device=None, prompt_queries=None))
+    config = SimpleNamespace(decoding=decoding, kv=None)
+    system.run = cast(Any, SimpleNamespace(config=config, corpus=()))
+    drafting, plain = Pass("inflight", True), Pass("inflight", False)
+    warm_up = system._strategy(drafting)
+    assert (system._strategy(drafting) is warm_up) == is_kept
+    assert system._strategy(plain) == [BASELINE]
+    assert system._strategy(drafting) is not warm_up

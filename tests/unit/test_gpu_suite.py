@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,12 +18,23 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
 import gpu_suite
-from gpu_stages import attention, checks, latency, peers, predict, summary
+from gpu_stages import (
+    attention,
+    broken,
+    checks,
+    latency,
+    peers,
+    predict,
+    quick,
+    summary,
+    whole_runs,
+)
 from gpu_stages.plain_loop import PlainLoop
 from gpu_stages.results import Results, load_cells
 from gpu_stages.scale import FULL, TINY
 
 from magicdec.model.presets.presets import PRESETS
+from magicdec.sampling.verification import Judgement
 
 MADE = {"device": "cpu", "gpu": None, "torch": "2", "tiny": True}
 
@@ -63,7 +75,9 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_stage_leaves_its_file(tiny: Path) -> None:
     files = {path.name for path in tiny.iterdir()}
     measured = set(gpu_suite.STAGES) - {"summary"}
-    assert files == {f"{stage}.json" for stage in measured} | {"summary.md"} and len(files) <= 8
+    assert files == {f"{stage}.json" for stage in measured} | {"summary.md"}
+    of_quick = {part.stage for part in quick.PARTS}
+    assert len(measured - of_quick | {"summary"}) + 2 <= 8 and len(of_quick | {"summary"}) <= 8
     for stage in measured:
         found = json.loads((tiny / f"{stage}.json").read_text())
         assert found["cells"] and not found["failed"] and not found["left"], stage
@@ -286,3 +300,127 @@ def test_the_plain_loop_is_the_model() -> None:
         for t in range(11, 30):
             emitted.append(loop.forward(ids[:, t : t + 1], torch.tensor([t])))
     assert torch.equal(torch.cat(emitted, dim=1), expected[:, 10:])
+
+
+class Machine:
+    """Stands in for the processes of parts: each takes as many seconds as `takes` says."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, takes: dict[str, float]) -> None:
+        self.now = 0.0
+        self.takes = takes
+        self.limits: dict[str, float] = {}
+        monkeypatch.setattr(quick, "run_part", self.run_part)
+        monkeypatch.setattr(quick.time, "monotonic", lambda: self.now)
+
+    def run_part(self, stage: str, out: Path, options: list[str], seconds: float) -> bool:
+        self.limits[stage] = seconds
+        self.now += min(seconds, self.takes.get(stage, 0))
+        return stage not in self.takes
+
+
+def test_parts_have_what_those_before_them_did_not_use(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that fails or hangs stops no other, and all of them end in time."""
+    machine = Machine(monkeypatch, {"broken": 30, "demo_tokens": 1000, "llama31": 1000})
+    names = [part.stage for part in quick.PARTS]
+    assert not quick.run_parts(names, tmp_path, [], quick.QUICK_SECONDS)
+    assert list(machine.limits) == names
+    assert machine.limits == {
+        "broken": 90, "demo_tokens": 150, "llama31": 150, "whole_runs": 90, "peers": 150,
+    }  # fmt: skip
+    assert "| llama31 | 150 | 0 | 0 | 0 |" in (tmp_path / "summary.md").read_text()
+    machine = Machine(monkeypatch, {})
+    assert quick.run_parts(["peers", "broken"], tmp_path, [], quick.AGAIN_SECONDS)
+    assert machine.limits == {"broken": 108, "peers": 180}
+    assert sum(part.seconds for part in quick.PARTS) == quick.QUICK_SECONDS
+
+
+def test_a_part_that_hangs_is_ended_with_its_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    script = tmp_path / "gpu_suite.py"
+    script.write_text(
+        "import os, sys, time\n"
+        "child = os.fork()\n"
+        f"open({str(tmp_path)!r} + f'/{{os.getpid()}}', 'w').close()\n"
+        "time.sleep(600)\n"
+    )
+    monkeypatch.setattr(quick, "__file__", str(tmp_path / "gpu_stages" / "quick.py"))
+    monkeypatch.setattr(quick, "GRACE", 1)
+    assert not quick.run_part("broken", tmp_path, [], 4)
+    started = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
+    assert len(started) == 2
+    for pid in started:  # the signal has been sent; the kernel may take a moment
+        while is_running(pid):
+            time.sleep(0.01)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_files_of_another_gpu_stay_as_they_are(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = MADE | {"gpu": "NVIDIA H200"}
+    text = json.dumps({"made_with": before, "cells": {"a": 1}})
+    (tmp_path / "broken.json").write_text(text)
+    assert quick.folder_for(tmp_path, before) == tmp_path
+    made = MADE | {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.11.0+cu130"}
+    folder = quick.folder_for(tmp_path, made)
+    assert folder == tmp_path / "NVIDIA-H100-80GB-HBM3-torch-2-11-0-cu130" and folder.is_dir()
+    assert (tmp_path / "broken.json").read_text() == text
+    assert "holds {'device': 'cpu', 'gpu': 'NVIDIA H200'" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["again"], "again needs a PART; choose from broken, demo_tokens"),
+        (["quick", "broken"], "PART broken goes with again, not with quick"),
+    ],
+)
+def test_parts_go_with_again(arguments: list[str], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        gpu_suite.read_options([*arguments, "--device", "cpu", "--tiny"])
+    with pytest.raises(ValueError, match="PART all is not known; choose from broken"):
+        quick.run_parts(["all"], Path(), [], 1)
+
+
+def test_attention_that_is_wrong_fails_its_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part that says what is broken must see it."""
+    results = Results(tmp_path / "broken.json", MADE, 60)
+    stage = gpu_suite.Suite(torch.device("cpu"), True, tmp_path, results)
+    heads = TINY.heads["tiny"]
+    found = broken.check_attention(stage, "grouped", heads, torch.float32)
+    assert 0 < found["difference"] < 1e-5
+    right = broken.exact
+    monkeypatch.setattr(broken, "exact", lambda cache, q: right(cache, q) + 1e-3)
+    with pytest.raises(RuntimeError, match="differs from float64 by 0"):
+        broken.check_attention(stage, "grouped", heads, torch.float32)
+
+
+def test_acceptance_is_drawn_at_its_rate() -> None:
+    """The number of accepted drafts is that of drafts of which each is accepted with the rate if
+    those before it were."""
+    B, gamma, rate = 4, 3, 0.8
+    ids = torch.zeros(B, gamma + 1, dtype=torch.int64)
+    before = whole_runs.steps.judge
+    total = 0.0
+    with pytest.MonkeyPatch.context() as patch:
+        judged = Judgement(torch.full((B,), -1), ids)
+        patch.setattr(whole_runs.steps, "judge", lambda *arguments: judged)
+        with whole_runs.emulated(rate, gamma, B, torch.device("cpu")):
+            for _ in range(2000):
+                accepted = whole_runs.steps.judge().accepted
+                assert accepted.shape == (B,)
+                total += accepted.float().mean().item()
+    assert whole_runs.steps.judge is before
+    assert total / 2000 == pytest.approx(sum(rate**k for k in range(1, gamma + 1)), abs=0.05)

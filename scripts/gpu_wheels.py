@@ -1,0 +1,88 @@
+"""Makes a folder of wheels for a GPU machine that reaches no package index, of what such a machine
+with torch, Triton and transformers lacks, and prints how to carry them and the call of the suite.
+
+    python scripts/gpu_wheels.py [--out wheels] [--python_version 3.12]
+
+The versions are those of `constraints.txt`. What the tree and the folder weigh together is printed,
+because such machines take a limited size.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+# What the suite imports beside torch, numpy, Triton, transformers and what these bring.
+NEEDED = (
+    *("pydantic", "pydantic_core", "annotated-types", "typing-inspection", "typing_extensions"),
+    *("rich", "markdown-it-py", "mdurl", "Pygments", "shtab"),
+)
+PLATFORMS = ("manylinux_2_28", "manylinux_2_17", "manylinux2014", "manylinux1")
+MOST_BYTES = 64 << 20
+
+
+def pins() -> dict[str, str]:
+    """The pinned version of each package, by its name in lower case with hyphens."""
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pairs = (line.split("==") for line in lines if "==" in line)
+    return {plain(name): version.strip() for name, version in pairs}
+
+
+def plain(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def download(out: Path, python_version: str) -> None:
+    """Fetch the wheels. Raises subprocess.CalledProcessError if pip does not find one."""
+    versions = pins()
+    wanted = [f"{name}=={versions[plain(name)]}" for name in NEEDED]
+    platforms = [word for name in PLATFORMS for word in ("--platform", f"{name}_x86_64")]
+    target = ["--python-version", python_version, "--implementation", "cp", *platforms]
+    pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    subprocess.run([*pip, "--only-binary=:all:", *target, "-d", str(out), *wanted], check=True)
+
+
+def tree_files() -> Iterator[Path]:
+    """The files of the tree that travel with it."""
+    listed = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(listed, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return (ROOT / name for name in names.split("\0") if name and (ROOT / name).is_file())
+
+
+def call(out: Path) -> str:
+    """What to run on the machine, in the root of the tree."""
+    install = "python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target"
+    return (
+        f"{install} build/gpu_wheels {out}/*.whl && "
+        "PYTHONPATH=$PWD/build/gpu_wheels PYTHON=python3 scripts/gpu_suite.sh quick"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
+    parser.add_argument("--out", type=Path, default=Path("build/wheels"), metavar="DIRECTORY")
+    parser.add_argument("--python_version", default="3.12", metavar="VERSION")
+    options = parser.parse_args(arguments)
+    options.out.mkdir(parents=True, exist_ok=True)
+    try:
+        download(options.out, options.python_version)
+    except subprocess.CalledProcessError:
+        print(f"--python_version {options.python_version}: pip found no wheels", file=sys.stderr)
+        return 2
+    wheels = sum(path.stat().st_size for path in options.out.glob("*.whl"))
+    tree = sum(path.stat().st_size for path in tree_files())
+    print(f"wheels {wheels / 2**20:.1f} MiB, tree {tree / 2**20:.1f} MiB")
+    if wheels + tree > MOST_BYTES:
+        print(f"together more than {MOST_BYTES >> 20} MiB", file=sys.stderr)
+        return 1
+    print("There, in the root of the tree:\n\n    " + call(options.out))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
