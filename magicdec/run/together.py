@@ -18,6 +18,7 @@ from magicdec.hardware.timing import read_bandwidth
 from magicdec.memory.sampler import NOT_MEASURED
 from magicdec.names import BASELINE
 from magicdec.records.record import RunRecord
+from magicdec.request import naming
 from magicdec.run.check import differences
 from magicdec.run.outcome import make_record
 from magicdec.run.resident import Prefilled, Resident, Room
@@ -160,9 +161,11 @@ class Together:
         self.pace.begin(BASELINE if each is None else each.name)
         run.use(prefilled)
         if batch == 0:
-            run.warm_up(prefilled.snapshots, [name])
+            with naming("batch 0"):
+                run.warm_up(prefilled.snapshots, [name])
         started = time.perf_counter()
-        run.measure_pass(name, prefilled.snapshots)
+        with naming(f"batch {batch}"), naming(name):
+            run.measure_pass(name, prefilled.snapshots)
         seconds = time.perf_counter() - started
         if each is not None:
             run.prefilled.append(prefilled)

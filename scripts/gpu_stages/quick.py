@@ -114,7 +114,7 @@ def write_summary(out: Path, took: dict[str, float], seconds: float) -> None:
 
 def summary_lines(out: Path, took: dict[str, float], seconds: float) -> list[str]:
     lines = [f"# quick, {seconds:.0f} s", ""]
-    made_with = next(
+    made_with: dict[str, Any] = next(
         (f["made_with"] for p in PARTS if (f := read_file(out / f"{p.stage}.json"))), {}
     )
     lines += [f"{key}: {value}" for key, value in made_with.items()]

@@ -25,9 +25,12 @@ from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.ceiling_file import Link, MachineFile, load_machine
+from magicdec.model.checkpoint import checked
 from magicdec.names import DTYPES, KV_POLICIES
 from magicdec.records.intervals import ratio_interval
 from magicdec.records.reading import load_records
+from magicdec.run import model_check
+from magicdec.run.model_check import ModelCheck
 from magicdec.run.run import Run
 from magicdec.study.drafts import Rates
 
@@ -485,3 +488,43 @@ def test_the_best_of_many_drafts_without_a_gain_is_not_sure() -> None:
             records[f"--draft ngram --gamma {draft}"] = dataclasses.replace(record, metrics=metrics)
         num_sure += advice.find_advice(read(), records, None).startswith("Speculation pays here")
     assert num_sure < 0.05 * num_cases
+
+
+@pytest.mark.parametrize(
+    ("outcome", "asked", "refused"),
+    [
+        (None, True, False),
+        ("told", True, True),
+        ("equal", False, False),
+        ("not compared", False, False),
+        ("differs", False, True),
+    ],
+)
+def test_advice_is_on_a_model_that_is_computed_as_transformers_computes_it(
+    outcome: str | None,
+    asked: bool,
+    refused: bool,
+    tiny_checkpoint: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A model that was compared before is not compared again."""
+    calls = list[float]()
+
+    def check(name: str, most_s: float, say: object) -> ModelCheck:
+        calls.append(most_s)
+        return ModelCheck(outcome="differs" if refused else "equal")
+
+    monkeypatch.setattr(checked, "outcome_of", lambda source: outcome)
+    monkeypatch.setattr(model_check, "check_model", check)
+    name = str(tiny_checkpoint)
+    args = read("--model", name, "--time", "100s")
+    if refused:
+        with pytest.raises(ValueError, match=f"^--model {name} is not computed as transformers"):
+            module.compare_model(name, args, Launch())
+    else:
+        module.compare_model(name, args, Launch())
+    assert calls == [20.0] * asked
+    assert ("before: " in capsys.readouterr().out) != asked
+    module.compare_model("demo", args, Launch())
+    assert len(calls) == asked, "packaged models are compared by tests"

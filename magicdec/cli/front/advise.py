@@ -48,7 +48,7 @@ from magicdec.config.sections import (
 from magicdec.config.setting import same, setting
 from magicdec.console import make_progress
 from magicdec.distributed.groups import Launch
-from magicdec.distributed.ranks import find_world_size, has_lost_launcher
+from magicdec.distributed.ranks import LAUNCHER, find_world_size, has_lost_launcher
 from magicdec.distributed.watching.watch import stop_watching, watch_ranks
 from magicdec.hardware.ceiling_file import MachineFile, load_machine, load_quiet_machine
 from magicdec.hardware.other_load import warn_of_load
@@ -77,6 +77,7 @@ SOURCES = (
 )
 
 
+COMPARED_S = 120.0  # at most about this for the comparison with transformers
 LEAST_S = 30.0  # of --time: loading, a trial and a few passes
 PROBED_S = 180.0  # of --time, from which there is time to probe
 UNITS = {"s": 1, "m": 60, "h": 3600}
@@ -150,9 +151,8 @@ def run(words: Sequence[str], launch: Launch) -> int:
         check_writable("--out", args.out)
     machine, note = find_machine(args)
     configs = {name: with_local_models(config) for name, config in configs.items()}
+    compare_model(next(iter(configs.values())).model.model, args, launch)
     run_on_ranks(args.nproc, words, launch, partial(check_heads, next(iter(configs.values()))))
-    # A check of the model against another implementation has its place here: all that follows is
-    # measured with the model as it was loaded.
     for line in (*notes, *note) if launch.rank == 0 else ():
         print(line, flush=True)
     with StopRequests(launch) as stop:
@@ -363,6 +363,32 @@ def make_configs(args: AdviceSection) -> tuple[dict[str, RunConfig], list[str]]:
             continue
         configs[shlex.join(flags)] = config
     return configs, notes
+
+
+def compare_model(name: str, args: AdviceSection, launch: Launch) -> None:
+    """Compare the model with that of transformers unless this was done before, since all that
+    follows is measured with the model as it was loaded. The process that the user started does so.
+    Raises ValueError if the two differ."""
+    from magicdec.model.checkpoint.checked import DIFFERS, TOLD, is_exempt, outcome_of
+    from magicdec.model.checkpoint.source import find_model
+    from magicdec.run.model_check import check_model
+
+    if launch.rank != 0 or LAUNCHER in os.environ:
+        return
+    source = find_model("--model", name)
+    if is_exempt(source):
+        return
+    outcome = outcome_of(source)
+    if outcome in (None, TOLD):
+        most_s = COMPARED_S if args.time is None else min(COMPARED_S, args.time / 5)
+        outcome = check_model(name, most_s, lambda line: print(line, flush=True)).outcome
+    else:
+        print(f"model      compared with transformers before: {outcome}", flush=True)
+    if outcome == DIFFERS:
+        raise ValueError(
+            f"--model {name} is not computed as transformers computes it, so that there is no "
+            f"advice; see magicdec model check {name}"
+        )
 
 
 def find_sources(args: AdviceSection) -> list[list[str]]:
