@@ -9,6 +9,7 @@ them (the others are written), and with 2 for a wrong command line.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -29,6 +30,8 @@ from gpu_stages import (
 )
 from gpu_stages.results import Results
 from gpu_stages.scale import Suite
+
+from magicdec.distributed.ranks import end_with_parent
 
 STAGES: dict[str, Callable[[Suite], None]] = {  # the most important first
     "attention": attention.run,
@@ -103,6 +106,8 @@ def run_command(options: argparse.Namespace) -> bool:
 
 
 def main() -> None:
+    if parent := os.environ.get(quick.PARENT):
+        end_with_parent(int(parent))
     try:
         options = read_options()
         options.out.mkdir(parents=True, exist_ok=True)

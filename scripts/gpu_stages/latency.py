@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from gpu_stages.in_process import call_magicdec
 from gpu_stages.scale import Suite
 from magicdec.cost_model.costs import kv_bytes_per_token, weight_bytes
 from magicdec.distributed.ranks import package_command
@@ -86,13 +87,21 @@ def measure(suite: Suite, model: str, B: int, contexts: list[int]) -> dict[str, 
 
 def run_recorded(command: str, flags: list[Any], suite: Suite) -> dict[str, Any]:
     """Run `magicdec <command>`, and if capturing CUDA graphs failed, run it again without them.
-    Returns the reason of that failure, if any. Raises RuntimeError like `run_magicdec`."""
+    Returns the reason of that failure, if any. Raises RuntimeError like `run_magicdec`. `quick` has
+    no time for processes of their own."""
+
+    def start(words: list[Any]) -> None:
+        if suite.is_quick:
+            call_magicdec(command, words)
+        else:
+            run_magicdec(command, words, suite.results.seconds_left)
+
     try:
-        run_magicdec(command, flags, suite.results.seconds_left)
+        start(flags)
     except RuntimeError as error:
         if "--cuda_graphs on:" not in str(error):
             raise
-        run_magicdec(command, [*flags, "--cuda_graphs", "off"], suite.results.seconds_left)
+        start([*flags, "--cuda_graphs", "off"])
         return {"without_graphs": str(error)}
     return {}
 

@@ -24,6 +24,7 @@ from gpu_stages.results import load_cells, read_file
 
 QUICK_SECONDS = 480
 AGAIN_SECONDS = 180
+PARENT = "GPU_SUITE_PARENT"  # the process that runs the parts, with which each of them ends
 GRACE = 4  # seconds from a part's own time limit until its process is ended
 
 
@@ -88,7 +89,8 @@ def run_part(stage: str, out: Path, options: Sequence[str], seconds: float) -> b
     suite = str(Path(__file__).parents[1] / "gpu_suite.py")
     limit = max(1, int(seconds - GRACE))
     call = [sys.executable, suite, stage, "--quick", "--out", str(out), "--seconds", str(limit)]
-    process = subprocess.Popen([*call, *options], start_new_session=True)
+    environment = {**os.environ, PARENT: str(os.getpid())}
+    process = subprocess.Popen([*call, *options], start_new_session=True, env=environment)
     try:
         return process.wait(timeout=limit + GRACE) == 0
     except subprocess.TimeoutExpired:

@@ -206,7 +206,7 @@ def test_what_cannot_be_recorded_is_measured_without_graphs(
             raise RuntimeError(failure)
 
     monkeypatch.setattr(latency, "run_magicdec", run)
-    suite = SimpleNamespace(results=SimpleNamespace(seconds_left=9.0))
+    suite = SimpleNamespace(results=SimpleNamespace(seconds_left=9.0), is_quick=False)
     failure = "magicdec latency ended with 1: --cuda_graphs on: not permitted; choose off"
     found = latency.run_recorded("latency", ["--B", 1], suite)  # type: ignore[arg-type]
     assert found == {"without_graphs": failure}
