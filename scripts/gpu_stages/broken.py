@@ -17,6 +17,7 @@ from torch import Tensor
 
 import magicdec
 from gpu_stages.attention import filled_cache, prepare_call
+from gpu_stages.device_clock import copy_bandwidth
 from gpu_stages.scale import Heads, Suite
 from magicdec.attention.backend import AttentionBackend
 from magicdec.config.capabilities import capabilities_of
@@ -40,6 +41,8 @@ ROWS, LENGTH, NUM_NEW = 2, 300, 5
 def run(suite: Suite) -> None:
     cell = suite.results.cell
     cell("imports", import_all)
+    copied = suite.scale.copied_bytes
+    cell("copy_bandwidth", lambda: {"bytes_per_s": copy_bandwidth(suite.device, copied)})
     for dtype in (torch.bfloat16, torch.float32):
         for backend in suite.scale.backends:
             for heads in suite.scale.heads.values():

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_stages.results import load_cells, read_file
+from gpu_stages.summary import copied_per_s, goal_lines, goals
 
 QUICK_SECONDS = 480
 AGAIN_SECONDS = 180
@@ -129,24 +130,27 @@ def summary_lines(out: Path, took: dict[str, float], seconds: float) -> list[str
     for part in PARTS:
         failed = read_file(out / f"{part.stage}.json").get("failed", {})
         lines += [f"- {part.stage}: {name}: {why}" for name, why in failed.items()]
-    lines += forward_lines(load_cells(out / "llama31.json"))
+    lines += ["", *goal_lines(goals(out))]
+    lines += forward_lines(load_cells(out / "llama31.json"), copied_per_s(out))
     lines += run_lines(load_cells(out / "whole_runs.json"))
     return lines
 
 
-def forward_lines(cells: dict[str, Any]) -> list[str]:
-    """Times of the forwards, and their share of what memory moves."""
+def forward_lines(cells: dict[str, Any], copied: float | None) -> list[str]:
+    """Times of the forwards, and the bytes that they read in a second as a share of those that a
+    copy moves, `copied`."""
     rows = [row for cell in cells.values() for row in cell["rows"]]
     if not rows:
         return []
     lines = [
         "",
-        "| forward | B | context | T | ms | of the roofline |",
+        "| forward | B | context | T | ms | of a copy |",
         "|---|--:|--:|--:|--:|--:|",
     ]
     for row in rows:
-        share = row.get("of_roofline")
-        shown = "" if share is None else f"{100 * share:.0f} %"
+        shown = ""
+        if copied is not None:
+            shown = f"{100 * row['bytes'] / copied / (row['ms_median'] / 1e3):.0f} %"
         place = f"{row['phase']} | {row['B']} | {row['context']} | {row['T']}"
         lines.append(f"| {place} | {row['ms_median']:.3f} | {shown} |")
     return lines

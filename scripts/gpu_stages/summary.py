@@ -4,6 +4,7 @@ each goal of the suite. Measures nothing."""
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 from gpu_stages.predict import predictions
@@ -21,20 +22,25 @@ ROOFLINES = (
 
 def run(suite: Suite) -> None:
     peers = load_cells(suite.directory / "peers.json")
-    page = "\n".join(lines(goals(suite), peers, predictions(suite)) + stages(suite))
+    page = "\n".join(lines(goals(suite.directory), peers, predictions(suite)) + stages(suite))
     (suite.directory / "summary.md").write_text(page + "\n")
     print(page)
 
 
-def goals(suite: Suite) -> list[dict[str, Any]]:
+def copied_per_s(directory: Path) -> float | None:
+    """Bytes per second of a copy, of the stage or the part of `quick` that measured it."""
+    for stage in ("attention", "broken"):
+        cells = load_cells(directory / f"{stage}.json")
+        if "copy_bandwidth" in cells:
+            return float(cells["copy_bandwidth"]["bytes_per_s"])
+    return None
+
+
+def goals(directory: Path) -> list[dict[str, Any]]:
     """The measured value of each goal, or None."""
-    attention = load_cells(suite.directory / "attention.json")
-    copied = attention.get("copy_bandwidth", {}).get("bytes_per_s")
-    rows = [
-        row
-        for cell in load_cells(suite.directory / "llama31.json").values()
-        for row in cell["rows"]
-    ]
+    attention = load_cells(directory / "attention.json")
+    copied = copied_per_s(directory)
+    rows = [row for cell in load_cells(directory / "llama31.json").values() for row in cell["rows"]]
     prefix = "llama-3.1-8b/B32/S16384/"
     shares = {
         name.removeprefix(prefix): cell["1"]["of_copy"]
@@ -95,13 +101,18 @@ def largest(
     return max(fitting, key=lambda row: int(row["B"]), default=None)
 
 
-def lines(
-    goals: list[dict[str, Any]], peers: dict[str, Any], predicted: dict[str, Any]
-) -> list[str]:
+def goal_lines(goals: list[dict[str, Any]]) -> list[str]:
     page = ["| goal | wanted | measured | where |", "|---|---|--:|---|"]
     for goal in goals:
         shown = "not measured" if goal["measured"] is None else f"{goal['measured']:.3f}"
         page.append(f"| {goal['goal']} | {goal['wanted']} | {shown} | {goal['by'] or ''} |")
+    return page
+
+
+def lines(
+    goals: list[dict[str, Any]], peers: dict[str, Any], predicted: dict[str, Any]
+) -> list[str]:
+    page = goal_lines(goals)
     page += ["", "| decode step of peers | peer | ms |", "|---|---|--:|"]
     for place, by_name in peers.items():
         for name, found in by_name.items():

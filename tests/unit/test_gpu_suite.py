@@ -264,7 +264,7 @@ def test_published_rates_have_a_source_and_count_only_nearby() -> None:
 def test_goals_are_read_off_or_left_open(tmp_path: Path) -> None:
     made = gpu_suite.made_with("cpu", True)
     stage = gpu_suite.Suite(torch.device("cpu"), True, tmp_path, Results(tmp_path / "s", made, 1))
-    assert all(goal["measured"] is None for goal in summary.goals(stage))
+    assert all(goal["measured"] is None for goal in summary.goals(stage.directory))
     cells = {
         "copy_bandwidth": {"bytes_per_s": 1e9},
         "llama-3.1-8b/B32/S16384/triton": {"1": {"of_copy": 0.8}},
@@ -278,7 +278,7 @@ def test_goals_are_read_off_or_left_open(tmp_path: Path) -> None:
         {**place, "phase": "verify", "T": 5, "bytes": 8_000_000, "ms_median": 11.0},
     ]
     (tmp_path / "llama31.json").write_text(json.dumps({"cells": {"B28": {"rows": rows}}}))
-    attention, _, decode, _, verify = summary.goals(stage)
+    attention, _, decode, _, verify = summary.goals(stage.directory)
     assert (attention["measured"], attention["by"]) == (0.8, "triton")
     assert decode["measured"] == pytest.approx(0.8) and decode["by"] == "B=28, S=32768"
     assert verify["measured"] == pytest.approx(1.1)
