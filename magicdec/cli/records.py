@@ -135,19 +135,19 @@ class ExportSection(FilesSection):
 
 
 def write_table(values: Values) -> int:
-    from magicdec.report.frame import SUFFIXES, flat_rows, frame_of, write_frame
+    from magicdec.report.frame import SUFFIXES, columns_of, flat_rows, write_columns
 
     args = values[ExportSection]
     if args.out.suffix not in SUFFIXES:
         raise ValueError(f"--out {args.out} must end in {' or '.join(SUFFIXES)}")
-    frame = frame_of(
+    columns = columns_of(
         row
         for number, (path, record) in enumerate(read_every_kind(args), 1)
         for row in flat_rows(number, str(path), record)
     )
     with complete_file("--out", args.out) as partial:
-        write_frame(partial, frame)
-    print(f"{len(frame)} rows written to {args.out}", file=sys.stderr)
+        write_columns(partial, columns)
+    print(f"{len(columns['kind'])} rows written to {args.out}", file=sys.stderr)
     return 0
 
 
