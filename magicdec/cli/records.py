@@ -105,11 +105,11 @@ def write_page(values: Values) -> int:
     from magicdec.report.frame import report_rows
     from magicdec.report.page import PAGE, make_report, write_report
 
-    rows = [
+    rows = (
         row
         for number, (path, record) in enumerate(read_every_kind(args, ON_PAGES), 1)
         for row in report_rows(number, str(path), record)
-    ]
+    )
     command = ["magicdec", "report", *sys.argv[1:]]
     page = make_report(command, not args.no_figure_files, rows)
     write_report(args.out, page)
@@ -117,7 +117,7 @@ def write_page(values: Values) -> int:
         for figure in section.left_out:
             print(f"left out: {figure.title}: {figure.reason}", file=sys.stderr)
     drawn = sum(len(section.figures) for section in page.sections)
-    print(f"{drawn} figures of {rows[-1]['run']} runs: {args.out / PAGE}")
+    print(f"{drawn} figures of {page.num_records} runs: {args.out / PAGE}")
     return 0
 
 

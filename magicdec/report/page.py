@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -65,12 +65,13 @@ class Report:
     tables: list[PageTable]  # of all sections together
     commands: list[str]  # of the records
     revisions: list[str]  # the commits that they were made with
+    num_records: int
 
 
 def make_report(
     command: Sequence[str],
     has_figure_files: bool,
-    rows: Sequence[Row],
+    rows: Iterable[Row],
 ) -> Report:
     """Draw the figures and make the tables of records: rows of `report_rows`."""
     frame = frame_of(rows)
@@ -88,8 +89,10 @@ def make_report(
     tables = [environments_table(of_records), commands_table(of_records)]
     commands = list(of_records["command"].unique())
     revisions = sorted(of_records["environment.revision"].dropna().unique())
-    return Report(shlex.join(command), has_figure_files, sections, tables, commands,
-                  revisions)  # fmt: skip
+    return Report(
+        shlex.join(command), has_figure_files, sections, tables, commands, revisions,
+        num_records=int(frame["run"].max()),
+    )  # fmt: skip
 
 
 def draw_runs(frame: pd.DataFrame) -> list[Drawn | LeftOut]:

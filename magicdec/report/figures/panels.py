@@ -14,7 +14,7 @@ import pandas as pd
 
 from magicdec.figures import COLOURS, GREY, Look, look
 from magicdec.names import BASELINE
-from magicdec.report.frame import Row, frame_of
+from magicdec.report.frame import Row
 from magicdec.report.listing import LABELS, Setting, rank
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ UNITS = {"prefix_len": " tokens", "gen_len": " tokens"}
 SELF_EVIDENT = ("model", "kv_policy", "device", "dtype", "kind", "about", "metric")
 WIDTH = 7.4  # inches: the text width of a printed page
 MOST_SERIES = len(COLOURS)
+MANY_MARKS = 1000  # from which on those of a series are pixels in SVG, too
 TITLE_LETTERS = 84  # bold letters that fit beside each other into a figure
 
 
@@ -114,12 +115,18 @@ class Form:
             shown_of(len(looks), num_series, "series"),
             shown_of(len(panels), len(groups), self.what),
         )  # fmt: skip
-        rows = (
-            held | row
-            for (held, _), table in zip(panels, tables, strict=True)
-            for row in table.to_dict("records")
+        numbers = pd.concat(
+            [with_settings(held, of) for (held, _), of in zip(panels, tables, strict=True)],
+            ignore_index=True,
         )
-        return Drawn(self.name, self.title, caption, figure, frame_of(rows))
+        return Drawn(self.name, self.title, caption, figure, numbers.where(numbers.notna(), None))
+
+
+def with_settings(held: Row, table: pd.DataFrame) -> pd.DataFrame:
+    """The table with the settings of its panel as its first columns."""
+    columns = {name: [value] * len(table) for name, value in held.items()}
+    columns |= {str(name): table[name].tolist() for name in table}
+    return pd.DataFrame(columns, dtype=object)
 
 
 def looks_of(inside: Sequence[Iterable[str]], most: int = MOST_SERIES) -> dict[str, Look]:
@@ -197,11 +204,13 @@ def draw_marks(ax: Axes, series: Series, x: str, y: str, scale: float = 1.0) -> 
         handles[name] = ax.scatter(
             of[x].astype(float) / scale, of[y].astype(float) / scale, s=28, marker=style.marker,
             edgecolors=style.colour, facecolors=style.colour if style.is_filled else "none",
+            rasterized=len(of) > MANY_MARKS,
         )  # fmt: skip
         ends = [f"{y}_interval_low", f"{y}_interval_high"]
         spans = of.reindex(columns=[x, *ends]).dropna().astype(float)
         if name != BASELINE and not spans.empty:
-            ax.vlines(*spans.to_numpy().T, color=style.colour, linewidth=0.8)
+            ax.vlines(*spans.to_numpy().T, color=style.colour, linewidth=0.8,
+                      rasterized=len(of) > MANY_MARKS)  # fmt: skip
     return handles
 
 

@@ -320,7 +320,8 @@ def phases_of(runs: pd.DataFrame) -> pd.DataFrame:
     ordered = runs.sort_values("mean_step_ms", key=lambda ms: ms.astype(float), kind="stable")
     groups = ordered.groupby(ALONG, dropna=False)
     middles = ordered[groups.cumcount() == groups["run"].transform("size") // 2]
-    places = sorted(middles.index, key=lambda i: [*map(rank, middles.loc[i, ALONG[::-1]])])
+    order = [[*map(rank, row)] for row in middles[ALONG[::-1]].to_numpy().tolist()]
+    places = [place for _, place in sorted(zip(order, middles.index, strict=True))]
     times = [*(f"{phase}_ms" for phase in PHASES), "mean_step_ms", "autoregressive_step_ms"]
     return middles.loc[places, [*ALONG, "run", *times, *TEXTS]]
 
