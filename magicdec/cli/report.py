@@ -27,7 +27,7 @@ def conclude(prepared: Prepared) -> int:
     none."""
     is_leader = prepared.launch.rank == 0
     path = Path(prepared.config.output.results)
-    started = datetime.datetime.now(datetime.timezone.utc)
+    started = datetime.datetime.now(datetime.UTC)
     if is_leader:
         print(describe_config(prepared.config))
         print(labelled("memory", prepared.memory), flush=True)
