@@ -16,6 +16,7 @@ from magicdec.figures import styled
 from magicdec.names import BASELINE
 from magicdec.report.figures.panels import Drawn, LeftOut
 from magicdec.report.figures.passes import (
+    draw_by_acceptance,
     draw_by_budget,
     draw_by_position,
     draw_pareto,
@@ -103,6 +104,7 @@ def draw_runs(frame: pd.DataFrame) -> list[Drawn | LeftOut]:
         return [
             draw_speedup(runs),
             draw_pareto(frame),
+            draw_by_acceptance(runs),
             draw_by_budget(runs),
             draw_by_position(runs),
             draw_phases(runs),

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 UNITS = {"prefix_len": " tokens", "gen_len": " tokens"}
 # Columns whose value says what it is.
 SELF_EVIDENT = ("model", "kv_policy", "device", "dtype", "kind", "about", "metric")
+MOST_TICKS = 12  # that have room beside each other
 WIDTH = 7.4  # inches: the text width of a printed page
 MOST_SERIES = len(COLOURS)
 MANY_MARKS = 1000  # from which on those of a series are pixels in SVG, too
@@ -67,8 +68,8 @@ class Form:
     `places` are shown. `show` makes the numbers of a panel of its runs; those with equal values in
     the column `series`, if there is one, have one look. `draw` draws the numbers and the series
     among them on the axes of a panel, and returns the handles of the legend. `labels` are those of
-    the axes. `caption` says how to read the figure, and then what else is to be known. `axes` goes
-    to `make_axes`."""
+    the axes. `caption` says how to read the figure, and then what else is to be known; `intervals`
+    says what the bars around marks are, if there are any. `axes` goes to `make_axes`."""
 
     name: str
     title: str
@@ -78,6 +79,7 @@ class Form:
     draw: Callable[[Axes, pd.DataFrame, Series], Mapping[str, Any]]
     labels: tuple[str, str]
     caption: Sequence[str]
+    intervals: str = ""
     show: Callable[[pd.DataFrame], pd.DataFrame] = itself
     series: str = "series"
     what: str = "combinations of settings"  # that panels are
@@ -108,10 +110,12 @@ class Form:
                 ax.set_ylabel(self.labels[1])
             put_title(ax, in_words(held, varying))
         legend_below(figure, handles)
+        put_head(figure, self.title, about(pd.concat([of for _, of in panels])))
         common = in_words(panels[0][0], [key for key in self.held if key not in varying])
         first, *rest = self.caption
         caption = sentences(
             first, f"Everywhere: {common}" if common else "", *rest,
+            self.intervals if any(has_intervals(of, looks) for of in tables) else "",
             shown_of(len(looks), num_series, "series"),
             shown_of(len(panels), len(groups), self.what),
         )  # fmt: skip
@@ -127,6 +131,40 @@ def with_settings(held: Row, table: pd.DataFrame) -> pd.DataFrame:
     columns = {name: [value] * len(table) for name, value in held.items()}
     columns |= {str(name): table[name].tolist() for name in table}
     return pd.DataFrame(columns, dtype=object)
+
+
+def has_intervals(table: pd.DataFrame, looks: Mapping[str, Look]) -> bool:
+    """Whether a number of a series that is drawn has an interval or a range."""
+    drawn = table[table["series"].isin([*looks])] if "series" in table and looks else table
+    if {"low", "high"} <= {*drawn}:
+        return bool((drawn["low"].astype(float) < drawn["high"].astype(float)).any())
+    methods = drawn[drawn["series"] != BASELINE] if "series" in drawn else drawn
+    return any(bool(methods[name].notna().any()) for name in methods if f"{name}".endswith("_low"))
+
+
+ABOUT = ("model", "draft_model", "prefix_len", "gamma")  # what every picture says
+
+
+def about(runs: pd.DataFrame) -> str:
+    """The models, the prefix lengths and the draft lengths of the runs of a figure."""
+    parts = [
+        said(key, several([value for value in runs[key].unique() if value is not None]))
+        for key in ABOUT
+        if key in runs and runs[key].notna().any()
+    ]
+    return ", ".join(parts)
+
+
+def several(values: Sequence[Any]) -> str:
+    """A few values one by one, of more the first and the last."""
+    ordered = [str(value) for value in sorted(values, key=rank)]
+    return "/".join(ordered) if len(ordered) <= 4 else f"{ordered[0]} to {ordered[-1]}"
+
+
+def put_head(figure: Figure, title: str, text: str) -> None:
+    """The title of a figure and what it is about, so that a picture says it without its page."""
+    lines = "\n".join(textwrap.wrap(text, TITLE_LETTERS))
+    figure.suptitle(f"{title}\n{lines}" if text else title, fontsize=9, x=0.01, ha="left")
 
 
 def looks_of(inside: Sequence[Iterable[str]], most: int = MOST_SERIES) -> dict[str, Look]:
@@ -247,7 +285,8 @@ def plain_ticks(axis: Any, values: Sequence[Any] | None = None) -> None:
     from matplotlib import ticker
 
     of_log = ticker.LogLocator(subs=(1.0, 2.0, 5.0))
-    axis.set_major_locator(of_log if values is None else ticker.FixedLocator(values))
+    fixed = None if values is None else ticker.FixedLocator(values, nbins=MOST_TICKS)
+    axis.set_major_locator(fixed or of_log)
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(ticker.NullFormatter())
     if values is not None:
