@@ -156,9 +156,12 @@ def about(runs: pd.DataFrame) -> str:
 
 
 def several(values: Sequence[Any]) -> str:
-    """A few values one by one, of more the first and the last."""
-    ordered = [str(value) for value in sorted(values, key=rank)]
-    return "/".join(ordered) if len(ordered) <= 4 else f"{ordered[0]} to {ordered[-1]}"
+    """A few values one by one, of more numbers the smallest and the largest."""
+    ordered = sorted(values, key=rank)
+    numbers = [str(value) for value in ordered if not isinstance(value, str)]
+    words = [str(value) for value in ordered if isinstance(value, str)]
+    shown = numbers if len(numbers) <= 4 else [f"{numbers[0]} to {numbers[-1]}"]
+    return "/".join([*shown, *words])
 
 
 def put_head(figure: Figure, title: str, text: str) -> None:
