@@ -4,6 +4,7 @@ Python interpreter, exports the model, and sends commands to the worker."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -78,7 +79,7 @@ def check_python(environment: str, python: str) -> None:
     done = subprocess.run([python, "-c", needed.imports], capture_output=True, text=True)
     if done.returncode:
         install = needed.install_command(python)
-        reason = last_line(done.stderr)
+        reason = first_error(done.stderr)
         raise ValueError(f"{flag}: `{needed.imports}` fails: {reason}; install with: {install}")
 
 
@@ -89,6 +90,12 @@ def export_model(start: Start, source: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"export for {start.name} failed: {last_line(done.stderr)}")
+
+
+def first_error(text: str) -> str:
+    """The error that caused the others in what Python printed, or the last line."""
+    errors = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", text, re.MULTILINE)
+    return errors[0] if errors else last_line(text)
 
 
 def last_line(text: str) -> str:

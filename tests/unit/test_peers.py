@@ -86,7 +86,8 @@ def test_an_environment_with_all_requirements_is_taken(monkeypatch: pytest.Monke
 def test_an_environment_whose_library_cannot_be_imported_is_refused_with_the_cause(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    broken = "raise RuntimeError('operator torchvision::nms does not exist')"
+    cause = "RuntimeError('operator torchvision::nms does not exist')"
+    broken = f"raise ModuleNotFoundError('no module') from {cause}"
     needed = Environment(("pytest",), unwanted=("torchvision",), imports=broken)
     monkeypatch.setitem(ENVIRONMENTS, "vllm", needed)
     with pytest.raises(ValueError) as error:
