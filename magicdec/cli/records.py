@@ -4,9 +4,11 @@ the table of runs and the page, and the other commands have tables of their own.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,6 +32,19 @@ from magicdec.tables import FORMATS, print_tables
 ON_PAGES = ("run", "serving")  # kinds of records that a report shows
 
 
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Without the search for cycles of objects, which would go through all that was read again and
+    again. Records have no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 @dataclass(frozen=True)
 class TableSection(FilesSection):
     """Which records are printed, and how."""
@@ -45,6 +60,7 @@ class TableSection(FilesSection):
     )
 
 
+@no_collection()
 def show(values: Values) -> int:
     """Print the runs as one table, and then the records of each other command as the command itself
     did."""
@@ -98,6 +114,7 @@ class ReportSection(FilesSection):
     )
 
 
+@no_collection()
 def write_page(values: Values) -> int:
     args = values[ReportSection]
     if args.out.exists() and not args.out.is_dir():
@@ -134,6 +151,7 @@ class ExportSection(FilesSection):
     out: Path = same(WrittenSection, "out", ..., metavar="TABLE")
 
 
+@no_collection()
 def write_table(values: Values) -> int:
     from magicdec.report.frame import SUFFIXES, columns_of, flat_rows, write_columns
 

@@ -68,14 +68,15 @@ def flat_rows(number: int, source: str, record: Record) -> Iterator[Row]:
             head |= {f"{section}.{key}": value for key, value in values.items()}
     for name, value in vars(record).items():
         if isinstance(value, Part) and name not in OF_PASSES:
-            head = head | _prefixed(f"{name}.", value) | head  # the config has more of a draft
+            for key, inner in vars(value).items():
+                head.setdefault(f"{name}.{key}", inner)  # the config has more of a draft
         elif name in ("error", "threads", "reference", "num_differing"):
             head[name] = value
     if isinstance(record, RunRecord):
         strategy = str(record.config["decoding"]["strategy"])
         for name, metrics in {BASELINE: record.baseline_metrics, strategy: record.metrics}.items():
             if metrics is not None or name == strategy:
-                yield head | {"pass": name} | metric_row(metrics, Metrics)
+                yield {**head, "pass": name, **metric_row(metrics, Metrics)}
         return
     values = vars(record)
     for part in values.get("rows") or values.get("cells") or [values["metrics"]]:
@@ -92,7 +93,9 @@ def report_rows(number: int, source: str, record: Record) -> Iterator[Row]:
             if isinstance(record, RunRecord)
             else _about_service(record, row)
         )
-        yield row | {"run": number} | more
+        row["run"] = number
+        row.update(more)
+        yield row
 
 
 def _about_run(record: RunRecord, name: str) -> Row:

@@ -25,8 +25,14 @@ from magicdec.report.figures.passes import (
     draw_speedup,
 )
 from magicdec.report.figures.served import draw_served, tables_of
-from magicdec.report.frame import Row, frame_of
-from magicdec.report.tables import PageTable, commands_table, environments_table, runs_table
+from magicdec.report.frame import Row, columns_of
+from magicdec.report.tables import (
+    PageTable,
+    commands_table,
+    environments_table,
+    frame_csv,
+    runs_table,
+)
 
 DOTS_PER_INCH = 160
 ID = re.compile(r'(\bid="|xlink:href="#|url\(#)')
@@ -75,7 +81,7 @@ def make_report(
     rows: Iterable[Row],
 ) -> Report:
     """Draw the figures and make the tables of records: rows of `report_rows`."""
-    frame = frame_of(rows)
+    frame = pd.DataFrame(columns_of(rows), dtype=object)  # records have no NaN
     runs = frame[frame.get("is_run", pd.Series(False, frame.index)).fillna(False).astype(bool)]
     served = frame[frame["kind"] == "serving"]
     sections = []
@@ -119,7 +125,7 @@ def write_report(out: Path, report: Report) -> None:
     tables = [table for section in report.sections for table in section.tables]
     files = {f"{table.name}.csv": table.csv() for table in (*tables, *report.tables) if table.rows}
     for figure in figures:
-        files[f"{figure.name}.csv"] = figure.table.to_csv(index=False, lineterminator="\n")
+        files[f"{figure.name}.csv"] = frame_csv(figure.table)
     files[RERUN] = "\n".join([RERUN_HEAD, *report.commands, ""])
     try:
         out.mkdir(parents=True, exist_ok=True)

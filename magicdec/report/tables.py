@@ -14,7 +14,7 @@ from magicdec.records.fields import Recorded, described_fields
 from magicdec.records.performance import SUFFIX, Metrics
 from magicdec.report.frame import ENVIRONMENT, Row, frame_of
 from magicdec.report.listing import LABELS, OF_DRAFT, SETTINGS
-from magicdec.tables import Shown, Table
+from magicdec.tables import Shown, Table, csv_text
 
 MOST_ROWS = 1000  # on the page; the CSV files have all
 SHOWN_METRICS = (
@@ -44,7 +44,7 @@ class PageTable(Table):
         """All rows, also those that the page leaves out."""
         if self.frame is None:
             return super().csv()
-        return str(self.frame.to_csv(index=False, lineterminator="\n"))
+        return frame_csv(self.frame)
 
     @classmethod
     def of(cls, title: str, name: str, frame: pd.DataFrame) -> PageTable:
@@ -58,6 +58,12 @@ class PageTable(Table):
         for texts, row in zip(self.body, self.rows, strict=True):
             values = [cell.value if isinstance(cell, Shown) else cell for cell in row]
             yield [(t, "" if v is None else v) for t, v in zip(texts, values, strict=True)]
+
+
+def frame_csv(frame: pd.DataFrame) -> str:
+    """A frame as CSV, in which a missing value is an empty field."""
+    columns = [frame[name].astype(object).where(frame[name].notna(), None) for name in frame]
+    return csv_text([list(frame), *zip(*columns, strict=True)])
 
 
 def runs_table(runs: pd.DataFrame) -> PageTable:

@@ -27,7 +27,7 @@ SELF_EVIDENT = ("model", "kv_policy", "device", "dtype", "kind", "about", "metri
 MOST_TICKS = 12  # that have room beside each other
 WIDTH = 7.4  # inches: the text width of a printed page
 MOST_SERIES = len(COLOURS)
-MANY_MARKS = 1000  # from which on those of a series are pixels in SVG, too
+MANY_MARKS = 1000  # of a panel, from which on they are pixels in SVG, too
 TITLE_LETTERS = 84  # bold letters that fit beside each other into a figure
 
 
@@ -240,18 +240,23 @@ def legend_below(figure: Figure, handles: Mapping[str, Any]) -> None:
 def draw_marks(ax: Axes, series: Series, x: str, y: str, scale: float = 1.0) -> dict[str, Any]:
     """A mark for each row of each series, with an upright line for its interval, if it has one.
     Returns the handles of the legend."""
-    handles = {}
+    handles, is_many = {}, sum(len(of) for _, of, _ in series) > MANY_MARKS
     for name, of, style in series:
         handles[name] = ax.scatter(
-            of[x].astype(float) / scale, of[y].astype(float) / scale, s=28, marker=style.marker,
-            edgecolors=style.colour, facecolors=style.colour if style.is_filled else "none",
-            rasterized=len(of) > MANY_MARKS,
-        )  # fmt: skip
+            of[x].astype(float) / scale,
+            of[y].astype(float) / scale,
+            s=28,
+            marker=style.marker,
+            edgecolors=style.colour,
+            facecolors=style.colour if style.is_filled else "none",
+            rasterized=is_many,
+        )
+        handles[name].set_in_layout(False)  # it is within its axes  # fmt: skip
         ends = [f"{y}_interval_low", f"{y}_interval_high"]
         spans = of.reindex(columns=[x, *ends]).dropna().astype(float)
         if name != BASELINE and not spans.empty:
             ax.vlines(*spans.to_numpy().T, color=style.colour, linewidth=0.8,
-                      rasterized=len(of) > MANY_MARKS)  # fmt: skip
+                      rasterized=is_many)  # fmt: skip
     return handles
 
 

@@ -105,6 +105,7 @@ TPOT, X, Y = "mean_tpot_ms", "request_tokens_per_s", "decode_tokens_per_s"
 READ = f"{ENVIRONMENT}read_bandwidth_bytes_per_s"
 GB = 1e9
 SHARE = "share of verifications"
+MOST_LABELS = 8  # of a front that have room
 
 
 def draw_pareto(passes: pd.DataFrame) -> Drawn | LeftOut:
@@ -128,6 +129,7 @@ def draw_pareto(passes: pd.DataFrame) -> Drawn | LeftOut:
                 drawn = ax.plot(front[X], front[Y], line, color=colour, linewidth=1, zorder=1)
                 handles[f"Pareto front, {kind}"] = drawn[0]
             changed = front[front["B"].notna() & (front["B"] != front["B"].shift())]
+            changed = changed.iloc[:: max(1, -(-len(changed) // MOST_LABELS))]
             place, vertical = ((4, -4), "top") if kind == BASELINE else ((4, 4), "bottom")
             for x, y, B in changed[[X, Y, "B"]].itertuples(index=False):
                 text = ax.annotate(f"B {B}", (x, y), place, textcoords="offset points", fontsize=7,
