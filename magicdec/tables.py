@@ -8,10 +8,14 @@ import csv
 import io
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain, islice, zip_longest
 from typing import Any, NamedTuple
 
 from magicdec.console import FILE_WIDTH, make_console, printable
 
+GAP = 1  # blanks between the columns of a table without a frame
+LINES_AT_ONCE = 1000  # that are printed
 TEXT_WIDTH = 8  # characters that a column of text keeps, in which long words are broken
 
 
@@ -97,12 +101,29 @@ class Table:
         for text, style in self.lead:
             console.print(text, style=style or None, soft_wrap=is_whole)
         if self.columns:
-            console.print(self._fitting(console))
+            self._print_columns(console)
         for text in self.tail:
             console.print(text, soft_wrap=is_whole)
 
-    def _fitting(self, console: Any) -> Any:
-        """The table of rich, as wide as the console at most."""
+    def _print_columns(self, console: Any) -> None:
+        """Print headings and rows, as wide as the console at most: in a frame if that fits."""
+        labels, body = [column.label for column in self.headings], self.body
+        is_text = [column.is_text for column in self.headings]
+        rows = [labels, *filter(None, body)]
+        widths = widest_cells(rows)
+        if self.is_framed and sum(widths) + 3 * len(widths) + 1 <= console.width:
+            console.print(self._framed(body))
+            return
+        is_narrow = self._least_width() > console.width
+        widths = narrowed(widths, [each or is_narrow for each in is_text], console.width)
+        for line in row_lines(labels, is_text, widths, is_heading=True):
+            console.print(line, style="table.header", soft_wrap=True)
+        body_lines = chain.from_iterable(row_lines(row, is_text, widths) for row in rows[1:])
+        while block := list(islice(body_lines, LINES_AT_ONCE)):
+            console.out("\n".join(block), highlight=False)
+
+    def _framed(self, body: Sequence[Sequence[str]]) -> Any:
+        """The table of rich."""
         from rich.table import Table as RichTable
 
         table = RichTable()
@@ -111,33 +132,20 @@ class Table:
             table.add_column(
                 column.label, justify=justify, overflow="fold", no_wrap=not column.is_text
             )
-        for cells in self.body:
+        for cells in body:
             if cells:
                 table.add_row(*cells)
             else:
                 table.add_section()
-        without_limit = console.options.update(max_width=10 * FILE_WIDTH)
-        if (
-            self.is_framed
-            and console.measure(table, options=without_limit).maximum <= console.width
-        ):
-            return table
-        table.box, table.padding, table.pad_edge = None, (0, 1, 0, 0), False
-        if self._least_width() > console.width:
-            for each in table.columns:
-                each.no_wrap = False
         return table
 
     def _least_width(self) -> int:
         """Characters that the table takes without a frame, its numbers in one line each."""
         lines = [[column.label for column in self.headings], *filter(None, self.body)]
         return sum(
-            1 + min(
-                TEXT_WIDTH if column.is_text else FILE_WIDTH,
-                max(len(line) for cell in cells for line in cell.splitlines() or [""]),
-            )
-            for column, cells in zip(self.headings, zip(*lines, strict=True), strict=True)
-        )  # fmt: skip
+            GAP + min(TEXT_WIDTH if column.is_text else FILE_WIDTH, width)
+            for column, width in zip(self.headings, widest_cells(lines), strict=True)
+        )
 
     def markdown(self) -> str:
         """The title and the lines around the table are paragraphs."""
@@ -240,3 +248,73 @@ def _latex_row(cells: Sequence[str]) -> str:
 def _escape_latex(text: str) -> str:
     escapes = {"\\": r"\textbackslash{}", "~": r"\textasciitilde{}", "^": r"\textasciicircum{}"}
     return "".join(escapes.get(c, f"\\{c}" if c in "&%$#_{}" else c) for c in text)
+
+
+# The lines of a table without a frame. They are those that rich prints (a test compares them), but
+# rich takes a second for a thousand rows.
+
+
+def width_of(text: str) -> int:
+    """How many columns of a terminal the longest line of a text takes."""
+    if text.isascii() and text.isprintable():
+        return len(text)
+    from rich.cells import cell_len
+
+    return max(map(cell_len, text.splitlines()), default=0)
+
+
+def widest_cells(rows: Sequence[Sequence[str]]) -> list[int]:
+    """The width of each column of rows of equal length, if nothing is broken."""
+    return [max(map(width_of, set(cells))) for cells in zip(*rows, strict=True)]
+
+
+def narrowed(widths: Sequence[int], may_break: Sequence[bool], room: int) -> list[int]:
+    """The widths with which columns fit into `room` with the gaps between them: the widest of those
+    that may break give way first."""
+    taken = [width + GAP for width in widths[:-1]] + [*widths[-1:]]
+    while (excess := sum(taken) - room) > 0:
+        widest = max((t for t, may in zip(taken, may_break, strict=True) if may), default=0)
+        if widest <= 1 + GAP:
+            break
+        of_widest = [i for i, t in enumerate(taken) if may_break[i] and t == widest]
+        next_one = max((t for i, t in enumerate(taken) if may_break[i] and t < widest), default=0)
+        for left, index in zip(range(len(of_widest), 0, -1), of_widest, strict=True):
+            less = min(round(excess / left), widest - next_one)
+            taken[index] -= less
+            excess -= less
+    return [width - GAP for width in taken[:-1]] + taken[-1:]
+
+
+def row_lines(
+    row: Sequence[str], is_text: Sequence[bool], widths: Sequence[int], is_heading: bool = False
+) -> list[str]:
+    """The lines of a row with columns of these widths: as many as the cell with the most needs.
+    Text stands at the left, and numbers at the right; in headings, the others stand at the
+    bottom."""
+    cells = [_broken(text, width) for text, width in zip(row, widths, strict=True)]
+    if is_heading:
+        most = max(map(len, cells))
+        cells = [[""] * (most - len(lines)) + lines for lines in cells]
+    return [
+        (" " * GAP).join(map(_placed, parts, widths, is_text))
+        for parts in zip_longest(*cells, fillvalue="")
+    ]
+
+
+def _placed(text: str, width: int, is_text: bool) -> str:
+    if text.isascii():
+        return text.ljust(width) if is_text else text.rjust(width)
+    blanks = " " * (width - width_of(text))
+    return text + blanks if is_text else blanks + text
+
+
+@lru_cache(maxsize=10_000)
+def _broken(text: str, width: int) -> list[str]:
+    """The lines of a cell, each at most `width` wide. A word that is longer is broken."""
+    if text.isprintable() and width_of(text) <= width:
+        return [text.rstrip()]
+    from rich.console import Console
+    from rich.text import Text
+
+    lines = Text(text).wrap(Console(), max(width, 1), overflow="fold")
+    return [line.plain.rstrip() for line in lines]

@@ -4,6 +4,7 @@ Python interpreter, exports the model, and sends commands to the worker."""
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 import tempfile
@@ -51,7 +52,8 @@ class Sizes:
 
 def check_python(environment: str, python: str) -> None:
     """Raises ValueError, in one line with the command that installs what is needed, if `python`
-    cannot be run or its environment lacks a requirement of `ENVIRONMENTS[environment]`."""
+    cannot be run, if its environment lacks a requirement of `ENVIRONMENTS[environment]`, or if what
+    peers import from it does not work; the line has the error of the import."""
     flag, needed = f"--{environment}_python {python}", ENVIRONMENTS[environment]
     requirements = [Requirement(text) for text in needed.requirements]
     command = [python, "-c", FIND_VERSIONS, *(canonicalize_name(r.name) for r in requirements)]
@@ -74,6 +76,11 @@ def check_python(environment: str, python: str) -> None:
     if obstacles:
         install = needed.install_command(python)
         raise ValueError(f"{flag}: {'; '.join(obstacles)}; install with: {install}")
+    done = subprocess.run([python, "-c", needed.imports], capture_output=True, text=True)
+    if done.returncode:
+        install = needed.install_command(python)
+        reason = first_error(done.stderr)
+        raise ValueError(f"{flag}: `{needed.imports}` fails: {reason}; install with: {install}")
 
 
 def export_model(start: Start, source: Path) -> None:
@@ -83,6 +90,12 @@ def export_model(start: Start, source: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"export for {start.name} failed: {last_line(done.stderr)}")
+
+
+def first_error(text: str) -> str:
+    """The error that caused the others in what Python printed, or the last line."""
+    errors = re.findall(r"^[\w.]*(?:Error|Exception)\b.*", text, re.MULTILINE)
+    return errors[0] if errors else last_line(text)
 
 
 def last_line(text: str) -> str:

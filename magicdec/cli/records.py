@@ -4,9 +4,11 @@ the table of runs and the page, and the other commands have tables of their own.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,6 +30,19 @@ from magicdec.report.listing import COLUMNS, NARROW, list_records
 from magicdec.tables import FORMATS, print_tables
 
 ON_PAGES = ("run", "serving")  # kinds of records that a report shows
+
+
+@contextmanager
+def no_collection() -> Iterator[None]:
+    """Without the search for cycles of objects, which would go through all that was read again and
+    again. Records have no cycles."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 @dataclass(frozen=True)
@@ -61,6 +76,7 @@ class TableSection(FilesSection):
     descending: bool = setting(False, "Sort from the largest value to the smallest.")
 
 
+@no_collection()
 def show(values: Values) -> int:
     """Print the runs as one table, and then the records of each other command as the command itself
     did."""
@@ -126,6 +142,7 @@ class ReportSection(FilesSection):
     )
 
 
+@no_collection()
 def write_page(values: Values) -> int:
     args = values[ReportSection]
     if args.out.exists() and not args.out.is_dir():
@@ -133,11 +150,11 @@ def write_page(values: Values) -> int:
     from magicdec.report.frame import report_rows
     from magicdec.report.page import PAGE, make_report, write_report
 
-    rows = [
+    rows = (
         row
         for number, (path, record) in enumerate(read_every_kind(args, ON_PAGES), 1)
         for row in report_rows(number, str(path), record)
-    ]
+    )
     command = ["magicdec", "report", *sys.argv[1:]]
     page = make_report(command, not args.no_figure_files, rows)
     write_report(args.out, page)
@@ -145,7 +162,7 @@ def write_page(values: Values) -> int:
         for figure in section.left_out:
             print(f"left out: {figure.title}: {figure.reason}", file=sys.stderr)
     drawn = sum(len(section.figures) for section in page.sections)
-    print(f"{drawn} figures of {rows[-1]['run']} runs: {args.out / PAGE}")
+    print(f"{drawn} figures of {page.num_records} runs: {args.out / PAGE}")
     return 0
 
 
@@ -162,20 +179,21 @@ class ExportSection(FilesSection):
     out: Path = same(WrittenSection, "out", ..., metavar="TABLE")
 
 
+@no_collection()
 def write_table(values: Values) -> int:
-    from magicdec.report.frame import SUFFIXES, flat_rows, frame_of, write_frame
+    from magicdec.report.frame import SUFFIXES, columns_of, flat_rows, write_columns
 
     args = values[ExportSection]
     if args.out.suffix not in SUFFIXES:
         raise ValueError(f"--out {args.out} must end in {' or '.join(SUFFIXES)}")
-    frame = frame_of(
+    columns = columns_of(
         row
         for number, (path, record) in enumerate(read_every_kind(args), 1)
         for row in flat_rows(number, str(path), record)
     )
     with complete_file("--out", args.out) as partial:
-        write_frame(partial, frame)
-    print(f"{len(frame)} rows written to {args.out}", file=sys.stderr)
+        write_columns(partial, columns)
+    print(f"{len(columns['kind'])} rows written to {args.out}", file=sys.stderr)
     return 0
 
 

@@ -27,7 +27,7 @@ def conclude(prepared: Prepared) -> int:
     none."""
     is_leader = prepared.launch.rank == 0
     path = Path(prepared.config.output.results)
-    started = datetime.datetime.now(datetime.timezone.utc)
+    started = datetime.datetime.now(datetime.UTC)
     if is_leader:
         announce(prepared)
     try:

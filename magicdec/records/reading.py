@@ -7,6 +7,7 @@ A line is read by pydantic, which checks every field against its type.
 from __future__ import annotations
 
 import gzip
+import re
 import shlex
 import sys
 import zlib
@@ -48,11 +49,11 @@ def read_records(path: Path, record_type: type[R], is_strict: bool = False) -> I
     wanted_kind = vars(record_type).get("kind")  # the default of the field; `Record` has none
     for number, line in _lines(path):
         try:
-            kind = kind_of(line)
+            kind = _kind_at_start(line, wanted_kind) or kind_of(line)
             if wanted_kind not in (kind, None):
                 left_out[kind] += 1
                 continue
-            record: R = parse_line(line, load_named(RECORDS, kind))
+            record: R = _parse_known(line, load_named(RECORDS, kind))
         except Unreadable as error:
             unreadable.append(f"{path}:{number}: {error}")
             if is_strict:
@@ -89,6 +90,20 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise ValueError(f"{path}: {reason}; give a file of records (JSON lines)") from None
 
 
+BEGINNING = re.compile(rb'\{"kind": "(\w+)", "schema_version": %d, ' % SCHEMA_VERSION)
+
+
+def _kind_at_start(line: bytes, wanted_kind: str | None) -> str | None:
+    """The kind of a record that this program wrote, if it is wanted: found where its line begins,
+    without reading the rest twice. None if `kind_of` must look, as for numbers that JSON has
+    not."""
+    found = BEGINNING.match(line)
+    if found is None or b"NaN" in line or b"Infinity" in line:
+        return None
+    kind = found[1].decode()
+    return kind if kind in RECORDS and wanted_kind in (kind, None) else None
+
+
 def kind_of(line: bytes) -> str:
     """The kind of the record in a line. Raises Unreadable if it is no record of any kind, and
     ValueError for a record of another schema version, which says how it was made, so that it can
@@ -115,6 +130,15 @@ def kind_of(line: bytes) -> str:
     if not isinstance(kind, str) or kind not in RECORDS:
         raise Unreadable(f"not a record; its kind is {kind}, none of {', '.join(RECORDS)}")
     return kind
+
+
+def _parse_known(line: bytes, record_type: type[R]) -> R:
+    """As `parse_line`. Of a line that is no record at all, `kind_of` says so."""
+    try:
+        return parse_line(line, record_type)
+    except Unreadable:
+        kind_of(line)
+        raise
 
 
 def parse_line(line: bytes | str, record_type: type[R]) -> R:

@@ -3,9 +3,11 @@ row for each pass, with its settings and metrics as columns."""
 
 from __future__ import annotations
 
+import csv
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
 from functools import cache
+from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
 
@@ -20,15 +22,35 @@ from magicdec.report.listing import command_of, is_baseline, settings
 from magicdec.tables import csv_cell
 
 Row = dict[str, Any]
-SUFFIXES = (".csv", ".parquet")  # of the files that `write_frame` writes
+ROWS_AT_ONCE = 1000  # that are held before they become columns
+SUFFIXES = (".csv", ".parquet")  # of the files that `write_columns` writes
 ENVIRONMENT = "environment."  # begins the names of its columns
 OF_PASSES = ("metrics", "baseline_metrics", "prefill_samples")  # parts of the record of a run
+
+
+Columns = dict[str, list[Any]]
+
+
+def columns_of(rows: Iterable[Row]) -> Columns:
+    """The values of rows by column, with None for what a row lacks. A large table fits in memory as
+    columns; few of its rows are held at once."""
+    columns, length = Columns(), 0
+    for names, of_names in groupby(rows, tuple):
+        while block := [*islice(of_names, ROWS_AT_ONCE)]:
+            for name, values in zip(names, zip(*map(dict.values, block), strict=True), strict=True):
+                column = columns.setdefault(name, [])
+                column += [None] * (length - len(column))
+                column += values
+            length += len(block)
+    for column in columns.values():
+        column += [None] * (length - len(column))
+    return columns
 
 
 def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
     """The rows as a data frame whose values stay what they are: whole numbers stay whole beside
     None, which also stands for what a row lacks."""
-    frame = pd.DataFrame(list(rows), dtype=object)
+    frame = pd.DataFrame(columns_of(rows), dtype=object)
     return frame.where(frame.notna(), None)
 
 
@@ -47,14 +69,15 @@ def flat_rows(number: int, source: str, record: Record) -> Iterator[Row]:
             head |= {f"{section}.{key}": value for key, value in values.items()}
     for name, value in vars(record).items():
         if isinstance(value, Part) and name not in OF_PASSES:
-            head = head | _prefixed(f"{name}.", value) | head  # the config has more of a draft
+            for key, inner in vars(value).items():
+                head.setdefault(f"{name}.{key}", inner)  # the config has more of a draft
         elif name in ("error", "threads", "reference", "num_differing"):
             head[name] = value
     if isinstance(record, RunRecord):
         strategy = str(record.config["decoding"]["strategy"])
         for name, metrics in {BASELINE: record.baseline_metrics, strategy: record.metrics}.items():
             if metrics is not None or name == strategy:
-                yield head | {"pass": name} | metric_row(metrics, Metrics)
+                yield {**head, "pass": name, **metric_row(metrics, Metrics)}
         return
     values = vars(record)
     for part in values.get("rows") or values.get("cells") or [values["metrics"]]:
@@ -71,7 +94,9 @@ def report_rows(number: int, source: str, record: Record) -> Iterator[Row]:
             if isinstance(record, RunRecord)
             else _about_service(record, row)
         )
-        yield row | {"run": number} | more
+        row["run"] = number
+        row.update(more)
+        yield row
 
 
 def _about_run(record: RunRecord, name: str) -> Row:
@@ -132,12 +157,17 @@ def _columns(kind: Any) -> list[tuple[str, bool]]:
     ]
 
 
-def write_frame(path: Path, frame: pd.DataFrame) -> None:
+def write_columns(path: Path, columns: Columns) -> None:
     """Write flat rows as CSV or Parquet, by the suffix of the file. Raises OSError."""
-    frame = frame.map(flat)
+    flat_columns = {name: _flat_column(values) for name, values in columns.items()}
     if path.suffix == ".csv":
-        path.write_text(frame_csv(frame), encoding="utf-8")
+        with path.open("w", encoding="utf-8", newline="") as file:
+            writer = csv.writer(file, lineterminator="\n")  # pandas takes three times as long
+            writer.writerow(map(csv_cell, flat_columns))
+            safe = [_safe_column(values) for values in flat_columns.values()]
+            writer.writerows(zip(*safe, strict=True))
         return
+    frame = pd.DataFrame(flat_columns, dtype=object)
     for name in frame:
         # Parquet wants one type in a column: a gamma of 4 and one of `auto` become text.
         if pd.api.types.infer_dtype(frame[name]) in ("mixed", "mixed-integer"):
@@ -145,14 +175,17 @@ def write_frame(path: Path, frame: pd.DataFrame) -> None:
     frame.infer_objects().to_parquet(path, index=False)
 
 
-def frame_csv(frame: pd.DataFrame) -> str:
-    """A frame as CSV, whose texts are as in `csv_cell`."""
-    safe = frame.copy()
-    for name in safe:
-        values = list(safe[name])
-        if any(isinstance(value, str) for value in values):  # others keep their types
-            safe[name] = pd.Series(list(map(csv_cell, values)), safe.index, object)
-    return str(safe.to_csv(index=False, lineterminator="\n"))
+PLAIN = {type(None), str, int, float, bool}
+
+
+def _flat_column(column: list[Any]) -> list[Any]:
+    """The values of a column as `flat` makes them. Most are so already."""
+    return column if {*map(type, column)} <= PLAIN else [*map(flat, column)]
+
+
+def _safe_column(column: list[Any]) -> list[Any]:
+    """The values of a column as `csv_cell` makes them."""
+    return [*map(csv_cell, column)] if str in {*map(type, column)} else column
 
 
 def flat(value: Any) -> str | int | float | bool | None:

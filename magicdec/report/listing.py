@@ -7,6 +7,7 @@ from __future__ import annotations
 import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from magicdec.names import BASELINE, FULL_KV_POLICY
@@ -79,12 +80,17 @@ def command_of(environment: Environment) -> str:
     """The command that starts the run again from the root of the repository. A record has the name
     of the program without its folder. Several ranks of a run that did not start them itself
     (`--nproc`) are given to torchrun on one host."""
-    program, *flags = environment.argv or ("?",)
+    return _command(tuple(environment.argv) or ("?",), environment.world_size)
+
+
+@lru_cache(maxsize=1000)
+def _command(argv: tuple[str, ...], world_size: int) -> str:
+    program, *flags = argv
     is_script = program.endswith(".py")
     words = shlex.split(program) if not is_script else [f"tests/{program}"]
     starts_ranks = any(flag.partition("=")[0] == "--nproc" for flag in flags)
-    if environment.world_size > 1 and not starts_ranks:
-        launcher = LAUNCHER.format(environment.world_size)
+    if world_size > 1 and not starts_ranks:
+        launcher = LAUNCHER.format(world_size)
         command = f"{launcher} {'' if is_script else '--no-python '}{shlex.join(words)}"
     else:
         command = f"{'python ' if is_script else ''}{shlex.join(words)}"

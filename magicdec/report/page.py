@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,6 +16,7 @@ from magicdec.figures import styled
 from magicdec.names import BASELINE
 from magicdec.report.figures.panels import Drawn, LeftOut
 from magicdec.report.figures.passes import (
+    draw_by_acceptance,
     draw_by_budget,
     draw_by_position,
     draw_pareto,
@@ -24,8 +25,14 @@ from magicdec.report.figures.passes import (
     draw_speedup,
 )
 from magicdec.report.figures.served import draw_served, tables_of
-from magicdec.report.frame import Row, frame_csv, frame_of
-from magicdec.report.tables import PageTable, commands_table, environments_table, runs_table
+from magicdec.report.frame import Row, columns_of
+from magicdec.report.tables import (
+    PageTable,
+    commands_table,
+    environments_table,
+    frame_csv,
+    runs_table,
+)
 
 DOTS_PER_INCH = 160
 ID = re.compile(r'(\bid="|xlink:href="#|url\(#)')
@@ -65,15 +72,16 @@ class Report:
     tables: list[PageTable]  # of all sections together
     commands: list[str]  # of the records
     revisions: list[str]  # the commits that they were made with
+    num_records: int
 
 
 def make_report(
     command: Sequence[str],
     has_figure_files: bool,
-    rows: Sequence[Row],
+    rows: Iterable[Row],
 ) -> Report:
     """Draw the figures and make the tables of records: rows of `report_rows`."""
-    frame = frame_of(rows)
+    frame = pd.DataFrame(columns_of(rows), dtype=object)  # records have no NaN
     runs = frame[frame.get("is_run", pd.Series(False, frame.index)).fillna(False).astype(bool)]
     served = frame[frame["kind"] == "serving"]
     sections = []
@@ -88,8 +96,10 @@ def make_report(
     tables = [environments_table(of_records), commands_table(of_records)]
     commands = list(of_records["command"].unique())
     revisions = sorted(of_records["environment.revision"].dropna().unique())
-    return Report(shlex.join(command), has_figure_files, sections, tables, commands,
-                  revisions)  # fmt: skip
+    return Report(
+        shlex.join(command), has_figure_files, sections, tables, commands, revisions,
+        num_records=int(frame["run"].max()),
+    )  # fmt: skip
 
 
 def draw_runs(frame: pd.DataFrame) -> list[Drawn | LeftOut]:
@@ -100,6 +110,7 @@ def draw_runs(frame: pd.DataFrame) -> list[Drawn | LeftOut]:
         return [
             draw_speedup(runs),
             draw_pareto(frame),
+            draw_by_acceptance(runs),
             draw_by_budget(runs),
             draw_by_position(runs),
             draw_phases(runs),

@@ -4,16 +4,17 @@ commands."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 import pandas as pd
 
+from magicdec.names import BASELINE
 from magicdec.records.fields import Recorded, described_fields
 from magicdec.records.performance import SUFFIX, Metrics
-from magicdec.report.frame import ENVIRONMENT, Row, frame_csv, frame_of
-from magicdec.report.listing import LABELS, SETTINGS
-from magicdec.tables import Shown, Table
+from magicdec.report.frame import ENVIRONMENT, Row, frame_of
+from magicdec.report.listing import LABELS, OF_DRAFT, SETTINGS
+from magicdec.tables import Shown, Table, csv_text
 
 MOST_ROWS = 1000  # on the page; the CSV files have all
 SHOWN_METRICS = (
@@ -40,6 +41,7 @@ class PageTable(Table):
     name: str = ""
     note: str = ""
     frame: pd.DataFrame | None = None
+    anchors: Sequence[Sequence[int]] = ()  # by row: the runs that links to it are about
 
     def csv(self) -> str:
         """All rows, also those that the page leaves out."""
@@ -61,11 +63,19 @@ class PageTable(Table):
             yield [(t, "" if v is None else v) for t, v in zip(texts, values, strict=True)]
 
 
+def frame_csv(frame: pd.DataFrame) -> str:
+    """A frame as CSV, in which a missing value is an empty field."""
+    columns = [frame[name].astype(object).where(frame[name].notna(), None) for name in frame]
+    return csv_text([list(frame), *zip(*columns, strict=True)])
+
+
 def runs_table(runs: pd.DataFrame) -> PageTable:
     """One row for each run. Settings that are the same in all runs are said in the note."""
     counts = runs[list(SETTINGS[:-1])].nunique(dropna=False)
     same = [key for key in SETTINGS[:-1] if counts[key] == 1 and len(runs) > 1]
+    of_draft = runs.loc[runs["draft_model"].notna(), list(OF_DRAFT)].nunique(dropna=False)
     keys = [key for key in SETTINGS[:-1] if key not in same and runs[key].notna().any()]
+    keys = [key for key in keys if of_draft.get(key, 2) > 1]
     first = runs.iloc[0]
     said = [f"{LABELS.get(key, key)} {first[key]}" for key in same if first[key] is not None]
     metrics = [m for m in described_fields(Metrics)
@@ -73,7 +83,7 @@ def runs_table(runs: pd.DataFrame) -> PageTable:
     metrics.sort(key=lambda metric: SHOWN_METRICS.index(metric[0]))
     has_errors = bool(runs["error"].notna().any())
     rows = [
-        [run["run"], *(run[key] for key in keys),
+        [run["run"], *(run[key] or _without_draft(key) for key in keys),
          *(metric_cell(run, name, described) for name, _, described in metrics), run["status"],
          *([run["error"]] if has_errors else [])]
         for run in runs[:MOST_ROWS].to_dict("records")
@@ -82,7 +92,8 @@ def runs_table(runs: pd.DataFrame) -> PageTable:
     columns = ["run", *labels, *(described.label for _, _, described in metrics), "status"]
     columns += ["error"] * has_errors
     ends = [name for name in runs if name.endswith((f"{SUFFIX}_low", f"{SUFFIX}_high"))]
-    notes = ["In brackets: 95 % intervals"] if runs[ends].notna().any(axis=None) else []
+    shown = [name for name in ends if name.startswith(SHOWN_METRICS)]
+    notes = ["In brackets: 95 % intervals"] if runs[shown].notna().any(axis=None) else []
     notes += [f"In every run: {', '.join(said)}"] if said else []
     last = ["environment.time_utc", "environment.revision", "command", "error", "file"]
     frame = runs[["run", *SETTINGS, *METRICS, *ends, *last]]
@@ -113,12 +124,30 @@ def environments_table(every: pd.DataFrame) -> PageTable:
 
 
 def commands_table(every: pd.DataFrame) -> PageTable:
-    """The exact command of every run, with its commit and start. The page has the names of files
-    without their folders."""
+    """The exact command of every run, with its commit and start. The page has each command once,
+    and the names of files without their folders."""
     frame = every.rename(columns=COMMANDS)[list(COMMANDS.values())]
-    first = frame[:MOST_ROWS].fillna({"commit": "unknown"})
-    first["file"] = first["file"].map(lambda file: Path(file).name)
-    return replace(PageTable.of("Commands", "commands", frame), rows=first.to_numpy().tolist())
+    rows, anchors = list[Sequence[object]](), list[list[int]]()
+    for names, of in frame.groupby(["command", "commit", "file"], dropna=False, sort=False):
+        command, commit, file = names
+        numbers = of["run"].unique().tolist()
+        anchors.append(numbers)
+        revision = commit if isinstance(commit, str) else "unknown"
+        rows.append([
+            Shown(ranges(numbers), numbers[0]), command, revision, of["start"].min(),
+            of["start"].max(), Path(file).name,
+        ])  # fmt: skip
+    note = _note([], len(rows))
+    columns = ("runs", "command", "commit", "first start", "last start", "file")
+    return PageTable(
+        columns, rows[:MOST_ROWS], "Commands", name="commands", note=note, frame=frame,
+        anchors=anchors[:MOST_ROWS],
+    )  # fmt: skip
+
+
+def _without_draft(key: str) -> str | None:
+    """What the table says in a column that has no value."""
+    return BASELINE if key == "drafter" else None
 
 
 def metric_cell(run: Row, name: str, described: Recorded) -> Shown:

@@ -74,7 +74,7 @@ class RankSession:
 
     def begin(self) -> None:
         """A run begins: its time stamp, and the number of threads that it computes with."""
-        self.started = datetime.datetime.now(datetime.timezone.utc)
+        self.started = datetime.datetime.now(datetime.UTC)
         torch.set_num_threads(self.parallel.threads)
 
     def __exit__(

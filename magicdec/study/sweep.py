@@ -80,7 +80,7 @@ class Sweep:
     def failed(self, cell: Cell, error: str) -> RunRecord:
         """The record of a cell that did not run to its end."""
         config = cell.resolved.config
-        now = datetime.datetime.now(datetime.timezone.utc)
+        now = datetime.datetime.now(datetime.UTC)
         environment = describe_environment(self.launch, config.parallel.device, now)
         return unfinished_record(config, cell.prepared, environment, error)
 

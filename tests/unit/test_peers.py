@@ -83,6 +83,22 @@ def test_an_environment_with_all_requirements_is_taken(monkeypatch: pytest.Monke
     assert read_options(["--llama_cpp_python", HERE]).pythons == {"llama_cpp": HERE}
 
 
+def test_an_environment_whose_library_cannot_be_imported_is_refused_with_the_cause(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cause = "RuntimeError('operator torchvision::nms does not exist')"
+    broken = f"raise ModuleNotFoundError('no module') from {cause}"
+    needed = Environment(("pytest",), unwanted=("torchvision",), imports=broken)
+    monkeypatch.setitem(ENVIRONMENTS, "vllm", needed)
+    with pytest.raises(ValueError) as error:
+        read_options(["--vllm_python", HERE])
+    assert str(error.value) == (
+        f"--vllm_python {HERE}: `{broken}` fails: RuntimeError: operator torchvision::nms does not "
+        f"exist; install with: {HERE} -m pip install 'pytest' && {HERE} -m pip uninstall --yes "
+        "torchvision"
+    )
+
+
 def test_the_documentation_installs_what_is_checked() -> None:
     page = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8").replace("\\\n", " ")
     page = " ".join(page.split())

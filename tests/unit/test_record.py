@@ -111,7 +111,7 @@ def run_record(
         PrefillSamples(prefill_ms=[100.0, 200.0], ttft_ms=[[100.0], [200.0]], num_tokens=[2, 2]),
         MemoryTaken(10**8, 3 * 10**8),
     )
-    started = datetime.datetime.now(datetime.timezone.utc)
+    started = datetime.datetime.now(datetime.UTC)
     environment = describe_environment(launch, "cpu", started)
     environment = replace(environment, read_bandwidth_bytes_per_s=1e10)
     return make_record(prepared, measured, correctness, environment)

@@ -23,7 +23,7 @@ from magicdec.cli.records import report as report_command
 from magicdec.figures import styled
 from magicdec.names import BASELINE
 from magicdec.records.reading import load_records
-from magicdec.report.figures.panels import Drawn, choose, make_axes, put_title, summarize
+from magicdec.report.figures.panels import Drawn, choose, make_axes, put_title, several, summarize
 from magicdec.report.figures.passes import drafting_share, draw_by_budget, pareto
 from magicdec.report.frame import Row, frame_of, report_rows
 from magicdec.report.listing import command_of
@@ -32,8 +32,8 @@ from magicdec.report.tables import ranges
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
 RAW = [json.loads(line) for line in BASELINES.read_text(encoding="utf-8").splitlines()]
 FIGURES = (
-    *("speedup_map", "pareto_front", "acceptance_by_budget", "acceptance_by_position"),
-    *("step_phases", "bandwidth"),
+    *("speedup_map", "pareto_front", "speedup_by_acceptance", "acceptance_by_budget"),
+    *("acceptance_by_position", "step_phases", "bandwidth"),
 )
 Record = dict[str, Any]
 
@@ -164,6 +164,32 @@ def test_the_committed_report_links_to_what_is_there() -> None:
     page = (ROOT / "results" / "cpu" / "report" / "index.html").read_text(encoding="utf-8")
     named = [*links(page), "rerun.sh"]
     assert [name for name in named if not (ROOT / "results/cpu/report" / name).exists()] == []
+
+
+def test_the_committed_report_tells_baselines_and_commands_once() -> None:
+    page = (ROOT / "results" / "cpu" / "report" / "index.html").read_text(encoding="utf-8")
+    table = page[page.index('<section id="runs">') : page.index('<section id="environments">')]
+    runs = rows(ROOT / "results" / "cpu" / "report" / "runs.csv")
+    baselines = sum(run["drafter"] == "" for run in runs)
+    assert baselines and len(re.findall(f">{BASELINE}</td>", table)) == baselines
+    assert page.count('<td class="command"') == len({run["command"] for run in runs}) == 1
+    assert len(re.findall(r'id="run-\d+"', page)) == len(runs) == 74
+
+
+def test_a_caption_says_what_bars_are_only_where_there_are_any() -> None:
+    every = [row(budget=budget) | {"run": budget} for budget in (33, 65)]
+    without = [one | {"acceptance_rate_interval_low": None} for one in every]
+    for runs, is_said in ((every, True), (without, False)):
+        drawn = draw_by_budget(frame_of(runs))
+        assert isinstance(drawn, Drawn) and ("95 % intervals" in drawn.caption) == is_said
+
+
+def test_a_picture_says_which_model_prefix_and_gamma_it_is_about() -> None:
+    runs = [row(budget=b, gamma=2, prefix_len=4096) | {"run": b} for b in (33, 65)]
+    drawn = draw_by_budget(frame_of(runs))
+    assert isinstance(drawn, Drawn)
+    assert drawn.figure.get_suptitle() == f"{drawn.title}\ndemo, prefix 4096 tokens, gamma 2"
+    assert several([1, 8, 2]) == "1/2/8" and several([*range(9), "auto"]) == "0 to 8/auto"
 
 
 def test_a_row_is_on_the_front_of_its_own_kind() -> None:

@@ -77,6 +77,10 @@ def test_the_page_opens_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert len(set(answer["rising"])) > 5
     assert answer["width"] <= WIDTH
     assert tuple(answer["boxes"]) == FIGURES
+    for width in (500, 1440):  # the narrowest window that Chromium has, and a laptop's
+        dom, said = browse(asked, "--dump-dom", f"--window-size={width},{HEIGHT}")
+        found = re.search(r'data-answer="([^"]*)"', dom)
+        assert found is not None and json.loads(html.unescape(found[1]))["width"] <= width
     _, said = browse(page, f"--screenshot={shot}")
     assert said == []
     picture = Image.open(shot).convert("RGB")

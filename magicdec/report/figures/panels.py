@@ -14,7 +14,7 @@ import pandas as pd
 
 from magicdec.figures import COLOURS, GREY, Look, look
 from magicdec.names import BASELINE
-from magicdec.report.frame import Row, frame_of
+from magicdec.report.frame import Row
 from magicdec.report.listing import LABELS, Setting, rank
 
 if TYPE_CHECKING:
@@ -24,8 +24,10 @@ if TYPE_CHECKING:
 UNITS = {"prefix_len": " tokens", "gen_len": " tokens"}
 # Columns whose value says what it is.
 SELF_EVIDENT = ("model", "kv_policy", "device", "dtype", "kind", "about", "metric")
+MOST_TICKS = 12  # that have room beside each other
 WIDTH = 7.4  # inches: the text width of a printed page
 MOST_SERIES = len(COLOURS)
+MANY_MARKS = 1000  # of a panel, from which on they are pixels in SVG, too
 TITLE_LETTERS = 84  # bold letters that fit beside each other into a figure
 
 
@@ -66,8 +68,8 @@ class Form:
     `places` are shown. `show` makes the numbers of a panel of its runs; those with equal values in
     the column `series`, if there is one, have one look. `draw` draws the numbers and the series
     among them on the axes of a panel, and returns the handles of the legend. `labels` are those of
-    the axes. `caption` says how to read the figure, and then what else is to be known. `axes` goes
-    to `make_axes`."""
+    the axes. `caption` says how to read the figure, and then what else is to be known; `intervals`
+    says what the bars around marks are, if there are any. `axes` goes to `make_axes`."""
 
     name: str
     title: str
@@ -77,6 +79,7 @@ class Form:
     draw: Callable[[Axes, pd.DataFrame, Series], Mapping[str, Any]]
     labels: tuple[str, str]
     caption: Sequence[str]
+    intervals: str = ""
     show: Callable[[pd.DataFrame], pd.DataFrame] = itself
     series: str = "series"
     what: str = "combinations of settings"  # that panels are
@@ -107,19 +110,64 @@ class Form:
                 ax.set_ylabel(self.labels[1])
             put_title(ax, in_words(held, varying))
         legend_below(figure, handles)
+        put_head(figure, self.title, about(pd.concat([of for _, of in panels])))
         common = in_words(panels[0][0], [key for key in self.held if key not in varying])
         first, *rest = self.caption
         caption = sentences(
             first, f"Everywhere: {common}" if common else "", *rest,
+            self.intervals if any(has_intervals(of, looks) for of in tables) else "",
             shown_of(len(looks), num_series, "series"),
             shown_of(len(panels), len(groups), self.what),
         )  # fmt: skip
-        rows = (
-            held | row
-            for (held, _), table in zip(panels, tables, strict=True)
-            for row in table.to_dict("records")
+        numbers = pd.concat(
+            [with_settings(held, of) for (held, _), of in zip(panels, tables, strict=True)],
+            ignore_index=True,
         )
-        return Drawn(self.name, self.title, caption, figure, frame_of(rows))
+        return Drawn(self.name, self.title, caption, figure, numbers.where(numbers.notna(), None))
+
+
+def with_settings(held: Row, table: pd.DataFrame) -> pd.DataFrame:
+    """The table with the settings of its panel as its first columns."""
+    columns = {name: [value] * len(table) for name, value in held.items()}
+    columns |= {str(name): table[name].tolist() for name in table}
+    return pd.DataFrame(columns, dtype=object)
+
+
+def has_intervals(table: pd.DataFrame, looks: Mapping[str, Look]) -> bool:
+    """Whether a number of a series that is drawn has an interval or a range."""
+    drawn = table[table["series"].isin([*looks])] if "series" in table and looks else table
+    if {"low", "high"} <= {*drawn}:
+        return bool((drawn["low"].astype(float) < drawn["high"].astype(float)).any())
+    methods = drawn[drawn["series"] != BASELINE] if "series" in drawn else drawn
+    return any(bool(methods[name].notna().any()) for name in methods if f"{name}".endswith("_low"))
+
+
+ABOUT = ("model", "draft_model", "prefix_len", "gamma")  # what every picture says
+
+
+def about(runs: pd.DataFrame) -> str:
+    """The models, the prefix lengths and the draft lengths of the runs of a figure."""
+    parts = [
+        said(key, several([value for value in runs[key].unique() if value is not None]))
+        for key in ABOUT
+        if key in runs and runs[key].notna().any()
+    ]
+    return ", ".join(parts)
+
+
+def several(values: Sequence[Any]) -> str:
+    """A few values one by one, of more numbers the smallest and the largest."""
+    ordered = sorted(values, key=rank)
+    numbers = [str(value) for value in ordered if not isinstance(value, str)]
+    words = [str(value) for value in ordered if isinstance(value, str)]
+    shown = numbers if len(numbers) <= 4 else [f"{numbers[0]} to {numbers[-1]}"]
+    return "/".join([*shown, *words])
+
+
+def put_head(figure: Figure, title: str, text: str) -> None:
+    """The title of a figure and what it is about, so that a picture says it without its page."""
+    lines = "\n".join(textwrap.wrap(text, TITLE_LETTERS))
+    figure.suptitle(f"{title}\n{lines}" if text else title, fontsize=9, x=0.01, ha="left")
 
 
 def looks_of(inside: Sequence[Iterable[str]], most: int = MOST_SERIES) -> dict[str, Look]:
@@ -192,16 +240,23 @@ def legend_below(figure: Figure, handles: Mapping[str, Any]) -> None:
 def draw_marks(ax: Axes, series: Series, x: str, y: str, scale: float = 1.0) -> dict[str, Any]:
     """A mark for each row of each series, with an upright line for its interval, if it has one.
     Returns the handles of the legend."""
-    handles = {}
+    handles, is_many = {}, sum(len(of) for _, of, _ in series) > MANY_MARKS
     for name, of, style in series:
         handles[name] = ax.scatter(
-            of[x].astype(float) / scale, of[y].astype(float) / scale, s=28, marker=style.marker,
-            edgecolors=style.colour, facecolors=style.colour if style.is_filled else "none",
-        )  # fmt: skip
+            of[x].astype(float) / scale,
+            of[y].astype(float) / scale,
+            s=28,
+            marker=style.marker,
+            edgecolors=style.colour,
+            facecolors=style.colour if style.is_filled else "none",
+            rasterized=is_many,
+        )
+        handles[name].set_in_layout(False)  # it is within its axes  # fmt: skip
         ends = [f"{y}_interval_low", f"{y}_interval_high"]
         spans = of.reindex(columns=[x, *ends]).dropna().astype(float)
         if name != BASELINE and not spans.empty:
-            ax.vlines(*spans.to_numpy().T, color=style.colour, linewidth=0.8)
+            ax.vlines(*spans.to_numpy().T, color=style.colour, linewidth=0.8,
+                      rasterized=is_many)  # fmt: skip
     return handles
 
 
@@ -238,7 +293,8 @@ def plain_ticks(axis: Any, values: Sequence[Any] | None = None) -> None:
     from matplotlib import ticker
 
     of_log = ticker.LogLocator(subs=(1.0, 2.0, 5.0))
-    axis.set_major_locator(of_log if values is None else ticker.FixedLocator(values))
+    fixed = None if values is None else ticker.FixedLocator(values, nbins=MOST_TICKS)
+    axis.set_major_locator(fixed or of_log)
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_formatter(ticker.NullFormatter())
     if values is not None:

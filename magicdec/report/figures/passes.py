@@ -39,6 +39,7 @@ HELD = [*WEIGHTS, "drafter", "kv_policy", "dtype", "dataset", "gen_len", *MACHIN
 KINDS = ["speedup", "net_speedup"]
 PLACE = ["B", "prefix_len"]
 MOST = 4.0  # speedup with the darkest colour; 1 / MOST has the darkest of the other side
+MOST_CELLS = 5  # of a row or a column of a map, with text inside
 DARK = 2.5  # from this speedup on, or from 1 / DARK, text is white
 
 
@@ -77,7 +78,8 @@ def draw_map(ax: Axes, cells: pd.DataFrame, _: Series) -> dict[str, Any]:
     shades = cells.pivot(index="prefix_len", columns="B", values="speedup").astype(float)
     image = ax.pcolormesh(shades.to_numpy(), cmap="PuOr_r", norm=LogNorm(1 / MOST, MOST),
                           edgecolors="white", linewidth=1)  # fmt: skip
-    for cell in cells.to_dict("records"):
+    is_crowded = max(shades.shape) > MOST_CELLS
+    for cell in () if is_crowded else cells.to_dict("records"):
         x, y = shades.columns.get_loc(cell["B"]), shades.index.get_loc(cell["prefix_len"])
         is_dark = not 1 / DARK < cell["speedup"] < DARK
         more: dict[str, Any] = {"ha": "center", "color": "white" if is_dark else "black"}
@@ -85,8 +87,10 @@ def draw_map(ax: Axes, cells: pd.DataFrame, _: Series) -> dict[str, Any]:
         about += "" if cell["budget"] is None else f", K {cell['budget']}"
         ax.text(x + 0.5, y + 0.55, f"{cell['speedup']:.2f}x", va="bottom", weight="bold", **more)
         ax.text(x + 0.5, y + 0.5, about, va="top", fontsize=6, **more)
-    ax.set_xticks(0.5 + np.arange(len(shades.columns)), list(map(str, shades.columns)))
-    ax.set_yticks(0.5 + np.arange(len(shades.index)), [f"{S:,}" for S in shades.index])
+    step = -(-max(shades.shape) // MOST_CELLS)  # of ticks, so that their labels have room
+    columns, rows = shades.columns[::step], shades.index[::step]
+    ax.set_xticks(0.5 + step * np.arange(len(columns)), list(map(str, columns)))
+    ax.set_yticks(0.5 + step * np.arange(len(rows)), [f"{S:,}" for S in rows])
     ax.grid(False)
     ax.set_facecolor("#f2f2f2")
     bar = ax.figure.colorbar(image, ax=ax, label="speedup (x)", shrink=0.9, extend="both")
@@ -101,6 +105,7 @@ TPOT, X, Y = "mean_tpot_ms", "request_tokens_per_s", "decode_tokens_per_s"
 READ = f"{ENVIRONMENT}read_bandwidth_bytes_per_s"
 GB = 1e9
 SHARE = "share of verifications"
+MOST_LABELS = 8  # of a front that have room
 
 
 def draw_pareto(passes: pd.DataFrame) -> Drawn | LeftOut:
@@ -114,6 +119,8 @@ def draw_pareto(passes: pd.DataFrame) -> Drawn | LeftOut:
         return of.assign(on_front=of.index.isin(chain(*fronts)))[[*columns, f"{Y}_interval_high"]]
 
     def draw(ax: Axes, table: pd.DataFrame, series: Series) -> dict[str, Any]:
+        from matplotlib.patheffects import withStroke
+
         handles = draw_marks(ax, series, X, Y)
         for kind, is_kind in kinds_of(table).items():
             front = table[is_kind & table["on_front"]].sort_values(X)
@@ -122,9 +129,12 @@ def draw_pareto(passes: pd.DataFrame) -> Drawn | LeftOut:
                 drawn = ax.plot(front[X], front[Y], line, color=colour, linewidth=1, zorder=1)
                 handles[f"Pareto front, {kind}"] = drawn[0]
             changed = front[front["B"].notna() & (front["B"] != front["B"].shift())]
+            changed = changed.iloc[:: max(1, -(-len(changed) // MOST_LABELS))]
+            place, vertical = ((4, -4), "top") if kind == BASELINE else ((4, 4), "bottom")
             for x, y, B in changed[[X, Y, "B"]].itertuples(index=False):
-                ax.annotate(f"B {B}", (x, y), (4, 4), textcoords="offset points", fontsize=7,
-                            color=colour)  # fmt: skip
+                text = ax.annotate(f"B {B}", (x, y), place, textcoords="offset points", fontsize=7,
+                                   color=colour, va=vertical, zorder=5)  # fmt: skip
+                text.set_path_effects([withStroke(linewidth=2, foreground="white")])
         ax.margins(0.14)
         ax.set(xlim=(0, None), ylim=(0, None))
         return handles
@@ -138,11 +148,12 @@ def draw_pareto(passes: pd.DataFrame) -> Drawn | LeftOut:
             "Each mark is one pass; up and to the right is better. A pass is on a front if no "
             "other one of its kind has both more tokens/s and a faster request. Numbers are the "
             "batch sizes on the fronts. The autoregressive marks are the baselines in the same "
-            "runs. Upright lines are 95 % intervals over batches",
+            "runs",
             "One request decodes at 1 / TPOT. All rows together count decode steps in a run; where "
             "requests were served, they count the whole time from the first arrival to the last "
             "token",
         ),
+        intervals="Upright lines are 95 % intervals over batches",
         axes={"height": 3.1}, most_series=2 * MOST_SERIES,
     )  # fmt: skip
     served = passes.get("output_throughput", pd.Series(dtype=object))
@@ -222,13 +233,44 @@ def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
         labels=("KV budget (tokens that a draft reads)", "acceptance rate"),
         caption=(
             "Accepted draft tokens over drafted ones, by KV policy",
-            "Bars are 95 % intervals over prompts; of repeated runs the median and the range",
+            "Of repeated runs the median is shown",
         ),
+        intervals="Bars are 95 % intervals over prompts, of repeated runs the range",
         what="combinations of settings; the table of runs has all", axes={"sharey": True},
     )  # fmt: skip
     drafting = runs[runs["acceptance_rate"].notna() & runs["budget"].notna()]
     num_budgets = drafting.groupby([*form.held], dropna=False)["budget"].transform("nunique")
     return form.of(drafting[num_budgets > 1])
+
+
+def draw_by_acceptance(runs: pd.DataFrame) -> Drawn | LeftOut:
+    """The speedup of each run against its acceptance rate."""
+    form = Form(
+        name="speedup_by_acceptance", title="Speedup against the acceptance rate of the same runs",
+        reason="no run has both an acceptance rate and a speedup",
+        held=[*WEIGHTS[:2], "dtype", "dataset", "prefix_len", "gen_len", *MACHINE],
+        places=["series", "B", "budget", "gamma"], draw=draw_against_acceptance,
+        show=lambda of: of[["series", "run", *ALONG[3:7], *BOTH]],
+        labels=("acceptance rate", "speedup of decode steps (x)"), axes={"height": 3.1},
+        caption=(
+            "Each mark is one run. At equal acceptance a method that drafts at a lower cost is "
+            "higher; below the line it is slower than autoregressive decoding",
+        ),
+        intervals="Upright lines are 95 % intervals of the speedup over batches",
+    )  # fmt: skip
+    return form.of(runs[runs[["acceptance_rate", "speedup"]].notna().all(axis=1)])
+
+
+SPEEDUP_ENDS = ("speedup_interval_low", "speedup_interval_high")
+BOTH = ("acceptance_rate", "speedup", *SPEEDUP_ENDS)
+
+
+def draw_against_acceptance(ax: Axes, _: pd.DataFrame, series: Series) -> dict[str, Any]:
+    handles = draw_marks(ax, series, "acceptance_rate", "speedup")
+    ax.axhline(1, color=GREY, linewidth=1, linestyle=":")
+    ax.margins(0.1)
+    ax.set(ylim=(0, None))
+    return handles
 
 
 def draw_by_position(runs: pd.DataFrame) -> Drawn | LeftOut:
@@ -250,9 +292,9 @@ def draw_by_position(runs: pd.DataFrame) -> Drawn | LeftOut:
         labels=("draft position in its step", SHARE),
         caption=(
             "Share of verifications that accepted this draft token and all before it in the step",
-            "Of each way to draft the run with the most draft tokens. Bars are 95 % intervals over "
-            "prompts",
+            "Of each way to draft the run with the most draft tokens",
         ),
+        intervals="Bars are 95 % intervals over prompts",
     )  # fmt: skip
     lengths = runs["acceptance_per_position"].map(lambda shares: len(shares or ()))
     return form.of(by_draft(runs.assign(length=lengths)[lengths > 1]))
@@ -320,7 +362,8 @@ def phases_of(runs: pd.DataFrame) -> pd.DataFrame:
     ordered = runs.sort_values("mean_step_ms", key=lambda ms: ms.astype(float), kind="stable")
     groups = ordered.groupby(ALONG, dropna=False)
     middles = ordered[groups.cumcount() == groups["run"].transform("size") // 2]
-    places = sorted(middles.index, key=lambda i: [*map(rank, middles.loc[i, ALONG[::-1]])])
+    order = [[*map(rank, row)] for row in middles[ALONG[::-1]].to_numpy().tolist()]
+    places = [place for _, place in sorted(zip(order, middles.index, strict=True))]
     times = [*(f"{phase}_ms" for phase in PHASES), "mean_step_ms", "autoregressive_step_ms"]
     return middles.loc[places, [*ALONG, "run", *times, *TEXTS]]
 
