@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from importlib.metadata import version
@@ -141,30 +141,34 @@ def ending_at_signals() -> Iterator[None]:
 
 def console() -> NoReturn:
     """`magicdec <command>`: run the command that the first argument names."""
-    words = sys.argv[1:] or ["--help"]
-    is_action = " ".join(words[:2]) in KNOWN
-    name = " ".join(words[: 1 + is_action])
-    if name in ("-h", "--help", "--help_all"):
-        print_commands()
-        sys.exit(0)
-    if name == "--version":
-        print(f"magicdec {version('magicdec')}")
-        sys.exit(0)
-    if name not in KNOWN:
-        close = [command for command in KNOWN if command.startswith(f"{name} ")]
-        hint = f"choose from {', '.join(close)}" if close else most_like(name, KNOWN)
-        print(f"magicdec: unknown command {name!r}; {hint}", file=sys.stderr)
-        sys.exit(2)
-    sys.argv = [f"magicdec {name}", *words[1 + is_action :]]
     try:
         try:
-            start(name)
+            run_words(sys.argv[1:] or ["--help"])
         finally:
             sys.stdout.flush()
     except BrokenPipeError:  # the reader of the output has ended, as `head` does
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         sys.exit(PIPE_CLOSED)
     sys.exit(0)
+
+
+def run_words(words: Sequence[str]) -> None:
+    """Run the command that these arguments name, or print what they ask for."""
+    is_action = " ".join(words[:2]) in KNOWN
+    name = " ".join(words[: 1 + is_action])
+    if name in ("-h", "--help", "--help_all"):
+        print_commands()
+        return
+    if name == "--version":
+        print(f"magicdec {version('magicdec')}")
+        return
+    if name not in KNOWN:
+        close = [command for command in KNOWN if command.startswith(f"{name} ")]
+        hint = f"choose from {', '.join(close)}" if close else most_like(name, KNOWN)
+        print(f"magicdec: unknown command {name!r}; {hint}", file=sys.stderr)
+        sys.exit(2)
+    sys.argv = [f"magicdec {name}", *words[1 + is_action :]]
+    start(name)
 
 
 def print_commands() -> None:

@@ -77,15 +77,15 @@ def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
     """As in `magicdec compare NEW OLD | head -1`; here the reader ends before the first line."""
     path = write(tmp_path / "runs", [make()] * 20)
     start = "from magicdec.cli.commands import console; console()"
-    process = subprocess.Popen(
-        [sys.executable, "-c", start, "compare", str(path), str(path)],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-    )  # fmt: skip
-    assert process.stdout is not None and process.stderr is not None
-    process.stdout.close()
-    with process.stderr:
-        assert process.stderr.read() == b""
-    assert process.wait(HANG) == 141
+    for words in (["compare", str(path), str(path)], ["--help"]):
+        process = subprocess.Popen(
+            [sys.executable, "-c", start, *words], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+        )
+        assert process.stdout is not None and process.stderr is not None
+        process.stdout.close()
+        with process.stderr:
+            assert process.stderr.read() == b""
+        assert process.wait(HANG) == 141
 
 
 @pytest.mark.parametrize(
