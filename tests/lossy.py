@@ -48,12 +48,13 @@ def accept_within(  # type: ignore[no-untyped-def]
     sampling: SamplingMetadata,
     drafts: Tensor | None = None,
     is_before: Tensor | None = None,
+    places: Tensor | None = None,
     *,
     exact,
     limit: float,
 ) -> Tensor:
     """The greedy tokens [B, T], but a draft near the best token counts as the target's choice."""
-    target: Tensor = exact(runner, logits, sampling, drafts, is_before)
+    target: Tensor = exact(runner, logits, sampling, drafts, is_before, places)
     if drafts is None or logits.shape[1] != drafts.shape[1] + 1:  # not a verification
         return target
     whole = gather_vocab(logits, runner.vocab_places, runner.group)[:, :-1]

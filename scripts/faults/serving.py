@@ -107,9 +107,9 @@ PROPERTIES = (
             Fault("no warm-up", "serving/measure.py",
                   "self._warm_up(each, system.warm_up_rows(each))", "pass"),
             Fault("the first mode alone is warmed up", "serving/measure.py",
-                  "        self._warm_up(each, system.warm_up_rows(each))",
-                  "        if self.reference is None:\n"
-                  "            self._warm_up(each, system.warm_up_rows(each))"),
+                  "                self._warm_up(each, system.warm_up_rows(each))",
+                  "                if self.reference is None:\n"
+                  "                    self._warm_up(each, system.warm_up_rows(each))"),
             Fault("whole requests as a warm-up", "serving/measure.py",
                   "self.serve(each, shortened(shapes, chunk), Watch())",
                   "self.serve(each, shapes, Watch())"),

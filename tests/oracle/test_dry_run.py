@@ -176,7 +176,7 @@ A_FORWARD = {
     "runner._run_layers: aten.index_add_": 1,
 }
 A_STEP = {  # of a captured verification of 4 drafts, and of these
-    "full": (25, 40), "streaming_llm": (25, 44), "snapkv": (26, 89), "verified": (27, 101),
+    "full": (28, 48), "streaming_llm": (28, 52), "snapkv": (29, 97), "verified": (30, 109),
 }  # fmt: skip
 A_LIST = {"attention/triton.list_keys: ours": 1}  # of keys, where a draft does not see all
 IN_COPY = {  # the lengths in SnapKV's copies

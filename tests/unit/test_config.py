@@ -294,6 +294,7 @@ def test_resolve_leaves_no_auto_and_no_gap(config: RunConfig) -> None:
         ("output", "save_tokens"),
         ("kv", "recent_window"),
         ("decoding", "draft_weights"),
+        ("workload", "skip_tokens"),
     }
     if config.decoding.strategy == "autoregressive":
         open_ends.add(("decoding", "drafter"))

@@ -72,7 +72,9 @@ def test_a_narrow_terminal_keeps_the_count_and_the_time_that_is_left(
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "80")
     study = StudyProgress(Bar(), SimpleNamespace(order=[None] * 24, todo=[None] * 24))
-    study.count, study.name, study.seconds = "12/24", "demo, " + "self-speculation, " * 5, [30.0]
+    study.left.seconds = [30.0]
+    study.label = f"12/24{study.left}; "
+    study.rest = "; demo, " + "self-speculation, " * 5
     with study.task("prefill, batch 1 of 3", 10) as advance:
         advance(5)
     lines = re.split(r"[\r\n]", re.sub(r"\x1b\[[0-9?]*[A-Za-z]", "", capsys.readouterr().err))

@@ -173,6 +173,6 @@ def test_spans_of_another_host_are_converted_to_the_clock_of_the_first_rank(
 ) -> None:
     theirs = Spans([Span(What.STAGE, 7, 102.5, 103.0, 3), Span(What.DRAFT, 2, 103.0, 103.25)])
     ours, aheads = Spans([Span(What.LAUNCH, 7, 1.0, 1.0, 2)]), [Ahead(), Ahead(100.0)]
-    monkeypatch.setattr(clocks, "all_gather", lambda own, world_size: [own, theirs])
+    monkeypatch.setattr(clocks, "all_gather_values", lambda own, kind, size: [own, theirs])
     expected = [Span(What.STAGE, 7, 2.5, 3.0, 3), Span(What.DRAFT, 2, 3.0, 3.25, 0)]
     assert [list(each) for each in clocks.gather_spans(ours, aheads)] == [list(ours), expected]
