@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -92,7 +93,19 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def made_with(device: str, is_tiny: bool) -> dict[str, object]:
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
-    return {"device": device, "gpu": gpu, "torch": torch.__version__, "tiny": is_tiny}
+    driver = driver_version() if device == "cuda" else None
+    software = {"driver": driver, "torch": torch.__version__}
+    return {"device": device, "gpu": gpu, **software, "tiny": is_tiny}
+
+
+def driver_version() -> str | None:
+    """The version of NVIDIA's driver; None where the kernel does not say it."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+    except OSError:
+        return None
+    found = re.search(r"\d+\.\d+(\.\d+)?", text)
+    return None if found is None else found.group()
 
 
 def run_command(options: argparse.Namespace) -> bool:

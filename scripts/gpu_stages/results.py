@@ -6,6 +6,7 @@ cell does not affect the others.
 
 from __future__ import annotations
 
+import datetime
 import json
 import sys
 import time
@@ -41,6 +42,7 @@ class Results:
             )
         self.made_with = made_with
         self.cells: dict[str, Any] = found.get("cells", {})
+        self.dates: dict[str, str] = found.get("dates", {})  # of cells
         self.failed: dict[str, str] = {}
         self.tracebacks: dict[str, list[str]] = {}  # the ends of those of failed cells
         self.partial: dict[str, Any] = found.get("partial", {})  # of cells that failed
@@ -64,6 +66,7 @@ class Results:
             print(f"{self.path.stem}: {name}", file=sys.stderr, flush=True)
             try:
                 self.cells[name] = measure()
+                self.dates[name] = datetime.date.today().isoformat()
                 self.partial.pop(name, None)
             except Exception as error:  # kernels, compilers and peers raise anything
                 if isinstance(error, Incomplete):
@@ -77,6 +80,7 @@ class Results:
         content = {
             "made_with": self.made_with,
             "cells": self.cells,
+            "dates": self.dates,
             "failed": self.failed,
             "tracebacks": self.tracebacks,
             "partial": self.partial,

@@ -17,6 +17,7 @@ import torch
 from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "scripts"))
+import gpu_results
 import gpu_suite
 from gpu_stages import (
     attention,
@@ -424,3 +425,53 @@ def test_acceptance_is_drawn_at_its_rate() -> None:
                 total += accepted.float().mean().item()
     assert whole_runs.steps.judge is before
     assert total / 2000 == pytest.approx(sum(rate**k for k in range(1, gamma + 1)), abs=0.05)
+
+
+def test_numbers_of_a_gpu_are_read_off_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The README's section has a line for each decode forward, and where and when it was
+    measured."""
+    made = {"device": "cuda", "gpu": "H100", "driver": "580.1", "torch": "2.11", "tiny": False}
+    rows = [
+        {"phase": "decode", "B": 8, "context": 4096, "T": 1, "bytes": 16e9, "ms_median": 10.0},
+        {"phase": "verify", "B": 8, "context": 4096, "T": 5, "bytes": 16e9, "ms_median": 11.0},
+    ]
+    broken = {"copy_bandwidth": {"bytes_per_s": 3.2e12}}
+    dates, failed = {"copy_bandwidth": "2026-12-01"}, {"imports": "ImportError: x"}
+    files = {
+        "broken": {"cells": broken, "dates": dates, "failed": failed},
+        "llama31": {"cells": {"B8": {"rows": rows}}, "failed": {}},
+    }
+    for stage, content in files.items():
+        (tmp_path / f"{stage}.json").write_text(json.dumps(content | {"made_with": made}))
+    readme = tmp_path / "README.md"
+    readme.write_text("# a\n\n## GPU\n\nold\n\n## Next\n")
+    monkeypatch.setattr(gpu_results, "README", readme)
+    monkeypatch.setattr(gpu_results, "RESULTS", tmp_path / "gpu")
+    assert gpu_results.main([str(tmp_path)]) == 0
+    text = capsys.readouterr().out
+    assert "Measured on H100 (driver 580.1, torch 2.11) on 2026-12-01" in text
+    assert "2 cells, of which 1 failed." in text and text.count("- decode") == 1
+    assert "B 8, 4096 tokens: 10.00 ms, 50 % of what a copy moves" in text
+    assert "old" in readme.read_text() and not (tmp_path / "gpu").exists()
+    assert gpu_results.main([str(tmp_path), "--write"]) == 0
+    capsys.readouterr()
+    assert readme.read_text() == f"# a\n\n{text.strip()}\n\n## Next\n"
+    assert {path.name for path in (tmp_path / "gpu").iterdir()} == {"broken.json", "llama31.json"}
+    other = {"cells": {}, "failed": {}, "made_with": made | {"gpu": "H200"}}
+    (tmp_path / "peers.json").write_text(json.dumps(other))
+    assert gpu_results.main([str(tmp_path)]) == 2
+    assert "holds files of several machines" in capsys.readouterr().err
+
+
+def test_numbers_of_a_rehearsal_are_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert gpu_results.main([str(tmp_path)]) == 2
+    content = {"cells": {}, "failed": {}, "made_with": gpu_suite.made_with("cpu", True)}
+    (tmp_path / "broken.json").write_text(json.dumps(content))
+    assert gpu_results.main([str(tmp_path)]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "has no file of scripts/gpu_suite.sh quick" in first
+    assert "was not measured on a GPU" in second
