@@ -67,11 +67,16 @@ if missing:
 print(shown("magicdec"))
 '
 export PYTHONPATH="$PWD:$PWD/scripts${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-python=
+python= no_gpu=
 for candidate in ${PYTHON:-.venv/bin/python python3 python}; do
     command -v "$candidate" >/dev/null || continue
     package=$("$candidate" -c "$probe" "$device") && python=$candidate && break
+    [ $? -ne 3 ] || no_gpu=$candidate
 done
+if [ -z "$python" ] && [ -n "$no_gpu" ]; then
+    echo "gpu_suite.sh: torch of $no_gpu finds no GPU, or no driver; --device cpu --tiny rehearses" >&2
+    exit 2
+fi
 if [ -z "$python" ]; then
     echo "gpu_suite.sh: no python has the packages for --device $device; set PYTHON" >&2
     exit 2
