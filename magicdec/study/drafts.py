@@ -58,7 +58,7 @@ class Rates:
         return w.num_batches * batch_s + w.warmup_batches * passes_s
 
 
-class Drafts:
+class DraftTrials:
     """One rank's part. `pace` shows the progress and has the time."""
 
     def __init__(self, launch: Launch, pace: PassProgress) -> None:

@@ -101,14 +101,8 @@ def build_workload(
     if kind == "recall":
         books = name if colon else "demo"
     skip = SKIP_TOKENS.get(books, 0) if skip_tokens is None else skip_tokens
-    name, places = title_of(books), list[tuple[int, int]]()
-    texts: list[array[int]] = []
-    for text in read_books(books, MOST_ITEMS):
-        ids = array("q", tokenizer.encode(text))
-        places += [(len(texts), c) for c in range(max(len(ids) - skip, 0) // prefix_len)]
-        texts.append(ids[skip:])
-        if len(texts) >= ENOUGH_BOOKS and len(places) >= num_prompts:
-            break
+    name = title_of(books)
+    texts, places = _cut_books(books, tokenizer, skip, prefix_len, num_prompts)
     if len(places) < num_prompts:
         after = f" after the first {skip} of each text (--skip_tokens)" if skip else ""
         raise ValueError(
@@ -124,6 +118,22 @@ def build_workload(
         prompts, answers = recall_prompts(prompts, gen_len, seed)
     digest = _hash_prompts(prompts)
     return Workload(name, prompts, sources, len(places), skip, seed, digest, answers)
+
+
+def _cut_books(
+    books: str, tokenizer: Tokenizer, skip: int, prefix_len: int, num_prompts: int
+) -> tuple[list[array[int]], list[tuple[int, int]]]:
+    """The tokens of each book after the first `skip`, and the (book, number) of every prefix in
+    them. So many books are read that these are enough."""
+    texts: list[array[int]] = []
+    places = list[tuple[int, int]]()
+    for text in read_books(books, MOST_ITEMS):
+        ids = array("q", tokenizer.encode(text))
+        places += [(len(texts), c) for c in range(max(len(ids) - skip, 0) // prefix_len)]
+        texts.append(ids[skip:])
+        if len(texts) >= ENOUGH_BOOKS and len(places) >= num_prompts:
+            break
+    return texts, places
 
 
 def _of_prompt_set(

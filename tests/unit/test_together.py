@@ -21,7 +21,7 @@ from magicdec.run.run import Run
 from magicdec.run.together import OutOfTime
 from magicdec.study import drafts as module
 from magicdec.study import progress
-from magicdec.study.drafts import Drafts, Found, Rates, fitting, smaller
+from magicdec.study.drafts import DraftTrials, Found, Rates, fitting, smaller
 from magicdec.study.progress import PassProgress
 
 ALONE = Launch(0, 1, 0, 1)
@@ -69,7 +69,7 @@ def prefills(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def measure(configs: dict[str, RunConfig], pace: PassProgress) -> Found:
-    return Drafts(ALONE, pace).measure(configs)
+    return DraftTrials(ALONE, pace).measure(configs)
 
 
 def test_all_drafts_have_one_prefill_and_one_baseline(

@@ -236,14 +236,14 @@ class Advice:
     def give(self, configs: dict[str, RunConfig]) -> int:
         """Measure, report and return the exit code."""
         from magicdec.distributed.start import close_groups
-        from magicdec.study.drafts import Drafts
+        from magicdec.study.drafts import DraftTrials
         from magicdec.study.progress import PassProgress
 
         watch_ranks(self.launch)
         has_rates = self.find_rates(next(iter(configs.values())))
         progress, is_there = make_progress(self.is_leader), self.stop.is_there
         pace = PassProgress(progress, self.launch, self.deadline_s, is_there)
-        drafts = Drafts(self.launch, pace)
+        drafts = DraftTrials(self.launch, pace)
         if self.deadline_s is not None:
             configs = self.cut_down(configs, drafts.trial(next(iter(configs.values()))))
         found = drafts.measure(configs)
