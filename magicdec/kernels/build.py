@@ -97,10 +97,13 @@ def _refusal(path: str, version_ns: int) -> str:
 def check_cpu() -> None:
     """Raise ValueError if MAGICDEC_MARCH names a CPU whose instructions this one cannot execute, or
     one that no compiler here knows."""
-    paths = [path for path, _ in _compilers()]
+    compiler = find_compiler()
     try:
-        for path in paths[:1]:
-            check_executable(find_compiler() or path, [MARCH])
+        if compiler is not None:
+            check_executable(compiler, [MARCH])
+        for path, refusal in _compilers() if compiler is None else ():
+            if CPU and CPU in refusal:  # and not another flag of the kernels, or the language
+                raise CannotExecute(f"{MARCH} is a CPU that {path} does not know")
     except CannotExecute as error:
         raise ValueError(f"MAGICDEC_MARCH={CPU}: {error}; unset it, or name another CPU") from None
 
