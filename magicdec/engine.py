@@ -123,6 +123,9 @@ class Engine:
         prompts without a second prefill."""
         self.requests = [snapshot.snapshot() for snapshot in snapshots]
         self.scheduler.rewind(self.requests)
+        for runner in (self.runner, self.runner.drafting):
+            if runner is not None:
+                runner.has_flaws = False  # what another strategy has found
         rows = [r.row for r in snapshots if r.row is not None]
         self.runner.truncate(rows, [len(r.prompt_ids) for r in snapshots])
 

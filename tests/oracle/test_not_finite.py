@@ -278,3 +278,13 @@ def test_a_request_that_has_emitted_nothing_names_its_prompt() -> None:
     request: Request = make_requests(PROMPTS, 4)[0]
     with pytest.raises(NotFinite, match="request 0 after the prompt"):
         SamplingMetadata.check(request, [1])
+
+
+def test_a_rewound_engine_forgets_what_another_pass_has_found() -> None:
+    """Passes and runs that share a prefill share its runner."""
+    runner = make_runner(tiny_transformer(), 1, 32)
+    engine = Engine(runner, 16)
+    snapshots = engine.prefill(make_requests(random_prompts([9], 97), 4))
+    runner.has_flaws = True
+    engine.rewind(snapshots)
+    assert not runner.has_flaws
