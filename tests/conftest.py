@@ -65,9 +65,11 @@ from magicdec.sampling.sampling import make_params
 # No test asserts a bandwidth, and reading the real buffer takes as long as a small run. The small
 # one is used in the tests' process and in the ranks of rank_server.py, not in other processes.
 timing.BANDWIDTH_BYTES = 1 << 22
-# What is remembered of the checkpoints of tests goes with them, also in other processes.
-REMEMBERED = TemporaryDirectory(prefix="magicdec-checked-")
-os.environ[VARIABLE] = REMEMBERED.name
+# What is remembered of the checkpoints of tests goes with them. The first process of a run makes the
+# folder and removes it; workers and ranks, which end without clearing up, find it in the environment.
+if "magicdec-checked-" not in os.environ.get(VARIABLE, ""):
+    REMEMBERED = TemporaryDirectory(prefix="magicdec-checked-")
+    os.environ[VARIABLE] = REMEMBERED.name
 ROOT = Path(__file__).parents[1]
 THREADS = torch.get_num_threads()
 TINY = ModelConfig("tiny", 97, 2, 48, 80, 6, 3, 16, 1024, bos_token_id=1, eos_token_ids=(2,))
