@@ -43,6 +43,7 @@ EVERYDAY = (
     *("--acceptance", "--conditional_acceptance", "--gen_len", "--modes", "--plot", "--out"),
 )
 BITS_PER_S = 1e9 / 8  # bytes a second of 1 Gbit/s
+MOST_TOKENS = 1_000_000  # of all requests; every token is simulated
 WORK = ("acceptance", "conditional_acceptance", "acceptance_gamma", "gen_len", "lanes", "seed")
 CHART_STAGES = 40  # times the slowest stage: what a chart shows
 DEFAULT_STAGES, DEFAULT_STAGE_MS, DEFAULT_ACCEPTANCE = 4, 20.0, "0.8"
@@ -203,6 +204,11 @@ def make_work(args: SimulationSection) -> Work:
     else:
         (text,) = args.acceptance or (DEFAULT_ACCEPTANCE,)
         rate = conditional_rate(parse_acceptance(text), args.acceptance_gamma)
+    if gen_len * args.lanes > MOST_TOKENS:
+        raise ValueError(
+            f"--gen_len {gen_len} x --lanes {args.lanes} are more than {MOST_TOKENS} tokens, and "
+            "every token is simulated; choose fewer"
+        )
     return Work(draw_right(rate, gen_len * args.lanes, args.seed), gen_len, args.lanes)
 
 

@@ -443,6 +443,13 @@ def test_the_doctor_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, comman
         assert ("MISSING" in lines[2]) == bool(more)
 
 
+def test_the_doctor_needs_no_torch(monkeypatch: pytest.MonkeyPatch, command: Command) -> None:
+    monkeypatch.setattr(doctor, "find_spec", lambda name: None)
+    ended = command("doctor")
+    lines = [line.split()[:2] for line in ended.out.splitlines()[:-1]]
+    assert lines == [["works", "magicdec"], ["MISSING", "torch"]] and ended.code == 1
+
+
 def test_the_doctor_looks_at_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     found = {check.name: check for check in doctor.find_checks()}
     assert found["demo model"].works and found["auto"].works

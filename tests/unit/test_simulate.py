@@ -247,6 +247,7 @@ def test_many_clusters_are_compared(command: Command, tmp_path: Path) -> None:
         (("--plot_ms", "5"), "--plot_ms does nothing"),
         (("--stages", "2", "4", "--plot", "chart.png"), "--plot is for one cluster"),
         (("--acceptance", "0.5", "0.6"), "--acceptance has several values"),
+        (("--gen_len", "10000000000"), "--gen_len 10000000000 x --lanes 1 are more than"),
     ],
 )
 def test_what_cannot_be_is_refused_in_one_line(

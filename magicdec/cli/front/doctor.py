@@ -46,6 +46,9 @@ def print_checks(values: Values) -> int:
 def find_checks() -> Iterator[Check]:
     """The checks, each made when it is asked for."""
     yield Check("magicdec", True, f"{version('magicdec')}, Python {platform.python_version()}")
+    if find_spec("torch") is None:
+        yield Check("torch", False, "not installed; install it with: pip install torch", True)
+        return
     import torch
 
     from magicdec.config.choices.collectives import lacking_memory
