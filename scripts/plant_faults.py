@@ -28,7 +28,7 @@ from faults import PROPERTIES
 from faults.fault import Fault, Property
 
 ROOT = Path(__file__).parents[1]
-PACKAGE, TESTS = ROOT / "magicdec", ROOT / "tests" / "unit"
+PACKAGE, TESTS = ROOT / "magicdec", ROOT / "tests"
 IMPORTED = ("hypothesis", "numpy", "safetensors.torch", "scipy.special", "torch.distributed")
 PROCESSES = 2
 # A test takes a second, but a fault may make it wait for ever.
@@ -36,8 +36,8 @@ FLAGS = (
     "--timeout=120", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:anyio",
     "-p", "no:unraisableexception", "-p", "no:threadexception",
 )  # fmt: skip
-# A test that fails with its fault need not say how.
-BRIEF = "--assert=plain", "--tb=line"
+# A test that fails with its fault need not say how, nor what else would fail.
+BRIEF = "--assert=plain", "--tb=line", "-x"
 SEEN, UNSEEN, PASSED, FAILED = "seen", "NOT SEEN", "passed", "FAILED"
 MISPLACED, NOT_RUN = "MISPLACED", "NOT RUN"
 
@@ -146,10 +146,17 @@ def run(case: Case, copy: Path) -> None:
         sys.dont_write_bytecode, os.environ["PYTHONDONTWRITEBYTECODE"] = True, "1"
         sys.path.insert(0, str(copy))
         flags = [*FLAGS, *(BRIEF if case.fault else ())]
-        code = int(pytest.main([*flags, *(str(TESTS / test) for test in case.tests)]))
+        code = int(pytest.main([*flags, *map(place_of, case.tests)]))
         sys.stdout.flush()
     finally:
         os._exit(code)
+
+
+def place_of(test: str) -> str:
+    """The test with the folder of its file, whose name no other folder has."""
+    file, _, name = test.partition("::")
+    (path,) = TESTS.glob(f"*/{file}")
+    return f"{path}::{name}"
 
 
 def wait_for_one(running: dict[int, int], codes: list[int]) -> None:

@@ -79,6 +79,7 @@ class Scheduler:
         self._apply(plan)
         # Requests that wait for a row, and not for blocks, wait until another request leaves.
         is_waiting = self.waiting and None in self.rows
+        self._repeated = None  # of before: who joins now decodes in the next step
         if not (is_waiting or plan.parts or plan.cancelled or plan.preempted):
             self._repeated = Plan(plan.decoding) if plan.reserved else plan
         return plan

@@ -17,7 +17,8 @@ class Fault:
 
 @dataclass(frozen=True)
 class Property:
-    """`test` is the one of tests/unit (`test_x.py::test_y`) that fails with each of the faults."""
+    """`test` is the one of a file in a folder of `tests` (`test_x.py::test_y`) that fails with each
+    of the faults."""
 
     name: str
     test: str

@@ -11,6 +11,8 @@ from magicdec.pipelined_speculation.messages import (
     Action,
     Cancel,
     Candidate,
+    Commit,
+    Launch,
 )
 from magicdec.pipelined_speculation.options import Options
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
@@ -48,8 +50,70 @@ def random_machine(chooser: random.Random) -> Machine:
     )
 
 
+class Recount:
+    """The counts of a schedule, told from its actions alone: which tokens were sent on their way
+    before they were known to be right, and which of these were right."""
+
+    def __init__(self) -> None:
+        self.texts: dict[int, list[int]] = {}  # prompts and committed tokens
+        self.drafts: dict[tuple[int, int], tuple[int, int]] = {}  # by place: token and run
+        self.cancelled = set[int]()
+        self.runs = self.speculative_runs = self.drafted = self.accepted = 0
+
+    def observe(self, actions: Tokens[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Cancel):
+                self.cancelled.update(action.runs)
+            elif isinstance(action, Launch):
+                self.launch(action)
+            elif isinstance(action, Commit):
+                for token in action.tokens:
+                    self.commit(action.request, token)
+
+    def launch(self, launch: Launch) -> None:
+        """What a lane holds from the first position on is void."""
+        request, known = launch.request, len(self.texts[launch.request])
+        self.forget(request, launch.first)
+        drafts = [
+            (place, token)
+            for place, token in zip(launch.positions, launch.tokens, strict=True)
+            if place >= known
+        ]
+        self.drafts |= {(request, place): (token, launch.run) for place, token in drafts}
+        self.runs += 1
+        self.speculative_runs += bool(drafts)
+        self.drafted += len(drafts)
+
+    def commit(self, request: int, token: int) -> None:
+        text = self.texts[request]
+        drafted, run = self.drafts.get((request, len(text)), (None, -1))
+        if drafted == token and run not in self.cancelled:
+            self.accepted += 1
+        else:
+            self.forget(request, len(text))
+        text.append(token)
+
+    def forget(self, request: int, first: int) -> None:
+        self.drafts = {
+            place: draft
+            for place, draft in self.drafts.items()
+            if place[0] != request or place[1] < first
+        }
+
+
 class CheckedScheduler(PipelinedScheduler):
     """Checks after every event what is true of every schedule."""
+
+    def submit(
+        self, prompt: Tokens[int], max_new_tokens: int, eos_ids: Tokens[int] = ()
+    ) -> tuple[int, list[Action]]:
+        recount: Recount = self.__dict__.setdefault("recount", Recount())
+        recount.texts[len(recount.texts)] = list(prompt)
+        request, actions = super().submit(prompt, max_new_tokens, eos_ids)
+        return request, self._checked(actions)
+
+    def idle(self) -> list[Action]:
+        return self._checked(super().idle())
 
     def result(self, run: int, tokens: Tokens[int] | None) -> list[Action]:
         return self._checked(super().result(run, tokens))
@@ -71,6 +135,11 @@ class CheckedScheduler(PipelinedScheduler):
         already = self.__dict__.setdefault("already_cancelled", set[int]())
         assert not already & set(named), "a run is cancelled once"
         already.update(named)
+        recount: Recount = self.__dict__["recount"]
+        recount.observe(actions)
+        counts, names = self.counts, ("runs", "speculative_runs", "drafted", "accepted")
+        assert {n: getattr(counts, n) for n in names} == {n: getattr(recount, n) for n in names}
+        assert counts.invalid_runs == len(recount.cancelled)
         return actions
 
 

@@ -3,8 +3,9 @@ rows of ended samples are used again, what messages say about drafts, and links 
 sample may end among its accepted drafts."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from random import Random
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from two_stages import serve_with_drafts
 
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.decoding.strategy import Setup
+from magicdec.device_batch import DeviceBatch
 from magicdec.distributed.channels.message import (
     DUE,
     ChannelReceiver,
@@ -35,12 +37,16 @@ from magicdec.distributed.channels.message import (
     Traffic,
 )
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.drafting.drafter import Drafter, DraftPlan, DraftSetup, DraftShape
 from magicdec.drafting.ngram import NgramDrafter
 from magicdec.engine import Engine
 from magicdec.model.emulated import EmulatedModel
+from magicdec.pipeline.metrics import DraftCounts
 from magicdec.pipeline.recurrent import RecurrentPipeline, Speculation, most_under_way
 from magicdec.pipeline.stage import VERIFY, WANTED, Stage
 from magicdec.request import Request
+from magicdec.runner import ModelRunner
+from magicdec.sampling.model_tokens import Proposal
 from magicdec.scheduling.plan import Limits
 
 FORM = MessageForm(TINY.hidden_size, torch.float32, 4)
@@ -95,6 +101,7 @@ def serve(
     lane_size: int,
     num_drafts: int = 0,
     clock: VirtualClock | None = None,
+    make_speculation: Callable[[ModelRunner], Speculation] | None = None,
 ) -> Ring:
     model = EmulatedModel(TINY, Shard(), range(1), True, 0.0, torch.zeros(1))
     stage = Stage(make_runner(model, num_lanes * lane_size, 60), is_last=False)
@@ -102,6 +109,8 @@ def serve(
     if num_drafts:
         drafter = NgramDrafter(runner.num_rows, num_drafts, runner.device)
         speculation = Speculation(runner, drafter, num_drafts)
+    if make_speculation is not None:
+        speculation = make_speculation(runner)
     place = Ends(ring, ring), num_lanes, lane_size, LIMITS, CHUNK, ring.step_clock
     pipeline = RecurrentPipeline(stage, *place, speculation)
     pipeline.serve(requests)
@@ -186,6 +195,53 @@ def test_a_message_says_how_many_tokens_its_rows_keep() -> None:
     ]  # fmt: skip
     drafts = [m.payload for m in ring.sent if m.status == VERIFY]
     assert all(payload is not None and payload.shape[1] == 1 + 3 for payload in drafts)
+
+
+class ScriptedDrafter(Drafter):
+    """Proposes a random number of tokens for each row: some ones, which are right, and then fives.
+    The padding is of ones. Counts what a message must be counted as."""
+
+    has_probabilities = False
+
+    def __init__(self) -> None:
+        self.random, self.counts = Random(0), list[int]()
+        self.expected = DraftCounts()
+
+    @classmethod
+    def build(cls, setup: DraftSetup) -> "ScriptedDrafter":
+        raise NotImplementedError
+
+    def plan(self, requests: Sequence[Request], num_draft_tokens: int, *args: object) -> DraftPlan:
+        self.counts = [self.random.randint(0, num_draft_tokens) for _ in requests]
+        return DraftPlan(self.counts, self.counts)
+
+    def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
+        num_right = [self.random.choice((0, n, self.random.randint(0, n))) for n in self.counts]
+        ids = torch.ones(len(self.counts), shape.num_tokens, dtype=torch.int64)
+        for row, right, count in zip(ids, num_right, self.counts, strict=True):
+            row[right:count] = 5
+        self.expected.num_messages += 1
+        self.expected.num_verified += len(self.counts)
+        self.expected.num_drafted += sum(self.counts)
+        self.expected.num_accepted += sum(num_right)
+        return Proposal(ids)
+
+
+@pytest.mark.parametrize("lanes", [(1, 3), (2, 2)])
+def test_a_ring_counts_what_was_proposed_and_accepted_of_each_row(lanes: tuple[int, int]) -> None:
+    """Rows of a message have different numbers of drafts, and their padding would be right."""
+    drafter, made = ScriptedDrafter(), list[Speculation]()
+
+    def speculate(runner: ModelRunner) -> Speculation:
+        made.append(Speculation(runner, drafter, 4))
+        return made[-1]
+
+    requests = make_requests([(5,) * n for n in (4, 6, 9, 3, 5)], [30, 9, 20, 1, 25])
+    serve(requests, *lanes, make_speculation=speculate)
+    assert all(r.output_ids == [1] * r.sampling.max_new_tokens for r in requests)
+    counts = replace(made[0].counts, draft_s=0.0)
+    assert counts == drafter.expected and 0 < counts.num_accepted < counts.num_drafted
+    assert counts.num_verified > counts.num_messages > 10
 
 
 def test_an_emulated_link_keeps_the_order() -> None:

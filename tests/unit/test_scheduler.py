@@ -255,6 +255,19 @@ def test_a_request_joins_at_the_next_step_and_its_row_is_used_again() -> None:
     assert plan.admitted == ((third, 0),) and plan.decoding == Batch((second,))
 
 
+@pytest.mark.parametrize("limits", [Limits(), Limits(block_size=8, num_blocks=9)], ids=repr)
+def test_a_request_that_joins_decodes_in_the_next_step(limits: Limits) -> None:
+    """Also where the same plan was repeated before it came."""
+    scheduler, first, second = Scheduler(2, limits), make(0, new=20), make(1, new=20)
+    scheduler.add([first], 0.0)
+    plans = [run_step(scheduler) for _ in range(4)]
+    assert plans[1] is plans[3]
+    scheduler.add([second], 1.0)
+    joined = run_step(scheduler)
+    assert joined.admitted == ((second, 1),) and joined.decoding == Batch((first,))
+    assert run_step(scheduler).decoding == Batch((first, second))
+
+
 def test_a_step_prefills_as_many_tokens_as_it_may() -> None:
     scheduler = Scheduler(3, Limits(prefill_tokens=5))
     requests = [make(0, prompt=7), make(1, prompt=2), make(2, prompt=6)]

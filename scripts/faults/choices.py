@@ -1,0 +1,239 @@
+"""Of choices, which tokens do not show: what drafts read, what lookups propose and learn, who is
+served first; and of what is counted of drafts."""
+
+from __future__ import annotations
+
+from faults.fault import Fault, Property
+
+READS = "test_draft_choices.py::test_self_speculation_reads_what_its_policy_says"
+LOOKUPS = "test_lookup_choices.py::"
+
+PROPERTIES = (
+    Property(
+        "Drafts under streaming_llm read the sinks and the newest tokens.",
+        f"{READS}[streaming_llm-window-layers]",
+        (
+            Fault("a window without the sinks' part of the budget off it", "kv/view.py",
+                  "committed - (self.budget - self.num_sink_tokens))",
+                  "committed - self.budget)"),
+            Fault("a window short by one", "kv/view.py",
+                  "committed - (self.budget - self.num_sink_tokens))",
+                  "committed - (self.budget - self.num_sink_tokens) + 1)"),
+            Fault("a sink too few", "kv/view.py",
+                  "sinks = committed.clamp(max=self.num_sink_tokens)",
+                  "sinks = committed.clamp(max=max(0, self.num_sink_tokens - 1))"),
+            Fault("a sliding window of one more", "kv/view.py",
+                  "first_keys = (before.tensor + 1 - window).clamp(min=0)",
+                  "first_keys = (before.tensor - window).clamp(min=0)"),
+        ),
+    ),
+    Property(
+        "Drafts under snapkv read what the newest tokens attended to, and all tokens since.",
+        f"{READS}[snapkv-grouped-layers]",
+        (
+            Fault("a copy of one more than the budget", "drafting/policies/snapkv.py",
+                  "super().__init__(source, SinksAndWindow(0, policy.budget))",
+                  "super().__init__(source, SinksAndWindow(0, policy.budget + 1))"),
+            Fault("the best entry leaves first", "drafting/policies/snapkv.py",
+                  "torch.cat([best.flip(2), newest], dim=2)",
+                  "torch.cat([best, newest], dim=2)"),
+            Fault("an observed window short by one", "drafting/policies/snapkv.py",
+                  "window = min(newest.shape[1], length - first)",
+                  "window = max(1, min(newest.shape[1], length - first) - 1)"),
+            Fault("scores shared by fewer neighbours", "drafting/policies/snapkv.py",
+                  "KERNEL = 5  #", "KERNEL = 3  #"),
+            Fault("a choice for another row of the same length", "drafting/policies/snapkv.py",
+                  "k, v = source.cache.read(layer, source.cache.slots(rows.index, positions))",
+                  "k, v = source.cache.read(layer, source.cache.slots(rows.index * 0, positions))"),
+        ),
+    ),
+    Property(
+        "With a sliding window, snapkv chooses what stays in it.",
+        f"{READS}[snapkv-window-layers]",
+        (
+            Fault("tokens chosen that leave the window one before the end",
+                  "drafting/policies/snapkv.py", "first_key(until - 1, self.source.window)",
+                  "first_key(until - 2, self.source.window)"),
+        ),
+    ),
+    Property(
+        "snapkv chooses anew when that is due.",
+        "test_draft_choices.py::test_snapkv_chooses_anew_when_that_is_due[window-layers]",
+        (
+            Fault("no choice is due", "drafting/policies/snapkv.py",
+                  "is_due = every and request.num_cached >= self.chosen_at[row] + every",
+                  "is_due = False"),
+            Fault("a choice a token late", "drafting/policies/snapkv.py",
+                  "is_due = every and request.num_cached >= self.chosen_at[row] + every",
+                  "is_due = every and request.num_cached > self.chosen_at[row] + every"),
+            Fault("a choice counted from the prompt", "drafting/policies/snapkv.py",
+                  "self.chosen_at[row], self.lasts_until[row] = length, until",
+                  "self.lasts_until[row] = until"),
+        ),
+    ),
+    Property(
+        "Drafts under retrieval read the blocks that the newest verified query points to.",
+        f"{READS}[retrieval-grouped-layers]",
+        (
+            Fault("the query of a rejected draft", "drafting/policies/retrieval.py",
+                  "newest = lengths.tensor - before - 1 if path is None else path.nodes[:, -1]",
+                  "newest = 0 * before - 1 + queries.shape[1]"),
+            Fault("mean keys of a row's former request", "drafting/policies/retrieval.py",
+                  "            self._complete[row] = 0\n", ""),
+            Fault("the query of one head alone", "drafting/policies/retrieval.py",
+                  "return weights.sum(dim=3), index", "return weights[:, :, :, 0], index"),
+            Fault("a block that is not complete among the scored", "drafting/policies/retrieval.py",
+                  "is_partial = block >= (committed", "is_partial = block > (committed"),
+            Fault("mean keys of another row", "drafting/policies/retrieval.py",
+                  "keys = self._mean_keys[:, rows.index, :, :num_blocks]",
+                  "keys = self._mean_keys[:, rows.index * 0, :, :num_blocks]"),
+            Fault("a text's length at its admission not kept", "drafting/policies/retrieval.py",
+                  "            self._committed[row] = request.num_cached\n", ""),
+        ),
+    ),
+    Property(
+        "Drafts of a tree read what follows from the accepted path.",
+        "test_draft_choices.py::test_drafts_of_a_tree_read_what_the_policy_says[retrieval]",
+        (
+            Fault("the query of the token before the drafts", "drafting/policies/retrieval.py",
+                  "newest = lengths.tensor - before - 1 if path is None else path.nodes[:, -1]",
+                  "newest = lengths.tensor - before - 1 if path is None else path.nodes[:, 0]"),
+            Fault("the query of a node by the path's length", "drafting/policies/retrieval.py",
+                  "newest = lengths.tensor - before - 1 if path is None else path.nodes[:, -1]",
+                  "newest = lengths.tensor - before - 1"),
+        ),
+    ),
+    Property(
+        "A standalone draft takes what it lacks and drafts after the newest token.",
+        "test_draft_choices.py::test_a_standalone_draft_reads_what_its_policy_says[streaming_llm]",
+        (
+            Fault("a draft that goes back by a token too many", "drafting/model_drafter.py",
+                  "self.target.cache.lengths_of(batch.rows).plus(1 - shape.pending))",
+                  "self.target.cache.lengths_of(batch.rows).plus(-shape.pending))"),
+        ),
+    ),
+    Property(
+        "Native steps choose the same blocks.",
+        f"{READS}[retrieval-grouped-native]",
+        (
+            Fault("scores of another row", "drafting/policies/retrieval.py",
+                  "self._query, self._mean_keys, rows.index, complete, num_blocks",
+                  "self._query, self._mean_keys, rows.index * 0, complete, num_blocks"),
+            Fault("the best blocks of another row", "drafting/block_kv.py",
+                  "return top_blocks(scores, index, split, most)",
+                  "return top_blocks(scores, index * 0, split, most)"),
+        ),
+    ),
+    Property(
+        "Drafts under verified read the blocks that the last verification attended to.",
+        f"{READS}[verified-grouped-layers]",
+        (
+            Fault("weights of another row", "drafting/policies/verified.py",
+                  "return self._weights, rows.index", "return self._weights, rows.index * 0"),
+            Fault("weights of the prompt for ever", "drafting/policies/verified.py",
+                  "    def watch(self, layer: int, weights: Tensor) -> None:\n"
+                  "        self._seen[layer] = weights",
+                  "    def watch(self, layer: int, weights: Tensor) -> None:\n"
+                  "        if weights.shape[0] == 1:\n            self._seen[layer] = weights"),
+            Fault("a window of blocks short by one", "drafting/block_kv.py",
+                  "start = (committed - self.window) // BLOCK * BLOCK",
+                  "start = (committed - self.window + 1) // BLOCK * BLOCK"),
+            Fault("the block at the window's border passed over", "drafting/block_kv.py",
+                  "eligible &= block < starts.unsqueeze(1) // BLOCK",
+                  "eligible &= block < starts.unsqueeze(1) // BLOCK - 1"),
+            Fault("a block beside the sinks read twice", "drafting/block_kv.py",
+                  "eligible = block * BLOCK >= lasts.unsqueeze(1)  #",
+                  "eligible = (block + 1) * BLOCK > lasts.unsqueeze(1)  #"),
+            Fault("a budget of one less for blocks", "drafting/block_kv.py",
+                  "room = self.budget - (last - first)\n        start",
+                  "room = self.budget - (last - first) - 1\n        start"),
+        ),
+    ),
+    Property(
+        "With a sliding window, blocks are chosen in it.",
+        f"{READS}[verified-window-layers]",
+        (
+            Fault("blocks chosen before the window", "drafting/block_kv.py",
+                  "first = _positive(committed + 1 - self.sliding_window)",
+                  "first = _positive(committed - self.sliding_window)"),
+        ),
+    ),
+    Property(
+        "A lookup learns from its tokens up to the first wrong one.",
+        f"{LOOKUPS}test_nothing_is_learned_of_what_follows_a_wrong_token",
+        (
+            Fault("a lookup that learns past a wrong token", "drafting/suffix_index.py",
+                  "                if token != actual:\n                    break\n", ""),
+        ),
+    ),
+    Property(
+        "A lookup proposes what followed most of the longest matches.",
+        f"{LOOKUPS}test_lookups_propose_and_learn_what_a_search_of_the_whole_text_does",
+        (
+            Fault("a wrong token not learned", "drafting/suffix_index.py",
+                  "                self.rates.observe(evidence, token == actual)\n"
+                  "                if token != actual:\n                    break\n",
+                  "                if token != actual:\n                    break\n"
+                  "                self.rates.observe(evidence, token == actual)\n"),
+            Fault("places that disagree taken for one", "drafting/suffix_index.py",
+                  "agreement = 2 if votes < len(places) else int(votes > 1)",
+                  "agreement = int(votes > 1)"),
+            Fault("shorter matches than half of the longest", "drafting/suffix_index.py",
+                  "if 2 * each[0] >= places[0][0]]", "if 3 * each[0] >= places[0][0]]"),
+            Fault("the evidence of the first token for all", "drafting/suffix_index.py",
+                  "(length + 1, known, place + 1)", "(length, known, place + 1)"),
+            Fault("a text without rates of its own", "drafting/suffix_index.py",
+                  "return (right + TEXT_WEIGHT * self.general(evidence)) / (count + TEXT_WEIGHT)",
+                  "return self.general(evidence)"),
+        ),
+    ),
+    Property(
+        "No request overtakes one that waits for blocks.",
+        "test_order_of_requests.py::test_requests_are_served_in_the_order_of_the_rules",
+        (
+            Fault("a later request overtakes one without blocks", "scheduling/scheduler.py",
+                  "                if free < 0:\n                    break\n",
+                  "                if free < 0:\n"
+                  "                    free += limits.num_blocks_of(tokens)\n"
+                  "                    continue\n"),
+            Fault("the plan of before repeated when a request joins", "scheduling/scheduler.py",
+                  "        self._repeated = None  # of before: who joins now", "        #"),
+            Fault("the oldest request preempted", "scheduling/scheduler.py",
+                  "preempted.append(survivors.pop())", "preempted.append(survivors.pop(0))"),
+            Fault("requests admitted in a step that preempts", "scheduling/scheduler.py",
+                  "admitted = [] if preempted else self._admit(leaving, reserved)",
+                  "admitted = self._admit(leaving, reserved)"),
+            Fault("blocks promised to growing rows given away", "scheduling/scheduler.py",
+                  "            free -= sum(blocks.lacking(row, num_tokens) "
+                  "for row, num_tokens in reserved.items())\n", ""),
+            Fault("blocks of leaving rows not free yet", "scheduling/scheduler.py",
+                  "free = blocks.free(_rows_of(leaving))\n", "free = blocks.free()\n"),
+        ),
+    ),
+    Property(
+        "A ring counts what was proposed and accepted of each row.",
+        "test_recurrent_order.py::test_a_ring_counts_what_was_proposed_and_accepted_of_each_row",
+        (
+            Fault("accepted padding counted", "pipeline/recurrent.py",
+                  "self.counts.num_accepted += sum(map(min, counts, proposed))",
+                  "self.counts.num_accepted += sum(counts)"),
+            Fault("verifications counted twice", "pipeline/recurrent.py",
+                  "self.counts.num_verified += len(counts)",
+                  "self.counts.num_verified += 2 * len(counts)"),
+            Fault("padding counted as drafted", "pipeline/recurrent.py",
+                  "counts = [min(count, most) for count in plan.counts]",
+                  "counts = [count for _ in plan.counts]"),
+        ),
+    ),
+    Property(
+        "Pipelined speculation counts what was sent before it was known to be right.",
+        "test_pipelined_scheduler.py::test_every_schedule_emits_what_plain_decoding_emits[0]",
+        (
+            Fault("the newest token counted as a draft", "pipelined_speculation/scheduler.py",
+                  "self.counts.drafted += len(drafts)", "self.counts.drafted += len(nodes)"),
+            Fault("every committed token counted as accepted", "pipelined_speculation/scheduler.py",
+                  "self.counts.accepted += sum(node.was_tip for node in drafts)",
+                  "self.counts.accepted += len(tokens)"),
+        ),
+    ),
+)  # fmt: skip

@@ -1,0 +1,331 @@
+"""What a draft must read under each policy, written from the definitions; holds no tests itself.
+
+`PlainModel` runs a whole text in float64 with a mask that is written out: it has no cache, no view
+and no policy. Every reference here computes its scores from the keys and queries of that forward,
+and knows of the package only the settings of the run.
+
+Shapes: L layers, H query heads, G KV heads, T tokens, D head size.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from conftest import tiny_transformer
+from torch import Tensor
+
+from magicdec.config.sections import MOST_DRAFT_TOKENS, KVSection
+from magicdec.model.config import ModelConfig
+
+BLOCK = 16  # tokens of a block that is read or not as a whole
+RERUN = 16  # newest prompt tokens whose attention counts before anything was verified
+KERNEL = 5  # neighbours that share a score
+LONGEST = 400  # tokens of a text of these tests
+MOST_KNOWN = 16  # texts whose forward is kept, of a megabyte each
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a whole forward computed: logits [T, V], and after the rotation, of each layer, queries
+    [H, T, D], keys [G, T, D] and attention weights [H, T, T]."""
+
+    logits: Tensor
+    queries: list[Tensor]
+    keys: list[Tensor]
+    weights: list[Tensor]
+
+
+class PlainModel:
+    def __init__(self, config: ModelConfig, seed: int) -> None:
+        self.config, self.window = config, config.sliding_window
+        self.model = tiny_transformer(config, seed, torch.float64)
+        self.model.set_positions(LONGEST, torch.device("cpu"))
+        self.known: dict[tuple[int, ...], Seen] = {}  # the newest texts
+
+    def read(self, ids: Sequence[int]) -> Seen:
+        """A text as the target reads it."""
+        key = tuple(ids)
+        seen = self.known.pop(key, None) or self.run(ids)
+        self.known[key] = seen
+        if len(self.known) > MOST_KNOWN:
+            del self.known[next(iter(self.known))]
+        return seen
+
+    def causal(self, num_tokens: int) -> Tensor:
+        """Which positions each of the tokens sees, bool [T, T]: those before it, within the sliding
+        window."""
+        mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
+        return mask if self.window is None else mask.triu(1 - self.window)
+
+    def run(
+        self, ids: Sequence[int], masks: Tensor | None = None, places: Sequence[int] | None = None
+    ) -> Seen:
+        """`masks` bool [L, G, T, T] say what each token sees, by default what the target's do;
+        `places` are the positions of the tokens, by default one after the other."""
+        count, groups = len(ids), self.config.num_kv_heads
+        if masks is None:
+            masks = self.causal(count).expand(self.config.num_layers, groups, -1, -1)
+        parts = [list[Tensor](), list[Tensor](), list[Tensor]()]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            queries, keys, values = (x[0].transpose(0, 1).clone() for x in (q, k, v))
+            each = len(queries) // groups
+            scores = queries @ keys.repeat_interleave(each, 0).mT * queries.shape[-1] ** -0.5
+            hidden = ~masks[layer].repeat_interleave(each, 0)
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+            for part, tensor in zip(parts, (queries, keys, weights), strict=True):
+                part.append(tensor)
+            return (weights @ values.repeat_interleave(each, 0)).transpose(0, 1)[None]
+
+        positions = torch.tensor([list(range(count)) if places is None else list(places)])
+        with torch.inference_mode():
+            logits = self.model(torch.tensor([list(ids)]), positions, attend, lambda x: x)[0]
+        return Seen(logits, *parts)
+
+    def by_group(self, of_heads: Tensor) -> Tensor:
+        """Sum over the query heads of each KV head: [H, ...] to [G, ...]."""
+        return of_heads.unflatten(0, (self.config.num_kv_heads, -1)).sum(dim=1)
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What one KV head of a layer must read of the committed positions: all of `always`, and the
+    `count` of the `units` with the best scores."""
+
+    always: frozenset[int]
+    units: tuple[frozenset[int], ...] = ()
+    scores: tuple[float, ...] = ()
+    count: int = 0
+
+    def complaint(self, read: frozenset[int], tolerance: float) -> str | None:
+        """What is wrong with these positions; None if nothing is. Units whose scores are equal
+        within the tolerance may stand for each other."""
+        if not self.always <= read:
+            return f"{sorted(self.always - read)} are not read"
+        rest = read - self.always
+        taken = [unit <= rest for unit in self.units]
+        of_units = frozenset[int]().union(*(u for u, t in zip(self.units, taken, strict=True) if t))
+        if rest != of_units:
+            return f"{sorted(rest - of_units)} are read"
+        if sum(taken) != min(self.count, len(self.units)):
+            return f"{sum(taken)} units are read in place of {self.count}"
+        kept = [score for score, take in zip(self.scores, taken, strict=True) if take]
+        left = [score for score, take in zip(self.scores, taken, strict=True) if not take]
+        if kept and left and min(kept) < max(left) - tolerance:
+            return f"a score of {min(kept)} is read, and one of {max(left)} is not"
+        return None
+
+
+Heads = list[list[Wanted]]
+"""By layer and KV head."""
+
+
+class Reference:
+    """One request. `admitted`, `verified` and `drafts` are told what happens to it, in this order;
+    `text` are always its committed tokens. Every token of `text` is read here: the policy that
+    drops nothing."""
+
+    def __init__(self, plain: PlainModel, kv: KVSection, num_rows_tokens: tuple[int, int]) -> None:
+        self.plain, self.kv = plain, kv
+        self.most_tokens, self.most_following = num_rows_tokens
+        self.window, self.num_choices = plain.window, 0
+
+    def admitted(self, text: Sequence[int]) -> None:
+        """The text is in the cache."""
+
+    def verified(self, text: Sequence[int], tree: "Tree", accepted: Sequence[int]) -> None:
+        """After `text`, the tokens of the tree were verified, and the nodes `accepted` stay."""
+
+    def drafts(self, text: Sequence[int], num_drafts: int) -> Heads:
+        """What is read of `text` if as many tokens are drafted after it."""
+        return self.same(range(self.first_of(len(text)), len(text)))
+
+    def first_of(self, position: int) -> int:
+        """The first position that a token at `position` sees."""
+        return 0 if self.window is None else max(0, position - self.window + 1)
+
+    def same(self, positions: Sequence[int]) -> Heads:
+        """In all layers and heads the same."""
+        config, wanted = self.plain.config, Wanted(frozenset(positions))
+        return [[wanted] * config.num_kv_heads for _ in range(config.num_layers)]
+
+
+class SinksAndNewest(Reference):
+    """StreamingLLM: the first tokens and the newest, `budget` in all (Xiao et al. 2023)."""
+
+    def drafts(self, text: Sequence[int], num_drafts: int) -> Heads:
+        count, sinks = len(text), self.kv.num_sink_tokens
+        newest = range(max(0, count - (self.kv.budget - sinks)), count)
+        seen = {*range(min(sinks, count)), *newest}
+        return self.same([p for p in seen if p >= self.first_of(count)])
+
+
+class ByPastAttention(Reference):
+    """SnapKV: `budget` tokens: of the choice the newest `window_size`, and those that they attended
+    to most; each later token takes the place of the one with the lowest score (Li et al. 2024)."""
+
+    def admitted(self, text: Sequence[int]) -> None:
+        self.choose(text, MOST_DRAFT_TOKENS)
+
+    def choose(self, text: Sequence[int], num_drafts: int) -> None:
+        """With a sliding window, only of what stays in it until the next choice or the end."""
+        self.num_choices += 1
+        self.chosen, self.until = tuple(text), self.most_tokens
+        self.until = min(self.until, len(text) + self.most_following)
+        every = self.kv.reselect_every
+        if every and self.window is not None:
+            self.until = min(self.until, len(text) + every + num_drafts)
+
+    def drafts(self, text: Sequence[int], num_drafts: int) -> Heads:
+        every = self.kv.reselect_every
+        is_due = every > 0 and len(text) - len(self.chosen) >= every
+        if is_due or len(text) + num_drafts > self.until:
+            self.choose(text, num_drafts)
+        at, now = len(self.chosen), len(text)  # a standalone draft may go back by a token
+        first = min(at, self.first_of(self.until - 1))
+        begin = max(first, at - self.kv.window_size)
+        count = self.kv.budget - (max(at, now) - begin)
+        if count <= 0 or first == begin:
+            return self.same(range(max(first, now - self.kv.budget), now))
+        always = frozenset(range(begin, now))
+        units = tuple(frozenset([p]) for p in range(first, begin))
+        return [
+            [Wanted(always, units, tuple(of_head.tolist()), count) for of_head in scores]
+            for scores in self.scores(first, begin, at)
+        ]
+
+    def scores(self, first: int, begin: int, at: int) -> list[Tensor]:
+        """Of each layer [G, tokens from `first` to `begin`]: the attention of the tokens from
+        `begin` on to those from `first` on, shared by neighbours."""
+        seen, found = self.plain.read(self.chosen), []
+        for queries, keys in zip(seen.queries, seen.keys, strict=True):
+            each = len(queries) // len(keys)
+            products = queries[:, begin:at] @ keys.repeat_interleave(each, 0)[:, first:at].mT
+            later = torch.ones(at - begin, at - first, dtype=torch.bool).triu(begin - first + 1)
+            weights = (products * queries.shape[-1] ** -0.5).masked_fill(later, -torch.inf)
+            votes = self.plain.by_group(weights.softmax(dim=-1).sum(dim=1))[:, : begin - first]
+            near = F.pad(votes, (KERNEL // 2, KERNEL // 2)).unfold(1, KERNEL, 1)
+            found.append(near.mean(dim=2) if self.kv.pooling == "avg" else near.amax(dim=2))
+        return found
+
+
+class BestBlocks(Reference):
+    """`budget` tokens: sinks, the newest `recent_window` and up to 15 more, so that blocks end
+    where they begin, and between them whole blocks with the best scores."""
+
+    def drafts(self, text: Sequence[int], num_drafts: int) -> Heads:
+        count, first = len(text), self.first_of(len(text))
+        if count - first <= self.kv.budget:
+            return self.same(range(first, count))
+        sinks = range(first, max(first, self.kv.num_sink_tokens))
+        room = self.kv.budget - len(sinks)
+        begin = (count - self.kv.num_recent_tokens) // BLOCK * BLOCK
+        if count - begin > room:
+            return self.same([*sinks, *range(count - room, count)])
+        after_sinks = max(first, self.kv.num_sink_tokens)
+        numbers = [b for b in range(begin // BLOCK) if b * BLOCK >= after_sinks]
+        units = tuple(frozenset(range(b * BLOCK, (b + 1) * BLOCK)) for b in numbers)
+        always = frozenset([*sinks, *range(begin, count)])
+        num_blocks = (room - (count - begin)) // BLOCK
+        return [
+            [
+                Wanted(always, units, tuple(of_head[numbers].tolist()), num_blocks)
+                for of_head in self.block_scores(text, layer)
+            ]
+            for layer in range(self.plain.config.num_layers)
+        ]
+
+    def block_scores(self, text: Sequence[int], layer: int) -> Tensor:
+        """[G, blocks]"""
+        raise NotImplementedError
+
+
+class ByMeanKeys(BestBlocks):
+    """Retrieval: the newest committed query that a verification has shown, against the mean key of
+    each complete block (Sun et al. 2024, section 4)."""
+
+    def admitted(self, text: Sequence[int]) -> None:
+        self.place = len(text) - 1
+
+    def verified(self, text: Sequence[int], tree: "Tree", accepted: Sequence[int]) -> None:
+        self.place = len(text) + len(accepted) - 1
+
+    def block_scores(self, text: Sequence[int], layer: int) -> Tensor:
+        seen, complete = self.plain.read(text), len(text) // BLOCK
+        keys = seen.keys[layer][:, : complete * BLOCK].unflatten(1, (complete, BLOCK)).mean(dim=2)
+        queries = seen.queries[layer][:, self.place].unflatten(0, (len(keys), -1))
+        products = queries @ keys.mT * keys.shape[-1] ** -0.5  # [G, H/G, blocks]
+        return products.softmax(dim=-1).sum(dim=1)
+
+
+class ByLastVerification(BestBlocks):
+    """Verified: the attention that blocks received from all tokens of the last verification,
+    rejected ones included; before the first, from the newest 16 of the text."""
+
+    def admitted(self, text: Sequence[int]) -> None:
+        self.weights = self.plain.read(text).weights
+        self.places = range(len(text))
+        self.observed = range(max(0, len(text) - RERUN), len(text))
+
+    def verified(self, text: Sequence[int], tree: "Tree", accepted: Sequence[int]) -> None:
+        self.weights = tree.run(self.plain, text).weights
+        self.places = tree.places(len(text))
+        self.observed = range(len(text), len(text) + len(tree.ids))
+
+    def block_scores(self, text: Sequence[int], layer: int) -> Tensor:
+        received = self.plain.by_group(self.weights[layer][:, list(self.observed)].sum(dim=1))
+        block = torch.tensor(self.places) // BLOCK
+        num_blocks = -(-max(len(text), 1 + max(self.places)) // BLOCK)
+        return received.new_zeros(len(received), num_blocks).index_add(1, block, received)
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Tokens after a text: the newest, and drafts, each of which follows another; a chain is a tree
+    too. The parent of the newest token is -1."""
+
+    ids: tuple[int, ...]
+    parents: tuple[int, ...]
+
+    @classmethod
+    def chain(cls, ids: Sequence[int]) -> "Tree":
+        return cls(tuple(ids), tuple(range(-1, len(ids) - 1)))
+
+    def path(self, node: int) -> list[int]:
+        """The nodes from the newest token to this one."""
+        return [*self.path(self.parents[node]), node] if node >= 0 else []
+
+    def places(self, before: int) -> list[int]:
+        """The position of every token, the `before` of the text included."""
+        return [*range(before), *(before + len(self.path(n)) - 1 for n in range(len(self.ids)))]
+
+    def mask(self, plain: PlainModel, before: int, masks: Tensor | None = None) -> Tensor:
+        """Which tokens each token sees, bool [L, G, T, T]. The tree's see `masks` [L, G, before] of
+        the text, by default all of it."""
+        config, count = plain.config, before + len(self.ids)
+        mask = torch.zeros(count, count, dtype=torch.bool)
+        mask[:before, :before] = plain.causal(before)
+        for node in range(len(self.ids)):
+            mask[before + node, [before + each for each in self.path(node)]] = True
+        mask = mask.repeat(config.num_layers, config.num_kv_heads, 1, 1)
+        mask[:, :, before:, :before] = True if masks is None else masks[:, :, None]
+        if plain.window is not None:
+            places = torch.tensor(self.places(before))
+            mask &= places[:, None] - places < plain.window
+        return mask
+
+    def run(self, plain: PlainModel, text: Sequence[int], masks: Tensor | None = None) -> Seen:
+        before = len(text)
+        return plain.run(
+            [*text, *self.ids], self.mask(plain, before, masks), self.places(before)
+        )  # fmt: skip
+
+
+REFERENCES: dict[str, type[Reference]] = {
+    "full": Reference,
+    "streaming_llm": SinksAndNewest,
+    "snapkv": ByPastAttention,
+    "retrieval": ByMeanKeys,
+    "verified": ByLastVerification,
+}

@@ -1,0 +1,204 @@
+"""What drafts read, under every policy and after every kind of step, against references of a few
+lines that are written from the definitions (`plain_choices.py`).
+
+Tokens cannot show this: a verification makes any draft lossless. Requests join and leave a running
+batch whose steps draft any number of tokens, or none, and accept as many as chance has it."""
+
+from collections import Counter
+from dataclasses import replace
+from itertools import pairwise
+from random import Random
+
+import pytest
+import torch
+from conftest import TINY
+from plain_choices import REFERENCES, PlainModel, Reference
+from watched_drafts import (
+    FOLLOWING,
+    MAX_TOKENS,
+    SEED,
+    Admitted,
+    Drafted,
+    Measured,
+    Run,
+    Verified,
+    serve,
+)
+
+from magicdec.config.sections import KVSection
+from magicdec.names import KV_POLICIES
+
+TOLERANCE = 2e-4  # of scores, float32 against float64
+MODELS = {"grouped": TINY, "window": replace(TINY, sliding_window=56)}
+KV = {
+    "full": KVSection("full"),
+    "streaming_llm": KVSection("streaming_llm", 21, 5),
+    "snapkv": KVSection("snapkv", 24, window_size=6),
+    "retrieval": KVSection("retrieval", 52, 3, recent_window=4),
+    "verified": KVSection("verified", 52, 3, recent_window=4),
+}
+PLAIN: dict[str, PlainModel] = {}
+
+
+def plain(name: str) -> PlainModel:
+    if name not in PLAIN:
+        PLAIN[name] = PlainModel(MODELS[name], SEED)
+    return PLAIN[name]
+
+
+def check(run: Run, policy: str, name: str, kv: KVSection, is_checked: bool = True) -> Counter[str]:
+    """Compare each draft of each request with the reference. Returns how often things happened.
+    `is_checked`: what was drafted is, too, where the target's own KV is read."""
+    seen = Counter[str]()
+    for request in run.requests:
+        seen["requests"] += any(isinstance(e, Admitted) for e in run.watch.of(request))
+        reference = Reference(plain(name), kv, (MAX_TOKENS, FOLLOWING))
+        for number, event in enumerate(run.watch.of(request)):
+            place = f"request {request.request_id}, event {number}"
+            if isinstance(event, Admitted):
+                reference = REFERENCES[policy](plain(name), kv, (MAX_TOKENS, FOLLOWING))
+                reference.admitted(event.text)
+                seen["admitted"] += 1
+            elif isinstance(event, Measured):
+                reference.drafts(event.text, event.asked)
+            elif isinstance(event, Verified):
+                reference.verified(event.text, event.tree, event.accepted)
+                seen[kind_of(event)] += 1
+            else:
+                check_keys(event, plain(name), place)
+                check_places(event, place)
+                check_reads(event, reference, seen, place)
+                if is_checked:
+                    check_tokens(event, plain(name), place)
+        seen["choices"] += reference.num_choices
+    return seen
+
+
+def kind_of(event: Verified) -> str:
+    num_accepted, depth = len(event.accepted) - 1, len(set(event.tree.places(0))) - 1
+    return "none" if num_accepted == 0 else "all" if num_accepted == depth else "some"
+
+
+def check_keys(event: Drafted, model: PlainModel, place: str) -> None:
+    """The cache holds the keys of this text."""
+    keys = torch.stack(model.read(event.text).keys)
+    assert torch.allclose(event.keys.double(), keys, rtol=1e-3, atol=1e-3), place
+
+
+def check_places(event: Drafted, place: str) -> None:
+    """Drafts follow the newest token. Before that, a standalone draft takes what it lacks."""
+    if not event.forwards:
+        return  # a lookup alone has drafted
+    count = len(event.text) + 1
+    ends = [forward.end for forward in event.forwards if forward.end >= count]
+    assert ends == [*range(count, count + len(ends))] and ends, place
+    assert all(forward.end - forward.begin < 3 for forward in event.forwards[-len(ends) :]), place
+    for before, after in pairwise(event.forwards):
+        assert after.begin <= before.end, place
+
+
+def check_reads(event: Drafted, reference: Reference, seen: Counter[str], place: str) -> None:
+    """The first forward over so many committed tokens reads what it must; others read the same, and
+    the tokens since, as far as the sliding window goes."""
+    text, before = (*event.text, event.tree.ids[0]), dict[int, list[list[frozenset[int]]]]()
+    for forward in event.forwards:
+        count, first = forward.committed, reference.first_of(forward.begin)
+        is_new, heads = count not in before, before.setdefault(count, forward.read)
+        wanted = reference.drafts(text[:count], event.asked) if is_new else None
+        for layer, of_layer in enumerate(forward.read):
+            for head, read in enumerate(of_layer):
+                where = f"{place}, {forward.begin} tokens, layer {layer}, head {head}"
+                tail = {p for p in read if p >= count}
+                assert tail == set(range(max(count, first), forward.end)), where
+                if wanted is not None:
+                    each = wanted[layer][head]
+                    seen["by score"] += 0 < each.count < len(each.units)
+                    seen["everything"] += len(read - tail) == count
+                    assert (said := each.complaint(read - tail, TOLERANCE)) is None, (where, said)
+                kept = {p for p in heads[layer][head] if first <= p < count}
+                assert {p for p in read - tail if p >= first} == kept, where
+        seen["slid"] += first > 0
+    seen["drafts"] += 1
+
+
+def check_tokens(event: Drafted, model: PlainModel, place: str) -> None:
+    """What was drafted are the likeliest tokens of a model that reads these positions and no
+    others."""
+    before, first = len(event.text), event.forwards[0]
+    masks = torch.zeros(*event.keys.shape[:2], before, dtype=torch.bool)
+    for layer, of_layer in enumerate(first.read):
+        for head, read in enumerate(of_layer):
+            masks[layer, head, [p for p in read if p < before]] = True
+    logits = event.tree.run(model, event.text, masks).logits[before:]
+    for node, after in enumerate(logits):
+        children = [n for n, parent in enumerate(event.tree.parents) if parent == node]
+        best = after.topk(len(children)).values
+        found = after[[event.tree.ids[n] for n in children]]
+        assert torch.allclose(found, best, rtol=0, atol=2e-3), f"{place}, node {node}"
+
+
+def run_schedules(
+    policy: str, name: str, seeds: range, kv: KVSection | None = None, **kwargs: object
+) -> Counter[str]:
+    seen, kv = Counter[str](), kv or KV[policy]
+    is_checked = kwargs.get("drafter", "self") == "self"
+    for seed in seeds:
+        run = serve(MODELS[name], kv, Random(seed), **kwargs)  # type: ignore[arg-type]
+        seen += check(run, policy, name, kv, is_checked)
+    return seen
+
+
+@pytest.mark.parametrize("is_native", [False, True], ids=["layers", "native"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", KV_POLICIES)
+def test_self_speculation_reads_what_its_policy_says(
+    policy: str, name: str, is_native: bool
+) -> None:
+    seen = run_schedules(policy, name, range(2), is_native=is_native)
+    assert min(seen[each] for each in ("none", "some", "all")) > 0, seen
+    assert (seen["slid"] > 0) == (name == "window"), seen
+    assert seen["admitted"] > seen["requests"], "some were preempted and came back"
+    assert (seen["by score"] > 0) == (policy in ("snapkv", "retrieval", "verified")), seen
+
+
+@pytest.mark.parametrize("is_native", [False, True], ids=["layers", "native"])
+@pytest.mark.parametrize("name", MODELS)
+def test_snapkv_chooses_anew_when_that_is_due(name: str, is_native: bool) -> None:
+    """Some texts go on for several choices, of which one may be made after steps without drafts."""
+    for seed, pooling in ((2, "avg"), (3, "max")):
+        kv = replace(KV["snapkv"], reselect_every=5, pooling=pooling)
+        seen = run_schedules("snapkv", name, range(seed, seed + 1), kv, is_native=is_native)
+        assert seen["by score"] > 0 and seen["choices"] > seen["admitted"], seen
+
+
+@pytest.mark.parametrize("policy", KV_POLICIES)
+def test_drafts_of_a_tree_read_what_the_policy_says(policy: str) -> None:
+    seen = run_schedules(policy, "grouped", range(1), tree="2,2,1")
+    assert min(seen[each] for each in ("none", "some", "all")) > 0, seen
+
+
+@pytest.mark.parametrize("policy", ["full", "streaming_llm", "snapkv"])
+def test_a_standalone_draft_reads_what_its_policy_says(policy: str) -> None:
+    """StreamingLLM in a cache that gives blocks back. The draft lacks one or two of the newest
+    tokens, or more after steps without drafts."""
+    seen = run_schedules(policy, "grouped", range(1), drafter="model")
+    assert min(seen[each] for each in ("none", "some", "all")) > 0, seen
+
+
+@pytest.mark.usefixtures("trusted_lookups")
+@pytest.mark.parametrize("policy", ["streaming_llm", "snapkv", "retrieval", "verified"])
+def test_drafts_beside_lookups_read_what_the_policy_says(policy: str) -> None:
+    """Verifications judge tokens of lookups, too."""
+    seen = run_schedules(policy, "grouped", range(1), drafter="ngram+self")
+    assert seen["drafts"] > 10, seen
+
+
+@pytest.mark.wide
+@pytest.mark.parametrize("is_native", [False, True], ids=["layers", "native"])
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("policy", KV_POLICIES)
+def test_many_schedules(policy: str, name: str, is_native: bool) -> None:
+    run_schedules(policy, name, range(10, 16), is_native=is_native)
+    others: list[dict[str, object]] = [{"tree": "2,2,1"}, {"drafter": "ngram+self"}]
+    for each in others:
+        run_schedules(policy, name, range(30, 32), is_native=is_native, **each)

@@ -1,0 +1,396 @@
+"""Requests served on random schedules with dictated acceptance, and what their drafts read,
+observed from outside; holds no tests itself.
+
+What a draft reads is taken from the view that its attention gets. A policy that copies has cells of
+its own: each is found again by its key among the keys of the context, bit for bit.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from conftest import make_draft, make_requests, make_runner, pack, random_prompts, tiny_transformer
+from fake_clock import VirtualClock
+from plain_choices import Tree
+from test_in_flight import RandomLength
+from torch import Tensor
+
+from magicdec import runner as runner_module
+from magicdec.attention.grouped import GroupedBackend
+from magicdec.attention.native import NativeBackend
+from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.decoding import steps as steps_module
+from magicdec.decoding.speculative import Speculative
+from magicdec.decoding.steps import Steps
+from magicdec.decoding.strategy import Setup, make_strategy
+from magicdec.drafting.drafter import DraftModel
+from magicdec.drafting.policies.policy import keep_queries
+from magicdec.drafting.policies.snapkv import CopiedKV
+from magicdec.engine import Engine
+from magicdec.executor.executor import Executor
+from magicdec.kv.view import KVView
+from magicdec.model.config import ModelConfig
+from magicdec.request import Batch, Request
+from magicdec.runner import ModelRunner
+from magicdec.sampling.model_tokens import Proposal
+from magicdec.sampling.verification import Judgement
+from magicdec.scheduling.plan import Limits
+
+NUM_REQUESTS, NUM_ROWS, SEED = 6, 3, 1
+MOST_NEW, MOST_DRAFTS, MOST_NODES = 30, 4, 10
+LENGTHS = (1, 9, 18, 40, 47, 64, 70, 96)
+FOLLOWING = MOST_NEW + MOST_NODES + 2  # tokens after a prompt, the nodes of a tree included
+MAX_TOKENS = max(LENGTHS) + FOLLOWING
+
+Positions = list[list[frozenset[int]]]
+"""By layer and KV head."""
+
+
+@dataclass(frozen=True)
+class Admitted:
+    text: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Verified:
+    """After `text`, the tokens of the tree were verified, and of its nodes `accepted` stay."""
+
+    text: tuple[int, ...]
+    tree: Tree
+    accepted: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Drafts of as many tokens were timed, which changes nothing but that a choice that is due is
+    made."""
+
+    text: tuple[int, ...]
+    asked: int
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A draft forward of one row, for which the policy chose among `committed` tokens of context.
+    It read these positions before `end` - 1, the last of its own tokens."""
+
+    committed: int
+    begin: int  # position of its first token
+    end: int
+    read: Positions
+
+
+@dataclass
+class Drafted:
+    """After `text` and the newest token, the `tree` was drafted, with these forwards. `keys` [L, G,
+    T, D] are those of the text in the target's cache."""
+
+    text: tuple[int, ...]
+    tree: Tree
+    asked: int
+    forwards: list[Forward]
+    keys: Tensor
+
+
+Event = Admitted | Verified | Measured | Drafted
+
+
+@dataclass
+class Watch:
+    """The events of each request, in their order. `target` holds the requests; `sources` are what
+    copies are made from, by the number of their cache."""
+
+    target: ModelRunner
+    events: dict[int, list[Event]] = field(default_factory=dict)
+    sources: dict[int, ModelRunner] = field(default_factory=dict)
+    forwards: dict[int, list[Forward]] = field(default_factory=dict)  # by row, of one draft
+    drafting: ModelRunner | None = None  # within a draft forward
+    is_measuring: bool = False
+
+    def of(self, request: Request) -> list[Event]:
+        return self.events.setdefault(request.request_id, [])
+
+    def note(self, view: KVView, runner: ModelRunner) -> None:
+        """A draft forward of `runner` is about to read `view`."""
+        source = self.sources.get(id(runner.cache), runner)
+        layers = range(runner.cache.shape.num_layers)
+        found = [positions_of(view, runner, source, x, source is self.target) for x in layers]
+        for place, row in enumerate(view.rows):
+            offset = 0 if runner.offsets is None else int(runner.offsets[row])
+            own = view.query_positions()[place].tolist()
+            forward = Forward(
+                int(view.committed[place]) + offset,
+                own[0] + offset,
+                own[-1] + offset + 1,
+                [[frozenset(of_head) for of_head in of_layer[place]] for of_layer in found],
+            )
+            self.forwards.setdefault(row, []).append(forward)
+
+
+def positions_of(
+    view: KVView, runner: ModelRunner, source: ModelRunner, layer: int, is_target: bool
+) -> list[list[list[int]]]:
+    """The positions in the context that each row and KV head reads in a layer. `is_target`: the
+    target itself drafts."""
+    found = list[list[list[int]]]()
+    cells = view.key_cells(layer).expand(-1, runner.cache.shape.num_kv_heads, -1)
+    for place, row in enumerate(view.rows):
+        own = [[cell for cell in of_head if cell >= 0] for of_head in cells[place].tolist()]
+        if view.tree is not None:
+            tree_positions = view.tree.positions_of(cells)[place].tolist()
+            own = [[p for p in of_head if p >= 0] for of_head in tree_positions]
+        if runner.offsets is not None:
+            where = places_of_copies(view, runner, source, layer, place, is_target)
+            own = [
+                [where[g][cell] for cell in of_head if cell < len(where[g])]
+                + [cell + int(runner.offsets[row]) for cell in of_head if cell >= len(where[g])]
+                for g, of_head in enumerate(own)
+            ]
+        is_once = all(len(set(of_head)) == len(of_head) for of_head in own)
+        assert is_once or view.tree is not None, "nothing is read twice"
+        found.append(own)
+    return found
+
+
+def places_of_copies(
+    view: KVView, runner: ModelRunner, source: ModelRunner, layer: int, place: int, is_target: bool
+) -> list[list[int]]:
+    """For each KV head, the position of each committed cell of a row of a copy: where the context
+    has the same key and the same value. What a standalone draft has appended itself since the
+    choice is nowhere else, and lies in the order of the text."""
+    row, count = torch.tensor([view.rows[place]]), int(view.committed[place])
+    assert runner.offsets is not None
+    context = count + int(runner.offsets[row])
+    copies, originals = (
+        [each[0] for each in cache.read(layer, cache.slots(row, torch.arange(size)[None]))]
+        for cache, size in ((runner.cache, count), (source.cache, context))
+    )
+    equal = torch.ones(copies[0].shape[0], count, context, dtype=torch.bool)
+    for copy, original in zip(copies, originals, strict=True):  # K, V: [G, tokens, D]
+        equal &= (copy[:, :, None] == original[:, None]).all(dim=3)
+    is_there, offset = equal.any(dim=2), int(runner.offsets[row])
+    assert is_there.all() or not is_target, "every cell holds what the context holds somewhere"
+    places = torch.where(is_there, equal.int().argmax(dim=2), torch.arange(count) + offset)
+    found: list[list[int]] = places.tolist()
+    return found
+
+
+def dictated(random: Random, vocab_size: int) -> Any:
+    """In place of `judge`: rows accept as many drafts as chance has it, often none or all, and a
+    random token follows."""
+    real = steps_module.judge
+
+    def judge(runner: ModelRunner, sampling: Any, proposal: Proposal, *args: Any) -> Judgement:
+        found, drafts = real(runner, sampling, proposal, *args), proposal.ids
+        if drafts.shape[1] == 0:
+            return found
+        following = torch.tensor([random.randrange(3, vocab_size) for _ in drafts])
+        if proposal.tree is not None:
+            most = proposal.tree.num_nodes
+            nodes = [random.choice((0, random.randint(0, most), most)) for _ in drafts]
+            paths = [sorted(proposal.tree.ancestors[node]) for node in nodes]
+            accepted = [len(path) - 1 for path in paths]
+            depth = proposal.tree.depth + 1
+            padded = [[*path, *path[-1:] * depth][:depth] for path in paths]
+            return Judgement.of(drafts, torch.tensor(accepted), following, torch.tensor(padded))
+        counts = proposal.counts or [drafts.shape[1]] * len(drafts)
+        accepted = [random.choice((0, n, random.randint(0, n))) for n in counts]
+        return Judgement.of(drafts, torch.tensor(accepted), following)
+
+    return judge
+
+
+@contextmanager
+def watched(random: Random, vocab_size: int, source: ModelRunner) -> Iterator[Watch]:
+    """What happens to requests that `source` holds, while acceptance is dictated."""
+    watch = Watch(target=source)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(steps_module, "judge", dictated(random, vocab_size))
+        watch_views(patch, watch)
+        watch_steps(patch, watch, source)
+        yield watch
+
+
+def watch_views(patch: pytest.MonkeyPatch, watch: Watch) -> None:
+    """Note the views that are made within draft forwards."""
+    make_view, admit = runner_module.make_view, CopiedKV.admit
+
+    def made(*args: Any, **kwargs: Any) -> KVView:
+        view = make_view(*args, **kwargs)
+        if watch.drafting is not None:
+            watch.note(view, watch.drafting)
+        return view
+
+    def admit_copies(kv: CopiedKV, requests: Sequence[Request]) -> None:
+        admit(kv, requests)
+        watch.sources[id(kv.runner.cache)] = kv.source
+
+    patch.setattr(CopiedKV, "admit", admit_copies)
+    patch.setattr(runner_module, "make_view", made)
+    patch.setattr(ModelRunner, "forward", noted(watch, ModelRunner.forward, False))
+    patch.setattr(ModelRunner, "draft", noted(watch, ModelRunner.draft, True))
+
+
+def noted(watch: Watch, call: Any, is_draft: bool) -> Any:
+    """A method of runners, within which views are those of drafts, if it drafts."""
+
+    def run(runner: ModelRunner, *args: Any, **kwargs: Any) -> Any:
+        watch.drafting = runner if is_draft or kwargs.get("is_draft") else None
+        try:
+            return call(runner, *args, **kwargs)
+        finally:
+            watch.drafting = None
+
+    return run
+
+
+def watch_steps(patch: pytest.MonkeyPatch, watch: Watch, source: ModelRunner) -> None:
+    """Note what is admitted, drafted and verified."""
+    admit, measure = Speculative.admit, Speculative.measure
+    draft, verify = Steps.draft, Steps.verify
+
+    def admitted(strategy: Speculative, batch: Batch) -> None:
+        for request in batch.requests:
+            watch.of(request).append(Admitted(request.cached_ids))
+        admit(strategy, batch)
+
+    def drafted(steps: Steps, batch: Batch, count: int, tree: Any = None) -> Proposal:
+        watch.forwards = {}
+        proposal = draft(steps, batch, count, tree)
+        for request, ids in zip(batch.requests, proposal.ids.tolist(), strict=True):
+            assert request.row is not None
+            if watch.is_measuring:
+                watch.of(request).append(Measured(request.cached_ids, count))
+                continue
+            text, row = request.cached_ids, torch.tensor([request.row])
+            slots = source.cache.slots(row, torch.arange(len(text))[None])
+            layers = range(source.cache.shape.num_layers)
+            keys = torch.stack([source.cache.read(layer, slots)[0][0] for layer in layers])
+            forwards = watch.forwards.get(request.row, [])
+            nodes = tree_of(proposal, request.last_token, ids)
+            watch.of(request).append(Drafted(text, nodes, count, forwards, keys))
+        return proposal
+
+    def verified(steps: Steps, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
+        texts = [(request.cached_ids, request.last_token) for request in batch.requests]
+        lines = verify(steps, batch, proposal)
+        if proposal is None or watch.is_measuring:
+            return lines
+        for place, request in enumerate(batch.requests):
+            (text, newest), ids = texts[place], proposal.ids[place].tolist()
+            if proposal.counts is not None:
+                ids = ids[: proposal.counts[place]]
+            tree, num_accepted = tree_of(proposal, newest, ids), lines[place][0]
+            path = path_of(tree, lines[place][1 : 1 + num_accepted])
+            watch.of(request).append(Verified(text, tree, tuple(path)))
+        return lines
+
+    def measured(strategy: Speculative, batch: Batch) -> list[float]:
+        watch.is_measuring = True
+        try:
+            return measure(strategy, batch)
+        finally:
+            watch.is_measuring = False
+
+    patch.setattr(Speculative, "admit", admitted)
+    patch.setattr(Speculative, "measure", measured)
+    patch.setattr(Steps, "draft", drafted)
+    patch.setattr(Steps, "verify", verified)
+
+
+def tree_of(proposal: Proposal, newest: int, ids: Sequence[int]) -> Tree:
+    """What is verified of a row."""
+    if proposal.tree is None:
+        return Tree.chain([newest, *ids])
+    return Tree((newest, *ids), (-1, *proposal.tree.parents))
+
+
+def path_of(tree: Tree, ids: Sequence[int]) -> list[int]:
+    """The nodes of a path from the newest token with these ids. Siblings differ."""
+    nodes = [0]
+    for token in ids:
+        pairs = enumerate(zip(tree.ids, tree.parents, strict=True))
+        nodes.append(next(n for n, pair in pairs if pair == (token, nodes[-1])))
+    return nodes
+
+
+@dataclass(frozen=True)
+class Run:
+    """Served requests, and what happened to each of them."""
+
+    requests: list[Request]
+    watch: Watch
+    runner: ModelRunner
+    draft: DraftModel | None
+
+
+def serve(
+    config: ModelConfig,
+    kv: KVSection,
+    random: Random,
+    *,
+    is_native: bool = False,
+    drafter: str = "self",
+    tree: str | None = None,
+) -> Run:
+    """Requests of random lengths that join and leave `NUM_ROWS` rows. Steps draft any number of
+    tokens, also none."""
+    prompts = random_prompts([random.choice(LENGTHS) for _ in range(NUM_REQUESTS)], 97, SEED)
+    requests = make_requests(prompts, [random.randint(1, MOST_NEW) for _ in prompts])
+    for request in requests:
+        request.arrived_s = random.uniform(0, 8)
+    runner = make_target(config, is_native, random.random() < 0.5)
+    draft = None
+    if drafter.endswith("model"):
+        draft = make_draft(
+            tiny_transformer(config, SEED), kv, NUM_ROWS, MAX_TOKENS, chunk=8,
+            max_drafts=MOST_DRAFTS, max_following=FOLLOWING,
+        )  # fmt: skip
+    of_drafts = runner if draft is None or draft.runner is None else draft.runner
+    keep_queries(of_drafts, kv)
+    draft_length: Any = RandomLength(random, per_row=random.random() < 0.5)
+    if tree is not None:
+        draft_length = WholeTrees(random)
+    decoding = DecodingSection("speculative", drafter, MOST_DRAFTS, tree)
+    setup = Setup(runner, decoding, kv, draft=draft, draft_length=draft_length, is_in_flight=True)
+    shape = runner.cache.shape
+    limits = Limits(
+        MAX_TOKENS,
+        shape.block_size,
+        shape.num_blocks if runner.num_blocks else None,
+        1 + MOST_NODES,
+        random.choice((None, 9)),
+    )
+    engine = Engine(runner, 64, limits, VirtualClock())
+    with watched(random, config.vocab_size, runner) as watch:
+        engine.serve(make_strategy("speculative", setup), requests)
+    return Run(requests, watch, runner, draft)
+
+
+def make_target(config: ModelConfig, is_native: bool, is_short: bool) -> ModelRunner:
+    """`is_short`: of blocks, so that requests are preempted and join again with a longer text."""
+    model = tiny_transformer(config, SEED)
+    backend = NativeBackend() if is_native else GroupedBackend()
+    runner = make_runner(
+        pack(model) if is_native else model, NUM_ROWS, MAX_TOKENS, backend, FOLLOWING
+    )  # fmt: skip
+    if is_native:
+        runner = replace(runner, executor=Executor(model, runner.group))
+    if is_short:
+        size = backend.block_size(8)
+        runner = replace(runner, block_tokens=8, num_blocks=1 - (-MAX_TOKENS // size))
+    return runner
+
+
+class WholeTrees(RandomLength):
+    """A step drafts a whole tree, or nothing."""
+
+    def begin(self, batch: Batch, measure: Any) -> None:
+        """Nothing is measured."""
+
+    def lengths(self, batch: Batch) -> list[int]:
+        return [self.random.choice((0, 3, 3))] * len(batch.requests)
