@@ -12,6 +12,8 @@ UNCOMPARED = "if nothing was compared"
 UNJUDGED = "if identical or not compared"
 ALL_EQUAL = "if all bits are equal"
 FEW_POSITIONS = f"{ALL_EQUAL}, or too few positions were measured"
+# The fields whose limits are those with `most_` before their names.
+LIMITED = ("error_ratio", "largest_error_ratio", "num_changed")
 
 
 @dataclass(frozen=True)
@@ -82,8 +84,8 @@ class ForwardErrors(Part):
         "number of positions that were compared with the wider model", null=ALL_EQUAL
     )
     decode_error: float | None = recorded(
-        "the baseline's error of a logit: root mean square over the vocabulary, geometric mean over "
-        "positions",
+        "the baseline's error of a logit: root mean square over the vocabulary, and geometric mean "
+        "over positions",
         "logits",
         null=ALL_EQUAL,
     )
@@ -110,7 +112,7 @@ class ForwardErrors(Part):
     expected_changed: float | None = recorded(
         "mean number of such positions that rounding makes", null=ALL_EQUAL
     )
-    most_changed: int | None = recorded(
+    most_num_changed: int | None = recorded(
         "the largest `num_changed` that is no alarm", null=ALL_EQUAL
     )
     hidden_error: float | None = recorded(
@@ -123,11 +125,7 @@ class ForwardErrors(Part):
     @property
     def alarms(self) -> list[str]:
         """The fields that exceed their limits."""
-        limits = {
-            "error_ratio": self.most_error_ratio,
-            "largest_error_ratio": self.most_largest_error_ratio,
-            "num_changed": self.most_changed,
-        }
+        limits = {name: getattr(self, f"most_{name}") for name in LIMITED}
         return [
             name
             for name, most in limits.items()

@@ -39,7 +39,7 @@ BLOCK = 8  # neighbouring positions of a row, whose errors have causes in common
 FEWEST_BLOCKS = 4
 MOST_POSITIONS = 1024  # that are measured: as many rows as have so many together, at least 4
 FEWEST_ROWS = 4
-MOST_SHIFTS = 64  # by which the errors of positions are subtracted from each other
+MOST_SHIFTS = 16  # by which the errors of positions are subtracted from each other
 SMALLEST = 1e-30  # error, so that ratios are finite
 FLOAT = torch.float64
 
@@ -200,14 +200,14 @@ def judge_errors(
         most_largest_error_ratio=None if largest is None else math.exp(largest),
         num_changed=int(errors.is_changed.sum()),
         expected_changed=sum(chances),
-        most_changed=most_by_chance(chances, 1 - EACH),
+        most_num_changed=most_by_chance(chances, 1 - EACH),
         hidden_error=None if seen is None else typical * math.sqrt(math.expm1(2 * seen)),
     )
 
 
 def block_means(values: Tensor, places: Sequence[int]) -> Tensor:
-    """The mean of each BLOCK neighbours of a row; fewer, at its end, count as a block if they are at
-    least half as many."""
+    """The mean of each BLOCK neighbours of a row. The fewer at its end count if they are at least
+    half as many."""
     means = list[Tensor]()
     for place in sorted(set(places)):
         row = values[[i for i, each in enumerate(places) if each == place]]
