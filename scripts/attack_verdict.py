@@ -293,7 +293,11 @@ def main() -> None:
             for attack in args.attack:
                 config = make_config(args, dtype, kernels, attack)
                 seeds = [replace(config.workload, seed=seed) for seed in range(args.num_seeds)]
-                results = [verdict_on(replace(config, workload=w), attack) for w in seeds]
+                results = list[tuple[str, Correctness]]()
+                for w in seeds:
+                    status, found = verdict_on(replace(config, workload=w), attack)
+                    results.append((status, found))
+                    print(kernels, dtype, attack, w.seed, status, *what_fired(found), flush=True)
                 add_row(table, [kernels, dtype, attack], results)
     Console(width=200).print(table)
     print(f"{time.perf_counter() - started:.0f} s")

@@ -3,7 +3,7 @@ and its test."""
 
 from __future__ import annotations
 
-from faults import gate, records, rings, runs, serving, simulator, speculation
+from faults import gate, records, rings, runs, serving, simulator, speculation, verdict
 
 PROPERTIES = (
     *runs.PROPERTIES,
@@ -13,4 +13,5 @@ PROPERTIES = (
     *speculation.PROPERTIES,
     *simulator.PROPERTIES,
     *gate.PROPERTIES,
+    *verdict.PROPERTIES,
 )

@@ -3,6 +3,7 @@ sees which fault. And what is kept of steps of every kind is what they were judg
 
 import copy
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from magicdec.runner import ModelRunner
 from magicdec.setup.prepare import prepare
 
 
+@cache
 def run(dtype: str, attack: str = "nothing") -> RunRecord:
     config = short_run(dtype, num_rows=4)
     config = replace(config, workload=replace(config.workload, prefix_len=96))
@@ -148,7 +150,7 @@ def test_a_wider_model_may_be_loaded_in_parts(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(wider, "PART_BYTES", 1 << 24)
     monkeypatch.setattr(wider, "LOGIT_BYTES", 1 << 20)
     monkeypatch.setattr(wider, "TILE_TOKENS", 40)
-    parts = verdict_of(run("float32")).forwards
+    parts = verdict_of(run.__wrapped__("float32")).forwards
     assert whole is not None and parts is not None
     assert parts.num_measured == whole.num_measured
     assert parts.decode_error == pytest.approx(whole.decode_error, rel=1e-6)

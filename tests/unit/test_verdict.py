@@ -83,6 +83,8 @@ def test_a_request_ends_where_its_end_tokens_and_its_length_say() -> None:
     assert ends_elsewhere(request_of([5, 4], 9, eos_token_ids=(4,))) == []
     (late,) = ends_elsewhere(request_of([5, 4, 3], 9, eos_token_ids=(4,)))
     assert (late.index, late.expected, late.found) == (2, None, 3)
+    (late,) = ends_elsewhere(request_of([5, 4, 3], 3, eos_token_ids=(4,)))
+    assert (late.index, late.expected, late.found) == (2, None, 3)
     (early,) = ends_elsewhere(request_of([5, 4, 3], 9))
     assert early.index == 3 and early.found is None
 
