@@ -99,8 +99,8 @@ def _verdict(record: RunRecord) -> str:
     where = "" if c.first_divergence is None else f"; {_place(c.first_divergence)}"
     checked = f"{_judged(c.judged_again)}{_measured(c.forwards)}"
     if not record.passed:
-        differences = "no difference" if c.identical else f"{where}{_explained(c)}".lstrip("; ")
-        return f"DIVERGED: {compared}, {differences}{checked}; no performance is reported"
+        differences = ", no difference" if c.identical else f"{where}{_explained(c)}"
+        return f"DIVERGED: {compared}{differences}{checked}; no performance is reported"
     if c.identical:
         return f"identical: {compared}, no difference{checked}"
     ties = f"ok with {c.num_excused} tie(s), not identical: {compared}{where}{_explained(c)}"
