@@ -20,7 +20,7 @@ from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.decoding.witness import Witness
 from magicdec.distributed.groups import Launch
 from magicdec.engine import Engine
-from magicdec.records.correctness import Correctness
+from magicdec.records.correctness import Correctness, JudgedAgain
 from magicdec.records.record import RunRecord
 from magicdec.run import wider
 from magicdec.run.judgement import judge_again
@@ -170,3 +170,27 @@ def test_the_wider_model_reads_the_prompts_of_the_run() -> None:
     expected = runner.forward(ids, [0, 1])
     assert chunk[0] == 0 and chunk[1].dtype == torch.float64
     assert (chunk[1] - expected).abs().max() < 1e-4
+
+
+def test_rows_with_unlike_numbers_of_drafts_are_judged_again(
+    monkeypatch: pytest.MonkeyPatch, trusted_lookups: None
+) -> None:
+    """Where a forward is one native call, they are verified together."""
+    config = short_run("float32", num_rows=3)
+    kept = list[Witness]()
+
+    def judge_and_keep(witness: Witness, *more: Any) -> JudgedAgain:
+        kept.append(witness)
+        return judge_again(witness, *more)
+
+    monkeypatch.setattr("magicdec.run.run.judge_again", judge_and_keep)
+    config = replace(
+        config,
+        model=replace(config.model, linear="auto", native_steps="on"),
+        attention=replace(config.attention, backend="native"),
+        decoding=replace(config.decoding, drafter="ngram", num_draft_tokens=5),
+    )
+    found = verdict_of(execute(prepare(config, Launch(0, 1, 0, 1)), is_leader=False).record)
+    assert found.identical and found.judged_again is not None and found.forwards is not None
+    assert found.judged_again.num_wrong == 0 and found.forwards.alarms == []
+    assert any(len(set(step.counts)) > 1 for witness in kept for step in witness.steps)
