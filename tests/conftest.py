@@ -65,8 +65,9 @@ from magicdec.sampling.sampling import make_params
 # No test asserts a bandwidth, and reading the real buffer takes as long as a small run. The small
 # one is used in the tests' process and in the ranks of rank_server.py, not in other processes.
 timing.BANDWIDTH_BYTES = 1 << 22
-# What is remembered of the checkpoints of tests goes with them. The first process of a run makes the
-# folder and removes it; workers and ranks, which end without clearing up, find it in the environment.
+# What is remembered of the checkpoints of tests goes with them. The first process of a run makes
+# the folder and removes it; workers and ranks, which end without clearing up, find it in the
+# environment.
 if "magicdec-checked-" not in os.environ.get(VARIABLE, ""):
     REMEMBERED = TemporaryDirectory(prefix="magicdec-checked-")
     os.environ[VARIABLE] = REMEMBERED.name

@@ -7,17 +7,19 @@ that follows.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from magicdec.config.tree_shape import TreeShape
 from magicdec.decoding.recorder import Recorder, Work, record
-from magicdec.decoding.steps import Steps
+from magicdec.decoding.steps import Steps, Verification
 from magicdec.decoding.strategy import Phase
+from magicdec.decoding.witness import Witness
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.drafter import Drafter, DraftShape
-from magicdec.kv.cache import BatchRows
+from magicdec.kv.cache import BatchRows, upload
 from magicdec.request import Batch
 from magicdec.runner import ModelRunner
 from magicdec.sampling.model_tokens import Proposal
@@ -25,6 +27,34 @@ from magicdec.sampling.model_tokens import Proposal
 MOST_CAPTURED = 16  # sets of rows whose captured steps are kept
 
 Works = dict[tuple[str, int, int], Work]
+
+
+@dataclass(frozen=True)
+class SeenLogits:
+    """Where captured verifications leave their logits until the next one: those of the rows of
+    which a witness keeps steps."""
+
+    rows: tuple[int, ...]
+    index: Tensor  # int64 [R]: their places in the captured batch
+    logits: Tensor  # [R, 1 + most drafts, V]
+
+    @classmethod
+    def of(
+        cls, runner: ModelRunner, rows: Sequence[int], batch: DeviceBatch, most_drafts: int
+    ) -> SeenLogits:
+        numbers = batch.rows.numbers
+        kept = tuple(row for row in numbers if row in rows)
+        index = upload([numbers.index(row) for row in kept], runner.device)
+        shape = len(kept), 1 + most_drafts, runner.model.width_out
+        return cls(kept, index, runner.cache.k.new_zeros(shape))
+
+    def take(self, verification: Verification) -> None:
+        logits = verification.logits()
+        self.logits[:, : logits.shape[1]].copy_(logits[self.index])
+
+    def of_rows(self, rows: Sequence[int], num_tokens: int) -> Tensor:
+        """A copy of the logits [R, T, V] that the last verification has left."""
+        return self.logits[[self.rows.index(row) for row in rows], :num_tokens]
 
 
 class CapturedSteps(Steps):
@@ -43,11 +73,13 @@ class CapturedSteps(Steps):
         phase: Phase,
         recorder: Recorder,
         is_in_flight: bool = False,
+        witness: Witness | None = None,
     ) -> None:
-        super().__init__(runner, drafter, phase, is_in_flight)
+        super().__init__(runner, drafter, phase, is_in_flight, witness)
         self.recorder = recorder
         self._captures_drafts = drafter is not None and drafter.can_capture
         self._works: Works = {}
+        self._seen: SeenLogits | None = None  # for the witness
         self._captured: dict[tuple[int, ...], tuple[DeviceBatch, Works, Proposal]] = {}
 
     @torch.inference_mode()
@@ -95,6 +127,11 @@ class CapturedSteps(Steps):
         count = 0 if proposal is None else self._hand_over(proposal)
         result = self._work("verify", count, 0)()
         verdict = self._read(result)
+        if self._seen is not None and self.witness is not None:
+            places = self.witness.wants(batch.rows)
+            if places:
+                logits = self._seen.of_rows([batch.rows[place] for place in places], 1 + count)
+                self.witness.keep(batch.requests, proposal, verdict, places, logits)
         if self.drafter is not None and not self._captures_drafts:
             # The captured verification did not truncate the drafter's cache.
             rows = BatchRows.of(self._rows, self.runner.device)
@@ -124,6 +161,8 @@ class CapturedSteps(Steps):
                 proposal = self._pending_proposal.first(count) if count else None
                 verification = self._begin(proposal)
                 self.runner.flush()
+                if self._seen is not None:
+                    self._seen.take(verification)
                 return self._finish(verification, self._captures_drafts)
 
             caches = [runner.cache.seq_lens for runner in self._runners]
@@ -167,6 +206,8 @@ class CapturedSteps(Steps):
             self._batch.load(batch)
             return
         self._works, self._pending_proposal = {}, self._make_proposal()
+        if self.witness is not None:
+            self._seen = SeenLogits.of(self.runner, self.witness.rows, self._batch, self._most)
         if self.is_in_flight:
             self._captured.pop(rows, None)
             while len(self._captured) >= MOST_CAPTURED:

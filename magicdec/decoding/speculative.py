@@ -170,6 +170,6 @@ def make_steps(setup: Setup, drafter: Drafter | None) -> Steps:
     """The steps that the setup asks for."""
     if setup.recorder.captures:
         return CapturedSteps(
-            setup.runner, drafter, setup.phase, setup.recorder, setup.is_in_flight
+            setup.runner, drafter, setup.phase, setup.recorder, setup.is_in_flight, setup.witness
         )  # fmt: skip
-    return Steps(setup.runner, drafter, setup.phase, setup.is_in_flight)
+    return Steps(setup.runner, drafter, setup.phase, setup.is_in_flight, setup.witness)

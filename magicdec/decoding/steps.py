@@ -16,6 +16,7 @@ from torch import Tensor
 
 from magicdec.config.tree_shape import TreeShape
 from magicdec.decoding.strategy import Phase
+from magicdec.decoding.witness import Witness
 from magicdec.device_batch import DeviceBatch
 from magicdec.drafting.draft_kv import AcceptedPath
 from magicdec.drafting.drafter import Drafter, DraftShape
@@ -43,15 +44,28 @@ class Verification:
             return outs[0]
         return torch.cat([out.flatten(0, 1) for out in outs]).unsqueeze(0)
 
+    def logits_of(self, places: Sequence[int]) -> Tensor:
+        """Those of some of the rows, which have these places: [R, K+1, V]. They are no copy if
+        they are those of one forward."""
+        logits = self.logits()
+        if self.places is not None:
+            return logits[0, self.places[list(places)]]
+        return logits if len(places) == len(logits) else logits[list(places)]
+
 
 class Steps:
     """Before and after each call, the host knows how many tokens each row has cached. If requests
     join a running batch (`is_in_flight`), the batch is loaded by the first step that needs it."""
 
     def __init__(
-        self, runner: ModelRunner, drafter: Drafter | None, phase: Phase, is_in_flight: bool = False
+        self,
+        runner: ModelRunner,
+        drafter: Drafter | None,
+        phase: Phase,
+        is_in_flight: bool = False,
+        witness: Witness | None = None,
     ) -> None:
-        self.runner, self.drafter = runner, drafter
+        self.runner, self.drafter, self.witness = runner, drafter, witness
         self.phase, self.is_in_flight = phase, is_in_flight
         self._runners: list[ModelRunner] = []
         self._batch: DeviceBatch
@@ -141,7 +155,11 @@ class Steps:
             self._batch.sampling.spoil()
             if self._batch.sampling.flaws is None:
                 raise NotFinite.after(*self._flawed(verification))
-        return self._read(self._finish(verification))
+        verdicts = self._read(self._finish(verification))
+        if self.witness is not None and (places := self.witness.wants(batch.rows)):
+            logits = verification.logits_of(places)
+            self.witness.keep(batch.requests, proposal, verdicts, places, logits)
+        return verdicts
 
     def _flawed(self, verification: Verification) -> tuple[int, int]:
         """A request whose logits are not finite, and the number of its output tokens. If a draft

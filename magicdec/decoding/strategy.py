@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from magicdec.decoding.recorder import Eager, Recorder
+from magicdec.decoding.witness import Witness
 from magicdec.drafting.draft_length import DraftLength
 from magicdec.drafting.drafter import DraftSetup
 from magicdec.names import STRATEGIES, load_named
@@ -28,6 +29,7 @@ class Setup(DraftSetup):
     draft_length: DraftLength | None = None  # default: made from `decoding`
     recorder: Recorder = Eager()  # default: nothing is captured
     is_in_flight: bool = False  # requests join a running batch, and rows are used again
+    witness: Witness | None = None  # keeps logits of steps
 
 
 class DecodingStrategy(Protocol):

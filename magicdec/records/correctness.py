@@ -3,12 +3,17 @@ torch."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from magicdec.records.fields import Part, recorded
 
 UNCOMPARED = "if nothing was compared"
 UNJUDGED = "if identical or not compared"
+ALL_EQUAL = "if all bits are equal"
+FEW_POSITIONS = f"{ALL_EQUAL}, or too few positions were measured"
+# The fields whose limits are those with `most_` before their names.
+LIMITED = ("error_ratio", "largest_error_ratio", "num_changed")
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,104 @@ class Divergence(Part):
         "logits",
         null="if an output does not end where its end token or length limit says",
     )
+
+
+@dataclass(frozen=True)
+class Misjudged(Part):
+    """A token that the logits of its own step do not allow."""
+
+    sequence: int = recorded("prompt, counted from 0")
+    index: int = recorded("output token, counted from 0")
+    expected: int | None = recorded(
+        "the token id that follows from the logits",
+        null="if none does: the step, or the request, should have ended before",
+    )
+    found: int | None = recorded("the token id that was emitted or decided on", null="if none was")
+
+
+@dataclass(frozen=True)
+class JudgedAgain(Part):
+    """Steps that were judged again from their own logits."""
+
+    num_steps: int = recorded("number of steps that were judged again, of both passes")
+    num_steps_of_all: int = recorded("number of all steps of the rows that were watched")
+    num_tokens: int = recorded("number of tokens that these steps should have emitted")
+    num_wrong: int = recorded(
+        "number of rows of these steps, and of ends of requests, that are not what the logits and "
+        "the end tokens say; the run is `diverged` unless this is 0"
+    )
+    first_wrong: Misjudged | None = recorded("the first of them", null="if there is none")
+
+    @classmethod
+    def sum_of(cls, parts: Sequence[JudgedAgain]) -> JudgedAgain:
+        """Of several passes together."""
+        wrong = [part.first_wrong for part in parts if part.first_wrong is not None]
+        return cls(
+            sum(part.num_steps for part in parts),
+            sum(part.num_steps_of_all for part in parts),
+            sum(part.num_tokens for part in parts),
+            sum(part.num_wrong for part in parts),
+            wrong[0] if wrong else None,
+        )
+
+
+@dataclass(frozen=True)
+class ForwardErrors(Part):
+    """The logits of both passes after the same text, over the last batch."""
+
+    num_positions: int = recorded("number of positions of which both passes kept logits")
+    num_unequal: int = recorded("number of those whose logits differ in a bit")
+    num_measured: int | None = recorded(
+        "number of positions that were compared with the wider model", null=ALL_EQUAL
+    )
+    decode_error: float | None = recorded(
+        "the baseline's error of a logit: root mean square over the vocabulary, and geometric mean "
+        "over positions",
+        "logits",
+        null=ALL_EQUAL,
+    )
+    verify_error: float | None = recorded(
+        "the same of the requested strategy", "logits", null=ALL_EQUAL
+    )
+    error_ratio: float | None = recorded(
+        "geometric mean, over positions, of the strategy's error over the baseline's",
+        null=ALL_EQUAL,
+    )
+    most_error_ratio: float | None = recorded(
+        "the largest `error_ratio` that is no alarm", null=FEW_POSITIONS
+    )
+    largest_error_ratio: float | None = recorded(
+        "the largest ratio at one position", null=ALL_EQUAL
+    )
+    most_largest_error_ratio: float | None = recorded(
+        "the largest `largest_error_ratio` that is no alarm", null=FEW_POSITIONS
+    )
+    num_changed: int | None = recorded(
+        "number of positions at which the largest logits are those of different tokens",
+        null=ALL_EQUAL,
+    )
+    expected_changed: float | None = recorded(
+        "mean number of such positions that rounding makes", null=ALL_EQUAL
+    )
+    most_num_changed: int | None = recorded(
+        "the largest `num_changed` that is no alarm", null=ALL_EQUAL
+    )
+    hidden_error: float | None = recorded(
+        "errors that are added to the logits of verifications and have at least this root mean "
+        "square would have given an alarm with a probability of 0.99",
+        "logits",
+        null=FEW_POSITIONS,
+    )
+
+    @property
+    def alarms(self) -> list[str]:
+        """The fields that exceed their limits."""
+        limits = {name: getattr(self, f"most_{name}") for name in LIMITED}
+        return [
+            name
+            for name, most in limits.items()
+            if most is not None and not getattr(self, name) <= most
+        ]
 
 
 @dataclass(frozen=True)
@@ -54,7 +157,7 @@ class Correctness(Part):
         "number of differing sequences that are ties", null=UNCOMPARED
     )
     num_diverged: int | None = recorded(
-        "number of differing sequences that are not ties; the run is `diverged` unless this is 0",
+        "number of differing sequences that are not ties; the run is `diverged` unless it is 0",
         null=UNCOMPARED,
     )
     margin_bound: float | None = recorded(
@@ -78,11 +181,25 @@ class Correctness(Part):
     num_short_reference: int | None = recorded(
         "the same for the reference's outputs to the same prompts", null=UNJUDGED
     )
+    judged_again: JudgedAgain | None = recorded(
+        "steps that were judged again from their own logits", null=UNCOMPARED
+    )
+    forwards: ForwardErrors | None = recorded(
+        "how far the logits of both passes are from the wider model's",
+        null=f"{UNCOMPARED}, or the last batch was interrupted",
+    )
 
     @property
     def passed(self) -> bool:
-        """Whether nothing was compared, all tokens are identical, or every difference is a tie."""
-        return self.reference is None or bool(self.identical) or self.num_diverged == 0
+        """Whether nothing was compared, or all parts of the verdict are good: all tokens are
+        identical or every difference is a tie, every step that was judged again is right, and the
+        errors of the forwards give no alarm."""
+        if self.reference is None:
+            return True
+        has_wrong_steps = self.judged_again is not None and self.judged_again.num_wrong > 0
+        has_alarms = self.forwards is not None and bool(self.forwards.alarms)
+        is_same = bool(self.identical) or self.num_diverged == 0
+        return is_same and not has_wrong_steps and not has_alarms
 
     @property
     def status(self) -> str:

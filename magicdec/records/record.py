@@ -68,7 +68,8 @@ class RunRecord(MeasuredRecord):
     status: str = recorded(
         "`ok`: the run finished, and all tokens are identical or were not compared; "
         "`ok_with_ties`: some sequences differ, and the rounding of the run explains it; "
-        "`diverged`: it does not explain it; `failed`: an error ended the run",
+        "`diverged`: it does not explain it, or steps or forwards are wrong; `failed`: an error "
+        "ended the run",
         choices=STATUSES,
     )
     error: str | None = recorded(

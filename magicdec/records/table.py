@@ -13,7 +13,12 @@ from typing import Any
 
 from magicdec.names import BASELINE, FULL_KV_POLICY
 from magicdec.records.comparison.conditions import policy_of
-from magicdec.records.correctness import Correctness, Divergence
+from magicdec.records.correctness import (
+    Correctness,
+    Divergence,
+    ForwardErrors,
+    JudgedAgain,
+)
 from magicdec.records.fields import Recorded
 from magicdec.records.metric_tables import MANY, has_enough, metric_rows
 from magicdec.records.performance import Metrics
@@ -91,13 +96,48 @@ def _verdict(record: RunRecord) -> str:
     if c.reference is None:
         return f"{c.num_tokens} tokens; not compared with another way of decoding them"
     compared = f"{c.num_tokens} tokens compared with {c.reference}"
-    if c.identical:
-        return f"identical: {compared}, no difference"
     where = "" if c.first_divergence is None else f"; {_place(c.first_divergence)}"
-    explained = _explained(c)
-    if record.passed:
-        return f"ok with {c.num_excused} tie(s), not identical: {compared}{where}{explained}"
-    return f"DIVERGED: {compared}{where}{explained}; no performance is reported"
+    checked = f"{_judged(c.judged_again)}{_measured(c.forwards)}"
+    if not record.passed:
+        differences = ", no difference" if c.identical else f"{where}{_explained(c)}"
+        return f"DIVERGED: {compared}{differences}{checked}; no performance is reported"
+    if c.identical:
+        return f"identical: {compared}, no difference{checked}"
+    ties = f"ok with {c.num_excused} tie(s), not identical: {compared}{where}{_explained(c)}"
+    return f"{ties}{checked}"
+
+
+def _judged(found: JudgedAgain | None) -> str:
+    """How the steps were that were judged again. Older records do not say it."""
+    if found is None:
+        return ""
+    text = f"; {found.num_steps} of {found.num_steps_of_all} steps judged again"
+    first = found.first_wrong
+    if first is None:
+        return f"{text}, all right"
+    return (
+        f"{text}, {found.num_wrong} WRONG, first at sequence {first.sequence}, token {first.index}"
+    )
+
+
+def _measured(found: ForwardErrors | None) -> str:
+    """What the errors of the forwards were. Older records do not say it."""
+    if found is None or not found.num_positions:
+        return ""
+    if not found.num_unequal:
+        return f"; logits of both passes equal at {found.num_positions} positions"
+    text = (
+        f"; errors of the logits {found.verify_error:.2g}, the baseline's {found.decode_error:.2g}"
+    )
+    if found.alarms:
+        limits = ", ".join(
+            f"{name} {getattr(found, name):.3g} of at most {getattr(found, f'most_{name}'):.3g}"
+            for name in found.alarms
+        )
+        return f"{text}: TOO LARGE for rounding ({limits})"
+    if found.hidden_error is None:
+        return f"{text}, at too few positions for limits"
+    return f"{text}; more than {found.hidden_error:.2g} added to them would have been seen"
 
 
 def _explained(c: Correctness) -> str:

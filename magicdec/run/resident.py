@@ -49,6 +49,11 @@ class Prompts:
         self.progress, self.is_kept = progress, is_kept
         self.engine = Engine(make_runner(), chunk)
         self._batches: dict[int, Prefilled] = {}
+        self._last: int | None = None  # the batch that is in the newest cache
+
+    def holds(self, index: int) -> bool:
+        """Whether the prompts of the batch are in a cache."""
+        return index in self._batches or index == self._last
 
     def batch(self, index: int, prepared: Prepared) -> Prefilled:
         """The batch of that number, prefilled now unless it was kept."""
@@ -56,7 +61,9 @@ class Prompts:
             return self._batches[index]
         if self.is_kept and index:
             self.engine = Engine(self.make_runner(), self.chunk)
+        self._last = None
         batch = self._prefill(index, prepared)
+        self._last = index
         if self.is_kept:
             self._batches[index] = batch
         return batch
@@ -64,6 +71,7 @@ class Prompts:
     def forget(self) -> None:
         """The caches no longer hold the prompts."""
         self._batches.clear()
+        self._last = None
 
     def _prefill(self, index: int, prepared: Prepared) -> Prefilled:
         w, engine = prepared.config.workload, self.engine

@@ -156,25 +156,27 @@ def chances_to_differ(gaps: Sequence[Gaps]) -> list[float]:
     token with the smaller id wins among equal logits.
     """
     moves = torch.cat([(g.verify - g.decode).abs() for g in gaps]).sort().values
+    return [1 - (1 - changes(moves, g.decode)).prod().item() for g in gaps]
+
+
+def changes(moves: Tensor, gaps: Tensor) -> Tensor:
+    """For gaps [N] between two tokens, the probability [N] that a move to either side alike, of one
+    of the sizes `moves` [M], which are sorted, changes which of them has the larger logit."""
     if len(moves) == 0:
-        return [0.0] * len(gaps)
+        return torch.zeros_like(gaps)
     smallest = torch.finfo(moves.dtype).tiny
-    chances = []
-    for g in gaps:
-        larger = len(moves) - torch.searchsorted(moves, g.decode, right=True)
-        as_large = len(moves) - torch.searchsorted(moves, g.decode.clamp(min=smallest))
-        changed = (larger + as_large) / (4 * len(moves))
-        chances.append(1 - (1 - changed).prod().item())
-    return chances
+    larger = len(moves) - torch.searchsorted(moves, gaps, right=True)
+    as_large = len(moves) - torch.searchsorted(moves, gaps.clamp(min=smallest))
+    return (larger + as_large) / (4 * len(moves))
 
 
-def most_by_chance(chances: Sequence[float]) -> int:
+def most_by_chance(chances: Sequence[float], confidence: float = CONFIDENCE) -> int:
     """The number of events, independent and with these probabilities, that is exceeded with a
-    probability of at most 1 - CONFIDENCE."""
+    probability of at most 1 - `confidence`."""
     of_count = np.ones(1)  # the probability of each number of events
     for chance in chances:
         of_count = np.convolve(of_count, [1 - chance, chance])
-    return min(len(chances), int(np.searchsorted(of_count.cumsum(), CONFIDENCE)))
+    return min(len(chances), int(np.searchsorted(of_count.cumsum(), confidence)))
 
 
 def is_by_chance(expected: int, found: int) -> bool:

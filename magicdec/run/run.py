@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -19,6 +20,7 @@ from magicdec.console import Progress, make_progress
 from magicdec.cost_model.roofline import bytes_read
 from magicdec.decoding.recorder import CudaGraphs, Eager, Recorder
 from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
+from magicdec.decoding.witness import Witness
 from magicdec.drafting.draft_length import make_draft_length
 from magicdec.hardware.environment import watch_gpu
 from magicdec.hardware.other_load import LoadWatch
@@ -31,19 +33,23 @@ from magicdec.hardware.timing import (
     synchronize,
 )
 from magicdec.kv.forward_counts import ForwardCounts
-from magicdec.memory.model_plan import Kinds, ModelPlan, max_tokens
+from magicdec.memory.model_plan import Kinds, ModelPlan, StagePart, max_tokens
 from magicdec.memory.sampler import MemoryTaken, MemoryWatch
+from magicdec.model.transformer import Transformer
 from magicdec.names import BASELINE, REFERENCE_BACKEND
-from magicdec.records.correctness import Correctness
+from magicdec.records.correctness import Correctness, ForwardErrors, JudgedAgain
 from magicdec.records.samples import PassSamples, PrefillSamples, to_ms
 from magicdec.request import Request, naming
 from magicdec.run.check import WIDER, Replays, check_outputs, uncompared
+from magicdec.run.forwards import measure_forwards
+from magicdec.run.judgement import judge_again
 from magicdec.run.outcome import (
     Measured,
     Outcome,
     make_record,
 )
 from magicdec.run.resident import Prefilled, Resident, Room
+from magicdec.run.wider import WiderTexts
 from magicdec.runner import ModelRunner
 from magicdec.setup.loading import (
     copy_runner,
@@ -58,10 +64,12 @@ from magicdec.setup.session import RankSession, session_of
 
 @dataclass(frozen=True)
 class MeasuredBatch:
-    """What a pass over one batch has left: its samples, and its requests, which have ended."""
+    """What a pass over one batch has left: its samples, its requests, which have ended, and how
+    its steps were judged again, if tokens are compared."""
 
     samples: PassSamples
     requests: list[Request]
+    judged: JudgedAgain | None
 
 
 class RankCounts(NamedTuple):
@@ -106,6 +114,7 @@ class Run:
         self.passes = [BASELINE, d.strategy] if has_baseline else [d.strategy]
         self.prefilled: list[Prefilled] = []  # the batches so far
         self.measured: dict[str, list[MeasuredBatch]] = {name: [] for name in self.passes}
+        self.kept: dict[str, Witness] = {}  # of the last pass of each name
         self.warmup_calibration_ms: float | None = None
         self.is_timed = self.device.type == "cpu" or self.config.output.benchmark
 
@@ -139,20 +148,35 @@ class Run:
             self.copies[id(runner)] = copy_runner(plan, runner, copy)
         runner.drafting = self.copies[id(runner)]
 
-    def make_reference(self) -> ModelRunner:
-        """A runner with the same weights in a wider dtype, which uses only torch's operators."""
+    def load_wider(self, part: StagePart = StagePart()) -> Transformer:
+        """This rank's weights of the target, or of a part of it, in a wider dtype, for torch's own
+        operators alone."""
         dtype = WIDER[self.config.model.dtype]
         weights = "int8" if self.config.model.target_dtype == "int8" else dtype
-        group, kinds = self.groups.target, Kinds(dtype, weights)
-        model = load_model(self.prepared.source, group, kinds, self.device, self.progress)
-        return ModelRunner(model, make_backend(REFERENCE_BACKEND), group, 1, self.max_tokens)
+        source, group, kinds = self.prepared.source, self.groups.target, Kinds(dtype, weights)
+        return load_model(source, group, kinds, self.device, self.progress, part)
 
-    def make_strategy(self, name: str, timer: PhaseTimer) -> DecodingStrategy:
+    def make_reference(self) -> ModelRunner:
+        """A runner of the whole target in a wider dtype."""
+        model, backend = self.load_wider(), make_backend(REFERENCE_BACKEND)
+        return ModelRunner(model, backend, self.groups.target, 1, self.max_tokens)
+
+    def make_witness(self, name: str) -> Witness | None:
+        """Who keeps logits of the next pass of that name; None if nothing is compared."""
+        if not self.is_compared:
+            return None
+        w, most = self.config.workload, self.config.decoding.most_draft_tokens
+        seed, num_drafts = f"{w.seed} {len(self.measured[name])}", 0 if name == BASELINE else most
+        return Witness.of(self.runner, w.batch_size, num_drafts, w.num_new_tokens, seed, most)
+
+    def make_strategy(
+        self, name: str, timer: PhaseTimer, witness: Witness | None = None
+    ) -> DecodingStrategy:
         captures = self.config.decoding.cuda_graphs == "on"
         recorder: Recorder = CudaGraphs(self.device) if captures else Eager()
         setup = Setup(
             self.runner, self.config.decoding, self.config.kv, self.draft, self.prepared.corpus,
-            timer, self.draft_length, recorder,
+            timer, self.draft_length, recorder, witness=witness,
         )  # fmt: skip
         return make_strategy(name, setup)
 
@@ -206,11 +230,13 @@ class Run:
     def measure_pass(self, name: str, snapshots: list[Request]) -> None:
         """Measure a pass over the batch in use. One that is interrupted leaves nothing."""
         samples, w, threads = PassSamples.empty(), self.config.workload, ThreadCount()
-        timer = PhaseTimer(self.device, self.is_timed)
+        timer, witness = PhaseTimer(self.device, self.is_timed), self.make_witness(name)
         self.engine.rewind(snapshots)
-        strategy = self.make_strategy(name, timer)
+        strategy = self.make_strategy(name, timer, witness)
         threads.note()
         self.begin(name, strategy, samples)
+        if witness is not None:
+            witness.is_watching = True
         before = [runner.counts.copy() for runner in self.runners()]
         self.memory.note()
         reset_peak_memory(self.device)
@@ -229,7 +255,10 @@ class Run:
         self.gpu.read()
         samples.observe_phases(timer.seconds)
         self.gather_counts(name, samples, before, threads)
-        self.measured[name].append(MeasuredBatch(samples, [r.snapshot() for r in finished]))
+        requests, judged = [r.snapshot() for r in finished], None
+        if witness is not None:
+            judged, self.kept[name] = judge_again(witness, finished, self.runner), witness
+        self.measured[name].append(MeasuredBatch(samples, requests, judged))
 
     def gather_counts(
         self,
@@ -298,11 +327,13 @@ class Run:
         distribution."""
         return BASELINE in self.passes[:-1] and self.config.sampling.temperature == 0
 
-    def check(self, measured: Measured) -> Correctness:
-        """Compare the tokens of the requested strategy with those of the baseline of this run."""
+    def check(self, measured: Measured, is_whole: bool = True) -> Correctness:
+        """Compare the tokens of the requested strategy with those of the baseline of this run, and
+        judge its steps and, if the last batch `is_whole`, its forwards."""
         requests = measured.requests
         if not self.is_compared:
             return uncompared(requests)
+        forwards = self.measure_forwards() if is_whole else None
         replays = Replays(
             self.runner, self.make_reference, self.config.decoding.most_draft_tokens,
             self.config.attention.prefill_chunk,
@@ -310,7 +341,26 @@ class Run:
         correctness = check_outputs(BASELINE, measured.finished[BASELINE], requests, replays)
         if not correctness.identical:
             self.prompts.forget()  # the replays have taken the place of a batch
-        return correctness
+        judged = [each.judged for batches in self.measured.values() for each in batches]
+        return replace(
+            correctness,
+            judged_again=JudgedAgain.sum_of([each for each in judged if each is not None]),
+            forwards=forwards,
+        )
+
+    def measure_forwards(self) -> ForwardErrors:
+        """Of the last batch, by what was kept of both passes over it."""
+        last = len(self.measured[BASELINE]) - 1
+        if not self.prompts.holds(last):
+            self.use(self.prompts.batch(last, self.prepared))
+        decode, verify = (
+            (self.kept[name], self.measured[name][last].requests) for name in self.passes
+        )
+        dtype = self.config.model.dtype
+        return measure_forwards(decode, verify, self.runner, self.make_wider_texts, dtype)
+
+    def make_wider_texts(self) -> WiderTexts:
+        return WiderTexts(self.runner, self.load_wider, partial(make_backend, REFERENCE_BACKEND))
 
 
 def execute(prepared: Prepared, is_leader: bool) -> Outcome:

@@ -185,7 +185,9 @@ class Together:
         """None if tokens differ, and a pass that has not come to its end is in the way of judging
         that."""
         run, num_batches = each.run, self.num_done(each)
-        run.measured[BASELINE] = self.lead.measured[BASELINE]
+        run.measured[BASELINE], run.kept[BASELINE] = (
+            self.lead.measured[BASELINE], self.lead.kept[BASELINE],
+        )  # fmt: skip
         taken = NOT_MEASURED
         if not self.is_broken:
             taken = replace(run.memory.measured(self.group), process=None)
@@ -196,6 +198,6 @@ class Together:
         return make_record(
             run.prepared.first_batches(num_batches),
             measured,
-            run.check(measured),
+            run.check(measured, is_whole=not self.is_broken),
             self.load.add_to(environment),
         )

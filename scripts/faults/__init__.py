@@ -3,7 +3,17 @@ and its test."""
 
 from __future__ import annotations
 
-from faults import choices, gate, records, rings, runs, serving, simulator, speculation
+from faults import (
+    choices,
+    gate,
+    records,
+    rings,
+    runs,
+    serving,
+    simulator,
+    speculation,
+    verdict,
+)
 
 PROPERTIES = (
     *runs.PROPERTIES,
@@ -14,4 +24,5 @@ PROPERTIES = (
     *simulator.PROPERTIES,
     *gate.PROPERTIES,
     *choices.PROPERTIES,
+    *verdict.PROPERTIES,
 )

@@ -20,7 +20,13 @@ from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.records import table
-from magicdec.records.correctness import Correctness, Divergence
+from magicdec.records.correctness import (
+    Correctness,
+    Divergence,
+    ForwardErrors,
+    JudgedAgain,
+    Misjudged,
+)
 from magicdec.records.fields import Recorded
 from magicdec.records.intervals import FEWEST_BATCHES, ratio_interval
 from magicdec.records.metrics import decode_metrics
@@ -156,6 +162,32 @@ def test_one_run_is_printed_with_its_verdict(capsys: pytest.CaptureFixture[str])
     assert "3 token(s) are not the wider model's choice, of the baseline's 4" in out
     alone = make(correctness=asdict(Correctness(None, num_tokens=99)), baseline_metrics=None)
     assert "99 tokens; not compared" in printed(alone, capsys)
+
+
+def test_a_verdict_says_what_its_parts_have_found(capsys: pytest.CaptureFixture[str]) -> None:
+    """Equal tokens with wrong steps or forwards are no `identical`."""
+    judged = JudgedAgain(30, 31, 99, 0)
+    measured = ForwardErrors(9, 8, 8, 0.023, 0.024, 1.04, 1.3, 1.8, 4.0, 1, 0.5, 3, 0.0222)
+
+    def line(parts: Correctness) -> str:
+        run, none = make(), dict.fromkeys(("metrics", "baseline_metrics"))
+        status = {"status": parts.status, "correctness": asdict(parts)}
+        return " ".join(printed(run | status | (none if not parts.passed else {}), capsys).split())
+
+    right = replace(IDENTICAL, judged_again=judged, forwards=ForwardErrors(9, 0))
+    out = line(right)
+    assert out.startswith("identical: 99 tokens compared with autoregressive, no difference; 30 of")
+    assert "30 of 31 steps judged again, all right; logits of both passes equal at 9 pos" in out
+    out = line(replace(right, forwards=measured))
+    assert "errors of the logits 0.024, the baseline's 0.023; more than 0.022 added" in out
+    few = replace(measured, most_error_ratio=None, hidden_error=None)
+    assert "at too few positions for limits" in line(replace(right, forwards=few))
+    out = line(replace(right, forwards=replace(measured, error_ratio=1.7, num_changed=4)))
+    assert out.startswith("DIVERGED: 99 tokens compared with autoregressive, no difference; 30")
+    assert "(error_ratio 1.7 of at most 1.3, num_changed 4 of at most 3); no performance" in out
+    wrong = replace(judged, num_wrong=2, first_wrong=Misjudged(1, 3, 5, 9))
+    out = line(replace(right, judged_again=wrong))
+    assert "2 WRONG, first at sequence 1, token 3; logits of both passes equal" in out
 
 
 def test_runs_without_performance_are_printed_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,13 @@ from magicdec.hardware.environment import describe_environment
 from magicdec.memory.plan import MemoryPlan
 from magicdec.memory.sampler import MemoryTaken, describe_memory
 from magicdec.model.checkpoint.source import ModelSource
-from magicdec.records.correctness import Correctness, Divergence
+from magicdec.records.correctness import (
+    Correctness,
+    Divergence,
+    ForwardErrors,
+    JudgedAgain,
+    Misjudged,
+)
 from magicdec.records.performance import Metrics
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord, append_record
@@ -45,6 +51,11 @@ PASSED = Correctness("autoregressive", True, 12, None, 0, 0, 1e-4)
 WORST = Divergence(1, 3, 5, 9, 0.5)
 DIVERGED = Correctness("autoregressive", False, 12, WORST, 0, 1, 1e-4)
 TIED = replace(DIVERGED, num_excused=1, num_diverged=0)
+MISJUDGED = replace(
+    PASSED,
+    judged_again=JudgedAgain(9, 9, 12, 1, Misjudged(1, 3, 5, 9)),
+    forwards=ForwardErrors(9, 0),
+)
 UNCOMPARED = Correctness(None, num_tokens=12)
 NO_METRICS = Metrics(bytes_read=0)
 
@@ -132,6 +143,7 @@ RECORDS = {
     "speculative": lambda: run_record("speculative", PASSED),
     "tie": lambda: run_record("speculative", TIED),
     "diverged": lambda: run_record("speculative", DIVERGED),
+    "misjudged": lambda: run_record("speculative", MISJUDGED),
     "baseline": lambda: run_record("autoregressive", UNCOMPARED),
     "alone": lambda: run_record("speculative", UNCOMPARED),
     "random": lambda: run_record("speculative", PASSED, is_random=True),
@@ -201,7 +213,7 @@ def test_the_workload_is_described_without_its_prompts() -> None:
 def test_only_correct_runs_have_performance() -> None:
     for kind, make in RECORDS.items():
         record = make()
-        is_correct = kind not in ("diverged", "failed")
+        is_correct = kind not in ("diverged", "misjudged", "failed")
         assert (record.metrics is not None) == is_correct, kind
         assert (record.baseline_metrics is not None) == (
             kind in ("speculative", "tie", "random", "answered")
@@ -250,6 +262,7 @@ def test_random_weights_have_times_but_no_acceptance() -> None:
         {"status": "ok", "correctness": PASSED, "error": "E: no"},
         {"status": "ok"},
         {"status": "ok", "correctness": DIVERGED},
+        {"status": "ok", "correctness": MISJUDGED},
         {"status": "ok", "correctness": Correctness("autoregressive")},
         {"status": "ok_with_ties", "correctness": PASSED},
         {"status": "ok_with_ties", "correctness": UNCOMPARED},

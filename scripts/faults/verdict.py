@@ -1,0 +1,124 @@
+"""Of the verdict on a run."""
+
+from __future__ import annotations
+
+from faults.fault import Fault, Property
+
+VERDICT = "test_verdict.py::"
+
+PROPERTIES = (
+    Property(
+        "A step that is judged again is judged by its logits alone, without tolerance.",
+        f"{VERDICT}test_a_step_is_judged_by_its_logits_alone",
+        (
+            Fault(
+                "the step's own decision believed",
+                "run/judgement.py",
+                "is_right = decided == walk.tokens and got == should",
+                "is_right = got == should",
+            ),
+            Fault(
+                "what a request has got not looked at",
+                "run/judgement.py",
+                "is_right = decided == walk.tokens and got == should",
+                "is_right = decided == walk.tokens",
+            ),
+            Fault(
+                "padding judged as drafts",
+                "run/judgement.py",
+                "list(range(count)) if tree is None",
+                "list(range(step.drafts.shape[1])) if tree is None",
+            ),
+            Fault(
+                "steps judged wrong not counted",
+                "run/judgement.py",
+                "            wrong += first_wrong(step, walk)\n",
+                "",
+            ),
+        ),
+    ),
+    Property(
+        "A request ends where its end tokens and its length say.",
+        f"{VERDICT}test_a_request_ends_where_its_end_tokens_and_its_length_say",
+        (
+            Fault(
+                "tokens after the end not seen",
+                "run/judgement.py",
+                "if ended == [len(output)]:",
+                "if len(output) in ended:",
+            ),
+        ),
+    ),
+    Property(
+        "Logits of two passes are compared after the same text alone.",
+        f"{VERDICT}test_logits_are_compared_after_the_same_text_alone",
+        (
+            Fault(
+                "logits compared after other texts",
+                "run/forwards.py",
+                "            if expected != found:\n                break\n",
+                "",
+            ),
+            Fault(
+                "logits taken for those of the next token",
+                "run/forwards.py",
+                "of_request[first + count - 1] =",
+                "of_request[first + count] =",
+            ),
+        ),
+    ),
+    Property(
+        "Honest forwards exceed the limits of the verdict in one of a thousand runs.",
+        f"{VERDICT}test_honest_forwards_exceed_the_limits_once_in_a_thousand_runs",
+        (
+            Fault(
+                "limits of the errors without chance",
+                "run/forwards.py",
+                "math.log(allowed) + quantile(freedom, 1 - 2 * EACH) * error",
+                "math.log(allowed)",
+            ),
+            Fault(
+                "the largest of many ratios judged like one",
+                "run/forwards.py",
+                "inv_cdf(1 - EACH / len(ratios))",
+                "inv_cdf(0.99)",
+            ),
+            Fault(
+                "changes expected of one pass's errors alone",
+                "run/forwards.py",
+                "(of_gaps - of_gaps.roll(s)).abs()",
+                "(of_gaps / 4).abs()",
+            ),
+        ),
+    ),
+    Property(
+        "Errors as large as the verdict says would have been seen.",
+        f"{VERDICT}test_errors_as_large_as_the_verdict_says_would_have_been_seen",
+        (
+            Fault(
+                "what could hide without the chance to miss it",
+                "run/forwards.py",
+                "return limit, limit + quantile(freedom, 2 * SEEN - 1) * error",
+                "return limit, math.log(allowed)",
+            ),
+        ),
+    ),
+    Property(
+        "A run with one wrong step, or whose errors give an alarm, has diverged.",
+        f"{VERDICT}test_a_part_of_the_verdict_that_is_bad_makes_the_run_diverge",
+        (
+            Fault(
+                "wrong steps forgiven",
+                "records/correctness.py",
+                "return is_same and not has_wrong_steps and not has_alarms",
+                "return is_same and not has_alarms",
+            ),
+            Fault(
+                "alarms forgiven",
+                "records/correctness.py",
+                "return is_same and not has_wrong_steps and not has_alarms",
+                "return is_same and not has_wrong_steps",
+            ),
+        ),
+    ),
+)

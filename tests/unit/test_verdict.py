@@ -1,0 +1,245 @@
+"""The two parts of the verdict by hand and by simulation: steps that are judged again from their
+logits, and limits of the errors of forwards."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from magicdec.config.tree_shape import TreeShape, parse_expansion
+from magicdec.decoding.witness import KeptStep, Witness
+from magicdec.distributed.groups import Group
+from magicdec.records.correctness import Correctness, ForwardErrors, JudgedAgain
+from magicdec.request import Request, SamplingParams
+from magicdec.run.forwards import ALARM, Errors, judge_errors, pairs_of
+from magicdec.run.judgement import ends_elsewhere, first_wrong, judge_again, walks
+
+SIZE = 8  # of the vocabulary
+RUNNER: Any = SimpleNamespace(
+    vocab_places=[(0, SIZE)], group=Group((0,), 0), device=torch.device("cpu")
+)
+
+
+def request_of(output: Sequence[int], length: int | None = None, **params: Any) -> Request:
+    sampling = SamplingParams(length or len(output), **params)
+    return Request(3, (1, 2), sampling, output_ids=list(output), row=0)
+
+
+def logits_for(tokens: Sequence[int], second: Sequence[int] = (), gap: float = 0.001) -> Tensor:
+    """[1, T, V]: the largest are those of `tokens`, and others by a gap smaller."""
+    logits = torch.zeros(1, len(tokens), SIZE)
+    for place, token in enumerate(tokens):
+        logits[0, place, token] = 1.0
+    for place, token in enumerate(second):
+        logits[0, place, token] = 1.0 - gap
+    return logits
+
+
+def step_of(
+    request: Request, verdict: Sequence[int], logits: Tensor, drafts: Sequence[int],
+    num_output: int = 1, count: int | None = None, tree: TreeShape | None = None,
+) -> KeptStep:  # fmt: skip
+    count = len(drafts) if count is None else count
+    ids = torch.tensor([list(drafts)]).long()
+    return KeptStep((request,), (num_output,), [list(verdict)], logits, ids, (count,), tree)
+
+
+def judged(step: KeptStep) -> JudgedAgain:
+    witness = Witness((0,), 1.0, None, [step], 1)  # type: ignore[arg-type]
+    return judge_again(witness, step.requests, RUNNER)
+
+
+# The request has emitted 5; drafts 4, 3, 6 are proposed, and the target says 4, 3, 7, 1.
+RIGHT = [2, 4, 3, 7, 1]
+
+
+def test_a_step_is_judged_by_its_logits_alone() -> None:
+    logits, drafts = logits_for([4, 3, 7, 1]), [4, 3, 6]
+    right = judged(step_of(request_of([5, 4, 3, 7]), RIGHT, logits, drafts))
+    assert (right.num_wrong, right.num_tokens, right.first_wrong) == (0, 3, None)
+    # A draft that is second by very little is accepted, in what was decided and in the output.
+    near = logits_for([4, 3, 7, 1], [0, 0, 6])
+    found = judged(step_of(request_of([5, 4, 3, 6, 1]), [3, 4, 3, 6, 1], near, drafts))
+    assert found.num_wrong == 1 and found.first_wrong is not None
+    first = found.first_wrong
+    assert (first.sequence, first.index, first.expected, first.found) == (3, 3, 7, 6)
+    # Too few or too many are accepted, and what the request has got is not what was decided.
+    assert judged(step_of(request_of([5, 4, 3]), [1, 4, 3], logits, drafts)).num_wrong == 1
+    assert judged(step_of(request_of([5, 4, 3, 7, 1]), [3, 4, 3, 7, 1], logits, drafts)).num_wrong
+    assert judged(step_of(request_of([5, 4, 3, 6]), RIGHT, logits, drafts)).num_wrong == 1
+    # Padding is no draft, and a request may end within a step.
+    short = step_of(request_of([5, 4, 3]), [1, 4, 3], logits, drafts, count=1)
+    assert judged(short).num_wrong == 0
+    assert judged(step_of(request_of([5, 4]), RIGHT, logits, drafts)).num_wrong == 0
+    assert judged(step_of(request_of([5, 4], 9), RIGHT, logits, drafts)).num_wrong > 0
+
+
+def test_a_request_ends_where_its_end_tokens_and_its_length_say() -> None:
+    assert ends_elsewhere(request_of([5, 4, 3])) == []
+    assert ends_elsewhere(request_of([5, 4], 9, eos_token_ids=(4,))) == []
+    (late,) = ends_elsewhere(request_of([5, 4, 3], 9, eos_token_ids=(4,)))
+    assert (late.index, late.expected, late.found) == (2, None, 3)
+    (late,) = ends_elsewhere(request_of([5, 4, 3], 3, eos_token_ids=(4,)))
+    assert (late.index, late.expected, late.found) == (2, None, 3)
+    (early,) = ends_elsewhere(request_of([5, 4, 3], 9))
+    assert early.index == 3 and early.found is None
+
+
+def test_a_tree_is_judged_along_its_path() -> None:
+    """Children of the newest token: 4 and 3; each has one child."""
+    tree = TreeShape.of(parse_expansion("2,1"))
+    drafts = [4, 3, 6, 6]
+    logits = logits_for([3, 0, 6, 0, 2])
+    parents = [parent for _, parent in sorted(zip(range(1, 5), tree.parents, strict=True))]
+    assert parents == [0, 0, 1, 2]
+    request = request_of([5, 3, 6, 2])
+    (walk,) = walks(step_of(request, [2, 3, 6, 2], logits, drafts, tree=tree), RUNNER)
+    assert walk.tokens == [3, 6, 2] and walk.nodes == [0, 2, 4]
+
+
+def test_penalties_are_applied_again() -> None:
+    """Token 4 is the largest, but was emitted; after it, 3 is no longer the largest either."""
+    logits = logits_for([4, 3, 3], [3, 6, 6], gap=0.3)
+    request = request_of([4, 3, 6], presence_penalty=0.5)
+    step = step_of(request, [1, 3, 6], logits, [3, 1])
+    assert [walk.tokens for walk in walks(step, RUNNER)] == [[3, 6]]
+    repeated = request_of([4, 3, 6], repetition_penalty=2.0)
+    assert [w.tokens for w in walks(replace(step, requests=(repeated,)), RUNNER)] == [[3, 6]]
+
+
+def pass_of(output: Sequence[int], width: int) -> tuple[Witness, list[Request]]:
+    """A pass in steps of `width` tokens, of whose logits after token i each is i."""
+    request, steps = request_of(output), []
+    for at in range(1, len(output), width):
+        tokens = list(output[at : at + width])
+        logits = logits_for(tokens)
+        logits[0, :, 0] = -torch.arange(at - 1.0, at - 1 + len(tokens))
+        verdict = [len(tokens) - 1, *tokens]
+        steps.append(step_of(request, verdict, logits, tokens[:-1], num_output=at))
+    return Witness((0,), 1.0, None, steps), [request]  # type: ignore[arg-type]
+
+
+def test_logits_are_compared_after_the_same_text_alone() -> None:
+    ours, theirs = pass_of([5, 4, 3, 7, 1, 2, 6], 1), pass_of([5, 4, 3, 7, 2, 2, 6], 2)
+    pairs = list(pairs_of(ours, theirs, RUNNER))
+    assert [pair.index for pair in pairs] == [0, 1, 2, 3]
+    assert all(pair.decode[0] == pair.verify[0] == -pair.index for pair in pairs)
+
+
+def simulated(
+    generator: torch.Generator, num_rows: int, length: int, added: float = 0.0, factor: float = 1.0
+) -> Errors:
+    """Errors of 0.02 logits at the median, like those of the demo model in bfloat16, of which
+    neighbours have half in common; noise of `added` logits on verifications."""
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    def spread() -> Tensor:
+        common = normal(num_rows, -(-length // 4), 1).expand(-1, -1, 4).flatten(1)[:, :length]
+        return 0.15 * (common + normal(num_rows, length))
+
+    level = 0.3 * normal(num_rows, length)
+    decode, verify = (0.02 * (level + spread()).exp() for _ in "dv")
+    verify = ((factor * verify).square() + added**2).sqrt()
+    gap = normal(num_rows, length).abs() * 3
+    wider_gap = gap + 0.03 * normal(num_rows, length)
+    moved = gap + 0.03 * normal(num_rows, length) * 2**0.5
+    places = [row for row in range(num_rows) for _ in range(length)]
+    flat = [each.flatten() for each in (decode, verify, moved < 0, gap, wider_gap)]
+    return Errors(places, flat[0], flat[1], flat[2].double(), flat[3], flat[4])
+
+
+def count_alarms(num_runs: int, **kind: Any) -> tuple[int, list[ForwardErrors]]:
+    generator = torch.Generator().manual_seed(0)
+    found = [
+        judge_errors(simulated(generator, 4, 63, **kind), 252, 252, 1.25) for _ in range(num_runs)
+    ]
+    return sum(bool(each.alarms) for each in found), found
+
+
+def test_honest_forwards_exceed_the_limits_once_in_a_thousand_runs() -> None:
+    """Also those whose errors are as much larger as is allowed. Of 400 runs, more than
+    3 give an alarm with a probability of 0.0008. Twice as many alarms as allowed would not show
+    here, but a limit that forgets chance does."""
+    alarms, found = count_alarms(150)
+    at_most, _ = count_alarms(250, factor=1.25)
+    assert alarms + at_most <= 3 and ALARM == 1e-3
+    expected = [each.expected_changed for each in found]
+    changed = [each.num_changed for each in found]
+    assert None not in expected and None not in changed
+    # Predicted from the errors of the decode steps alone, and never much too small.
+    ratio = sum(e for e in expected if e) / sum(c for c in changed if c)
+    assert 0.9 < ratio < 1.6
+
+
+def test_errors_as_large_as_the_verdict_says_would_have_been_seen() -> None:
+    _, honest = count_alarms(50)
+    hidden = [each.hidden_error for each in honest if each.hidden_error is not None]
+    assert len(hidden) == 50 and max(hidden) < 0.03
+    seen, _ = count_alarms(200, added=max(hidden))
+    assert seen >= 196
+    unseen, _ = count_alarms(50, added=min(hidden) / 3)
+    assert unseen < 25, "the bound is not far above what can be seen"
+
+
+def test_one_position_far_off_is_an_alarm() -> None:
+    errors = simulated(torch.Generator().manual_seed(1), 4, 63)
+    errors.verify[100] *= 30
+    found = judge_errors(errors, 252, 252, 1.25)
+    assert found.alarms == ["largest_error_ratio"]
+
+
+def test_more_changes_than_rounding_makes_are_an_alarm() -> None:
+    errors = simulated(torch.Generator().manual_seed(1), 4, 63)
+    errors.is_changed[errors.gap.argsort()[50:60]] = 1
+    assert judge_errors(errors, 252, 252, 1.25).alarms == ["num_changed"]
+
+
+def test_few_positions_have_no_limits_of_errors() -> None:
+    found = judge_errors(simulated(torch.Generator().manual_seed(1), 1, 15), 15, 15, 1.25)
+    assert found.most_error_ratio is found.hidden_error is found.most_largest_error_ratio is None
+    assert found.alarms == [] and found.error_ratio is not None
+
+
+@pytest.mark.parametrize("part", ["judged_again", "forwards"])
+def test_a_part_of_the_verdict_that_is_bad_makes_the_run_diverge(part: str) -> None:
+    fine = Correctness("autoregressive", True, 10, num_excused=0, num_diverged=0)
+    right, equal = JudgedAgain(4, 4, 10, 0), ForwardErrors(9, 0)
+    fine = replace(fine, judged_again=right, forwards=equal)
+    assert fine.status == "ok"
+    wrong = {"judged_again": replace(right, num_wrong=1)}
+    wrong |= {"forwards": replace(equal, error_ratio=2.0, most_error_ratio=1.3)}  # type: ignore[dict-item]
+    assert replace(fine, **{part: wrong[part]}).status == "diverged"
+
+
+def test_a_witness_keeps_what_there_is_room_for() -> None:
+    def runner_of(vocab: int) -> Any:
+        model = SimpleNamespace(head_rows=(0, vocab))
+        return SimpleNamespace(model=model, cache=SimpleNamespace(k=torch.zeros(1)))
+
+    every = Witness.of(runner_of(2048), 4, 4, 64, "1", 4)
+    assert every.rows == (0, 1, 2, 3) and every.share == 1
+    some = Witness.of(runner_of(128_000), 4, 4, 64, "1", 4)
+    assert len(some.rows) == 3 and 0 < some.share < 0.2
+    plain = Witness.of(runner_of(128_000), 4, 0, 64, "1", 4)
+    assert plain.rows == some.rows and plain.share == pytest.approx(5 * some.share)
+    assert every.wants([0, 1]) == [], "not before it watches"
+    every.is_watching = True
+    assert every.wants([2, 7]) == [0] and every.wants([8]) == [] and every.num_seen == 1
+    every.num_bytes = 1 << 27
+    assert every.wants([2]) == [] and every.num_seen == 2
+
+
+def test_the_first_wrong_token_is_where_both_differ() -> None:
+    request = request_of([5, 4, 3, 7])
+    step = step_of(request, RIGHT, logits_for([4, 3, 7, 1]), [4, 3, 6])
+    (walk,) = walks(step, RUNNER)
+    assert first_wrong(step, walk) == []
+    ended = replace(step, verdicts=[[0, 4]])
+    (wrong,) = first_wrong(ended, walk)
+    assert (wrong.index, wrong.expected, wrong.found) == (2, 3, None)
