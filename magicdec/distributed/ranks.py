@@ -13,7 +13,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -60,6 +61,24 @@ def package_command() -> list[str]:
         return words
     before = os.environ.get("PYTHONPATH")
     return ["env", f"PYTHONPATH={os.pathsep.join([home, before] if before else [home])}", *words]
+
+
+@contextmanager
+def interrupting_no_child() -> Iterator[None]:
+    """Processes that are started in this context never get Ctrl-C, which is this process's alone.
+    If it comes meanwhile, it takes effect at the end of the context, when the caller knows all
+    processes that it has started."""
+    came = list[int]()
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    # A child has the mask of the thread that starts it, and the signal's default action.
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
+        signal.signal(signal.SIGINT, before)
+    if came and callable(before):
+        before(signal.SIGINT, None)
 
 
 def start_ranks(nproc: int, words: Sequence[str]) -> int:

@@ -27,7 +27,7 @@ from typing import Any
 
 from magicdec.config.run_config import RunConfig
 from magicdec.console import make_progress
-from magicdec.distributed.ranks import INTERRUPTED, package_command
+from magicdec.distributed.ranks import INTERRUPTED, interrupting_no_child, package_command
 from magicdec.names import IN_PROCESS
 from magicdec.records.record import append_records
 from magicdec.study.cells import file_of, name_of, results_in, whole_records
@@ -229,13 +229,10 @@ class LocalJobs:
         # job has done is known from its records alone.
         commands = [[*self.before, *self.command(names)] for names in groups]
         calls = [partial(os.execvp, words[0], words) for words in commands]
-        before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for this program alone
-        try:
+        with interrupting_no_child():
             jobs = executor.submit_array(calls) if calls else []
-        finally:
-            signal.signal(signal.SIGINT, before)
-        self.submitted |= {job.job_id: job for job in jobs}
-        self.jobs |= {job.job_id: names for job, names in zip(jobs, groups, strict=True)}
+            self.submitted |= {job.job_id: job for job in jobs}
+            self.jobs |= {job.job_id: names for job, names in zip(jobs, groups, strict=True)}
 
     def states(self) -> dict[str, tuple[str, str]]:
         """The state of each job, in the words of Slurm, and what it waits for."""

@@ -2,12 +2,16 @@
 inside, and whoever set a handler of their own keeps it."""
 
 import ctypes
+import os
 import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Iterator
 
 import pytest
 
+from magicdec.distributed.ranks import interrupting_no_child
 from magicdec.executor.interrupts import Interrupts
 
 
@@ -51,3 +55,24 @@ def test_another_thread_keeps_nothing() -> None:
     thread.start()
     thread.join()
     assert passed == [True]
+
+
+def test_ctrl_c_reaches_no_child_and_waits_until_all_are_started() -> None:
+    """Also where another thread takes the signal, such as that of a progress bar."""
+    goes_on, started = threading.Event(), list[subprocess.Popen[bytes]]()
+    thread = threading.Thread(target=goes_on.wait)
+    thread.start()
+    try:
+        with pytest.raises(KeyboardInterrupt), interrupting_no_child():
+            os.kill(os.getpid(), signal.SIGINT)
+            child = [sys.executable, "-c", "print(end='ready', flush=True); input()"]
+            started.append(subprocess.Popen(child, stdin=subprocess.PIPE, stdout=subprocess.PIPE))
+        process = started[0]
+        assert process.stdout is not None and process.stdout.read(5) == b"ready"
+        process.send_signal(signal.SIGINT)
+        process.communicate(b"go on\n")
+        assert process.returncode == 0
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        goes_on.set()
+        thread.join()
