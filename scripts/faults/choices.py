@@ -86,7 +86,7 @@ PROPERTIES = (
                   "is_partial = block >= (committed", "is_partial = block > (committed"),
             Fault("mean keys of another row", "drafting/policies/retrieval.py",
                   "keys = self._mean_keys[:, rows.index, :, :num_blocks]",
-                  "keys = self._mean_keys[:, rows.index * 0, :, :num_blocks]"),
+                  "keys = self._mean_keys[:, rows.index - 1, :, :num_blocks]"),
             Fault("a text's length at its admission not kept", "drafting/policies/retrieval.py",
                   "            self._committed[row] = request.num_cached\n", ""),
         ),
@@ -129,7 +129,8 @@ PROPERTIES = (
         f"{READS}[verified-grouped-layers]",
         (
             Fault("weights of another row", "drafting/policies/verified.py",
-                  "return self._weights, rows.index", "return self._weights, rows.index * 0"),
+                  "return self._weights, rows.index",
+                  "return self._weights, (rows.index + 1) % self._weights.shape[1]"),
             Fault("weights of the prompt for ever", "drafting/policies/verified.py",
                   "    def watch(self, layer: int, weights: Tensor) -> None:\n"
                   "        self._seen[layer] = weights",
