@@ -22,6 +22,7 @@ from magicdec.report.figures.panels import (
     Series,
     draw_curves,
     draw_marks,
+    num_different,
     plain_ticks,
     said,
     summarize,
@@ -59,9 +60,7 @@ def draw_speedup(runs: pd.DataFrame) -> Drawn | LeftOut:
         axes={"height": 3.2},
     )  # fmt: skip
     kinds = runs[(runs[KINDS].fillna(0) != 0).all(axis=1)]
-    places = kinds.assign(place=kinds["B"].astype(str) + " " + kinds["prefix_len"].astype(str))
-    num_places = places.groupby(HELD, dropna=False)["place"].transform("nunique")
-    return form.of(kinds[num_places > 1])
+    return form.of(kinds[[count > 1 for count in num_different(kinds, HELD, PLACE)]])
 
 
 def best_by_place(runs: pd.DataFrame) -> pd.DataFrame:
@@ -239,8 +238,8 @@ def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
         what="combinations of settings; the table of runs has all", axes={"sharey": True},
     )  # fmt: skip
     drafting = runs[runs["acceptance_rate"].notna() & runs["budget"].notna()]
-    num_budgets = drafting.groupby([*form.held], dropna=False)["budget"].transform("nunique")
-    return form.of(drafting[num_budgets > 1])
+    num_budgets = num_different(drafting, form.held, ["budget"])
+    return form.of(drafting[[count > 1 for count in num_budgets]])
 
 
 def draw_by_acceptance(runs: pd.DataFrame) -> Drawn | LeftOut:
