@@ -226,6 +226,13 @@ def test_the_time_of_a_step_is_that_of_the_strategy(measured: Measured) -> None:
         assert samples[name].step_ms == expected, name
 
 
+def test_the_forwards_of_a_step_are_those_that_it_ran(measured: Measured) -> None:
+    samples = measured.record.samples
+    assert samples is not None
+    assert samples["autoregressive"].num_forwards == [[1] * (NEW - 1)] * 3
+    assert samples["speculative"].num_forwards == [[1] * len(SPECULATION)] * 3
+
+
 def test_metrics_of_the_steps(measured: Measured) -> None:
     """By hand: a batch of speculation takes 60 ms before the slowness, which is 7 in sum."""
     metrics, baseline = measured.record.metrics, measured.record.baseline_metrics
