@@ -10,7 +10,7 @@ from matplotlib.patches import Rectangle
 from test_report import row
 
 from magicdec.figures import styled
-from magicdec.report.figures.panels import Drawn
+from magicdec.report.figures.panels import Drawn, Form
 from magicdec.report.figures.passes import (
     CLAIM,
     DOUBTFUL,
@@ -38,7 +38,7 @@ HELD = {
     draw_roofline: ["model", "dtype", "target_dtype", *MACHINE],
     draw_phases: ["model", "draft_model", "target_dtype", "dtype", "dataset", *MACHINE],
 }
-OTHER = {"ranks": 3, "threads": 7, "gen_len": 1000, "temperature": 0.5}
+OTHER = {"threads": 7}
 
 
 def cells(*intervals: tuple[float, float | None, float | None], **changed: Any) -> list[Row]:
@@ -50,20 +50,23 @@ def cells(*intervals: tuple[float, float | None, float | None], **changed: Any) 
     ]
 
 
-@pytest.mark.parametrize(
-    ("draw", "key"), [(draw, key) for draw, keys in HELD.items() for key in keys]
-)
-def test_a_panel_never_pools_machines_or_dtypes(draw: Any, key: str) -> None:
+@pytest.mark.parametrize("draw", HELD)
+def test_a_panel_never_pools_machines_or_dtypes(draw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = list[str]()
+    monkeypatch.setattr(Form, "of", lambda form, runs: held.extend(form.held))
+    draw(frame_of(cells((2.0, None, None), (2.0, None, None))))
+    assert {*HELD[draw]} <= {*held}
+
+
+@pytest.mark.parametrize("key", ["threads", "dtype"])
+def test_runs_on_other_machines_or_in_other_dtypes_have_a_map_of_their_own(key: str) -> None:
     one = cells((2.0, None, None), (2.0, None, None))
     other = [run | {key: OTHER.get(key, "other")} for run in one]
     with styled():
-        alone, both = (draw(frame_of(runs)) for runs in (one, [*one, *other]))
-    assert isinstance(alone, Drawn) and isinstance(both, Drawn)
-    if draw is draw_phases:  # has one panel, and says how many it leaves out
-        assert "Shown are" not in alone.caption and "Shown are 1 of 2" in both.caption
-    else:
-        assert set(both.table[key]) == {one[0][key], other[0][key]}
-        assert len(both.table) == 2 * len(alone.table)
+        drawn = draw_speedup(frame_of([*one, *other]))
+    assert isinstance(drawn, Drawn)
+    assert set(drawn.table[key]) == {one[0][key], other[0][key]}
+    assert len(drawn.table) == 4 and set(drawn.table["runs"]) == {1}
 
 
 @pytest.mark.parametrize(
@@ -96,10 +99,10 @@ def test_a_map_shows_no_colour_that_its_interval_does_not_bear() -> None:
     assert isinstance(mesh, QuadMesh)
     shades = mesh.get_array()
     assert shades is not None and shades.mask.tolist() == [[True, False, False]]
-    hatches = {
-        patch.get_x(): patch.get_hatch() for patch in ax.patches if isinstance(patch, Rectangle)
-    }
-    assert hatches == {0.0: "////", 2.0: ".."}
+    marks = {int(each.get_x()): each for each in ax.patches if isinstance(each, Rectangle)}
+    assert {x: (each.get_hatch(), each.get_linewidth() > 0) for x, each in marks.items()} == {
+        0: ("////", False), 2: (None, True)
+    }  # fmt: skip
     texts = [text.get_text() for text in ax.texts]
     assert "0.90 to 3.00x" in texts and "1.78x" not in texts and "2.00x" in texts
     (legend,) = drawn.figure.legends

@@ -57,8 +57,8 @@ def draw_speedup(runs: pd.DataFrame) -> Drawn | LeftOut:
         caption=(
             "Of each batch size and prefix length the best budget and gamma (K and g in the "
             "cells). Above 1 speculation is faster than autoregressive decoding of the same "
-            "prompts. The colour and the first number are of decode steps alone; the net speedup "
-            "counts all time after prefill",
+            "prompts. The colour and the first number are of decode steps alone, without stalls; "
+            "the net speedup counts all time after prefill",
             "A cell has no colour where the 95 % interval of its speedup over batches, which it "
             "shows, is wider than the difference from 1 that the colour would claim",
         ),
@@ -71,8 +71,12 @@ def draw_speedup(runs: pd.DataFrame) -> Drawn | LeftOut:
 SPEEDUP_ENDS = ("speedup_interval_low", "speedup_interval_high")
 CLAIM = "claim"  # the column that says what the interval of a cell lets its colour claim
 HOLDS, DOUBTFUL, UNKNOWN = "holds", "interval wider than the difference", "no interval"
-# What lies over cells whose colour may claim nothing, and over those of which that is not known.
-CELL_HATCHES = {DOUBTFUL: "////", UNKNOWN: ".."}
+# What marks cells whose colour may claim nothing, and those of which that is not known.
+CELL_MARKS: dict[str, dict[str, Any]] = {
+    DOUBTFUL: {"hatch": "////", "edgecolor": "#d4d4d4", "linewidth": 0},
+    UNKNOWN: {"linestyle": (0, (1, 1.5)), "edgecolor": "#444444", "linewidth": 1.2},
+}
+INSET = 0.05  # of a mark, within its cell
 
 
 def best_by_place(runs: pd.DataFrame) -> pd.DataFrame:
@@ -111,7 +115,7 @@ def draw_map(ax: Axes, cells: pd.DataFrame, _: Series) -> dict[str, Any]:
     for cell in cells.to_dict("records"):
         x, y = shades.columns.get_loc(cell["B"]), shades.index.get_loc(cell["prefix_len"])
         if cell[CLAIM] != HOLDS:
-            handles[cell[CLAIM]] = hatch_cell(ax, x, y, CELL_HATCHES[cell[CLAIM]])
+            handles[cell[CLAIM]] = mark_cell(ax, x, y, cell[CLAIM])
         if not is_crowded:
             write_cell(ax, x + 0.5, y + 0.5, cell)
     step = -(-max(shades.shape) // MOST_CELLS)  # of ticks, so that their labels have room
@@ -127,12 +131,13 @@ def draw_map(ax: Axes, cells: pd.DataFrame, _: Series) -> dict[str, Any]:
     return handles
 
 
-def hatch_cell(ax: Axes, x: float, y: float, hatch: str) -> Any:
-    """Lines or dots over a cell of a map, whose colour stays."""
+def mark_cell(ax: Axes, x: float, y: float, claim: str) -> Any:
+    """Lines over a cell of a map, or a dotted frame in it, by what its colour may claim."""
     from matplotlib.patches import Rectangle
 
-    look: dict[str, Any] = {"edgecolor": "#bbbbbb", "facecolor": "none", "linewidth": 0}
-    return ax.add_patch(Rectangle((x, y), 1, 1, hatch=hatch, **look))
+    size = 1 - 2 * INSET
+    marks = Rectangle((x + INSET, y + INSET), size, size, facecolor="none", **CELL_MARKS[claim])
+    return ax.add_patch(marks)
 
 
 def write_cell(ax: Axes, x: float, y: float, cell: dict[str, Any]) -> None:
