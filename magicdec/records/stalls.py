@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import numpy as np
 
@@ -26,6 +27,7 @@ FEWEST = 8  # steps of a kind that have a median of their own
 NEAREST = 31  # steps of a kind that the median is of
 TO_DEVIATION = 1.4826  # from the median of absolute deviations to the standard deviation
 
+T = TypeVar("T")
 Kind = tuple[int, int, int]
 """Forwards, draft tokens of a row, and rows of a step."""
 Place = tuple[int, int]
@@ -135,7 +137,7 @@ def running(times: Sequence[float]) -> list[float]:
     windows = np.lib.stride_tricks.sliding_window_view(np.array(times), count)
     middle = np.median(windows, axis=1)
     before = (count - 1) // 2
-    return np.pad(middle, (before, count - 1 - before), mode="edge").tolist()  # type: ignore[no-any-return]
+    return np.pad(middle, (before, count - 1 - before), mode="edge").tolist()
 
 
 def does_as_much(kind: Kind, other: Kind) -> bool:
@@ -145,16 +147,15 @@ def does_as_much(kind: Kind, other: Kind) -> bool:
 def _kinds(samples: PassSamples) -> Iterator[tuple[Place, Kind]]:
     """The kind of each step. What was not counted is the same for all."""
     for batch, times in enumerate(samples.step_ms):
-        forwards, drafted, emitted = (
-            counts[batch] if batch < len(counts) else ()
-            for counts in (samples.num_forwards, samples.num_drafted, samples.num_emitted)
-        )
-        for step in range(len(times)):
-            yield (
-                (batch, step),
-                (
-                    forwards[step] if step < len(forwards) else 0,
-                    drafted[step] if step < len(drafted) else 0,
-                    len(emitted[step]) if step < len(emitted) else 0,
-                ),
-            )
+        size = batch, len(times)
+        forwards = _known(samples.num_forwards, *size, 0)
+        drafted = _known(samples.num_drafted, *size, 0)
+        rows = map(len, _known(samples.num_emitted, *size, list[int]()))
+        for step, kind in enumerate(zip(forwards, drafted, rows, strict=True)):
+            yield (batch, step), kind
+
+
+def _known(counts: Sequence[list[T]], batch: int, num_steps: int, absent: T) -> list[T]:
+    """What was counted in the steps of a batch, with `absent` in place of what was not."""
+    known = counts[batch] if batch < len(counts) else []
+    return known + [absent] * (num_steps - len(known))

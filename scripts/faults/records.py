@@ -68,11 +68,11 @@ PROPERTIES = (
         f"{STALLS}test_a_step_that_does_more_is_no_stall",
         (
             Fault("steps judged without their forwards", "records/stalls.py",
-                  "forwards[step] if step < len(forwards) else 0", "0"),
+                  "_known(samples.num_forwards, *size, 0)", "_known([], *size, 0)"),
             Fault("steps judged without their draft tokens", "records/stalls.py",
-                  "drafted[step] if step < len(drafted) else 0", "0"),
+                  "_known(samples.num_drafted, *size, 0)", "_known([], *size, 0)"),
             Fault("steps judged without their rows", "records/stalls.py",
-                  "len(emitted[step]) if step < len(emitted) else 0", "0"),
+                  "_known(samples.num_emitted, *size", "_known([], *size"),
         ),
     ),
     Property(
