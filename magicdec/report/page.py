@@ -93,7 +93,8 @@ def make_report(
     sections = []
     if not runs.empty:
         outcomes = draw_runs(frame)
-        sections.append(Section("Runs", summary(runs), outcomes, [runs_table(runs)]))
+        lines = [*summary(runs), *stalls_line(frame[frame["kind"] == "run"])]
+        sections.append(Section("Runs", lines, outcomes, [runs_table(runs)]))
     if not served.empty:
         lines = [f"{len(served):,} passes: {', '.join(served['pass'].unique())}."]
         tables = tables_of(served)
@@ -192,6 +193,21 @@ def render(report: Report, svg: Mapping[str, str]) -> str:
         style=(HERE / "page.css").read_text(encoding="utf-8"),
         script=(HERE / "page.js").read_text(encoding="utf-8"),
     )  # fmt: skip
+
+
+def stalls_line(passes: pd.DataFrame) -> list[str]:
+    """How many steps of all passes stalled, and the one that lost most; nothing if none did."""
+    stalled = passes[passes["stalled_steps"].fillna(0).astype(int) > 0]
+    if stalled.empty:
+        return []
+    ms, median = (stalled[f"longest_stall_{name}ms"].astype(float) for name in ("", "median_"))
+    worst = (ms - median).idxmax()
+    return [
+        f"{stalled['stalled_steps'].sum():,} of {passes['num_steps'].dropna().sum():,} decode "
+        f"steps stalled, which count as the median of their kind in the speedup of decode steps. "
+        f"The longest took {ms[worst]:.3g} ms where the median is {median[worst]:.2g}: run "
+        f"{stalled.loc[worst, 'run']}, {stalled.loc[worst, 'pass']}."
+    ]
 
 
 def summary(runs: pd.DataFrame) -> list[str]:

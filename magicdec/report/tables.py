@@ -20,7 +20,7 @@ from magicdec.tables import Shown, Table, write_csv_columns
 MOST_ROWS = 1000  # on the page; the CSV files have all
 SHOWN_METRICS = (
     *("decode_tokens_per_s", "speedup", "net_speedup", "acceptance_rate", "acceptance_length"),
-    *("p50_tpot_ms", "mean_ttft_ms", "roofline_fraction"),
+    *("p50_tpot_ms", "mean_ttft_ms", "roofline_fraction", "stalled_steps"),
 )
 # Metrics that are one number.
 METRICS = tuple(f.name for f in fields(Metrics) if "list" not in str(f.type))

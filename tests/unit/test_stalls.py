@@ -31,6 +31,8 @@ from magicdec.records.renewing import renewed
 from magicdec.records.samples import PassSamples
 from magicdec.records.stalls import FEWEST, Steps
 from magicdec.records.table import stalls_in, table_of
+from magicdec.report.frame import frame_of, report_rows
+from magicdec.report.page import stalls_line
 
 Step = tuple[float, int, int, int]
 """Milliseconds, forwards, draft tokens and rows."""
@@ -212,6 +214,17 @@ def test_records_of_earlier_versions_get_the_speedup_of_their_samples(tmp_path: 
     assert record.baseline_metrics.stalled_steps == 1
     assert math.floor(record.baseline_metrics.longest_stall_ms or 0) == 98
     assert renewed(record) is record
+
+
+def test_a_report_says_how_many_steps_stalled() -> None:
+    record = drawn()
+    assert record.baseline_metrics is not None
+    stalls = {"stalled_steps": 2, "longest_stall_ms": 98.0, "longest_stall_median_ms": 1.5}
+    other = replace(record, baseline_metrics=replace(record.baseline_metrics, **stalls))  # type: ignore[arg-type]
+    found = [stalls_line(frame_of(report_rows(3, "", each))) for each in (record, other)]
+    assert found[0] == [] and len(found[1]) == 1
+    assert "2 of " in found[1][0] and "took 98 ms where the median is 1.5" in found[1][0]
+    assert found[1][0].endswith("run 3, autoregressive.")
 
 
 def test_a_table_can_have_the_stalls(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
