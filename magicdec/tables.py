@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain, islice, zip_longest
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TextIO
 
 from magicdec.console import FILE_WIDTH, make_console, printable
 
@@ -197,11 +197,27 @@ def csv_text(rows: Iterable[Sequence[object]]) -> str:
     return text.getvalue()
 
 
+def write_csv_columns(
+    file: TextIO, headings: Iterable[str], columns: Iterable[Sequence[object]]
+) -> None:
+    """Write columns as CSV, as `csv_text` writes rows. A column without texts, as most are, is
+    written as it is."""
+    writer = csv.writer(file, lineterminator="\n")
+    writer.writerow(map(csv_cell, headings))
+    safe = [
+        [*map(csv_cell, column)] if str in {*map(type, column)} else column for column in columns
+    ]
+    writer.writerows(zip(*safe, strict=True))
+
+
 def csv_cell(value: Any) -> Any:
     """A value for CSV. A text that a spreadsheet would take for a formula gets a quote before it;
     numbers stay as they are."""
-    if not isinstance(value, str):
-        return value
+    return _csv_text(value) if isinstance(value, str) else value
+
+
+@lru_cache(maxsize=10000)  # columns of texts have few different ones
+def _csv_text(value: str) -> str:
     text = printable(value)
     if not text.startswith(("=", "+", "-", "@")):
         return text

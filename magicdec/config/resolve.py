@@ -77,7 +77,8 @@ def resolve(
             low_bit or dtype,
         )
     gamma = config.decoding.gamma
-    lengths = {"gen_len": config.workload.num_new_tokens, "max_len": None}
+    w = config.workload
+    sizes = {"gen_len": w.num_new_tokens, "max_len": None, "num_batches": w.most_batches}
     resolved = ResolvedConfig(
         run_config=config,
         model=model,
@@ -87,7 +88,7 @@ def resolve(
         attention=ResolvedAttention(backend, config.attention.prefill_chunk),
         decoding=ResolvedDecoding(**vars(config.decoding) | {"num_draft_tokens": gamma}),
         sampling=config.sampling,
-        workload=ResolvedWorkload(**vars(config.workload) | lengths),
+        workload=ResolvedWorkload(**vars(w) | sizes),
         output=config.output,
     )
     collectives = parallel.collectives

@@ -16,6 +16,7 @@ from magicdec.config.choices.backend import choose_graphs
 from magicdec.config.choices.choice import Choice
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
+    DEFAULT_BATCHES,
     DEFAULT_GEN_LEN,
     SELF,
     DecodingSection,
@@ -71,9 +72,12 @@ class ResolvedDecoding(DecodingSection):
 
 @dataclass(frozen=True)
 class ResolvedWorkload(WorkloadSection):
-    """`gen_len` is the generated length, whichever of its two flags the user gave."""
+    """`gen_len` is the generated length, whichever of its two flags the user gave. `num_batches`
+    are those that were asked for, and of a run whose prompts are known (`Prepared`) those that it
+    has."""
 
     gen_len: int = DEFAULT_GEN_LEN
+    num_batches: int = DEFAULT_BATCHES
     max_len: None = None
 
 

@@ -33,6 +33,7 @@ from magicdec.names import (
 SELF, NGRAM, NONE = "self", "ngram", "none"
 MODEL_PREFIX = "model:"
 DEFAULT_GEN_LEN = 64
+DEFAULT_BATCHES = 5  # whose speedups have an interval that is not much wider than their spread
 FIXED_DRAFT_TOKENS = 4  # what a model drafts without `--gamma`
 MOST_DRAFT_TOKENS = 8  # the largest number that `--gamma auto` may choose
 # What a lookup proposes at most without a number in `--gamma`: with the newest token that is a
@@ -313,9 +314,10 @@ class WorkloadSection:
         None,
         "Tokens of a finished sequence, prompt included. Use it instead of --gen_len.",
     )
-    num_batches: int = setting(
-        3,
-        "Batches that are measured. At least 3 give the speedups an interval.",
+    num_batches: int | None = setting(
+        None,
+        f"Batches that are measured. Default: {DEFAULT_BATCHES}, or fewer where the text holds no "
+        "more prompts. At least 3 give the speedups an interval.",
         least=1,
         other_defaults="2 in gate save, 5 in advise",
     )
@@ -343,8 +345,13 @@ class WorkloadSection:
         return DEFAULT_GEN_LEN if self.gen_len is None else self.gen_len
 
     @property
+    def most_batches(self) -> int:
+        """The batches of a run, unless the text holds fewer and the user gave no number."""
+        return DEFAULT_BATCHES if self.num_batches is None else self.num_batches
+
+    @property
     def num_prompts(self) -> int:
-        return self.batch_size * self.num_batches
+        return self.batch_size * self.most_batches
 
 
 @dataclass(frozen=True)

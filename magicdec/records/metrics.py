@@ -3,10 +3,12 @@ is None, never 0.
 
 Definitions: TTFT begins when the batch is submitted. TPOT of a sequence is its decode time / the
 number of tokens after its first. The acceptance metrics are defined in `acceptance.py`. The speedup
-of decode steps leaves out everything outside the steps. The net speedup counts all the time from
-the end of prefill to the last token: what a method does before its first step (the choice of a KV
-policy, a standalone draft's own prefill, calibration, the capture of CUDA graphs) and the time
-between steps. It leaves out the warm-up, which a server pays once and not for each batch.
+of decode steps leaves out everything outside the steps, and a step that stalled (`stalls.py`)
+counts as the median of its kind; the total speedup counts it in full. The net speedup counts all
+the time from the end of prefill to the last token: what a method does before its first step (the
+choice of a KV policy, a standalone draft's own prefill, calibration, the capture of CUDA graphs)
+and the time between steps. It leaves out the warm-up, which a server pays once and not for each
+batch.
 """
 
 from __future__ import annotations
@@ -16,12 +18,14 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 from magicdec.names import BASELINE
 from magicdec.records.acceptance import acceptance_metrics
 from magicdec.records.intervals import ratio_interval, speed_interval
 from magicdec.records.performance import Metrics, without_chance
 from magicdec.records.samples import PassSamples, PrefillSamples, SamplesRecord
+from magicdec.records.stalls import Steps
 
 
 def run_metrics(
@@ -55,6 +59,7 @@ def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) ->
             samples.num_tokens, list(map(sum, samples.step_ms))
         ),
         mean_step_ms=step_ms,
+        **step_metrics(samples),
         begin_ms=mean(samples.begin_ms),
         draft_prefill_ms=mean(samples.draft_prefill_ms),
         calibration_ms=calibration_ms(samples),
@@ -77,6 +82,23 @@ def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) ->
     )
 
 
+def step_metrics(samples: PassSamples) -> dict[str, Any]:
+    """The metrics of single steps, and of those that stalled."""
+    steps = Steps.of(samples)
+    if not steps.num_steps:
+        return {}
+    stalls = steps.stalls
+    worst = max(stalls, key=lambda stall: stall.lost_ms, default=None)
+    return {
+        "num_steps": steps.num_steps,
+        "median_step_ms": statistics.median(chain.from_iterable(samples.step_ms)),
+        "stalled_steps": len(stalls),
+        "stalled_ms": math.fsum(stall.lost_ms for stall in stalls),
+        "longest_stall_ms": None if worst is None else worst.ms,
+        "longest_stall_median_ms": None if worst is None else worst.median_ms,
+    }
+
+
 def add_prefill(metrics: Metrics, prefill: PrefillSamples) -> Metrics:
     seconds = sum(prefill.prefill_ms) / 1e3
     return replace(
@@ -89,6 +111,7 @@ def add_prefill(metrics: Metrics, prefill: PrefillSamples) -> Metrics:
 
 def add_speedup(metrics: Metrics, baseline: PassSamples, ours: PassSamples) -> Metrics:
     of_steps, net = speedups(baseline, ours), net_speedups(baseline, ours)
+    total = total_speedups(baseline, ours)
     if not of_steps:
         return metrics
     return replace(
@@ -96,6 +119,8 @@ def add_speedup(metrics: Metrics, baseline: PassSamples, ours: PassSamples) -> M
         speedup=statistics.median(of_steps),
         speedup_per_batch=of_steps,
         speedup_interval=ratio_interval(of_steps),
+        total_speedup=statistics.median(total),
+        total_speedup_per_batch=total,
         net_speedup=statistics.median(net),
         net_speedup_per_batch=net,
         net_speedup_interval=ratio_interval(net),
@@ -104,7 +129,13 @@ def add_speedup(metrics: Metrics, baseline: PassSamples, ours: PassSamples) -> M
 
 
 def speedups(baseline: PassSamples, ours: PassSamples) -> list[float]:
-    """The ratio of the tokens/s of decode steps to the baseline's, for each batch."""
+    """The ratio of the tokens/s of decode steps to the baseline's, for each batch. A step that
+    stalled counts as the median of its kind."""
+    return _ratios(baseline, ours, lambda samples: Steps.of(samples).steady_ms)
+
+
+def total_speedups(baseline: PassSamples, ours: PassSamples) -> list[float]:
+    """The same ratio of all the time of the steps."""
     return _ratios(baseline, ours, lambda samples: map(sum, samples.step_ms))
 
 

@@ -89,7 +89,25 @@ class Metrics(Part):
     )
     mean_step_ms: float | None = _ms(
         "mean time of a decode step, which is one forward, or drafting and one verification",
-        NO_STEP, "step, ms",
+        NO_STEP, "step mean, ms",
+    )
+    median_step_ms: float | None = _ms("median time of a decode step", NO_STEP, "step median, ms")
+    num_steps: int | None = recorded(
+        "decode steps of all batches", "steps", null=NO_STEP, label="decode steps",
+    )
+    stalled_steps: int | None = recorded(
+        "those of them that stalled; see *Definitions*", "steps", null=NO_STEP,
+        label="stalled steps",
+    )
+    stalled_ms: float | None = _ms(
+        "time of the stalled steps beyond the medians of their kinds", NO_STEP,
+        "lost in stalled steps, ms",
+    )
+    longest_stall_ms: float | None = _ms(
+        "time of the stalled step that lost most", "if no step stalled", ""
+    )
+    longest_stall_median_ms: float | None = _ms(
+        "the median of its kind, which it would have taken", "if no step stalled", "",
     )
     begin_ms: float | None = _ms(
         "mean time for each batch between prefill and the first decode step, without calibration: "
@@ -150,12 +168,20 @@ class Metrics(Part):
         null="if the workload has no known answers" + CHANCE, label="answer score", digits=3,
     )
     speedup: float | None = _chance(
-        "speedup of the decode steps over the baseline's of the same run: the median of "
-        "`speedup_per_batch`", "ratio",
+        "speedup of the decode steps over the baseline's of the same run, in which a stalled step "
+        "counts as the median of its kind: the median of `speedup_per_batch`", "ratio",
         NO_BASELINE, "speedup", digits=2, suffix="x",
     )
     speedup_per_batch: list[float] | None = _chance(
         "the speedup of each batch, in order", "ratio", NO_BASELINE
+    )
+    total_speedup: float | None = _chance(
+        "the same of all the time of the decode steps, stalls included: the median of "
+        "`total_speedup_per_batch`", "ratio",
+        NO_BASELINE, "total speedup", digits=2, suffix="x",
+    )
+    total_speedup_per_batch: list[float] | None = _chance(
+        "the total speedup of each batch, in order", "ratio", NO_BASELINE
     )
     net_speedup: float | None = _chance(
         "speedup from the end of prefill to the last token: the median of "

@@ -24,6 +24,7 @@ from magicdec.console import printable
 from magicdec.files import lines_of, nearest, no_such, open_regular
 from magicdec.names import RECORDS, load_named
 from magicdec.records.record import SCHEMA_VERSION, Record, RunRecord
+from magicdec.records.renewing import renewed
 
 R = TypeVar("R", bound=Record)
 
@@ -53,7 +54,7 @@ def read_records(path: Path, record_type: type[R], is_strict: bool = False) -> I
             if wanted_kind not in (kind, None):
                 left_out[kind] += 1
                 continue
-            record: R = _parse_known(line, load_named(RECORDS, kind))
+            record = cast(R, renewed(_parse_known(line, load_named(RECORDS, kind))))
         except Unreadable as error:
             unreadable.append(f"{path}:{number}: {error}")
             if is_strict:

@@ -47,6 +47,10 @@ class SamplesRecord(Part):
         "without a standalone draft; for `autoregressive`",
     )
     step_ms: list[list[float]] = _ms("time of each decode step, by batch and step")
+    num_forwards: list[list[int]] | None = recorded(
+        "forwards of the target and of a draft in each step, as the first rank has counted them, "
+        "by batch and step", "forwards", null="in records of earlier versions",
+    )
     num_tokens: list[int] = recorded(
         "emitted tokens after the first ones, summed over rows, by batch", "tokens"
     )
@@ -112,9 +116,10 @@ class SamplesRecord(Part):
 
     def restored(self) -> PassSamples:
         """The samples as they were collected. In place of counts that were withheld, no step
-        drafts."""
+        drafts, and forwards that were not counted are 0."""
         values = vars(self) | {"num_tokens": [sum(tokens) for tokens in self.sequence_tokens]}
         absent = {"num_drafted": 0, "num_accepted": [], "num_emitted": [], "num_proposed": []}
+        absent |= {"num_forwards": 0}
         for name, value in absent.items():
             if values[name] is None:
                 values[name] = [[value] * len(steps) for steps in self.step_ms]
@@ -125,6 +130,7 @@ class SamplesRecord(Part):
 class PassSamples(SamplesRecord):
     """The samples as a pass collects them: no counts are withheld."""
 
+    num_forwards: list[list[int]] = field(default_factory=list)
     num_drafted: list[list[int]] = field(default_factory=list)
     num_proposed: list[list[list[int]]] = field(default_factory=list)
     num_accepted: list[list[list[int]]] = field(default_factory=list)
@@ -159,8 +165,8 @@ class PassSamples(SamplesRecord):
         return SamplesRecord(**values)
 
     def begin_batch(self) -> None:
-        for steps in (self.step_ms, self.num_drafted, self.num_proposed, self.num_accepted,
-                      self.num_emitted):  # fmt: skip
+        for steps in (self.step_ms, self.num_forwards, self.num_drafted, self.num_proposed,
+                      self.num_accepted, self.num_emitted):  # fmt: skip
             steps.append([])
 
     def observe_begin(
@@ -180,9 +186,11 @@ class PassSamples(SamplesRecord):
             [to_ms(s) for s in seconds.get(name, ())] for name in ("draft", "verify", "decode")
         )
 
-    def observe(self, output: StepOutput, seconds: float) -> None:
-        """A step took that long; `output` has the tokens that were appended to the requests."""
+    def observe(self, output: StepOutput, seconds: float, num_forwards: int = 0) -> None:
+        """A step of so many forwards took that long; `output` has the tokens that were appended to
+        the requests."""
         self.step_ms[-1].append(to_ms(seconds))
+        self.num_forwards[-1].append(num_forwards)
         self.num_drafted[-1].append(output.num_drafted)
         self.num_proposed[-1].append(output.num_proposed or [])
         self.num_accepted[-1].append(output.num_accepted or [])

@@ -2,8 +2,8 @@
 no torch.
 
 The rows are what the sample can carry. A percentile has one only where the sequences are enough for
-it. The speedups are those of the record, which every other table has too; they say of how many
-batches they are the median.
+it, and what is about stalls where a step stalled. The speedups are those of the record, which every
+other table has too; they say of how many batches they are the median.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ def table_of(record: RunRecord) -> Table:
         return Table(above=[verdict])
     passes = [method(record)] if record.baseline_metrics is None else [BASELINE, method(record)]
     rows = [(label, *cells) for label, cells in table_rows(record)]
-    return Table([Column("", is_text=True), *passes], rows, _title(record), above=[verdict])
+    return Table(
+        [Column("", is_text=True), *passes], rows, _title(record), above=[verdict],
+        below=stalls_of(record),
+    )  # fmt: skip
 
 
 def method(record: RunRecord) -> str:
@@ -159,19 +162,39 @@ def _place(first: Divergence) -> str:
     return f"first at sequence {first.sequence}, token {first.index} ({margin})"
 
 
+def stalls_of(record: RunRecord) -> list[str]:
+    """A line for each pass in which steps stalled."""
+    passes = {BASELINE: record.baseline_metrics, method(record): record.metrics}
+    lines = [f"{name}: {stalls_in(m)}" for name, m in passes.items() if m and m.stalled_steps]
+    has_speedup = record.metrics is not None and record.metrics.speedup is not None
+    return [*lines, STEADY] if lines and has_speedup else lines
+
+
+def stalls_in(metrics: Metrics) -> str:
+    """How many steps stalled, and the longest of them beside the median of its kind."""
+    longest, median = metrics.longest_stall_ms, metrics.longest_stall_median_ms
+    text = f"{metrics.stalled_steps} of {metrics.num_steps} steps stalled"
+    if longest is None or median is None:
+        return text
+    return f"{text} ({longest:.3g} ms where the median is {median:.2g})"
+
+
+STEADY = "in the speedup a stalled step counts as the median of its kind; in the others in full"
 # The rows in order.
 SHOWN = (
-    *("decode_tokens_per_s", "speedup", "net_speedup", "break_even_gen_len"),
+    *("decode_tokens_per_s", "speedup", "total_speedup", "net_speedup", "break_even_gen_len"),
     *("mean_tpot_ms", "p50_tpot_ms", "p90_tpot_ms", "p99_tpot_ms"),
     *("mean_ttft_ms", "prefill_tokens_per_s", "answer_score"),
     *("acceptance_rate", "acceptance_length", "mean_emitted_tokens"),
     *("acceptance_per_position", "mean_draft_tokens", "kv_tokens_read"),
     *("begin_ms", "draft_prefill_ms", "calibration_ms", "warmup_calibration_ms"),
-    *("mean_step_ms", "decode_ms", "draft_ms", "verify_ms", "other_ms"),
+    *("median_step_ms", "mean_step_ms", "decode_ms", "draft_ms", "verify_ms", "other_ms"),
+    *("num_steps", "stalled_steps", "stalled_ms"),
     *("bytes_read", "roofline_fraction", "peak_memory_bytes"),
 )
 POSITION = Recorded("", digits=2)  # how the share of a draft position is shown
-MEDIANS = ("speedup", "net_speedup")  # over batches
+OF_STALLS = ("total_speedup", "stalled_steps", "stalled_ms")  # rows where a step stalled
+MEDIANS = ("speedup", "total_speedup", "net_speedup")  # over batches
 
 
 def table_rows(record: RunRecord) -> list[tuple[str, list[str]]]:
@@ -181,6 +204,8 @@ def table_rows(record: RunRecord) -> list[tuple[str, list[str]]]:
     columns = [m for m in (record.baseline_metrics, record.metrics) if m is not None]
     count = MANY if record.workload is None else record.workload.num_prompts
     shown = [name for name in SHOWN if has_enough(name, count)]
+    if not any(metrics.stalled_steps for metrics in columns):
+        shown = [name for name in shown if name not in OF_STALLS]
     rows = []
     for (label, name), *cells in metric_rows(Metrics, columns, shown):
         texts = [text_of(cell) for cell in cells]

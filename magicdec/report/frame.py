@@ -3,10 +3,9 @@ row for each pass, with its settings and metrics as columns."""
 
 from __future__ import annotations
 
-import csv
 from collections.abc import Iterable, Iterator
 from dataclasses import fields, is_dataclass
-from functools import cache
+from functools import cache, lru_cache
 from itertools import groupby, islice
 from pathlib import Path
 from typing import Any
@@ -19,12 +18,13 @@ from magicdec.records.performance import SUFFIX, Metrics
 from magicdec.records.record import MeasuredRecord, Record, RunRecord
 from magicdec.records.table import method
 from magicdec.report.listing import command_of, is_baseline, settings
-from magicdec.tables import csv_cell
+from magicdec.tables import write_csv_columns
 
 Row = dict[str, Any]
 ROWS_AT_ONCE = 1000  # that are held before they become columns
 SUFFIXES = (".csv", ".parquet")  # of the files that `write_columns` writes
 ENVIRONMENT = "environment."  # begins the names of its columns
+ALWAYS = ("environment", "error")
 OF_PASSES = ("metrics", "baseline_metrics", "prefill_samples")  # parts of the record of a run
 
 
@@ -54,23 +54,30 @@ def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
     return frame.where(frame.notna(), None)
 
 
-def flat_rows(number: int, source: str, record: Record) -> Iterator[Row]:
+def flat_rows(number: int, source: str, record: Record, has_settings: bool = True) -> Iterator[Row]:
     """The rows of one record of any kind: of a run the baseline first, if it has metrics, and then
     the requested strategy; of others their one pass, or each forward or prediction. There is a
     column for each plain value; samples and single requests are left out. Metrics have the names
     of their fields, and `_low` and `_high` after the names of intervals. `number` counts the
-    records and is the same in all rows of one."""
+    records and is the same in all rows of one. Without settings, of the parts of a record there is
+    its environment alone."""
     head: Row = {"kind": record.kind, "record": number, "file": source, "status": record.status}
     head |= {"error": None, "command": None}
     if isinstance(record, MeasuredRecord):
         head["command"] = command_of(record.environment)
-    for section, values in record.config.items():
+    for section, values in record.config.items() if has_settings else ():
         if isinstance(values, dict):
-            head |= {f"{section}.{key}": value for key, value in values.items()}
+            head.update(_prefixed(f"{section}.", values))
     for name, value in vars(record).items():
-        if isinstance(value, Part) and name not in OF_PASSES:
-            for key, inner in vars(value).items():
-                head.setdefault(f"{name}.{key}", inner)  # the config has more of a draft
+        if name in OF_PASSES or not (has_settings or name in ALWAYS):
+            continue
+        if isinstance(value, Part):
+            of_part = _prefixed(f"{name}.", vars(value))
+            if name not in record.config:
+                head.update(of_part)
+                continue
+            for key, inner in of_part:
+                head.setdefault(key, inner)  # the config has more of a draft
         elif name in ("error", "threads", "reference", "num_differing"):
             head[name] = value
     if isinstance(record, RunRecord):
@@ -88,7 +95,11 @@ def report_rows(number: int, source: str, record: Record) -> Iterator[Row]:
     """What a report keeps of a record: its flat rows, and in them what figures are about, by the
     names of the settings of a run. `number` counts the records of a report from 1. A pass that
     served requests has the record itself in the column `object`."""
-    for row in flat_rows(number, source, record):
+    if isinstance(record, RunRecord):
+        rows = flat_rows(number, source, record, has_settings=False)  # `_about_run` has them
+    else:
+        rows = flat_rows(number, source, record)
+    for row in rows:
         more = (
             _about_run(record, row["pass"])
             if isinstance(record, RunRecord)
@@ -129,31 +140,39 @@ def _about_service(record: Record, row: Row) -> Row:
     }
 
 
-def _prefixed(prefix: str, part: Part) -> Row:
-    return {f"{prefix}{name}": value for name, value in vars(part).items()}
+def _prefixed(prefix: str, values: Row) -> Iterable[tuple[str, Any]]:
+    return zip(_prefixed_names(prefix, tuple(values)), values.values(), strict=True)
+
+
+@lru_cache(maxsize=1000)
+def _prefixed_names(prefix: str, names: tuple[str, ...]) -> list[str]:
+    return [f"{prefix}{name}" for name in names]
 
 
 def metric_row(metrics: Part | None, kind: Any) -> Row:
     """One column for each metric of `kind`, two for the ends of an interval, and one for each value
     of a part inside. Without metrics, all are None."""
-    row: Row = {}
-    for name, has_ends in _columns(kind):
-        value = getattr(metrics, name, None)
-        if isinstance(value, Part):
-            row |= _prefixed(f"{name}.", value)
-        elif has_ends:
-            row[f"{name}_low"], row[f"{name}_high"] = value or (None, None)
+    row, values = Row(), {} if metrics is None else vars(metrics)
+    for name, ends in _columns(kind):
+        value = values.get(name)
+        if ends is not None:
+            row[ends[0]], row[ends[1]] = value or (None, None)
+        elif isinstance(value, Part):
+            row.update(_prefixed(f"{name}.", vars(value)))
         else:
             row[name] = value
     return row
 
 
 @cache
-def _columns(kind: Any) -> list[tuple[str, bool]]:
-    """The metrics of a dataclass, and whether each is an interval; none of another type."""
+def _columns(kind: Any) -> list[tuple[str, tuple[str, str] | None]]:
+    """The metrics of a dataclass, and of each that is an interval the columns of its ends; none of
+    another type."""
+    names = {field.name: str(field.type) for field in (fields(kind) if is_dataclass(kind) else ())}
     return [
-        (field.name, field.name.endswith(SUFFIX) and "list[list" not in str(field.type))
-        for field in (fields(kind) if is_dataclass(kind) else ())
+        (name, (f"{name}_low", f"{name}_high") if is_interval else None)
+        for name, text in names.items()
+        for is_interval in [name.endswith(SUFFIX) and "list[list" not in text]
     ]
 
 
@@ -162,10 +181,8 @@ def write_columns(path: Path, columns: Columns) -> None:
     flat_columns = {name: _flat_column(values) for name, values in columns.items()}
     if path.suffix == ".csv":
         with path.open("w", encoding="utf-8", newline="") as file:
-            writer = csv.writer(file, lineterminator="\n")  # pandas takes three times as long
-            writer.writerow(map(csv_cell, flat_columns))
-            safe = [_safe_column(values) for values in flat_columns.values()]
-            writer.writerows(zip(*safe, strict=True))
+            # pandas takes three times as long.
+            write_csv_columns(file, flat_columns, list(flat_columns.values()))
         return
     frame = pd.DataFrame(flat_columns, dtype=object)
     for name in frame:
@@ -181,11 +198,6 @@ PLAIN = {type(None), str, int, float, bool}
 def _flat_column(column: list[Any]) -> list[Any]:
     """The values of a column as `flat` makes them. Most are so already."""
     return column if {*map(type, column)} <= PLAIN else [*map(flat, column)]
-
-
-def _safe_column(column: list[Any]) -> list[Any]:
-    """The values of a column as `csv_cell` makes them."""
-    return [*map(csv_cell, column)] if str in {*map(type, column)} else column
 
 
 def flat(value: Any) -> str | int | float | bool | None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
@@ -16,6 +17,7 @@ from magicdec.figures import styled
 from magicdec.names import BASELINE
 from magicdec.report.figures.panels import Drawn, LeftOut
 from magicdec.report.figures.passes import (
+    READ,
     draw_by_acceptance,
     draw_by_budget,
     draw_by_position,
@@ -25,7 +27,7 @@ from magicdec.report.figures.passes import (
     draw_speedup,
 )
 from magicdec.report.figures.served import draw_served, tables_of
-from magicdec.report.frame import Row, columns_of
+from magicdec.report.frame import ENVIRONMENT, Row, columns_of
 from magicdec.report.tables import (
     PageTable,
     commands_table,
@@ -34,6 +36,10 @@ from magicdec.report.tables import (
     runs_table,
 )
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ABOUT = ("run", "command", "file")  # columns of every record, beside its environment
 DOTS_PER_INCH = 160
 ID = re.compile(r'(\bid="|xlink:href="#|url\(#)')
 PAGE, RERUN = "index.html", "rerun.sh"
@@ -86,13 +92,15 @@ def make_report(
     served = frame[frame["kind"] == "serving"]
     sections = []
     if not runs.empty:
-        outcomes = draw_runs(frame[frame["has_result"].astype(bool)])
-        sections.append(Section("Runs", summary(runs), outcomes, [runs_table(runs)]))
+        outcomes = draw_runs(frame)
+        lines = [*summary(runs), *stalls_line(frame[frame["kind"] == "run"])]
+        sections.append(Section("Runs", lines, outcomes, [runs_table(runs)]))
     if not served.empty:
         lines = [f"{len(served):,} passes: {', '.join(served['pass'].unique())}."]
         tables = tables_of(served)
         sections.append(Section("Requests that were served", lines, draw_served(served), tables))
-    of_records = pd.concat([runs, served])
+    about = [name for name in frame if name.startswith(ENVIRONMENT) or name in ABOUT]
+    of_records = pd.concat([runs[about], served[about]])
     tables = [environments_table(of_records), commands_table(of_records)]
     commands = list(of_records["command"].unique())
     revisions = sorted(of_records["environment.revision"].dropna().unique())
@@ -103,7 +111,10 @@ def make_report(
 
 
 def draw_runs(frame: pd.DataFrame) -> list[Drawn | LeftOut]:
-    """Draw every figure that the passes of runs can feed. `frame` has those with a result."""
+    """Draw every figure that the passes of runs with a result can feed."""
+    # Of all columns those that figures need, because they are copied for each of them.
+    frame = frame[[name for name in frame if "." not in name or name == READ]]
+    frame = frame[frame["has_result"].astype(bool)]
     passes = frame[frame["kind"] == "run"]
     runs = passes[passes["is_run"].astype(bool)]
     with styled():
@@ -143,11 +154,20 @@ def save_figure(drawn: Drawn, directory: Path | None) -> str:
     with TemporaryDirectory() as folder:
         png, svg = (Path(directory or folder, f"{drawn.name}{end}") for end in (".png", ".svg"))
         with styled(drawn.name):
-            drawn.figure.savefig(png, dpi=DOTS_PER_INCH)  # this finds the places, too
-            drawn.figure.set_layout_engine("none")
-            about = {"Title": drawn.title, "Date": None}
-            drawn.figure.savefig(svg, dpi=DOTS_PER_INCH, metadata=about)
+            draw_once(drawn.figure, png, svg, {"Title": drawn.title, "Date": None})
         return inline(svg.read_text(encoding="utf-8"), drawn.name)
+
+
+def draw_once(figure: Figure, png: Path, svg: Path, about: dict[str, Any]) -> None:
+    """Write the figure in both formats. `Figure.savefig` would draw it twice for each of them, to
+    find the places of its parts."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    figure.set_dpi(DOTS_PER_INCH)
+    FigureCanvasAgg(figure).print_png(png)  # this finds the places, too
+    figure.set_layout_engine("none")
+    FigureCanvasSVG(figure).print_svg(svg, metadata=about)
 
 
 def inline(svg: str, name: str) -> str:
@@ -173,6 +193,21 @@ def render(report: Report, svg: Mapping[str, str]) -> str:
         style=(HERE / "page.css").read_text(encoding="utf-8"),
         script=(HERE / "page.js").read_text(encoding="utf-8"),
     )  # fmt: skip
+
+
+def stalls_line(passes: pd.DataFrame) -> list[str]:
+    """How many steps of all passes stalled, and the one that lost most; nothing if none did."""
+    stalled = passes[passes["stalled_steps"].fillna(0).astype(int) > 0]
+    if stalled.empty:
+        return []
+    ms, median = (stalled[f"longest_stall_{name}ms"].astype(float) for name in ("", "median_"))
+    worst = (ms - median).idxmax()
+    return [
+        f"{stalled['stalled_steps'].sum():,} of {passes['num_steps'].dropna().sum():,} decode "
+        f"steps stalled, which count as the median of their kind in the speedup of decode steps. "
+        f"The longest took {ms[worst]:.3g} ms where the median is {median[worst]:.2g}: run "
+        f"{stalled.loc[worst, 'run']}, {stalled.loc[worst, 'pass']}."
+    ]
 
 
 def summary(runs: pd.DataFrame) -> list[str]:

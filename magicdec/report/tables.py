@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from io import StringIO
 from pathlib import Path
 
 import pandas as pd
@@ -14,12 +15,12 @@ from magicdec.records.fields import Recorded, described_fields
 from magicdec.records.performance import SUFFIX, Metrics
 from magicdec.report.frame import ENVIRONMENT, Row, frame_of
 from magicdec.report.listing import LABELS, OF_DRAFT, SETTINGS
-from magicdec.tables import Shown, Table, csv_text
+from magicdec.tables import Shown, Table, write_csv_columns
 
 MOST_ROWS = 1000  # on the page; the CSV files have all
 SHOWN_METRICS = (
     *("decode_tokens_per_s", "speedup", "net_speedup", "acceptance_rate", "acceptance_length"),
-    *("p50_tpot_ms", "mean_ttft_ms", "roofline_fraction"),
+    *("p50_tpot_ms", "mean_ttft_ms", "roofline_fraction", "stalled_steps"),
 )
 # Metrics that are one number.
 METRICS = tuple(f.name for f in fields(Metrics) if "list" not in str(f.type))
@@ -65,8 +66,11 @@ class PageTable(Table):
 
 def frame_csv(frame: pd.DataFrame) -> str:
     """A frame as CSV, in which a missing value is an empty field."""
-    columns = [frame[name].astype(object).where(frame[name].notna(), None) for name in frame]
-    return csv_text([list(frame), *zip(*columns, strict=True)])
+    text = StringIO()
+    # What is not equal to itself is NaN.
+    columns = [[None if v != v else v for v in frame[name].tolist()] for name in frame]
+    write_csv_columns(text, map(str, frame), columns)
+    return text.getvalue()
 
 
 def runs_table(runs: pd.DataFrame) -> PageTable:

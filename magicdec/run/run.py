@@ -186,6 +186,11 @@ class Run:
         draft = self.runner.drafting if self.draft is None else self.draft.runner
         return [self.runner] if draft is None else [self.runner, draft]
 
+    @property
+    def num_forwards(self) -> int:
+        """The forwards of this rank's runners so far, which the host has counted itself."""
+        return sum(runner.counts.num_forwards for runner in self.runners())
+
     def measure(self) -> None:
         """Measure every batch."""
         for batch in range(self.config.workload.num_batches):
@@ -241,11 +246,13 @@ class Run:
         self.memory.note()
         reset_peak_memory(self.device)
         samples.begin_batch()
+        so_far = [self.num_forwards]
         started = time.perf_counter()
         with self.progress.task(name, w.batch_size * w.num_new_tokens) as advance:
 
             def observe(output: Any, seconds: float) -> None:
-                samples.observe(output, seconds)
+                so_far.append(self.num_forwards)
+                samples.observe(output, seconds, so_far[-1] - so_far[-2])
                 advance(output.num_tokens)
 
             finished = self.engine.decode(strategy, observe)

@@ -202,15 +202,21 @@ def complete(
     bos, w = source.config.bos_token_id, config.workload
     check_bos(f"{flag} {config.model.model}", source, tokenizer)
     count, counted_by = num_prompts or (w.num_prompts, "--B x --num_batches")
+    is_given = num_prompts is not None or config.run_config.workload.num_batches is not None
+    batch = None if is_given else w.batch_size
     name, gen_len = tokenizer_source.name, w.num_new_tokens
+    size = w.prefix_len, count, batch
     workload = cache.get(
-        ("workload", name, w.dataset, w.skip_tokens, bos, w.prefix_len, count, w.seed, gen_len),
+        ("workload", name, w.dataset, w.skip_tokens, bos, size, w.seed, gen_len),
         lambda: build_workload(
             w.dataset, tokenizer, bos, w.prefix_len, count, w.seed,
             gen_len=gen_len, counted_by=counted_by, is_whole=num_prompts is not None,
-            skip_tokens=w.skip_tokens,
+            skip_tokens=w.skip_tokens, batch=batch,
         ),
     )  # fmt: skip
+    if batch is not None:
+        num_batches = len(workload.prompts) // batch
+        config = replace(config, workload=replace(w, num_batches=num_batches))
     corpus, path = tuple[int, ...](), config.decoding.lookup_corpus
     if path is not None and config.decoding.looks_up:
         vocab_size = source.config.vocab_size
@@ -221,7 +227,7 @@ def complete(
     free = cache.get(("free", device), lambda: free_device_memory(device, launch.local_rank))
     memory = agree(launch, lambda: check(config, models, launch, free))
     return Prepared(
-        **vars(run),
+        **vars(run) | {"config": config},
         tokenizer=tokenizer,
         tokenizer_name=name,
         workload=workload,

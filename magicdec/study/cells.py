@@ -79,6 +79,7 @@ def make_cells(configs: Iterable[RunConfig], launch: Launch) -> list[Cell]:
         try:
             # Each rank checks alone: the ranks of a study agree on all refusals at once.
             prepared, refusal = complete(resolved, cache, lambda launch, check: check()), ""
+            resolved = replace(resolved, config=prepared.config)  # with the batches that it has
         except ValueError as error:
             prepared, refusal = None, " ".join(str(error).split())
         cell = Cell(resolved, (name_of(config),), prepared, refusal)

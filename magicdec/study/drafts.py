@@ -55,7 +55,7 @@ class Rates:
         """What this workload is expected to take with so many drafts."""
         passes_s = (1 + SLOWEST * num_drafts) * w.num_new_tokens * self.step_s
         batch_s = w.batch_size * w.prefix_len * self.prefill_s + passes_s
-        return w.num_batches * batch_s + w.warmup_batches * passes_s
+        return w.most_batches * batch_s + w.warmup_batches * passes_s
 
 
 class DraftTrials:
@@ -206,7 +206,7 @@ def smaller(asked: WorkloadSection, fixed: frozenset[str]) -> Iterator[WorkloadS
         return values
 
     for prefix_len in halves("prefix_len", asked.prefix_len, LEAST_PREFIX):
-        for num_batches in halves("num_batches", asked.num_batches, LEAST_BATCHES):
+        for num_batches in halves("num_batches", asked.most_batches, LEAST_BATCHES):
             for gen_len in halves("gen_len", asked.num_new_tokens, LEAST_OUTPUT):
                 yield replace(
                     asked, prefix_len=prefix_len, num_batches=num_batches, gen_len=gen_len

@@ -70,16 +70,18 @@ def build_workload(
     counted_by: str = "--B x --num_batches",
     is_whole: bool = False,
     skip_tokens: int | None = None,
+    batch: int | None = None,
 ) -> Workload:
     """Distinct prefixes of `prefix_len` tokens: chunks of books, drawn at random without
     replacement. BOS, if any, replaces the first token of each. `dataset` is `ruler:TASK`, `recall`,
     `recall:BOOKS`, a prompt set, or a name, files or folders of books. `gen_len`: tokens of the
     continuation that `recall` expects. `counted_by`: the flags that `num_prompts` comes from.
     `is_whole`: prompts of a set keep their lengths, of at most `prefix_len`. `skip_tokens`: tokens
-    left out at the start of each book; None: those of SKIP_TOKENS.
+    left out at the start of each book; None: those of SKIP_TOKENS. `batch`: a text that holds fewer
+    prefixes gives as many as make whole batches of so many.
 
     Raises ValueError when the dataset is unknown, cannot be read (see `read_books`) or has fewer
-    than `num_prompts` prefixes, or when the prefix is too short for it.
+    than `num_prompts` prefixes, or than `batch`, or when the prefix is too short for it.
     """
     kind, colon, name = dataset.partition(":")
     if skip_tokens is not None and (kind == "ruler" or is_prompt_set(dataset)):
@@ -95,14 +97,16 @@ def build_workload(
         return Workload(dataset, prompts, None, None, None, seed, digest, strings)
     if is_prompt_set(dataset):
         return _of_prompt_set(
-            dataset, tokenizer, bos_token_id, prefix_len, num_prompts, seed, counted_by, is_whole
-        )
+            dataset, tokenizer, bos_token_id, prefix_len, num_prompts, seed, counted_by, is_whole,
+            batch,
+        )  # fmt: skip
     books = dataset
     if kind == "recall":
         books = name if colon else "demo"
     skip = SKIP_TOKENS.get(books, 0) if skip_tokens is None else skip_tokens
     name = title_of(books)
     texts, places = _cut_books(books, tokenizer, skip, prefix_len, num_prompts)
+    num_prompts = _enough(len(places), num_prompts, batch)
     if len(places) < num_prompts:
         after = f" after the first {skip} of each text (--skip_tokens)" if skip else ""
         raise ValueError(
@@ -118,6 +122,14 @@ def build_workload(
         prompts, answers = recall_prompts(prompts, gen_len, seed)
     digest = _hash_prompts(prompts)
     return Workload(name, prompts, sources, len(places), skip, seed, digest, answers)
+
+
+def _enough(num_held: int, num_wanted: int, batch: int | None) -> int:
+    """The prompts that are needed of a text that holds so many: with `batch`, whole batches of so
+    many, at least one."""
+    if batch is None or num_held >= num_wanted:
+        return num_wanted
+    return max(1, num_held // batch) * batch
 
 
 def _cut_books(
@@ -138,7 +150,7 @@ def _cut_books(
 
 def _of_prompt_set(
     dataset: str, tokenizer: Tokenizer, bos: int | None, prefix_len: int, num_prompts: int,
-    seed: int, counted_by: str, is_whole: bool,
+    seed: int, counted_by: str, is_whole: bool, batch: int | None,
 ) -> Workload:  # fmt: skip
     """Items of a prompt set in random order, those without a prompt left out. Whole ones of at most
     `prefix_len` tokens, or longer ones cut in their middle to exactly so many, BOS included."""
@@ -154,6 +166,8 @@ def _of_prompt_set(
         if len(ids) <= prefix_len if is_whole else len(ids) >= prefix_len:
             places.append((index, 0))
             prompts.append(tuple(ids) if is_whole else cut_middle(ids, prefix_len))
+    num_prompts = _enough(len(prompts), num_prompts, batch)
+    del places[num_prompts:], prompts[num_prompts:]
     if len(prompts) < num_prompts:
         bound = "most" if is_whole else "least"
         raise ValueError(

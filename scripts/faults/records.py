@@ -6,6 +6,28 @@ from faults.fault import Fault, Property
 
 METRICS, RULE = "test_metrics.py::", "test_gate_rule.py::"
 INTERVALS = "test_intervals.py::"
+STALLS, MAPS = "test_stalls.py::", "test_report_maps.py::"
+MACHINE = 'MACHINE = ("device", "ranks", "threads")'
+WEIGHTS = 'WEIGHTS = ("model", "target_dtype", "draft_model", "draft_weights")'
+HELD = '*WEIGHTS, "drafter", "kv_policy", "dtype", "dataset", "gen_len", "temperature", *MACHINE'
+# (what, the entry that is lost, the line that has it) of the settings that a panel holds
+POOLED = (
+    ("devices", '"device", ', MACHINE),
+    ("ranks", '"ranks", ', MACHINE),
+    ("threads", ', "threads"', MACHINE),
+    ("models", '"model", ', WEIGHTS),
+    ("weight dtypes", '"target_dtype", ', WEIGHTS),
+    ("draft models", '"draft_model", ', WEIGHTS),
+    ("low-bit drafts", ', "draft_weights"', WEIGHTS),
+    ("all weights", "*WEIGHTS, ", HELD),
+    ("drafters", '"drafter", ', HELD),
+    ("policies", '"kv_policy", ', HELD),
+    ("dtypes", '"dtype", ', HELD),
+    ("datasets", '"dataset", ', HELD),
+    ("output lengths", '"gen_len", ', HELD),
+    ("temperatures", '"temperature", ', HELD),
+    ("all machines", ", *MACHINE", HELD),
+)
 
 PROPERTIES = (
     Property(
@@ -14,6 +36,115 @@ PROPERTIES = (
         (
             Fault("speedup as the maximum over batches", "records/metrics.py",
                   "speedup=statistics.median(of_steps)", "speedup=max(of_steps)"),
+        ),
+    ),
+    Property(
+        "Stalled steps are counted beside the median of their kind.",
+        f"{STALLS}test_steps_that_stalled_are_counted_beside_the_median_of_their_kind",
+        (
+            Fault("a stall only beyond the noise alone", "records/stalls.py",
+                  "max(FACTOR, math.exp(", "max(100 * FACTOR, math.exp("),
+            Fault("stalls of the last batch alone", "records/stalls.py",
+                  "if self._ms(place) > bound * median",
+                  "if self._ms(place) > bound * median and place[0] > 1"),
+            Fault("all the time of stalls as lost", "records/stalls.py",
+                  "return self.ms - self.median_ms", "return self.ms"),
+        ),
+    ),
+    Property(
+        "A stalled step counts as its median in the speedup, and in full in the total speedup.",
+        f"{STALLS}test_a_stalled_step_counts_as_the_median_in_the_speedup_and_in_full_in_the_total",
+        (
+            Fault("stalls in the speedup", "records/metrics.py",
+                  "lambda samples: Steps.of(samples).steady_ms)",
+                  "lambda samples: map(sum, samples.step_ms))"),
+            Fault("no stalls in the total speedup", "records/metrics.py",
+                  "lambda samples: map(sum, samples.step_ms))",
+                  "lambda samples: Steps.of(samples).steady_ms)"),
+        ),
+    ),
+    Property(
+        "A step that does more is no stall.",
+        f"{STALLS}test_a_step_that_does_more_is_no_stall",
+        (
+            Fault("steps judged without their forwards", "records/stalls.py",
+                  "_known(samples.num_forwards, *size, 0)", "_known([], *size, 0)"),
+            Fault("steps judged without their draft tokens", "records/stalls.py",
+                  "_known(samples.num_drafted, *size, 0)", "_known([], *size, 0)"),
+            Fault("steps judged without their rows", "records/stalls.py",
+                  "_known(samples.num_emitted, *size", "_known([], *size"),
+        ),
+    ),
+    Property(
+        "Growing contexts and a slower machine are no stalls.",
+        f"{STALLS}test_growing_contexts_and_a_slower_machine_are_no_stalls",
+        (
+            Fault("steps judged by all of their batch", "records/stalls.py",
+                  "count = min(NEAREST, len(times))", "count = len(times)"),
+        ),
+    ),
+    Property(
+        "A step of a rare kind is judged by kinds that do at least as much.",
+        f"{STALLS}test_a_rare_kind_is_judged_by_kinds_that_do_at_least_as_much",
+        (
+            Fault("a step judged by kinds that do less", "records/stalls.py",
+                  "does_as_much(other, kind)", "does_as_much(kind, other)"),
+            Fault("steps of short batches not judged", "records/stalls.py",
+                  "[of_all] * len(inside) if few", "[math.inf] * len(inside) if few"),
+        ),
+    ),
+    Property(
+        "Noise is no stall.",
+        f"{STALLS}test_noise_is_no_stall",
+        (
+            Fault("stalls beyond two deviations", "records/stalls.py",
+                  "SPREADS = 6.0", "SPREADS = 2.0"),
+            Fault("stalls beyond the double", "records/stalls.py",
+                  "FACTOR = 3.0", "FACTOR = 2.0"),
+        ),
+    ),
+    Property(
+        "Forwards of a step are those that it ran.",
+        "test_measurement.py::test_the_forwards_of_a_step_are_those_that_it_ran",
+        (
+            Fault("all forwards so far", "run/run.py",
+                  "so_far[-1] - so_far[-2]", "so_far[-1]"),
+        ),
+    ),
+    Property(
+        "A panel never pools machines, dtypes or prompts of other kinds.",
+        f"{MAPS}test_a_panel_never_pools_machines_or_dtypes",
+        tuple(
+            Fault(f"panels pool {what}", "report/figures/passes.py", text, text.replace(entry, ""))
+            for what, entry, text in POOLED
+        ),
+    ),
+    Property(
+        "A colour claims no more than its interval.",
+        f"{MAPS}test_a_colour_claims_no_more_than_its_interval",
+        (
+            Fault("a colour only where the interval holds no 1", "report/figures/passes.py",
+                  "is_wide or low <= 1 <= high", "low <= 1 <= high"),
+            Fault("a colour beside an interval that holds 1", "report/figures/passes.py",
+                  "is_wide or low <= 1 <= high", "is_wide"),
+        ),
+    ),
+    Property(
+        "A map shows no colour that its interval does not bear.",
+        f"{MAPS}test_a_map_shows_no_colour_that_its_interval_does_not_bear",
+        (
+            Fault("all cells of a map in colour", "report/figures/passes.py",
+                  ".where(table[CLAIM] != DOUBTFUL)", ""),
+            Fault("a cell without an interval like another", "report/figures/passes.py",
+                  "if cell[CLAIM] != HOLDS:", "if cell[CLAIM] == DOUBTFUL:"),
+        ),
+    ),
+    Property(
+        "The best run of a place is the one that is surely fast.",
+        f"{MAPS}test_the_best_run_of_a_place_is_the_one_that_is_surely_fast",
+        (
+            Fault("the most disturbed run as the best", "report/figures/passes.py",
+                  "lows.fillna(speedups)", "speedups"),
         ),
     ),
     Property(

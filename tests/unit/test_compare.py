@@ -228,7 +228,7 @@ def test_the_speedup_of_a_run_is_that_of_every_other_table(
     record: RunRecord, tmp_path: Path, command: Command
 ) -> None:
     """With its name and its interval, which the default number of batches is enough for."""
-    assert RunConfig().workload.num_batches == FEWEST_BATCHES
+    assert RunConfig().workload.most_batches >= FEWEST_BATCHES
     assert record.metrics is not None
     ratios = [1.2, 1.5, 1.4]
     speedup = {

@@ -103,7 +103,7 @@ def test_an_export_has_a_row_for_each_pass(tmp_path: Path, command: Command, suf
     out = tmp_path / f"runs.{suffix}"
     assert command("export", BASELINES, "--out", out).code == 0
     frame = getattr(pandas, f"read_{suffix}")(out)
-    raw = [json.loads(line) for line in BASELINES.read_text().splitlines()]
+    raw = [json.loads(record.to_json()) for record in load_records(BASELINES)]
     baselines = [r["baseline_metrics"] for r in raw if r["baseline_metrics"] is not None]
     assert len(frame) == len(raw) + len(baselines)
     ours = frame[frame["pass"] == "speculative"]
@@ -267,4 +267,4 @@ def other_than(name: str, value: Any) -> Any:
         return [0.5] if name.endswith(("_per_batch", "_per_position")) else 1
     if isinstance(value, list):
         return [*value[:-1], value[-1] + (1 if isinstance(value[-1], int) else 1e-6)]
-    return value + (1 if isinstance(value, int) else 1e-6 * value)
+    return value + (1 if isinstance(value, int) else 1e-6 * value or 1.0)

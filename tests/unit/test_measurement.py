@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,7 @@ from magicdec.run import run as run_module
 from magicdec.run.run import execute
 from magicdec.runner import ModelRunner
 from magicdec.setup.prepare import prepare
+from magicdec.study.cells import config_key, make_cells
 
 PROMPT, CHUNK, NEW = 20, 8, 7
 PREFILL_S = [[0.2, 0.1], [0.3, 0.3], [0.2, 0.5]]  # by batch and row
@@ -226,6 +227,13 @@ def test_the_time_of_a_step_is_that_of_the_strategy(measured: Measured) -> None:
         assert samples[name].step_ms == expected, name
 
 
+def test_the_forwards_of_a_step_are_those_that_it_ran(measured: Measured) -> None:
+    samples = measured.record.samples
+    assert samples is not None
+    assert samples["autoregressive"].num_forwards == [[1] * (NEW - 1)] * 3
+    assert samples["speculative"].num_forwards == [[1] * len(SPECULATION)] * 3
+
+
 def test_metrics_of_the_steps(measured: Measured) -> None:
     """By hand: a batch of speculation takes 60 ms before the slowness, which is 7 in sum."""
     metrics, baseline = measured.record.metrics, measured.record.baseline_metrics
@@ -354,3 +362,24 @@ def test_a_gpu_reads_many_times_between_two_events(
         "hardware/timing.synchronize: synchronize": 3,
         "hardware/timing.seconds_of: synchronize": 3,
     }
+
+
+def test_without_a_number_a_run_has_five_batches_or_those_that_its_text_holds(
+    tiny_checkpoint: Path, text_file: Path, tmp_path: Path
+) -> None:
+    """A study finds its record again by them."""
+    config = make_config(tiny_checkpoint, text_file, tmp_path / "runs.jsonl")
+    launch = Launch(0, 1, 0, 1)
+    available = prepare(config, launch).workload.num_available
+    assert available is not None and available > 20
+    for rows, expected in ((available // 20, 5), (available // 2, 2), (available, 1)):
+        workload = replace(config.workload, batch_size=rows, num_batches=None)
+        asked = replace(config, workload=workload)
+        prepared = prepare(asked, launch)
+        assert prepared.config.workload.num_batches == expected
+        assert len(prepared.workload.prompts) == expected * rows
+        (cell,) = make_cells([asked], launch)
+        assert cell.key == config_key(prepared.config.to_dict())
+    given = replace(config.workload, batch_size=available, num_batches=2)
+    with pytest.raises(ValueError, match="are needed"):
+        prepare(replace(config, workload=given), launch)

@@ -246,6 +246,7 @@ def test_random_weights_have_times_but_no_acceptance() -> None:
         *("acceptance_rate", "acceptance_length", "acceptance_per_position"),
         *("judged_per_position", "mean_draft_tokens", "mean_emitted_tokens"),
         *("speedup", "speedup_per_batch", "net_speedup", "net_speedup_per_batch"),
+        *("total_speedup", "total_speedup_per_batch"),
         *("decode_tokens_per_s", "mean_tpot_ms", "p50_tpot_ms", "p90_tpot_ms", "p99_tpot_ms"),
     }
 

@@ -22,7 +22,7 @@ from magicdec.latency.record import LatencyRecord, Row, tables
 from magicdec.names import load_named
 from magicdec.records.fields import described_fields, description_of, without_none
 from magicdec.records.performance import Metrics
-from magicdec.records.reading import load_records, read_records
+from magicdec.records.reading import load_records, parse_line, read_records
 from magicdec.records.record import RunRecord, append_record
 from magicdec.records.table import SHOWN
 
@@ -95,12 +95,11 @@ def test_real_records_are_as_the_schema_says(kind: str) -> None:
 
 def test_committed_records_are_read_and_as_the_schema_says() -> None:
     lines = BASELINES.read_text(encoding="utf-8").splitlines()
-    records = load_records(BASELINES)
-    assert len(records) == len(lines) > 0
-    for line, record in zip(lines, records, strict=True):
+    assert len(load_records(BASELINES)) == len(lines) > 0
+    for line in lines:
         raw = json.loads(line)
         assert problems(raw) == []
-        assert kept(raw, json.loads(record.to_json())) == raw
+        assert kept(raw, json.loads(parse_line(line, RunRecord).to_json())) == raw
 
 
 def kept(raw: Any, written: Any) -> Any:

@@ -30,7 +30,7 @@ from magicdec.report.listing import command_of
 from magicdec.report.tables import ranges
 
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
-RAW = [json.loads(line) for line in BASELINES.read_text(encoding="utf-8").splitlines()]
+RAW = [json.loads(record.to_json()) for record in load_records(BASELINES)]
 FIGURES = (
     *("speedup_map", "pareto_front", "speedup_by_acceptance", "acceptance_by_budget"),
     *("acceptance_by_position", "step_phases", "bandwidth"),

@@ -125,7 +125,7 @@ def test_a_cell_is_the_lone_run(
         plan, records = run_study(asked, tmp_path / "runs.jsonl")
     assert len(records) == len(asked) == len(plan.order)
     assert len(loads) == 1, "the draft is the same model here"
-    assert len(prefills) == base.workload.num_batches
+    assert len(prefills) == base.workload.most_batches
     kept = {room.kv.window_size for room in plan.rooms.values() if room.kv is not None}
     assert kept == {16}, "the queries that prefill keeps serve the widest window"
     check_lone(asked, records)

@@ -113,6 +113,16 @@ def test_too_few_prefixes(long_books: str) -> None:
         build(long_books, num_prompts=8)
 
 
+def test_a_text_with_few_prefixes_gives_whole_batches(long_books: str) -> None:
+    """Of its seven prefixes, where the number of batches was not given."""
+    for batch, count in ((3, 6), (2, 6), (7, 7), (4, 4)):
+        work = build(long_books, num_prompts=5 * batch, batch=batch)
+        assert work == build(long_books, num_prompts=count) and work.num_available == 7
+    assert len(build(long_books, num_prompts=5, batch=1).prompts) == 5
+    with pytest.raises(ValueError, match=r"holds 7 prefixes .*; 8 are needed"):
+        build(long_books, num_prompts=40, batch=8)
+
+
 @pytest.mark.parametrize(
     ("dataset", "skip_tokens", "skipped", "available"),
     [

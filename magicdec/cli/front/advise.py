@@ -307,7 +307,7 @@ class Advice:
                 self.leave_out(f"--{name} {wanted}, for which there is no time; {taken} instead")
         self.args = replace(
             self.args, prefix_len=fitted.prefix_len, gen_len=fitted.num_new_tokens,
-            num_batches=fitted.num_batches,
+            num_batches=fitted.most_batches,
         )  # fmt: skip
         return {name: replace(config, workload=fitted) for name, config in configs.items()}
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from functools import partial
 from itertools import chain
+from math import log
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -22,6 +23,7 @@ from magicdec.report.figures.panels import (
     Series,
     draw_curves,
     draw_marks,
+    num_different,
     plain_ticks,
     said,
     summarize,
@@ -35,7 +37,9 @@ if TYPE_CHECKING:
 
 MACHINE = ("device", "ranks", "threads")
 WEIGHTS = ("model", "target_dtype", "draft_model", "draft_weights")
-HELD = [*WEIGHTS, "drafter", "kv_policy", "dtype", "dataset", "gen_len", *MACHINE]
+HELD = [
+    *WEIGHTS, "drafter", "kv_policy", "dtype", "dataset", "gen_len", "temperature", *MACHINE
+]  # fmt: skip
 KINDS = ["speedup", "net_speedup"]
 PLACE = ["B", "prefix_len"]
 MOST = 4.0  # speedup with the darkest colour; 1 / MOST has the darkest of the other side
@@ -53,40 +57,67 @@ def draw_speedup(runs: pd.DataFrame) -> Drawn | LeftOut:
         caption=(
             "Of each batch size and prefix length the best budget and gamma (K and g in the "
             "cells). Above 1 speculation is faster than autoregressive decoding of the same "
-            "prompts. The colour and the first number are of decode steps alone; the net speedup "
-            "counts all time after prefill",
+            "prompts. The colour and the first number are of decode steps alone, without stalls; "
+            "the net speedup counts all time after prefill",
+            "A cell has no colour where the 95 % interval of its speedup over batches, which it "
+            "shows, is wider than the difference from 1 that the colour would claim",
         ),
         axes={"height": 3.2},
     )  # fmt: skip
     kinds = runs[(runs[KINDS].fillna(0) != 0).all(axis=1)]
-    places = kinds.assign(place=kinds["B"].astype(str) + " " + kinds["prefix_len"].astype(str))
-    num_places = places.groupby(HELD, dropna=False)["place"].transform("nunique")
-    return form.of(kinds[num_places > 1])
+    return form.of(kinds[[count > 1 for count in num_different(kinds, HELD, PLACE)]])
+
+
+SPEEDUP_ENDS = ("speedup_interval_low", "speedup_interval_high")
+CLAIM = "claim"  # the column that says what the interval of a cell lets its colour claim
+HOLDS, DOUBTFUL, UNKNOWN = "holds", "interval wider than the difference", "no interval"
+# What marks cells whose colour may claim nothing, and those of which that is not known.
+CELL_MARKS: dict[str, dict[str, Any]] = {
+    DOUBTFUL: {"hatch": "////", "edgecolor": "#d4d4d4", "linewidth": 0},
+    UNKNOWN: {"linestyle": (0, (1, 1.5)), "edgecolor": "#444444", "linewidth": 1.2},
+}
+INSET = 0.05  # of a mark, within its cell
 
 
 def best_by_place(runs: pd.DataFrame) -> pd.DataFrame:
-    """The run with the fastest steps at each place of the map, and how many runs are there."""
-    groups = runs.assign(speedup=runs["speedup"].astype(float)).groupby(PLACE)
-    best = runs.loc[groups["speedup"].idxmax(), [*PLACE, "gamma", "budget", *KINDS]]
-    return best.assign(runs=groups.size().to_numpy())
+    """The run with the fastest steps at each place of the map, and how many runs are there. The
+    lower ends of intervals decide where there are any: of many noisy runs, the one with the highest
+    speedup is often the one that was disturbed most."""
+    speedups, lows = (runs[name].astype(float) for name in ("speedup", SPEEDUP_ENDS[0]))
+    order = pd.DataFrame({"has": lows.notna(), "low": lows.fillna(speedups)})
+    ordered = runs.loc[order.sort_values(["has", "low"], kind="stable").index]
+    columns = [*PLACE, "gamma", "budget", *KINDS, *SPEEDUP_ENDS]
+    best = ordered[columns].groupby(PLACE).tail(1).sort_values(PLACE)
+    counts = runs.groupby(PLACE).size().to_numpy()
+    ends = best[["speedup", *SPEEDUP_ENDS]].itertuples(index=False)
+    return best.assign(runs=counts, **{CLAIM: [claim_of(*each) for each in ends]})
+
+
+def claim_of(speedup: float, low: float | None, high: float | None) -> str:
+    """Whether the interval of a speedup lets a colour say how far it is from 1: it must not be
+    wider than that, on the log scale, nor hold 1."""
+    if low is None or high is None:
+        return UNKNOWN
+    is_wide = log(high / low) > abs(log(speedup))
+    return DOUBTFUL if is_wide or low <= 1 <= high else HOLDS
 
 
 def draw_map(ax: Axes, cells: pd.DataFrame, _: Series) -> dict[str, Any]:
     """The map of one method, with its colour bar."""
     from matplotlib.colors import LogNorm
 
-    shades = cells.pivot(index="prefix_len", columns="B", values="speedup").astype(float)
+    table = cells.pivot(index="prefix_len", columns="B")
+    shades = table["speedup"].astype(float).where(table[CLAIM] != DOUBTFUL)
     image = ax.pcolormesh(shades.to_numpy(), cmap="PuOr_r", norm=LogNorm(1 / MOST, MOST),
                           edgecolors="white", linewidth=1)  # fmt: skip
+    handles = dict[str, Any]()
     is_crowded = max(shades.shape) > MOST_CELLS
-    for cell in () if is_crowded else cells.to_dict("records"):
+    for cell in cells.to_dict("records"):
         x, y = shades.columns.get_loc(cell["B"]), shades.index.get_loc(cell["prefix_len"])
-        is_dark = not 1 / DARK < cell["speedup"] < DARK
-        more: dict[str, Any] = {"ha": "center", "color": "white" if is_dark else "black"}
-        about = f"net {cell['net_speedup']:.2f}x\ng {cell['gamma']}"
-        about += "" if cell["budget"] is None else f", K {cell['budget']}"
-        ax.text(x + 0.5, y + 0.55, f"{cell['speedup']:.2f}x", va="bottom", weight="bold", **more)
-        ax.text(x + 0.5, y + 0.5, about, va="top", fontsize=6, **more)
+        if cell[CLAIM] != HOLDS:
+            handles[cell[CLAIM]] = mark_cell(ax, x, y, cell[CLAIM])
+        if not is_crowded:
+            write_cell(ax, x + 0.5, y + 0.5, cell)
     step = -(-max(shades.shape) // MOST_CELLS)  # of ticks, so that their labels have room
     columns, rows = shades.columns[::step], shades.index[::step]
     ax.set_xticks(0.5 + step * np.arange(len(columns)), list(map(str, columns)))
@@ -97,7 +128,32 @@ def draw_map(ax: Axes, cells: pd.DataFrame, _: Series) -> dict[str, Any]:
     assert bar.solids is not None, "the map has colours"
     bar.solids.set_rasterized(True)  # viewers of SVG show seams between its colours
     plain_ticks(bar.ax.yaxis, [1 / MOST, 0.5, 1, 2, MOST])
-    return {}
+    return handles
+
+
+def mark_cell(ax: Axes, x: float, y: float, claim: str) -> Any:
+    """Lines over a cell of a map, or a dotted frame in it, by what its colour may claim."""
+    from matplotlib.patches import Rectangle
+
+    size = 1 - 2 * INSET
+    marks = Rectangle((x + INSET, y + INSET), size, size, facecolor="none", **CELL_MARKS[claim])
+    return ax.add_patch(marks)
+
+
+def write_cell(ax: Axes, x: float, y: float, cell: dict[str, Any]) -> None:
+    """The text of a cell, around its middle: its speedup, or the interval if that is too wide."""
+    has_colour = cell[CLAIM] != DOUBTFUL
+    is_dark = has_colour and not 1 / DARK < cell["speedup"] < DARK
+    more: dict[str, Any] = {"ha": "center", "color": "white" if is_dark else "black"}
+    first = f"{cell['speedup']:.2f}x"
+    if not has_colour:
+        first = "{:.2f} to {:.2f}x".format(*(cell[end] for end in SPEEDUP_ENDS))
+    about = f"net {cell['net_speedup']:.2f}x\n" if has_colour else ""
+    about += f"g {cell['gamma']}" + ("" if cell["budget"] is None else f", K {cell['budget']}")
+    size = None if has_colour else 7
+    weight = "bold" if has_colour else "normal"
+    ax.text(x, y + 0.05, first, va="bottom", weight=weight, fontsize=size, **more)
+    ax.text(x, y, about, va="top", fontsize=6, **more)
 
 
 PROMPTS = [*WEIGHTS, "dtype", "dataset", "temperature", "prefix_len"]
@@ -239,8 +295,8 @@ def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
         what="combinations of settings; the table of runs has all", axes={"sharey": True},
     )  # fmt: skip
     drafting = runs[runs["acceptance_rate"].notna() & runs["budget"].notna()]
-    num_budgets = drafting.groupby([*form.held], dropna=False)["budget"].transform("nunique")
-    return form.of(drafting[num_budgets > 1])
+    num_budgets = num_different(drafting, form.held, ["budget"])
+    return form.of(drafting[[count > 1 for count in num_budgets]])
 
 
 def draw_by_acceptance(runs: pd.DataFrame) -> Drawn | LeftOut:
@@ -261,7 +317,6 @@ def draw_by_acceptance(runs: pd.DataFrame) -> Drawn | LeftOut:
     return form.of(runs[runs[["acceptance_rate", "speedup"]].notna().all(axis=1)])
 
 
-SPEEDUP_ENDS = ("speedup_interval_low", "speedup_interval_high")
 BOTH = ("acceptance_rate", "speedup", *SPEEDUP_ENDS)
 
 

@@ -1,0 +1,119 @@
+"""The maps of a report: which runs share one, and which cells have a colour."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from matplotlib.collections import QuadMesh
+from matplotlib.patches import Rectangle
+from test_report import row
+
+from magicdec.figures import styled
+from magicdec.report.figures.panels import Drawn, Form
+from magicdec.report.figures.passes import (
+    CLAIM,
+    DOUBTFUL,
+    HOLDS,
+    UNKNOWN,
+    best_by_place,
+    claim_of,
+    draw_by_acceptance,
+    draw_phases,
+    draw_roofline,
+    draw_speedup,
+)
+from magicdec.report.frame import Row, frame_of
+
+# What two runs of one panel must have in common, written out here so that no entry of the figures'
+# own lists can be lost.
+MACHINE = ["device", "ranks", "threads"]
+WEIGHTS = ["model", "target_dtype", "draft_model", "draft_weights"]
+OF_MAPS = [
+    *WEIGHTS, "drafter", "kv_policy", "dtype", "dataset", "gen_len", "temperature", *MACHINE
+]  # fmt: skip
+HELD = {
+    draw_speedup: OF_MAPS,
+    draw_by_acceptance: ["model", "target_dtype", "dtype", "dataset", "gen_len", *MACHINE],
+    draw_roofline: ["model", "dtype", "target_dtype", *MACHINE],
+    draw_phases: ["model", "draft_model", "target_dtype", "dtype", "dataset", *MACHINE],
+}
+OTHER = {"threads": 7}
+
+
+def cells(*intervals: tuple[float, float | None, float | None], **changed: Any) -> list[Row]:
+    """A run at each of so many batch sizes, with its speedup and the ends of its interval."""
+    names = ("speedup", "speedup_interval_low", "speedup_interval_high")
+    return [
+        row(B=2**i) | dict(zip(names, each, strict=True)) | {"net_speedup": each[0]} | changed
+        for i, each in enumerate(intervals)
+    ]
+
+
+@pytest.mark.parametrize("draw", HELD)
+def test_a_panel_never_pools_machines_or_dtypes(draw: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    held = list[str]()
+    monkeypatch.setattr(Form, "of", lambda form, runs: held.extend(form.held))
+    draw(frame_of(cells((2.0, None, None), (2.0, None, None))))
+    assert {*HELD[draw]} <= {*held}
+
+
+@pytest.mark.parametrize("key", ["threads", "dtype"])
+def test_runs_on_other_machines_or_in_other_dtypes_have_a_map_of_their_own(key: str) -> None:
+    one = cells((2.0, None, None), (2.0, None, None))
+    other = [run | {key: OTHER.get(key, "other")} for run in one]
+    with styled():
+        drawn = draw_speedup(frame_of([*one, *other]))
+    assert isinstance(drawn, Drawn)
+    assert set(drawn.table[key]) == {one[0][key], other[0][key]}
+    assert len(drawn.table) == 4 and set(drawn.table["runs"]) == {1}
+
+
+@pytest.mark.parametrize(
+    ("speedup", "low", "high", "claim"),
+    [
+        (1.78, 1.2, 2.6, DOUBTFUL),  # the interval excludes 1, but spans more than 1.78x
+        (1.78, 1.5, 2.1, HOLDS),
+        (1.02, 1.015, 1.025, HOLDS),
+        (1.02, 0.99, 1.05, DOUBTFUL),
+        (0.5, 0.45, 0.55, HOLDS),
+        (0.9, 0.6, 1.3, DOUBTFUL),
+        (1.3, 0.999, 1.1, DOUBTFUL),  # the median of batches may lie outside
+        (1.78, None, None, UNKNOWN),
+    ],
+)
+def test_a_colour_claims_no_more_than_its_interval(
+    speedup: float, low: float | None, high: float | None, claim: str
+) -> None:
+    assert claim_of(speedup, low, high) == claim
+
+
+def test_a_map_shows_no_colour_that_its_interval_does_not_bear() -> None:
+    runs = cells((1.78, 0.9, 3.0), (2.0, 1.8, 2.2), (1.5, None, None))
+    with styled():
+        drawn = draw_speedup(frame_of(runs))
+    assert isinstance(drawn, Drawn)
+    assert drawn.table[CLAIM].tolist() == [DOUBTFUL, HOLDS, UNKNOWN]
+    ax = drawn.figure.axes[0]
+    (mesh,) = ax.findobj(QuadMesh)
+    assert isinstance(mesh, QuadMesh)
+    shades = mesh.get_array()
+    assert shades is not None and shades.mask.tolist() == [[True, False, False]]
+    marks = {int(each.get_x()): each for each in ax.patches if isinstance(each, Rectangle)}
+    assert {x: (each.get_hatch(), each.get_linewidth() > 0) for x, each in marks.items()} == {
+        0: ("////", False), 2: (None, True)
+    }  # fmt: skip
+    texts = [text.get_text() for text in ax.texts]
+    assert "0.90 to 3.00x" in texts and "1.78x" not in texts and "2.00x" in texts
+    (legend,) = drawn.figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [DOUBTFUL, UNKNOWN]
+
+
+def test_the_best_run_of_a_place_is_the_one_that_is_surely_fast() -> None:
+    """Not one that a disturbance made fast, nor one without an interval."""
+    sure, disturbed, short = (2.0, 1.8, 2.2), (2.5, 1.1, 5.0), (3.0, None, None)
+    runs = frame_of(run | {"B": 1} for run in cells(disturbed, sure, short))
+    best = best_by_place(runs)
+    assert best["speedup"].tolist() == [2.0] and best["runs"].tolist() == [3]
+    runs = frame_of(run | {"B": 1} for run in cells((1.0, None, None), short))
+    assert best_by_place(runs)["speedup"].tolist() == [3.0]
