@@ -89,7 +89,7 @@ b.prepare_metadata_for_build_wheel('build/gpu_site')" >/dev/null || exit 1
     export PYTHONPATH="$PYTHONPATH:$PWD/build/gpu_site"
 fi
 
-mkdir -p "$out"
+mkdir -p "$out" || exit 2
 if [ -n "${FROM-}" ]; then
     for earlier in "$FROM"/*.json; do
         [ ! -e "$earlier" ] || [ -e "$out/${earlier##*/}" ] || cp "$earlier" "$out" || exit 1

@@ -1,5 +1,5 @@
 """Makes a folder of wheels for a GPU machine that reaches no package index, of what such a machine
-with torch, Triton and transformers lacks, and prints how to carry them and the call of the suite.
+with torch, Triton and transformers lacks, and prints what to carry there and the two calls.
 
     python scripts/gpu_wheels.py [--out wheels] [--python_version 3.12]
 
@@ -54,12 +54,27 @@ def tree_files() -> Iterator[Path]:
     return (ROOT / name for name in names.split("\0") if name and (ROOT / name).is_file())
 
 
-def call(out: Path) -> str:
-    """What to run on the machine, in the root of the tree."""
+EARLIER = "build/gpu_earlier"  # where the files that came back are to be put
+
+
+def calls(out: Path) -> str:
+    """What to run on the machine, in the root of the tree: first this, and then, when something has
+    been mended, that. OUT is an empty folder there, whose files come back."""
     install = "python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target"
-    return (
+    suite = (
         f"{install} build/gpu_wheels {out}/*.whl && "
-        "PYTHONPATH=$PWD/build/gpu_wheels PYTHON=python3 scripts/gpu_suite.sh quick"
+        "PYTHONPATH=$PWD/build/gpu_wheels PYTHON=python3 {earlier}scripts/gpu_suite.sh {command}"
+    )
+    return "\n".join(
+        [
+            f"First, in the root of the tree, with {out} carried there (8 minutes):",
+            "",
+            "    " + suite.format(earlier="", command="quick"),
+            "",
+            f"Later, with {EARLIER} carried too, which has the files that came back (3 minutes):",
+            "",
+            "    " + suite.format(earlier=f"FROM={EARLIER} ", command="again PART..."),
+        ]
     )
 
 
@@ -80,7 +95,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if wheels + tree > MOST_BYTES:
         print(f"together more than {MOST_BYTES >> 20} MiB", file=sys.stderr)
         return 1
-    print("There, in the root of the tree:\n\n    " + call(options.out))
+    print(calls(options.out))
     return 0
 
 
