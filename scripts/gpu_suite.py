@@ -35,7 +35,7 @@ from gpu_stages.results import Results
 from gpu_stages.scale import Suite
 
 from magicdec.distributed.ranks import end_with_parent
-from magicdec.hardware.environment import release_memory
+from magicdec.hardware.environment import device_of, release_memory
 
 STAGES: dict[str, Callable[[Suite], None]] = {  # the most important first
     "attention": attention.run,
@@ -156,7 +156,7 @@ def main() -> None:
         options.out.mkdir(parents=True, exist_ok=True)
         if options.stage in COMMANDS:
             sys.exit(0 if run_command(options) else 1)
-        device = torch.device(options.device)
+        device = device_of(options.device, 0)
         results = Results(
             options.out / f"{options.stage}.json",
             made_with(options.device, options.tiny),
