@@ -1,7 +1,8 @@
 """Stage `broken` of `quick`: what does not work at all on this machine. Imports, one layer of
 attention of each backend against torch's attention in float64 on the CPU, eager and replayed from
 a CUDA graph, and one forward of the demo model against the CPU's in float32. The first call of a
-Triton kernel compiles it; its seconds are kept."""
+Triton kernel compiles it; its seconds are kept. Last, the time of a layer's attention at one place,
+as the stage `attention` measures it at all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import magicdec
-from gpu_stages.attention import filled_cache, prepare_call
+from gpu_stages.attention import filled_cache, prepare_call, time_backend
 from gpu_stages.device_clock import copy_bandwidth
 from gpu_stages.scale import Heads, Suite
 from magicdec.attention.backend import AttentionBackend
@@ -58,6 +59,14 @@ def run(suite: Suite) -> None:
             left_out[f"forward/{backend}"] = why
             continue
         cell(f"forward/{backend}", partial(check_forward, suite, backend))
+    place = suite.scale.places[0]
+    model, heads = next(iter(suite.scale.heads.items()))
+    for backend in suite.scale.backends:
+        if obstacle_of(backend, suite.device, heads.D, torch.bfloat16) is None:
+            cell(
+                f"{model}/B{place[0]}/S{place[1]}/{backend}",
+                partial(time_backend, suite, backend, heads, *place),
+            )
     cell("left out", lambda: left_out)
 
 

@@ -28,7 +28,7 @@ WAYS: dict[str, Sequence[object]] = {
     "model drafts": ("--draft", "model:demo-draft", "--gamma", 3),
     "grouped attention": (*SELF, *SPARSE, "--attention", "grouped"),
 }
-# On a CPU by torch's operators alone: to compile our kernels for it would take longer than the rest.
+# On a CPU by torch's operators alone: to compile our kernels for it would take too long.
 PLAIN = {"--attention": "grouped", "--linear": "torch", "--elementwise": "torch"}
 MODES = ("sequential", "inflight", "inflight+draft")
 

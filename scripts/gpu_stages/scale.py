@@ -85,7 +85,8 @@ QUICK = replace(
     budgets=(513,),
     backends=("triton", "grouped", "varlen", "flash_attn"),
     peer_places=((1, 4096), (8, 4096), (8, 16384)),
-    run_places=((8, 32768), (1, 32768)),
+    attention_tokens=(1, 5),
+    run_places=((28, 32768), (1, 32768)),
     run_gammas=(3,),
 )
 TINY = Scale(

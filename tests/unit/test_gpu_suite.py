@@ -281,7 +281,13 @@ def test_goals_are_read_off_or_left_open(tmp_path: Path) -> None:
     ]
     content = {"made_with": made, "cells": {"B28": {"rows": rows}}}
     (tmp_path / "llama31.json").write_text(json.dumps(content))
-    attention, _, decode, _, verify = summary.goals(stage.directory)
+    runs = {
+        f"B{B}/S32768/gamma3": {"emulated_acceptance": {"published": {"speedup": B / 4}}}
+        for B in (1, 12)
+    }
+    (tmp_path / "whole_runs.json").write_text(json.dumps({"made_with": made, "cells": runs}))
+    attention, _, decode, _, verify, speculation = summary.goals(stage.directory)
+    assert (speculation["measured"], speculation["by"]) == (3.0, "B12/S32768/gamma3")
     assert (attention["measured"], attention["by"]) == (0.8, "triton")
     assert decode["measured"] == pytest.approx(0.8) and decode["by"] == "B=28, S=32768"
     assert verify["measured"] == pytest.approx(1.1)
@@ -644,7 +650,13 @@ def test_backends_that_are_not_there_are_no_failures(
 ) -> None:
     results = Results(tmp_path / "broken.json", MADE, 60)
     stage = gpu_suite.Suite(torch.device("cpu"), True, tmp_path, results)
-    for name in ("check_attention", "check_forward", "import_all", "copy_bandwidth"):
+    for name in (
+        "check_attention",
+        "check_forward",
+        "import_all",
+        "copy_bandwidth",
+        "time_backend",
+    ):
         monkeypatch.setattr(broken, name, lambda *arguments: {})
     monkeypatch.setattr(broken, "obstacle_of", lambda name, *others: {"native": "no"}.get(name))
     broken.run(stage)
@@ -682,3 +694,15 @@ def test_the_driver_is_read_where_it_is_said(
     nvml = SimpleNamespace(nvmlInit=lambda: 0, nvmlSystemGetDriverVersion=lambda: "580.159.03")
     monkeypatch.setitem(sys.modules, "pynvml", nvml)
     assert gpu_suite.driver_version() == "580.159.03"
+
+
+def test_whole_runs_have_as_many_rows_as_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """28 rows of 32768 tokens fit on an H200, 12 on an H100."""
+    results = Results(tmp_path / "whole_runs.json", MADE, 60)
+    stage = gpu_suite.Suite(torch.device("cuda"), False, tmp_path, results, True)
+    for gib, rows in ((139, 28), (79, 12)):
+        monkeypatch.setattr(whole_runs, "free_bytes", lambda device, gib=gib: gib << 30)
+        assert whole_runs.fitting_rows(stage, 28, 32768) == rows
+        assert whole_runs.fitting_rows(stage, 1, 32768) == 1
