@@ -60,7 +60,7 @@ def shown(name):
         return f"{name} missing"
 optional = ("triton", "transformers", "flash_attn", "nvidia-ml-py")
 print("torch", torch.__version__, "CUDA", torch.version.cuda, *map(shown, optional), file=sys.stderr)
-needed = "numpy safetensors tokenizers sentencepiece rich pydantic"
+needed = "numpy scipy safetensors tokenizers sentencepiece rich pydantic"
 missing = [name for name in needed.split() if not find_spec(name)]
 if missing:
     sys.exit("gpu_suite.sh: missing packages: " + ", ".join(missing))
