@@ -11,9 +11,11 @@ from __future__ import annotations
 import argparse
 import os
 import re
+import signal
 import sys
 from collections.abc import Callable, Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
@@ -33,6 +35,7 @@ from gpu_stages.results import Results
 from gpu_stages.scale import Suite
 
 from magicdec.distributed.ranks import end_with_parent
+from magicdec.hardware.environment import device_of, release_memory
 
 STAGES: dict[str, Callable[[Suite], None]] = {  # the most important first
     "attention": attention.run,
@@ -56,6 +59,7 @@ SECONDS = {
     "again": quick.AGAIN_SECONDS,
 }
 OTHERS = 540
+DRIVER = Path("/proc/driver/nvidia/version")
 
 
 def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -65,6 +69,12 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("stage", choices=names, metavar="STAGE", help=", ".join(names))
     parser.add_argument("parts", nargs="*", metavar="PART", help="of `again`")
     parser.add_argument("--quick", action="store_true", help="the few cells that `quick` measures")
+    parser.add_argument(
+        "--cell_seconds", type=int, metavar="N", help="a cell that takes longer ends the process"
+    )
+    parser.add_argument(
+        "--keep_failed", action="store_true", help="repeat no cell that has failed in this file"
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--tiny", action="store_true", help="small shapes, to test the suite")
     parser.add_argument("--out", type=Path, default=Path("results/gpu"), metavar="DIRECTORY")
@@ -94,23 +104,43 @@ def read_options(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 def made_with(device: str, is_tiny: bool) -> dict[str, object]:
     gpu = torch.cuda.get_device_name() if device == "cuda" else None
     driver = driver_version() if device == "cuda" else None
-    software = {"driver": driver, "torch": torch.__version__}
+    software = {"driver": driver, "torch": torch.__version__, "triton": triton_version()}
     return {"device": device, "gpu": gpu, **software, "tiny": is_tiny}
 
 
-def driver_version() -> str | None:
-    """The version of NVIDIA's driver; None where the kernel does not say it."""
+def triton_version() -> str | None:
+    """The version of Triton, whose compiler makes the kernels; None if it is not installed."""
     try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
+        return version("triton")
+    except PackageNotFoundError:
         return None
+
+
+def driver_version() -> str | None:
+    """The version of NVIDIA's driver, from the kernel, or where a sandbox hides that from NVML;
+    None where neither says it."""
+    try:
+        text = DRIVER.read_text()
+    except OSError:
+        text = nvml_driver_version()
     found = re.search(r"\d+\.\d+(\.\d+)?", text)
     return None if found is None else found.group()
 
 
+def nvml_driver_version() -> str:
+    """Empty if NVML is not installed or does not answer."""
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        return str(pynvml.nvmlSystemGetDriverVersion())
+    except Exception:  # of a module that may be missing, and has errors of its own
+        return ""
+
+
 def run_command(options: argparse.Namespace) -> bool:
     """`quick` or `again`. Whether all cells are measured. Files of another GPU or torch stay as
-    they are, and what is measured goes to a folder beside them."""
+    they are, and what is measured goes to a folder in theirs."""
     made = made_with(options.device, options.tiny)
     out = quick.folder_for(options.out, made)
     names = options.parts or [part.stage for part in quick.PARTS]
@@ -120,21 +150,24 @@ def run_command(options: argparse.Namespace) -> bool:
 
 def main() -> None:
     if parent := os.environ.get(quick.PARENT):
-        end_with_parent(int(parent))
+        end_with_parent(int(parent), signal.SIGKILL)  # a command would take SIGTERM for its own
     try:
         options = read_options()
         options.out.mkdir(parents=True, exist_ok=True)
         if options.stage in COMMANDS:
             sys.exit(0 if run_command(options) else 1)
+        device = device_of(options.device, 0)
         results = Results(
             options.out / f"{options.stage}.json",
             made_with(options.device, options.tiny),
             options.seconds,
+            cell_seconds=options.cell_seconds,
+            keeps_failed=options.keep_failed,
+            after_cell=partial(release_memory, device),
         )
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         print(f"{Path(sys.argv[0]).name}: {error}", file=sys.stderr)
         sys.exit(2)
-    device = torch.device(options.device)
     suite = Suite(device, options.tiny, options.out, results, options.quick)
     STAGES[options.stage](suite)
     if not options.quick:

@@ -60,7 +60,7 @@ def shown(name):
         return f"{name} missing"
 optional = ("triton", "transformers", "flash_attn", "nvidia-ml-py")
 print("torch", torch.__version__, "CUDA", torch.version.cuda, *map(shown, optional), file=sys.stderr)
-needed = "numpy safetensors tokenizers sentencepiece rich pydantic"
+needed = "numpy scipy safetensors tokenizers sentencepiece rich pydantic"
 missing = [name for name in needed.split() if not find_spec(name)]
 if missing:
     sys.exit("gpu_suite.sh: missing packages: " + ", ".join(missing))
@@ -89,7 +89,7 @@ b.prepare_metadata_for_build_wheel('build/gpu_site')" >/dev/null || exit 1
     export PYTHONPATH="$PYTHONPATH:$PWD/build/gpu_site"
 fi
 
-mkdir -p "$out"
+mkdir -p "$out" || exit 2
 if [ -n "${FROM-}" ]; then
     for earlier in "$FROM"/*.json; do
         [ ! -e "$earlier" ] || [ -e "$out/${earlier##*/}" ] || cp "$earlier" "$out" || exit 1

@@ -1,7 +1,7 @@
 """Makes a folder of wheels for a GPU machine that reaches no package index, of what such a machine
-with torch, Triton and transformers lacks, and prints how to carry them and the call of the suite.
+with torch, Triton and transformers lacks, and prints what to carry there and the two calls.
 
-    python scripts/gpu_wheels.py [--out wheels] [--python_version 3.12]
+    python scripts/gpu_wheels.py [--out wheels] [--python_version 3.12] [--also scipy]
 
 The versions are those of `constraints.txt`. What the tree and the folder weigh together is printed,
 because such machines take a limited size.
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-# What the suite imports beside torch, numpy, Triton, transformers and what these bring.
+# What the suite imports beside torch, numpy, scipy, Triton, transformers and what these bring.
 NEEDED = (
     *("pydantic", "pydantic_core", "annotated-types", "typing-inspection", "typing_extensions"),
     *("rich", "markdown-it-py", "mdurl", "Pygments", "shtab"),
@@ -37,10 +37,10 @@ def plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def download(out: Path, python_version: str) -> None:
+def download(out: Path, python_version: str, names: Sequence[str]) -> None:
     """Fetch the wheels. Raises subprocess.CalledProcessError if pip does not find one."""
     versions = pins()
-    wanted = [f"{name}=={versions[plain(name)]}" for name in NEEDED]
+    wanted = [f"{name}=={versions[plain(name)]}" for name in names]
     platforms = [word for name in PLATFORMS for word in ("--platform", f"{name}_x86_64")]
     target = ["--python-version", python_version, "--implementation", "cp", *platforms]
     pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
@@ -54,12 +54,27 @@ def tree_files() -> Iterator[Path]:
     return (ROOT / name for name in names.split("\0") if name and (ROOT / name).is_file())
 
 
-def call(out: Path) -> str:
-    """What to run on the machine, in the root of the tree."""
+EARLIER = "build/gpu_earlier"  # where the files that came back are to be put
+
+
+def calls(out: Path) -> str:
+    """What to run on the machine, in the root of the tree: first this, and then, when something has
+    been mended, that. OUT is an empty folder there, whose files come back."""
     install = "python3 -m pip install -q --no-index --no-deps --no-compile --upgrade --target"
-    return (
+    suite = (
         f"{install} build/gpu_wheels {out}/*.whl && "
-        "PYTHONPATH=$PWD/build/gpu_wheels PYTHON=python3 scripts/gpu_suite.sh quick"
+        "PYTHONPATH=$PWD/build/gpu_wheels PYTHON=python3 {earlier}scripts/gpu_suite.sh {command}"
+    )
+    return "\n".join(
+        [
+            f"First, in the root of the tree, with {out} carried there (8 minutes):",
+            "",
+            "    " + suite.format(earlier="", command="quick"),
+            "",
+            f"Later, with {EARLIER} carried too, which has the files that came back (3 minutes):",
+            "",
+            "    " + suite.format(earlier=f"FROM={EARLIER} ", command="again PART..."),
+        ]
     )
 
 
@@ -67,10 +82,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, allow_abbrev=False)
     parser.add_argument("--out", type=Path, default=Path("build/wheels"), metavar="DIRECTORY")
     parser.add_argument("--python_version", default="3.12", metavar="VERSION")
+    parser.add_argument("--also", nargs="+", default=(), metavar="NAME", help="what it lacks too")
     options = parser.parse_args(arguments)
+    if unknown := [name for name in options.also if plain(name) not in pins()]:
+        print(f"--also {unknown[0]} is not in constraints.txt", file=sys.stderr)
+        return 2
     options.out.mkdir(parents=True, exist_ok=True)
     try:
-        download(options.out, options.python_version)
+        download(options.out, options.python_version, (*NEEDED, *options.also))
     except subprocess.CalledProcessError:
         print(f"--python_version {options.python_version}: pip found no wheels", file=sys.stderr)
         return 2
@@ -80,7 +99,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if wheels + tree > MOST_BYTES:
         print(f"together more than {MOST_BYTES >> 20} MiB", file=sys.stderr)
         return 1
-    print("There, in the root of the tree:\n\n    " + call(options.out))
+    print(calls(options.out))
     return 0
 
 

@@ -8,6 +8,7 @@ is the same for both.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
@@ -84,6 +85,9 @@ class CudaGraphs:
     captures = True
 
     def __init__(self, device: torch.device) -> None:
+        # Steps and what they captured are a reference cycle. Those of an earlier pass hold a GPU's
+        # memory until they are collected, which torch does not do before a capture.
+        gc.collect()
         self._device = device
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()

@@ -143,13 +143,14 @@ def end_with_launcher() -> None:
     end_with_parent(launcher)
 
 
-def end_with_parent(parent: int) -> None:
-    """End this process with SIGTERM when its parent, the process `parent`, ends without a word."""
+def end_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
+    """End this process with that signal when its parent, the process `parent`, ends without a
+    word."""
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(SET_DEATH_SIGNAL, signal.SIGTERM) != 0:
+    if libc.prctl(SET_DEATH_SIGNAL, number) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
     if os.getppid() != parent:  # it ended before that
-        sys.exit(128 + signal.SIGTERM)
+        sys.exit(128 + number)
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,8 @@
 """Stage `broken` of `quick`: what does not work at all on this machine. Imports, one layer of
 attention of each backend against torch's attention in float64 on the CPU, eager and replayed from
 a CUDA graph, and one forward of the demo model against the CPU's in float32. The first call of a
-Triton kernel compiles it; its seconds are kept."""
+Triton kernel compiles it; its seconds are kept. Last, the time of a layer's attention at one place,
+as the stage `attention` measures it at all of them."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import magicdec
-from gpu_stages.attention import filled_cache, prepare_call
+from gpu_stages.attention import filled_cache, prepare_call, time_backend
 from gpu_stages.device_clock import copy_bandwidth
 from gpu_stages.scale import Heads, Suite
 from magicdec.attention.backend import AttentionBackend
@@ -43,13 +44,30 @@ def run(suite: Suite) -> None:
     cell("imports", import_all)
     copied = suite.scale.copied_bytes
     cell("copy_bandwidth", lambda: {"bytes_per_s": copy_bandwidth(suite.device, copied)})
+    left_out: dict[str, str] = {}  # what is not there, or not for such numbers, is no failure
     for dtype in (torch.bfloat16, torch.float32):
         for backend in suite.scale.backends:
             for heads in suite.scale.heads.values():
                 name = f"attention/{backend}/{str(dtype)[6:]}/{heads.H}:{heads.G}x{heads.D}"
+                if (why := obstacle_of(backend, suite.device, heads.D, dtype)) is not None:
+                    left_out[name] = why
+                    continue
                 cell(name, partial(check_attention, suite, backend, heads, dtype))
+    size = find_model("--model", "demo").config.cached_head_dim
     for backend in suite.scale.backends:
+        if (why := obstacle_of(backend, suite.device, size, torch.float32)) is not None:
+            left_out[f"forward/{backend}"] = why
+            continue
         cell(f"forward/{backend}", partial(check_forward, suite, backend))
+    place = suite.scale.places[0]
+    model, heads = next(iter(suite.scale.heads.items()))
+    for backend in suite.scale.backends:
+        if obstacle_of(backend, suite.device, heads.D, torch.bfloat16) is None:
+            cell(
+                f"{model}/B{place[0]}/S{place[1]}/{backend}",
+                partial(time_backend, suite, backend, heads, *place),
+            )
+    cell("left out", lambda: left_out)
 
 
 def import_all() -> dict[str, Any]:
@@ -67,18 +85,15 @@ def import_all() -> dict[str, Any]:
     return {"modules": len(modules)}
 
 
-def refuse_unsupported(backend: str, device: torch.device, D: int, dtype: torch.dtype) -> None:
-    """Raise RuntimeError with the reason if the backend does not serve this problem here."""
+def obstacle_of(backend: str, device: torch.device, D: int, dtype: torch.dtype) -> str | None:
+    """Why the backend does not serve this problem here; None if it does."""
     machine = Machine(1, has_compiler=True, missing_backends=missing_backends((backend,)))
-    capabilities = capabilities_of(backend)
-    if obstacle := capabilities.obstacle(machine, device.type, D, str(dtype)[6:]):
-        raise RuntimeError(f"not served: {obstacle}")
+    return capabilities_of(backend).obstacle(machine, device.type, D, str(dtype)[6:])
 
 
 def check_attention(suite: Suite, name: str, heads: Heads, dtype: torch.dtype) -> dict[str, float]:
     """The largest difference from attention in float64, and seconds of the first call and the
     second. Raises RuntimeError if the difference is too large."""
-    refuse_unsupported(name, suite.device, heads.D, dtype)
     backend = make_backend(name)
     cache = filled_cache(backend, heads, ROWS, LENGTH, NUM_NEW, suite.device, 1, dtype)
     call, _, q = prepare_call(backend, cache, heads, ROWS, NUM_NEW)
@@ -116,8 +131,6 @@ def exact(cache: KVCache, q: Tensor) -> Tensor:
 def check_forward(suite: Suite, backend: str) -> dict[str, float]:
     """The largest difference of the demo model's logits from the CPU's. Raises RuntimeError if it
     is too large."""
-    config = find_model("--model", "demo").config
-    refuse_unsupported(backend, suite.device, config.cached_head_dim, torch.float32)
     expected = logits(torch.device("cpu"), make_backend("grouped"), "torch")
     started = time.perf_counter()
     elementwise = "triton" if backend == "triton" else "torch"

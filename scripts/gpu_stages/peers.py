@@ -1,8 +1,9 @@
 """Stage `peers`: the decode step of other decoders with the same model, batch, prefix and device:
 transformers (sdpa, static cache, compiled) and a compiled loop in the style of gpt-fast.
 
-Both have the same random weights and prompts, and the share of equal greedy tokens is reported with
-the times. This project's own step is in `llama31.json`.
+Both have the same random weights and prompts, and the summary says which share of their greedy
+tokens is equal. Each peer at each place is a cell of its own, because compiling takes longer than
+all steps, and the stage may be ended meanwhile. This project's own step is in `llama31.json`.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ TINY_MODEL = ModelConfig("tiny", 97, 2, 64, 96, 4, 2, 16, 1024)
 CHUNK = 1024  # prefill tokens per row and forward
 WARMUP, STEPS = 5, 20
 Step = Callable[[Tensor, Tensor], Tensor]
+Start = Callable[[Any, int, int], tuple[Step, Step]]
 
 
 def run(suite: Suite) -> None:
@@ -34,13 +36,14 @@ def run(suite: Suite) -> None:
     dtype = torch.float32 if suite.is_tiny else torch.bfloat16
     models: list[Any] = []  # made when the first cell is measured
 
-    def measure(B: int, S: int) -> dict[str, Any]:
+    def measure(start: Start, B: int, S: int) -> dict[str, Any]:
         if not models:
             models.append(make_model(config, suite.device, dtype))
-        return compare(models[0], suite.device, B, S)
+        return time_peer(start, models[0], suite.device, B, S)
 
     for B, S in scale.peer_places:
-        suite.results.cell(f"{config.name}/B{B}/S{S}", partial(measure, B, S))
+        for name, start in STARTS.items():
+            suite.results.cell(f"{config.name}/B{B}/S{S}/{name}", partial(measure, start, B, S))
 
 
 def make_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) -> Any:
@@ -55,24 +58,16 @@ def make_model(config: ModelConfig, device: torch.device, dtype: torch.dtype) ->
     return model.eval().requires_grad_(False)
 
 
-def compare(model: Any, device: torch.device, B: int, S: int) -> dict[str, Any]:
-    """Milliseconds of a step by peer, and the share of tokens in which the peers agree."""
+def time_peer(start: Start, model: Any, device: torch.device, B: int, S: int) -> dict[str, Any]:
+    """Milliseconds of a step, the seconds until the first one was compiled, and the greedy tokens
+    of each row."""
     generator = torch.Generator().manual_seed(0)
     prompts = torch.randint(model.config.vocab_size, (B, S), generator=generator).to(device)
-    room = S + WARMUP + STEPS + 1
-    found: dict[str, Any] = {}
-    emitted = {}
-    for name, start in (("transformers", start_transformers), ("gpt_fast_style", start_plain)):
-        step = start(model, B, room)
+    try:
         with torch.no_grad():
-            found[name], emitted[name] = time_steps(step, prompts, device)
-        del step
+            return time_steps(start(model, B, S + WARMUP + STEPS + 1), prompts, device)
+    finally:
         torch.compiler.reset()
-        if device.type == "cuda":
-            torch.cuda.empty_cache()
-    agreed = emitted["transformers"] == emitted["gpt_fast_style"]
-    found["agreeing_tokens"] = agreed.float().mean().item()
-    return found
 
 
 def start_transformers(model: Any, B: int, room: int) -> tuple[Step, Step]:
@@ -97,6 +92,10 @@ def start_plain(model: Any, B: int, room: int) -> tuple[Step, Step]:
     return loop.forward, compiled(loop.forward, model.device)
 
 
+# The one worth most first.
+STARTS: dict[str, Start] = {"gpt_fast_style": start_plain, "transformers": start_transformers}
+
+
 def compiled(forward: Step, device: torch.device) -> Step:
     """Compiled with CUDA graphs on a GPU. On a CPU only traced, to test that it can be."""
     if device.type == "cuda":
@@ -106,8 +105,8 @@ def compiled(forward: Step, device: torch.device) -> Step:
 
 def time_steps(
     forwards: tuple[Step, Step], prompts: Tensor, device: torch.device
-) -> tuple[dict[str, Any], Tensor]:
-    """Milliseconds of a compiled step, and the greedy ids [B, steps]."""
+) -> dict[str, Any]:
+    """As `time_peer`."""
     eager, step = forwards
     positions = torch.arange(prompts.shape[1] + WARMUP + STEPS, device=device)
     for part, at in zip(
@@ -126,5 +125,6 @@ def time_steps(
         seconds.append(1e3 * (time.perf_counter() - started))
     measured = seconds[WARMUP:]
     names = {"ms_median": 50, "ms_p10": 10, "ms_p90": 90}
-    times = {name: percentile(measured, share) for name, share in names.items()}
-    return times, torch.cat(emitted, dim=1)
+    times: dict[str, Any] = {name: percentile(measured, p) for name, p in names.items()}
+    tokens = torch.cat(emitted, dim=1).tolist()
+    return times | {"compile_s": seconds[0] / 1e3, "tokens": tokens}

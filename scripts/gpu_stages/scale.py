@@ -84,8 +84,9 @@ QUICK = replace(
     new_tokens=(1, 5),
     budgets=(513,),
     backends=("triton", "grouped", "varlen", "flash_attn"),
-    peer_places=((1, 4096), (8, 16384)),
-    run_places=((8, 32768), (1, 32768)),
+    peer_places=((1, 4096), (8, 4096), (8, 16384)),
+    attention_tokens=(1, 5),
+    run_places=((28, 32768), (1, 32768)),
     run_gammas=(3,),
 )
 TINY = Scale(

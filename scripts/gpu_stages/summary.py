@@ -3,12 +3,12 @@ each goal of the suite. Measures nothing."""
 
 from __future__ import annotations
 
-import json
+import operator
 from pathlib import Path
 from typing import Any
 
 from gpu_stages.predict import predictions
-from gpu_stages.results import load_cells
+from gpu_stages.results import load_cells, read_file
 from gpu_stages.scale import Suite
 
 # (goal, wanted, (phase, T), B, S, budget) for whole forwards of the 8B model, as a share of their
@@ -38,7 +38,7 @@ def copied_per_s(directory: Path) -> float | None:
 
 def goals(directory: Path) -> list[dict[str, Any]]:
     """The measured value of each goal, or None."""
-    attention = load_cells(directory / "attention.json")
+    attention = load_cells(directory / "broken.json") | load_cells(directory / "attention.json")
     copied = copied_per_s(directory)
     rows = [row for cell in load_cells(directory / "llama31.json").values() for row in cell["rows"]]
     prefix = "llama-3.1-8b/B32/S16384/"
@@ -68,16 +68,33 @@ def goals(directory: Path) -> list[dict[str, Any]]:
         ratio = verify["ms_median"] / decode["ms_median"]
     goal = "verification of 5 tokens in decode steps, B=32, S=32768"
     found.append(goal_of(goal, "at most 1.15", ratio, verify))
-    return found
+    return [*found, speculation_goal(load_cells(directory / "whole_runs.json"))]
+
+
+def speculation_goal(cells: dict[str, Any]) -> dict[str, Any]:
+    """The speedup at the published acceptance, of the largest batch at that context."""
+    speedups = {
+        name: cell["emulated_acceptance"]["published"]["speedup"]
+        for name, cell in cells.items()
+        if "/S32768/" in name and "published" in cell["emulated_acceptance"]
+    }
+    best = max(speedups, key=lambda name: int(name.split("/")[0][1:]), default=None)
+    return {
+        "goal": "self-speculation at the published acceptance (emulated), B=28, S=32768: speedup",
+        "wanted": "at least 1.5",
+        "measured": None if best is None else speedups[best],
+        "by": best,
+    }
 
 
 def stages(suite: Suite) -> list[str]:
     """How much of each stage is there."""
     page = ["", "| stage | cells | failed | no time was left |", "|---|--:|---|--:|"]
     for path in sorted(suite.directory.glob("*.json")):
-        found = json.loads(path.read_text())
-        failed = "; ".join(found["failed"]) or "none"
-        page.append(f"| {path.stem} | {len(found['cells'])} | {failed} | {len(found['left'])} |")
+        found = read_file(path)
+        failed = "; ".join(found.get("failed", ())) or "none"
+        counts = [len(found.get(key, ())) for key in ("cells", "left")]
+        page.append(f"| {path.stem} | {counts[0]} | {failed} | {counts[1]} |")
     return page
 
 
@@ -109,15 +126,27 @@ def goal_lines(goals: list[dict[str, Any]]) -> list[str]:
     return page
 
 
+def peer_lines(cells: dict[str, Any]) -> list[str]:
+    """The step of each peer, and whether its tokens are those of the first peer at that place."""
+    if not cells:
+        return []
+    head = "| decode step of peers | peer | ms | tokens as the first peer's |"
+    page = ["", head, "|---|---|--:|--:|"]
+    first: dict[str, Any] = {}
+    for name, found in cells.items():
+        place, _, peer = name.rpartition("/")
+        tokens = [token for row in found["tokens"] for token in row]
+        expected = first.setdefault(place, tokens)
+        share = sum(map(operator.eq, tokens, expected)) / len(tokens)
+        page.append(f"| {place} | {peer} | {found['ms_median']:.3f} | {100 * share:.0f} % |")
+    return page
+
+
 def lines(
     goals: list[dict[str, Any]], peers: dict[str, Any], predicted: dict[str, Any]
 ) -> list[str]:
     page = goal_lines(goals)
-    page += ["", "| decode step of peers | peer | ms |", "|---|---|--:|"]
-    for place, by_name in peers.items():
-        for name, found in by_name.items():
-            if name != "agreeing_tokens":
-                page.append(f"| {place} | {name} | {found['ms_median']:.3f} |")
+    page += peer_lines(peers)
     page += ["", "| predicted, not measured | gamma | speedup | published, other hardware |"]
     page.append("|---|--:|--:|---|")
     for place, found in predicted.items():

@@ -21,6 +21,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu_stages.latency import EVEN, free_bytes, most_rows
 from gpu_stages.predict import MODEL, near
 from gpu_stages.scale import Suite
 from magicdec.autotune import settle
@@ -35,6 +36,7 @@ from magicdec.distributed.groups import read_launch
 from magicdec.hardware.timing import synchronize
 from magicdec.latency.forwards import fill
 from magicdec.memory.model_plan import ModelPlan
+from magicdec.model.presets.presets import find_config
 from magicdec.request import Batch, SamplingParams
 from magicdec.runner import ModelRunner
 from magicdec.sampling.verification import Judgement
@@ -49,10 +51,18 @@ WARM_UP, STEPS = 3, 24
 
 def run(suite: Suite) -> None:
     models: list[LoadedModels] = []  # the weights are made when the first cell is measured
-    for B, S in suite.scale.run_places:
+    for most, S in suite.scale.run_places:
+        B = fitting_rows(suite, most, S)
         for gamma in suite.scale.run_gammas:
             name = f"B{B}/S{S}/gamma{gamma}"
             suite.results.cell(name, partial(measure, suite, models, B, S, gamma))
+
+
+def fitting_rows(suite: Suite, B: int, S: int) -> int:
+    """B, or the largest multiple of EVEN rows that fits beside the weights; at least one."""
+    config = find_config("--model", suite.scale.model.removeprefix("random:"))
+    most = most_rows(config, S, free_bytes(suite.device))
+    return B if most is None or most >= B else max(1, most // EVEN * EVEN)
 
 
 def rates_at(S: int) -> dict[str, float]:

@@ -14,11 +14,14 @@ the time of the replay. Steps with its elementwise kernels emit the tokens of to
 
 from __future__ import annotations
 
+import gc
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -395,6 +398,25 @@ def test_a_failed_capture_says_its_first_error_and_restores_the_stream(
         graphs.record(work)
     assert str(refused.value) == "--cuda_graphs on: operation not permitted; choose off"
     assert streams == ["the program's", "the capture's", "the program's"]
+
+
+def test_graphs_of_an_earlier_pass_are_freed_before_others_are_captured(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps hold what they captured, which holds the steps."""
+    monkeypatch.setattr(torch.cuda, "Stream", str)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: None)
+    earlier = SimpleNamespace(memory=torch.zeros(1))
+    earlier.works = [earlier]
+    memory = weakref.ref(earlier.memory)
+    gc.disable()
+    try:
+        del earlier
+        assert memory() is not None, "a cycle"
+        CudaGraphs(torch.device("cuda"))
+        assert memory() is None
+    finally:
+        gc.enable()
 
 
 @pytest.mark.cuda

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -37,7 +38,7 @@ from gpu_stages.scale import FULL, TINY
 from magicdec.model.presets.presets import PRESETS
 from magicdec.sampling.verification import Judgement
 
-MADE = {"device": "cpu", "gpu": None, "torch": "2", "tiny": True}
+MADE = {"device": "cpu", "gpu": None, "torch": "2", "triton": "3", "tiny": True}
 
 
 def suite(out: Path, *arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
@@ -100,8 +101,8 @@ def test_what_the_stages_hold(tiny: Path) -> None:
     assert {("draft", 1, budget, 64) for budget in TINY.budgets} <= rows
     (tests,) = load_cells(tiny / "tests.json").values()
     assert tests["passed"] > 1 and set(tests) == {"passed"}
-    (peer,) = load_cells(tiny / "peers.json").values()
-    assert peer["agreeing_tokens"] == 1.0, "float32: both decode the same model"
+    first, second = load_cells(tiny / "peers.json").values()
+    assert first["tokens"] == second["tokens"], "float32: both decode the same model"
     for record in load_cells(tiny / "demo.json").values():
         assert record["correctness"]["reference"] and record["metrics"]
     page = (tiny / "summary.md").read_text()
@@ -271,15 +272,22 @@ def test_goals_are_read_off_or_left_open(tmp_path: Path) -> None:
         "llama-3.1-8b/B32/S16384/triton": {"1": {"of_copy": 0.8}},
         "llama-3.1-8b/B32/S16384/varlen": {"1": {"of_copy": 0.7}},
     }
-    (tmp_path / "attention.json").write_text(json.dumps({"cells": cells}))
+    (tmp_path / "attention.json").write_text(json.dumps({"made_with": made, "cells": cells}))
     place = {"B": 28, "context": 32768, "budget": None}
     rows = [
         {**place, "phase": "decode", "T": 1, "bytes": 8_000_000, "ms_median": 10.0},
         {**place, "B": 8, "phase": "decode", "T": 1, "bytes": 1, "ms_median": 1.0},
         {**place, "phase": "verify", "T": 5, "bytes": 8_000_000, "ms_median": 11.0},
     ]
-    (tmp_path / "llama31.json").write_text(json.dumps({"cells": {"B28": {"rows": rows}}}))
-    attention, _, decode, _, verify = summary.goals(stage.directory)
+    content = {"made_with": made, "cells": {"B28": {"rows": rows}}}
+    (tmp_path / "llama31.json").write_text(json.dumps(content))
+    runs = {
+        f"B{B}/S32768/gamma3": {"emulated_acceptance": {"published": {"speedup": B / 4}}}
+        for B in (1, 12)
+    }
+    (tmp_path / "whole_runs.json").write_text(json.dumps({"made_with": made, "cells": runs}))
+    attention, _, decode, _, verify, speculation = summary.goals(stage.directory)
+    assert (speculation["measured"], speculation["by"]) == (3.0, "B12/S32768/gamma3")
     assert (attention["measured"], attention["by"]) == (0.8, "triton")
     assert decode["measured"] == pytest.approx(0.8) and decode["by"] == "B=28, S=32768"
     assert verify["measured"] == pytest.approx(1.1)
@@ -352,9 +360,143 @@ def test_a_part_that_hangs_is_ended_with_its_children(
     assert not quick.run_part("broken", tmp_path, [], 4)
     started = [int(path.name) for path in tmp_path.iterdir() if path.name.isdigit()]
     assert len(started) == 2
-    for pid in started:  # the signal has been sent; the kernel may take a moment
-        while is_running(pid):
-            time.sleep(0.01)
+    wait_until_ended(started)
+
+
+# Stands in for `gpu_suite.py`: cells whose names say what happens in them.
+STUB = """
+import os, sys, time
+sys.path[:0] = SCRIPTS
+from gpu_stages.results import Results
+from magicdec.distributed.ranks import end_with_parent
+import argparse, pathlib, signal
+parser = argparse.ArgumentParser()
+parser.add_argument("stage")
+for flag in ("--quick", "--keep_failed"):
+    parser.add_argument(flag, action="store_true")
+parser.add_argument("--out", type=pathlib.Path)
+for flag in ("--seconds", "--cell_seconds"):
+    parser.add_argument(flag, type=float)
+options = parser.parse_args()
+end_with_parent(int(os.environ["GPU_SUITE_PARENT"]), signal.SIGKILL)
+open(options.out / f"pid {os.getpid()}", "w").close()
+
+class OutOfMemoryError(RuntimeError):
+    "As torch's, which takes seconds to import."
+
+def happen(name):
+    if name == "crash":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if name == "hang":
+        time.sleep(600)
+    if name == "no memory":
+        raise OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+    if name == "broken device":
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+    return name
+
+results = Results(
+    options.out / f"{options.stage}.json", MADE, options.seconds, CELL_SECONDS,
+    options.keep_failed,
+)
+for name in NAMES:
+    results.cell(name, lambda: happen(name))
+sys.exit(0 if results.is_complete else 1)
+"""
+
+
+def stub(folder: Path, names: list[str], cell_seconds: float | None = None) -> Path:
+    """A folder of scripts in which every part has these cells."""
+    scripts = folder / "scripts"
+    scripts.mkdir(exist_ok=True)
+    values = {
+        "SCRIPTS": [str(ROOT / "scripts"), str(ROOT)],
+        "MADE": MADE,
+        "NAMES": names,
+        "CELL_SECONDS": cell_seconds,
+    }
+    lines = [f"{name} = {value!r}" for name, value in values.items()]
+    (scripts / "gpu_suite.py").write_text("\n".join([*lines, STUB]))
+    return scripts / "gpu_stages" / "quick.py"
+
+
+def pids(folder: Path) -> list[int]:
+    return [int(path.name.removeprefix("pid ")) for path in folder.glob("pid *")]
+
+
+def wait_until_ended(numbers: list[int]) -> None:
+    """The signal has been sent; the kernel may take a moment."""
+    while any(map(is_running, numbers)):
+        time.sleep(0.01)
+
+
+def test_what_ends_a_process_costs_only_its_cell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel may hang, crash, or leave a device on which nothing works any more. A cell without
+    memory, as other errors, needs no other process."""
+    names = ["a", "crash", "b", "no memory", "broken device", "c", "hang", "d"]
+    monkeypatch.setattr(quick, "__file__", str(stub(tmp_path, names, 2.0)))
+    assert not quick.run_part("broken", tmp_path, [], 100)
+    found = json.loads((tmp_path / "broken.json").read_text())
+    assert list(found["cells"]) == ["a", "b", "c", "d"] and found["running"] is None
+    assert found["failed"] == {
+        "crash": "the process ended while it ran",
+        "no memory": "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB.",
+        "broken device": "RuntimeError: CUDA error: an illegal memory access was encountered",
+        "hang": "it was not done after 2 s",
+    }
+    assert any("time.sleep(600)" in line for line in found["tracebacks"]["hang"])
+    assert len(pids(tmp_path)) == 4, "one more for each cell that ended one"
+    page = "\n".join(quick.summary_lines(tmp_path, {}, 1.0))
+    assert "- broken: hang: it was not done after 2 s" in page
+    again = stub(tmp_path, [name.replace("crash", "e") for name in names if name != "hang"])
+    monkeypatch.setattr(quick, "__file__", str(again))
+    assert not quick.run_part("broken", tmp_path, [], 100)
+    found = json.loads((tmp_path / "broken.json").read_text())
+    assert set(found["cells"]) == set("abcde") and set(found["failed"]) == set(names[3:5])
+
+
+COORDINATE = """
+import sys
+sys.path[:0] = SCRIPTS
+from gpu_stages import quick
+from pathlib import Path
+quick.__file__ = FILE
+quick.run_parts(["broken", "peers"], Path(OUT), [], 200)
+"""
+
+
+def test_a_killed_command_keeps_its_cells_and_leaves_no_process(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """SIGKILL, which nothing can answer, while a cell runs. The next call goes on behind it."""
+    file = stub(tmp_path, ["a", "hang", "b"])
+    values = {
+        "SCRIPTS": [str(ROOT / "scripts"), str(ROOT)],
+        "FILE": str(file),
+        "OUT": str(tmp_path),
+    }
+    code = "\n".join([*(f"{name} = {value!r}" for name, value in values.items()), COORDINATE])
+    process = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
+    path = tmp_path / "broken.json"
+    while not (path.exists() and json.loads(path.read_text())["running"] == "hang"):
+        assert process.poll() is None
+        time.sleep(0.01)
+    os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+    wait_until_ended(pids(tmp_path))
+    page = "\n".join(quick.summary_lines(tmp_path, {}, 1.0))
+    assert "- broken: hang: it ran when the part was ended" in page
+    stub(tmp_path, ["a", "b"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(quick, "__file__", str(file))
+        assert quick.run_parts(["broken"], tmp_path, [], 100)
+    found = json.loads(path.read_text())
+    assert list(found["cells"]) == ["a", "b"] and not found["failed"]
+    said = capfd.readouterr()
+    assert "Traceback" not in said.err and said.err.count("broken: a") == 1, "it was kept"
+    assert "| broken | " in said.out
 
 
 def is_running(pid: int) -> bool:
@@ -372,9 +514,11 @@ def test_files_of_another_gpu_stay_as_they_are(
     text = json.dumps({"made_with": before, "cells": {"a": 1}})
     (tmp_path / "broken.json").write_text(text)
     assert quick.folder_for(tmp_path, before) == tmp_path
-    made = MADE | {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.11.0+cu130"}
+    made = MADE | {"gpu": "NVIDIA H100 80GB HBM3", "torch": "2.11.0+cu130", "triton": "3.6"}
     folder = quick.folder_for(tmp_path, made)
-    assert folder == tmp_path / "NVIDIA-H100-80GB-HBM3-torch-2-11-0-cu130" and folder.is_dir()
+    name = "NVIDIA-H100-80GB-HBM3-torch-2-11-0-cu130-triton-3-6"
+    assert folder == tmp_path / name and folder.is_dir()
+    assert quick.folder_for(tmp_path, before | {"driver": "another"}) == tmp_path
     assert (tmp_path / "broken.json").read_text() == text
     assert "holds {'device': 'cpu', 'gpu': 'NVIDIA H200'" in capsys.readouterr().err
 
@@ -475,3 +619,90 @@ def test_numbers_of_a_rehearsal_are_refused(
     first, second = capsys.readouterr().err.splitlines()
     assert "has no file of scripts/gpu_suite.sh quick" in first
     assert "was not measured on a GPU" in second
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"made_with": 3}'])
+def test_what_is_no_file_of_a_stage_is_left_out_and_said(
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A file that was cut off, say. The rest is measured and summed up."""
+    (tmp_path / "broken.json").write_text(text)
+    assert quick.folder_for(tmp_path, MADE) == tmp_path
+    results = Results(tmp_path / "broken.json", MADE, 60)
+    assert not results.cells
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{tmp_path / 'broken.json'} is left out: ")
+    results.cell("good", lambda: 1)
+    assert load_cells(tmp_path / "broken.json") == {"good": 1}
+    (tmp_path / "peers.json").write_text(text)
+    assert "| peers |  | 0 | 0 | 0 |" in quick.summary_lines(tmp_path, {}, 1.0)
+
+
+def test_an_output_folder_that_cannot_be_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    done = suite(tmp_path / "file" / "out", "quick", "--device", "cpu", "--tiny")
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "Not a directory" in done.stderr.splitlines()[-1]
+
+
+def test_backends_that_are_not_there_are_no_failures(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    results = Results(tmp_path / "broken.json", MADE, 60)
+    stage = gpu_suite.Suite(torch.device("cpu"), True, tmp_path, results)
+    for name in (
+        "check_attention",
+        "check_forward",
+        "import_all",
+        "copy_bandwidth",
+        "time_backend",
+    ):
+        monkeypatch.setattr(broken, name, lambda *arguments: {})
+    monkeypatch.setattr(broken, "obstacle_of", lambda name, *others: {"native": "no"}.get(name))
+    broken.run(stage)
+    assert results.is_complete
+    left_out = results.cells["left out"]
+    assert left_out["forward/native"] == "no" and len(left_out) == 3
+    assert not any("native" in name for name in results.cells)
+
+
+def test_tokens_of_peers_are_compared_where_both_are_there() -> None:
+    cells = {
+        "8b/B1/S4/a": {"ms_median": 1.0, "tokens": [[1, 2], [3, 4]]},
+        "8b/B1/S4/b": {"ms_median": 2.0, "tokens": [[1, 2], [3, 5]]},
+        "8b/B8/S4/b": {"ms_median": 3.0, "tokens": [[1]]},
+    }
+    assert summary.peer_lines(cells)[3:] == [
+        "| 8b/B1/S4 | a | 1.000 | 100 % |",
+        "| 8b/B1/S4 | b | 2.000 | 75 % |",
+        "| 8b/B8/S4 | b | 3.000 | 100 % |",
+    ]
+
+
+def test_the_driver_is_read_where_it_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "version"
+    monkeypatch.setattr(gpu_suite, "DRIVER", file)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert gpu_suite.driver_version() is None
+    file.write_text(
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.159.04  Release\n"
+    )
+    assert gpu_suite.driver_version() == "580.159.04"
+    file.unlink()
+    nvml = SimpleNamespace(nvmlInit=lambda: 0, nvmlSystemGetDriverVersion=lambda: "580.159.03")
+    monkeypatch.setitem(sys.modules, "pynvml", nvml)
+    assert gpu_suite.driver_version() == "580.159.03"
+
+
+def test_whole_runs_have_as_many_rows_as_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """28 rows of 32768 tokens fit on an H200, 12 on an H100."""
+    results = Results(tmp_path / "whole_runs.json", MADE, 60)
+    stage = gpu_suite.Suite(torch.device("cuda"), False, tmp_path, results, True)
+    for gib, rows in ((139, 28), (79, 12)):
+        monkeypatch.setattr(whole_runs, "free_bytes", lambda device, gib=gib: gib << 30)
+        assert whole_runs.fitting_rows(stage, 28, 32768) == rows
+        assert whole_runs.fitting_rows(stage, 1, 32768) == 1
