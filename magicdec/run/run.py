@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -30,6 +30,7 @@ from magicdec.hardware.timing import (
     reset_peak_memory,
     synchronize,
 )
+from magicdec.kv.draft_log import DraftLog
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.memory.model_plan import Kinds, ModelPlan, max_tokens
 from magicdec.memory.sampler import MemoryTaken, MemoryWatch
@@ -43,7 +44,7 @@ from magicdec.run.outcome import (
     Outcome,
     make_record,
 )
-from magicdec.run.resident import Prefilled, Resident, Room
+from magicdec.run.resident import MeasuredBatch, Prefilled, Resident, Room
 from magicdec.runner import ModelRunner
 from magicdec.setup.loading import (
     copy_runner,
@@ -54,14 +55,6 @@ from magicdec.setup.loading import (
 )
 from magicdec.setup.prepare import Prepared
 from magicdec.setup.session import RankSession, session_of
-
-
-@dataclass(frozen=True)
-class MeasuredBatch:
-    """What a pass over one batch has left: its samples, and its requests, which have ended."""
-
-    samples: PassSamples
-    requests: list[Request]
 
 
 class RankCounts(NamedTuple):
@@ -98,6 +91,7 @@ class Run:
         self.resident = resident or Resident(self.device, progress)
         room = room or Room.of([self.config])
         self.prompts = self.resident.prompts(self.config, room, self.make_runner)
+        self.is_counted = self.resident.is_counted
         self.engine = self.prompts.engine
         self.copies: dict[int, ModelRunner | None] = {}  # by the identity of the target's runner
         self.draft = make_draft(prepared, self.groups, self.resident.models)
@@ -178,8 +172,13 @@ class Run:
         # The passes take turns at going first, so that a drift in the machine's speed favours
         # neither of them.
         for name in self.passes if batch % 2 == 0 else reversed(self.passes):
+            if name == BASELINE and self.is_counted and batch in self.prompts.baselines:
+                self.measured[name].append(self.prompts.baselines[batch])
+                continue
             with naming(name):
                 self.measure_pass(name, prefilled.snapshots)
+            if name == BASELINE and self.is_counted:
+                self.prompts.baselines[batch] = self.measured[name][-1]
 
     def warm_up(self, snapshots: list[Request], passes: Sequence[str] | None = None) -> None:
         """Decode the first batch with every strategy, or with these, as often as the config
@@ -208,6 +207,9 @@ class Run:
         samples, w, threads = PassSamples.empty(), self.config.workload, ThreadCount()
         timer = PhaseTimer(self.device, self.is_timed)
         self.engine.rewind(snapshots)
+        log = DraftLog() if self.is_counted and name != BASELINE else None
+        for runner in self.runners():
+            runner.draft_log = log
         strategy = self.make_strategy(name, timer)
         threads.note()
         self.begin(name, strategy, samples)
