@@ -138,19 +138,17 @@ def flags_of(config: Mapping[str, Any], draft: str | None = None) -> str:
     tree, pa = decoding.get("tree"), decoding.get("pa")
     words.append(f"--gamma {decoding['num_draft_tokens']}" if tree is None else f"--tree {tree}")
     words += [] if pa is None else [f"--pa {pa:g}"]
-    weights, ways = decoding.get("draft_weights"), config.get("sampling") or {}
+    weights = decoding.get("draft_weights")
     words += [] if weights is None else [f"--draft_weights {weights}"]
-    words += [
-        f"--{name} {ways[name]:g}" for name in ways if name != "seed" and is_given(name, ways)
-    ]
-    return " ".join(words)
+    return " ".join(words + _flags_of_sampling(config.get("sampling")))
 
 
-def is_given(name: str, ways: Mapping[str, Any]) -> bool:
-    """Whether a setting of sampling is not the default. One that the settings do not know is not
-    named."""
+def _flags_of_sampling(section: Any) -> list[str]:
+    if not isinstance(section, Mapping):  # of a record from elsewhere
+        return []
     known = declared(SamplingSection)
-    return name in known and ways[name] != known[name].default
+    values = {name: section.get(name, each.default) for name, each in known.items()}
+    return [f"{known[n].flag} {v:g}" for n, v in values.items() if v != known[n].default]
 
 
 def _flags_of_policy(policy: str | None, kv: Mapping[str, Any]) -> list[str]:
