@@ -3,11 +3,14 @@
     python scripts/plant_regressions.py                # all
     python scripts/plant_regressions.py retrieval ...  # those with one of the texts in their name
 
-Each regression of `faults/acceptance.py` is planted in a copy of the package, in which `magicdec
-gate` runs the cases that it can touch. They are the standard cases with fewer and shorter prompts,
-of which the package as it is makes baselines first; with `--baseline FILE` they are those of FILE.
-The exit code is 1 if the gate passes with a regression, or if the text that it replaces does not
-occur exactly once. It takes about 10 s for each on two idle cores.
+Each regression of `faults/acceptance.py` is planted in a copy of the package, with which the cases
+run that it can touch, and their records are compared as `magicdec gate` does it. They are the
+standard cases with fewer and shorter prompts, of which the package as it is makes baselines first;
+with `--baseline FILE` they are those of FILE. The exit code is 1 if the gate passes with a
+regression, or if the text that it replaces does not occur exactly once.
+
+As in `plant_faults.py`, every run has a process of its own, which is forked from one that has
+imported the libraries, but nothing of the package.
 """
 
 from __future__ import annotations
@@ -15,27 +18,17 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import traceback
 from collections.abc import Sequence
-from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from faults.acceptance import REGRESSIONS, Regression
-from plant_faults import PACKAGE, Case, occurrences
-
-from magicdec.records.comparison.conditions import describe
-from magicdec.records.reading import load_records
+from plant_faults import IMPORTED, PACKAGE, Case, occurrences
 
 SMALL = ("--model", "demo", "--B", "8", "--num_batches", "1", "--prefix_len", "1024")
-NAMED = (": changed", ": regression", "the case failed", "the new run")
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What the gate says with a regression: the line that names it, or why there is none."""
-
-    is_named: bool
-    line: str
+PASSED, NAMED, BROKEN = 0, 1, 2  # exit codes of a run
 
 
 def main(words: Sequence[str]) -> int:
@@ -44,45 +37,90 @@ def main(words: Sequence[str]) -> int:
     baseline, texts = None, list(words)
     if "--baseline" in texts:
         place = texts.index("--baseline")
-        baseline = Path(texts[place + 1])
+        baseline = Path(texts[place + 1]).absolute()
         del texts[place : place + 2]
-    chosen = [r for r in REGRESSIONS if not texts or any(t in text_of(r) for t in texts)]
+    chosen = [r for r in REGRESSIONS if not texts or any(t in r.fault.name for t in texts)]
+    for name in IMPORTED:
+        import_module(name)
+    assert "magicdec" not in sys.modules
     with TemporaryDirectory() as directory:
-        folder = Path(directory)
+        folder, count = Path(directory), 0
         if baseline is None:
             baseline = folder / "baseline.jsonl"
-            gate(PACKAGE.parent, "save", "--baseline", baseline, *SMALL)
-        seen = list[Seen]()
+            save(baseline)
         for number, each in enumerate(chosen):
-            seen.append(plant(each, baseline, folder / str(number)))
-            verdict = "named" if seen[-1].is_named else "NOT NAMED"
-            print(f"{verdict:9} {each.fault.name}: {seen[-1].line}", flush=True)
-    count = sum(each.is_named for each in seen)
+            code, line = plant(each, baseline, folder / str(number))
+            count += code == NAMED
+            print(f"{'named' if code == NAMED else 'NOT NAMED':9} {each.fault.name}: {line}")
+            sys.stdout.flush()
     print(f"{count} of {len(chosen)} regressions are named by the gate")
     return int(count < len(chosen))
 
 
-def text_of(each: Regression) -> str:
-    return " ".join([each.fault.name, each.fault.file, *each.cases])
+def save(baseline: Path) -> None:
+    """Make the baselines with the package as it is."""
+    words = [sys.executable, "-m", "magicdec", "gate", "save", "--baseline", str(baseline), *SMALL]
+    subprocess.run(words, cwd=PACKAGE.parent, check=True)
 
 
-def plant(each: Regression, baseline: Path, copy: Path) -> Seen:
-    """Run the cases that a regression can touch against a copy of the package with it."""
+def plant(each: Regression, baseline: Path, copy: Path) -> tuple[int, str]:
+    """The exit code and the last line of a run with a regression."""
     if (count := occurrences(each.fault)) != 1:
-        return Seen(False, f"its text occurs {count} times")
+        return BROKEN, f"its text occurs {count} times"
+    Case(each.fault, ()).plant(copy)
+    if (child := os.fork()) == 0:
+        run(each, baseline, copy)
+    _, status = os.waitpid(child, 0)
+    lines = (copy / "out").read_text().splitlines()
+    return os.waitstatus_to_exitcode(status), (lines or [""])[-1]
+
+
+def run(each: Regression, baseline: Path, copy: Path) -> None:
+    """Ends this process. What it prints is in the file `out` of the copy."""
+    code = BROKEN
+    try:
+        with (copy / "out").open("w") as out:
+            os.dup2(out.fileno(), 1)
+            os.dup2(out.fileno(), 2)
+        os.chdir(copy)
+        # Compiled code would be written through a link into the package itself.
+        sys.dont_write_bytecode = True
+        sys.path.insert(0, str(copy))
+        code = compared(each, baseline)
+    except Exception:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        os._exit(code)
+
+
+def compared(each: Regression, baseline: Path) -> int:
+    """Run the cases, print what the gate says of those that it does not pass, and return the
+    code."""
+    from magicdec.gate.cases import config_of
+    from magicdec.gate.measuring import run_cases, with_threads
+    from magicdec.records.comparison.compare import case_failed, compare, exit_code
+    from magicdec.records.comparison.conditions import describe
+    from magicdec.records.reading import load_records
+
     records = {describe(record): record for record in load_records(baseline)}
     names = {name for text in each.cases for name in names_with(text, list(records))}
     cases = [record for name, record in records.items() if name in names]
     if not cases:
-        return Seen(False, "the baseline file has no case of it")
-    Case(each.fault, ()).plant(copy)
-    own = copy / "baseline.jsonl"
-    own.write_text("".join(f"{case.to_json()}\n" for case in cases))
-    done = gate(copy, "--baseline", own, "--processes", "1")
-    lines = done.stdout.splitlines()
-    found = [line for line in lines if any(words in line for words in NAMED)]
-    is_named = done.returncode == 1 and bool(found)
-    return Seen(is_named, found[-1] if found else (lines or done.stderr.splitlines() or [""])[-1])
+        print("the baseline file has no case of it")
+        return BROKEN
+    configs = [with_threads(config_of(case), 1) for case in cases]
+    found = dict(run_cases(list(enumerate(configs))))
+    comparisons = [
+        case_failed(case, found[number])
+        if isinstance(found[number], str)
+        else compare([found[number]], cases)[0]
+        for number, case in enumerate(cases)
+    ]
+    for comparison in comparisons:
+        if exit_code([comparison]) == 1 or len(comparisons) == 1:
+            print(comparison)
+    return NAMED if exit_code(comparisons) == 1 else PASSED
 
 
 def names_with(text: str, names: Sequence[str]) -> list[str]:
@@ -90,16 +128,6 @@ def names_with(text: str, names: Sequence[str]) -> list[str]:
     it as whole words."""
     ending = [name for name in names if name.endswith(text)]
     return ending or [n for n in names if f"{text} " in f"{n} " and "--temperature" not in n]
-
-
-def gate(package: Path, *words: str | Path) -> subprocess.CompletedProcess[str]:
-    """`magicdec gate` of the package in that folder."""
-    paths = os.pathsep.join([str(package), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"PYTHONPATH": paths, "PYTHONDONTWRITEBYTECODE": "1"}
-    return subprocess.run(
-        [sys.executable, "-m", "magicdec", "gate", *map(str, words)],
-        cwd=package, env=environment, capture_output=True, text=True,
-    )  # fmt: skip
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The cases of the gate: the runs whose acceptance is compared with that of a baseline.
+"""The cases of the gate: the runs whose drafts are compared with those of a baseline.
 
 A file of baselines holds its own cases, because a record holds the configuration of its run. The
 standard cases make such a file for a model and a text. Must not know how records are judged.

@@ -70,9 +70,9 @@ def test_a_loss_beyond_the_margin_and_the_noise_is_a_regression(gate: Gate, shar
 def test_a_change_within_the_margin_is_said_and_passes(gate: Gate) -> None:
     old = drawn(num_prompts=16)
     code, out = gate([with_losses(old, 0.01)], [old])
-    assert code == 0 and ": changed, " in out and "1 changed" in out
+    assert code == 0 and ": tolerated, " in out and "1 tolerated" in out
     code, out = gate([with_losses(old, 0.05)], [old], "--margin", "0.5")
-    assert code == 0 and "changed, within the margin of 50 %" in out
+    assert code == 0 and "tolerated, within the margin of 50 %" in out
 
 
 def test_a_difference_inside_the_noise_is_said_and_passes(gate: Gate) -> None:
@@ -123,7 +123,7 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
         ([with_losses(three, 0.2)], [three], (), 3, "not comparable, 3 prompts; 4 are needed"),
         (
             [with_losses(three, 0.2)], [three], ("--margin", "0.5"), 0,
-            "changed, within the margin of 50 %",
+            "tolerated, within the margin of 50 %",
         ),
         ([nothing], [three], (), 1, "no draft is accepted any more"),
         ([three], [nothing], (), 3, "not comparable, 3 prompts; 4 are needed"),
@@ -209,7 +209,7 @@ def test_a_loss_of_5_percent_in_every_row_is_found() -> None:
     assert all(row.change is not None and row.change.relative < -0.03 for row in rows)
     for row in rows:
         assert row.change is not None
-        wanted = {"regression"} if row.change.num_prompts == 8 else {"regression", "changed"}
+        wanted = {"regression"} if row.change.num_prompts == 8 else {"regression", "tolerated"}
         assert row.verdict in wanted, row
 
 

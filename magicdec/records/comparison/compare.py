@@ -200,9 +200,9 @@ class Rule:
 
     margin: float | None = setting(
         None,
-        "Share of the acceptance rate whose loss is tolerated, in place of the margins of the "
-        f"baselines; 0: any loss is a regression. Default: {DEFAULT_MARGIN} unless a baseline has "
-        "its own.",
+        "Share of the acceptance rate whose loss is tolerated where statistics decide, in place of "
+        f"the margins of the baselines; 0: any loss is a regression. Default: {DEFAULT_MARGIN} "
+        "unless a baseline has its own.",
         least=0,
         below=1,
     )
