@@ -190,7 +190,7 @@ main = LoneCommand(
 save = LoneCommand(
     save_cases,
     "Run the cases of a baseline file and put the new records in their place, or make a file for "
-    "your own model and text. What has changed since is printed, and is accepted by this. The cases "
+    "your own model and text. What has changed since is printed, and accepted by this. The cases "
     "of a new file are the standard ones: every drafter and KV policy, at several budgets, and "
     "every other way to draft.",
     {"save": SaveSection(), "subject": Subject()},

@@ -111,15 +111,22 @@ class Change:
     num_prompts: int
     error: float | None = None  # standard error of the logarithm of the ratio of the rates
 
-    def seen_loss(self, level: float, margin: float) -> float | None:
-        """The smallest loss, as a share of the rate, that a comparison with this scatter calls a
-        regression in 19 of 20 runs: the interval at that level must not hold 0, and the loss must
-        be larger than the margin. None if the scatter is not known."""
-        if self.error is None:
+    def seen_loss(self, rate: float, level: float, margin: float) -> float | None:
+        """The smallest loss, as a share of an acceptance rate, that a comparison with this scatter
+        calls a regression in 19 of 20 runs: the interval at that level must not hold 0, and the
+        loss must be larger than the margin. None if the scatter is not known."""
+        if self.error is None or not 0 < rate < 1:
             return None
-        freedom = self.num_prompts - 1
-        bar = max(self.error * quantile(freedom, level), -math.log1p(-margin))
-        return -math.expm1(-bar - self.error * quantile(freedom, 2 * SEEN - 1))
+        freedom, loss = self.num_prompts - 1, 0.0
+        reach = quantile(freedom, level)
+        # The error is itself estimated, and is larger where the rate is lower.
+        room = NormalDist().inv_cdf(SEEN) * math.sqrt(1 + reach**2 / (2 * freedom))
+        for _ in range(20):
+            lower = rate * (1 - loss)
+            error = self.error * math.sqrt((1 + (1 / lower - 1) / (1 / rate - 1)) / 2)
+            bar = max(error * reach, -math.log1p(-margin))
+            loss = min(-math.expm1(-bar - error * room), 1 - 1e-6)
+        return loss
 
     @property
     def is_noise(self) -> bool:
@@ -378,7 +385,7 @@ def judge_by_statistics(m: Match, rule: Rule, level: float) -> Comparison:
         if verdict != REGRESSION and is_beyond and worst.is_loss((1 - level) / 2):
             verdict, why = REGRESSION, f"prompt {worst.number} lost more than its noise"
     text = f"acceptance rate {rates[0]:.4f} -> {rates[1]:.4f}, {change}{forks}: {verdict}, {why}"
-    if (seen := change.seen_loss(level, margin)) is not None:
+    if (seen := change.seen_loss(rates[0], level, margin)) is not None:
         text += f"; a loss of {100 * seen:.1f} % would be seen in 19 of 20 runs"
     return Comparison(m.name, verdict, text, rates, change)
 
