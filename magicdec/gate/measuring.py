@@ -104,7 +104,8 @@ def _receive_all(workers: Sequence[Worker]) -> Iterator[tuple[int, Result]]:
                 yield found
                 continue
             del running[ready]
-            if loss := worker.loss():
+            # One that has given all its results may take its time to end.
+            if worker.left and (loss := worker.loss()):
                 yield from ((number, loss) for each in workers for number in each.left)
                 return
 
