@@ -166,17 +166,22 @@ def drafting_of(config: Mapping[str, Any]) -> Drafting | None:
     return decoding["drafter"], config["kv"]["policy"], decoding.get("draft_weights")
 
 
+def is_plain(config: Mapping[str, Any]) -> bool:
+    """Whether requests were greedy, and their policy chose once."""
+    return sampling(config) == "greedy" and not config["kv"].get("reselect_every")
+
+
 def _from_records(
     path: Path, records: Sequence[RunRecord], budgets: Sequence[int] | None, like: Drafting
 ) -> tuple[dict[int, Acceptance], str]:
     """The longest curve of each budget; among curves of equal length the newest. Of records that
-    drafted as `like` says, and of those the greedy ones, if there are any."""
+    drafted as `like` says, and of those the greedy ones that chose once, if there are any."""
     drafter, policy, weights = like
     curves: dict[int, tuple[float, ...]] = {}
     places: dict[int, str] = {}
     likes = [record for record in records if drafting_of(record.config) == like]
-    greedy = [record for record in likes if sampling(record.config) == "greedy"]
-    for record in greedy or likes:
+    plain = [record for record in likes if is_plain(record.config)]
+    for record in plain or likes:
         config, metrics = record.config, record.metrics
         budget, curve = config["kv"]["budget"], metrics and metrics.acceptance_per_position
         if budget > 0 and curve and len(curve) >= len(curves.get(budget, ())):
