@@ -99,9 +99,10 @@ def compared(each: Regression, baseline: Path) -> int:
     code."""
     from magicdec.gate.cases import config_of
     from magicdec.gate.measuring import run_cases, with_threads
-    from magicdec.records.comparison.compare import case_failed, compare, exit_code
+    from magicdec.records.comparison.compare import Comparison, case_failed, compare, exit_code
     from magicdec.records.comparison.conditions import describe
     from magicdec.records.reading import load_records
+    from magicdec.records.record import RunRecord
 
     records = {describe(record): record for record in load_records(baseline)}
     names = {name for text in each.cases for name in names_with(text, list(records))}
@@ -111,12 +112,14 @@ def compared(each: Regression, baseline: Path) -> int:
         return BROKEN
     configs = [with_threads(config_of(case), 1) for case in cases]
     found = dict(run_cases(list(enumerate(configs))))
-    comparisons = [
-        case_failed(case, found[number])
-        if isinstance(found[number], str)
-        else compare([found[number]], cases)[0]
-        for number, case in enumerate(cases)
-    ]
+    comparisons = list[Comparison]()
+    for number, case in enumerate(cases):
+        result = found[number]
+        of_case = case_failed(case, result) if isinstance(result, str) else None
+        if isinstance(result, RunRecord):
+            (of_case,) = compare([result], cases)
+        assert of_case is not None
+        comparisons.append(of_case)
     for comparison in comparisons:
         if exit_code([comparison]) == 1 or len(comparisons) == 1:
             print(comparison)

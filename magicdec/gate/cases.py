@@ -115,11 +115,10 @@ def _other_ways(subject: Subject) -> Iterator[RunConfig]:
     full, kv = KVSection(FULL_KV_POLICY), KVSection(DEFAULT_KV_POLICY, DRAFT_BUDGET)
     if subject.prefix_len <= DRAFT_BUDGET:
         kv = full
-    has_draft, auto = subject.standalone is not None, {"step_cost": STEP_COST}
     yield subject.config("ngram", full, LOOKUP_GAMMA)
     yield subject.config("ngram+self", kv, GAMMA)
-    yield subject.config("ngram+self", kv, "auto", **auto)
-    yield subject.config("self", kv, "auto", **auto)
+    yield subject.config("ngram+self", kv, "auto", step_cost=STEP_COST)
+    yield subject.config("self", kv, "auto", step_cost=STEP_COST)
     yield subject.config("self", kv, None, tree=TREE)
     yield subject.config("self", kv, GAMMA, pa=PA)
     yield from (subject.config("self", kv, GAMMA, draft_weights=bits) for bits in LOW_BIT)
@@ -127,7 +126,7 @@ def _other_ways(subject: Subject) -> Iterator[RunConfig]:
         if "reselect_every" in policy_called(policy).settings and kv.policy != FULL_KV_POLICY:
             anew = KVSection(policy, DRAFT_BUDGET, reselect_every=RESELECT_EVERY)
             yield subject.config("self", anew, GAMMA)
-    if has_draft:
+    if subject.standalone is not None:
         yield subject.config("ngram+model", full, GAMMA)
         yield subject.config("model", full, GAMMA, pa=PA)
         yield subject.config("model", full, GAMMA, draft_weights=LOW_BIT[0])

@@ -103,7 +103,7 @@ def weight_dtypes(config: dict[str, Any]) -> str:
     return str(target) if drafts == target else f"{target}, draft {drafts}"
 
 
-def sampling(config: dict[str, Any]) -> dict[str, Any] | str:
+def sampling(config: Mapping[str, Any]) -> dict[str, Any] | str:
     """How tokens were chosen; the seed and the rest of the section are idle in plain greedy
     decoding."""
     section = config.get("sampling") or {}
