@@ -172,6 +172,9 @@ class StepOutput:
     num_accepted: list[int] | None = None
     num_proposed: list[int] | None = None
     emitted_s: list[float] | None = None  # prefill only: time of each request's first token
+    # Of each request, the hash of what was drafted and read, and the number of keys that were read
+    # (`kv.draft_log`); empty in a step without drafts, None if no log is kept.
+    digests: list[tuple[str, int]] | None = None
 
     @property
     def num_tokens(self) -> int:

@@ -22,6 +22,7 @@ from magicdec.attention.backend import AttentionBackend, check_trees
 from magicdec.distributed.groups import Group
 from magicdec.executor.executor import Cancellation, Cancelled, Executor, Forward, Watch
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows, upload
+from magicdec.kv.draft_log import DraftLog
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.kv.kernel_view import make_kernel_view
 from magicdec.kv.pool import CacheShape
@@ -80,6 +81,7 @@ class ModelRunner:
     counts: ForwardCounts = field(init=False)
     deferred: list[Forward] = field(init=False, default_factory=list)  # by `defer`
     has_flaws: bool = field(init=False, default=False)  # native calls computed NaN or infinity
+    draft_log: DraftLog | None = field(init=False, default=None)  # None: none is kept
 
     def __post_init__(self) -> None:
         weight = next(self.model.parameters())
@@ -120,7 +122,7 @@ class ModelRunner:
             self, backend=copy(self.backend), max_tokens=max_tokens,
             block_tokens=None, num_blocks=None,
         )  # fmt: skip
-        runner.counts = self.counts
+        runner.counts, runner.draft_log = self.counts, self.draft_log
         runner.offsets = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)
         return runner
 
@@ -191,6 +193,9 @@ class ModelRunner:
         committed = self.make_room(rows, num_new, policy, committed, tree)
         make = make_kernel_view if self.model.elementwise.has_views else make_view
         view = make(self.cache, rows, policy, num_new, committed, self.window, tree, self.offsets)
+        if is_draft and self.draft_log is not None:
+            self.draft_log.is_complete &= not rows.is_captured
+            self.draft_log.read(view, self.offsets)
         if num_outputs is None or not self.model.is_last:
             num_outputs = num_new
         forward = Forward(x, rows, view, num_outputs, watch, watch_queries, is_draft, cancellation)
@@ -299,6 +304,8 @@ class ModelRunner:
         drafts, keys, is_finite = self.executor.draft(token_ids, view, self.offsets, count, pa)
         self.has_flaws |= not is_finite
         count = drafts.shape[1]
+        if self.draft_log is not None:
+            self.draft_log.read(view, self.offsets, count)
         self.cache.advance(rows, num_new + count - 1)
         self.counts.count(count, (num_new + count - 1) * len(rows), keys, count * len(rows))
         return drafts

@@ -37,7 +37,7 @@ from magicdec.tables import Table, print_tables
 
 NOT_COMPARABLE = 3
 OF_RUNS = ("compare.require_all", "rule.margin")
-EXIT_CODES = "exit codes: 0 passed, 1 regression, 2 wrong usage, 3 not comparable"
+EXIT_CODES = "exit codes: 0 passed, 1 regression or change, 2 wrong usage, 3 not comparable"
 
 
 @dataclass(frozen=True)

@@ -60,7 +60,9 @@ class BaselineSection:
 @dataclass(frozen=True)
 class GateSection(BaselineSection):
     quick: bool = setting(
-        False, "Run one case for each drafter and policy, the middle one in the file."
+        False,
+        "Run one case for each drafter and policy, and for each other way to draft (trees, chains "
+        "that stop, low-bit drafts, sampling, ...), the middle one in the file.",
     )
     out: Path | None = same(OutputSection, "results", None, is_default=True)
 
@@ -176,8 +178,10 @@ def _read(path: Path) -> list[RunRecord]:
 
 main = LoneCommand(
     run_gate,
-    "Run the cases of a baseline file again, on one rank, and compare their acceptance with the "
-    "baseline's, prompt by prompt. `magicdec gate save` makes such a file. --model, --draft and "
+    "Run the cases of a baseline file again, on one rank, and compare what was drafted, read and "
+    "accepted with the baseline, prompt by prompt and step by step. Where unchanged code repeats "
+    "every step, any difference fails, gain or loss, until `magicdec gate save` accepts it; "
+    "elsewhere statistics decide. `magicdec gate save` makes such a file. --model, --draft and "
     "--dataset say where its models and its text are here, if not where they were; other models "
     "and other text are refused.",
     {"gate": GateSection(), "places": Places(), "rule": RuleSection()},
@@ -186,7 +190,8 @@ main = LoneCommand(
 save = LoneCommand(
     save_cases,
     "Run the cases of a baseline file and put the new records in their place, or make a file for "
-    "your own model and text. The cases of a new file are the standard ones: every drafter and KV "
-    "policy, at several budgets.",
+    "your own model and text. What has changed since is printed, and accepted by this. The cases "
+    "of a new file are the standard ones: every drafter and KV policy, at several budgets, and "
+    "every other way to draft.",
     {"save": SaveSection(), "subject": Subject()},
 )

@@ -190,6 +190,9 @@ class DecodingSection:
         metavar="FILE",
         is_joined=True,
     )
+    # What a step takes more for its drafts, and for each draft token of a row, in decode steps:
+    # given to `--gamma auto` in place of measured times, so that a case of the gate repeats.
+    step_cost: tuple[float, ...] | None = None
 
     @property
     def looks_up(self) -> bool:

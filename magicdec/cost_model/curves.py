@@ -17,6 +17,7 @@ from typing import Any
 
 from magicdec.config.setting import setting
 from magicdec.names import DEFAULT_KV_POLICY
+from magicdec.records.comparison.conditions import sampling
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
 
@@ -157,26 +158,33 @@ Drafting = tuple[str, str, str | None]
 
 def drafting_of(config: Mapping[str, Any]) -> Drafting | None:
     """How a run with this config of a record drafted, if a plan predicts the like: None for trees
-    and for chains that end early (`--pa`), at whose positions more is accepted than in chains."""
+    and for chains that end early (`--pa`), at whose positions more is accepted than in chains, and
+    for chains whose lengths were chosen by a given cost, as in a case of the gate."""
     decoding = config["decoding"]
-    if decoding.get("tree") is not None or decoding.get("pa") is not None:
+    if any(decoding.get(name) is not None for name in ("tree", "pa", "step_cost")):
         return None
     return decoding["drafter"], config["kv"]["policy"], decoding.get("draft_weights")
+
+
+def is_plain(config: Mapping[str, Any]) -> bool:
+    """Whether requests were greedy, and their policy chose once."""
+    return sampling(config) == "greedy" and not config["kv"].get("reselect_every")
 
 
 def _from_records(
     path: Path, records: Sequence[RunRecord], budgets: Sequence[int] | None, like: Drafting
 ) -> tuple[dict[int, Acceptance], str]:
     """The longest curve of each budget; among curves of equal length the newest. Of records that
-    drafted as `like` says."""
+    drafted as `like` says, and of those the greedy ones that chose once, if there are any."""
     drafter, policy, weights = like
     curves: dict[int, tuple[float, ...]] = {}
     places: dict[int, str] = {}
-    for record in records:
+    likes = [record for record in records if drafting_of(record.config) == like]
+    plain = [record for record in likes if is_plain(record.config)]
+    for record in plain or likes:
         config, metrics = record.config, record.metrics
         budget, curve = config["kv"]["budget"], metrics and metrics.acceptance_per_position
-        is_like = drafting_of(config) == like
-        if is_like and budget > 0 and curve and len(curve) >= len(curves.get(budget, ())):
+        if budget > 0 and curve and len(curve) >= len(curves.get(budget, ())):
             place = f"{config['model']['model']} at {config['workload']['prefix_len']} tokens"
             curves[budget], places[budget] = tuple(curve), place
     if not curves:

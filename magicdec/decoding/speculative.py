@@ -20,6 +20,7 @@ from magicdec.decoding.steps import Steps
 from magicdec.decoding.strategy import Setup
 from magicdec.drafting.draft_length import DraftLength, FixedLength, make_draft_length
 from magicdec.drafting.drafter import Drafter, DraftPlan, make_drafter
+from magicdec.kv.draft_log import DraftLog
 from magicdec.request import Batch, Request, StepOutput
 from magicdec.runner import ModelRunner
 from magicdec.sampling.model_tokens import Proposal, join
@@ -64,6 +65,11 @@ class Speculative:
         self.steps.admit(running, self.draft_length.choices)
         self.draft_length.begin(running, self.measure)
 
+    @property
+    def log(self) -> DraftLog | None:
+        """Of what is drafted; None if none is kept."""
+        return None if self.drafter is None else self.runner.draft_log
+
     def release(self, rows: Sequence[int]) -> None:
         """A row that was never admitted, because its request left before, is passed over."""
         admitted_rows = [row for row in rows if self._running.pop(row, None) is not None]
@@ -74,7 +80,9 @@ class Speculative:
         different numbers of drafts are verified in one forward where it can take them
         (`Steps.can_join`). Elsewhere rows that are to draft different numbers of tokens are
         computed one group after the other, and the drafts of a group are padded to the longest."""
-        lengths = self.draft_length.lengths(batch)
+        log, lengths = self.log, self.draft_length.lengths(batch)
+        if log is not None:
+            log.begin()
         groups = [(_rows_with(batch, lengths, each), each) for each in sorted(set(lengths))]
         verdicts, proposed, num_drafted = dict[Request, list[int]](), dict[Request, int](), 0
         for together in [groups] if self.steps.can_join else [[group] for group in groups]:
@@ -93,8 +101,10 @@ class Speculative:
         accepted = [verdicts[request][0] for request in batch.requests]
         emitted = [verdicts[r][1 : 2 + n] for r, n in zip(batch.requests, accepted, strict=True)]
         if num_drafted == 0:
-            return StepOutput(emitted)
-        return StepOutput(emitted, num_drafted, accepted, [proposed[r] for r in batch.requests])
+            return StepOutput(emitted, digests=None if log is None else [])
+        digests = None if log is None else log.digests(batch.rows)
+        counts = [proposed[r] for r in batch.requests]
+        return StepOutput(emitted, num_drafted, accepted, counts, digests=digests)
 
     def _draft(self, batch: Batch, count: int) -> Draft:
         if self.drafter is None:
@@ -108,7 +118,12 @@ class Speculative:
         proposal = self.steps.draft(batch, count, self.tree)
         if self.tree is None:
             count = proposal.ids.shape[1]  # the draft may end before
-        return Draft(batch, plan, proposal, count)
+        draft = Draft(batch, plan, proposal, count)
+        if self.log is not None:
+            num_ids = proposal.ids.shape[1]  # of a tree all of its nodes
+            counts = draft.counts if self.tree is None else [num_ids] * len(batch.rows)
+            self.log.drafted(batch.rows, proposal.ids, counts)
+        return draft
 
     def _join(self, drafts: Sequence[Draft]) -> Proposal | None:
         """What is proposed for the rows of all `drafts`. They keep their own numbers of drafts

@@ -125,7 +125,8 @@ class AutoLength(DraftLength):
     It is kept for all passes of a run. The times of a batch size and context length, and the
     acceptance, are used for later batches too. With `per_row`, a step may draft for some rows and
     not for others, if that yields more tokens a second although each group takes a forward.
-    (Padding costs as much as drafting for all rows.)
+    (Padding costs as much as drafting for all rows.) With a `given` cost no time is measured, and
+    the choice follows from what was accepted alone.
     """
 
     acceptance: Acceptance
@@ -136,9 +137,10 @@ class AutoLength(DraftLength):
         group: Group,
         device: torch.device,
         per_row: bool = False,
+        given: DraftCost | None = None,
     ) -> None:
         self.most, self.group, self.device = most, group, device
-        self.per_row = per_row
+        self.per_row, self.given = per_row, given
         few = min(most, MOST_DRAFT_TOKENS)
         # All that a model may draft, and few of the longer ones of a lookup: each takes time.
         self.choices = sorted({*range(few + 1), *range(few, most, MOST_DRAFT_TOKENS), most})
@@ -162,13 +164,18 @@ class AutoLength(DraftLength):
         was_disturbed = upload([known is not None and known.was_disturbed], self.device)
         if known is None or self.group.broadcast(was_disturbed, 0).item():
             started = time.perf_counter()
-            of_all = measure(batch)
+            measured = measure if self.given is None else self._given_seconds
+            of_all = measured(batch)
             one = Batch(batch.requests[:1])
-            self._times[key] = StepTimes(rows, of_all, of_all if rows == 1 else measure(one))
+            self._times[key] = StepTimes(rows, of_all, of_all if rows == 1 else measured(one))
             self.calibration_s += time.perf_counter() - started
         self.times = self._times[key]
         self._left = 0
         super().begin(batch, measure)
+
+    def _given_seconds(self, batch: Batch) -> list[float]:
+        assert self.given is not None
+        return [1.0, *map(self.given, range(1, self.most + 1))]
 
     def forget_times(self) -> None:
         self._times.clear()
@@ -264,6 +271,7 @@ class AutoLength(DraftLength):
         verified: int | None = None,
     ) -> None:
         is_drafting = any(judged)
+        seconds = seconds if self.given is None else None
         if num_drafted > 0 and not is_drafting:
             if seconds is not None:
                 decode_s = self.times(len(batch.requests), 0)
@@ -288,6 +296,7 @@ def make_draft_length(
 ) -> DraftLength:
     """The draft length that `--gamma` asks for."""
     if decoding.gamma == "auto":
-        return AutoLength(decoding.num_draft_steps, group, device, per_row)
+        given = None if decoding.step_cost is None else DraftCost(*decoding.step_cost)
+        return AutoLength(decoding.num_draft_steps, group, device, per_row, given)
     most, is_mixed = decoding.num_draft_steps, decoding.looks_up and bool(decoding.model_drafter)
     return FixedLength(most, Acceptance(most) if is_mixed else None)

@@ -1,4 +1,4 @@
-"""The cases of the gate: the runs whose acceptance is compared with that of a baseline.
+"""The cases of the gate: the runs whose drafts are compared with those of a baseline.
 
 A file of baselines holds its own cases, because a record holds the configuration of its run. The
 standard cases make such a file for a model and a text. Must not know how records are judged.
@@ -22,11 +22,12 @@ from magicdec.config.sections import (
     KVSection,
     ModelSection,
     ParallelSection,
+    SamplingSection,
     WorkloadSection,
 )
 from magicdec.config.setting import same
-from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIES
-from magicdec.records.comparison.conditions import describe, flags_of, method_of
+from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIES, LOW_BIT
+from magicdec.records.comparison.conditions import describe, flags_of, kind_of
 from magicdec.records.record import RunRecord
 
 LEAST_PROMPTS = 4  # fewer show no loss (docs/statistics.md)
@@ -34,7 +35,13 @@ GAMMA = 4
 GAMMAS = (2, 4)  # of the default policy and of the full KV cache
 BUDGETS = (33, 65, 129, 257, 513)  # of the default policy
 SOME_BUDGETS = (129, 257, 513)  # of the other policies
-DRAFT_BUDGET = 257  # of a standalone draft
+DRAFT_BUDGET = 257  # of a standalone draft, and of the other ways to draft
+TREE = "3,2,1"
+PA = 0.5
+RESELECT_EVERY = 16
+LOOKUP_GAMMA = 31  # rows propose different numbers of tokens
+TEMPERATURE = 0.8
+STEP_COST = 0.3, 0.1  # of `--gamma auto`, which chooses several lengths with it
 
 
 @dataclass(frozen=True)
@@ -63,13 +70,19 @@ class Subject:
             raise ValueError(f"--draft {self.draft} is not known; choose from {choices}")
         return self.draft.removeprefix(MODEL_PREFIX)
 
-    def config(self, drafter: str, kv: KVSection, gamma: int) -> RunConfig:
-        draft = self.standalone if drafter == "model" else None
+    def config(
+        self, drafter: str, kv: KVSection, gamma: int | str | None, temperature: float = 0.0,
+        **ways: Any,
+    ) -> RunConfig:  # fmt: skip
+        """The case of a drafter and a policy; `ways` are further settings of decoding."""
+        decoding = DecodingSection("speculative", drafter, gamma, ignore_eos=True, **ways)
+        draft = self.standalone if decoding.model_drafter == "model" else None
         return RunConfig(
             model=ModelSection(self.model, self.dtype),
             draft=None if draft is None else DraftSection(draft),
             kv=kv,
-            decoding=DecodingSection("speculative", drafter, gamma, ignore_eos=True),
+            decoding=decoding,
+            sampling=SamplingSection(temperature),
             workload=WorkloadSection(
                 self.dataset, self.batch_size, self.prefix_len,
                 self.gen_len or DEFAULT_GEN_LEN,
@@ -79,8 +92,9 @@ class Subject:
 
 
 def standard_cases(subject: Subject) -> list[RunConfig]:
-    """Self-speculation under every policy, prompt lookup, and the standalone draft under every
-    policy that it can have. Budgets that hold the whole prompt are left out."""
+    """Self-speculation under every policy, prompt lookup, the standalone draft under every policy
+    that it can have, and every other way to draft. Budgets that hold the whole prompt are left
+    out."""
     full = KVSection(FULL_KV_POLICY)
     others = [p for p in KV_POLICIES if p not in (DEFAULT_KV_POLICY, FULL_KV_POLICY)]
     of_others = [kv for policy in others for kv in _budgets(subject, policy, SOME_BUDGETS)]
@@ -91,7 +105,35 @@ def standard_cases(subject: Subject) -> list[RunConfig]:
         *(subject.config("self", kv, GAMMA) for kv in of_others),
         subject.config("ngram", full, GAMMA),
         *(subject.config("model", kv, GAMMA) for kv in standalone),
+        *_other_ways(subject),
     ]
+
+
+def _other_ways(subject: Subject) -> Iterator[RunConfig]:
+    """Mixtures with lookups, draft trees, low-bit drafts, chains that stop or whose length is
+    chosen, choices that are made anew, and sampling."""
+    full, kv = KVSection(FULL_KV_POLICY), KVSection(DEFAULT_KV_POLICY, DRAFT_BUDGET)
+    if subject.prefix_len <= DRAFT_BUDGET:
+        kv = full
+    yield subject.config("ngram", full, LOOKUP_GAMMA)
+    yield subject.config("ngram+self", kv, GAMMA)
+    yield subject.config("ngram+self", kv, "auto", step_cost=STEP_COST)
+    yield subject.config("self", kv, "auto", step_cost=STEP_COST)
+    yield subject.config("self", kv, None, tree=TREE)
+    yield subject.config("self", kv, GAMMA, pa=PA)
+    yield from (subject.config("self", kv, GAMMA, draft_weights=bits) for bits in LOW_BIT)
+    for policy in KV_POLICIES:
+        if "reselect_every" in policy_called(policy).settings and kv.policy != FULL_KV_POLICY:
+            anew = KVSection(policy, DRAFT_BUDGET, reselect_every=RESELECT_EVERY)
+            yield subject.config("self", anew, GAMMA)
+    if subject.standalone is not None:
+        yield subject.config("ngram+model", full, GAMMA)
+        yield subject.config("model", full, GAMMA, pa=PA)
+        yield subject.config("model", full, GAMMA, draft_weights=LOW_BIT[0])
+        yield subject.config("model", full, GAMMA, TEMPERATURE)
+    yield subject.config("self", kv, GAMMA, TEMPERATURE)
+    yield subject.config("ngram+self", kv, GAMMA, TEMPERATURE)
+    yield subject.config("self", kv, None, TEMPERATURE, tree=TREE)
 
 
 def _budgets(subject: Subject, policy: str, budgets: Sequence[int]) -> Iterator[KVSection]:
@@ -118,7 +160,9 @@ def name_of(config: RunConfig) -> str:
 def margin_of(config: RunConfig) -> float | None:
     """0 where every draft is accepted, because the draft is the target with the same cache; None,
     the default, elsewhere. In bfloat16 rounding may refuse a draft."""
-    is_target = config.decoding.drafter == "self" and config.kv.policy == FULL_KV_POLICY
+    decoding = config.decoding
+    is_target = decoding.drafter == "self" and config.kv.policy == FULL_KV_POLICY
+    is_target &= decoding.draft_weights is None and config.sampling.temperature == 0
     return 0.0 if is_target and config.model.dtype == "float32" else None
 
 
@@ -195,8 +239,9 @@ def check_prompts(config: RunConfig) -> None:
 
 
 def quick(baselines: Sequence[RunRecord]) -> list[RunRecord]:
-    """One baseline for each method, the middle one of its baselines in the file."""
-    methods: dict[str, list[RunRecord]] = {}
+    """One baseline for each drafter and policy, and for each other way to draft, the middle one of
+    its baselines in the file."""
+    kinds: dict[str, list[RunRecord]] = {}
     for baseline in baselines:
-        methods.setdefault(method_of(baseline), []).append(baseline)
-    return [of_method[len(of_method) // 2] for of_method in methods.values()]
+        kinds.setdefault(kind_of(baseline), []).append(baseline)
+    return [of_kind[len(of_kind) // 2] for of_kind in kinds.values()]

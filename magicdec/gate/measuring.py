@@ -104,7 +104,8 @@ def _receive_all(workers: Sequence[Worker]) -> Iterator[tuple[int, Result]]:
                 yield found
                 continue
             del running[ready]
-            if loss := worker.loss():
+            # One that has given all its results may take its time to end.
+            if worker.left and (loss := worker.loss()):
                 yield from ((number, loss) for each in workers for number in each.left)
                 return
 
@@ -151,10 +152,11 @@ def _run_group(group: Sequence[tuple[int, Prepared]]) -> Iterator[tuple[int, Res
     resident: Resident | None = None
     for number, prepared in group:
         with session_of(prepared) as session:
-            resident = resident or Resident(session.device, progress)
+            resident = resident or Resident(session.device, progress, is_counted=True)
             resident.models.drop_others(group[0][1].source, prepared.draft_source)
             try:
-                yield number, execute_in(session, prepared, progress, resident, room).record
+                record = execute_in(session, prepared, progress, resident, room).record
+                yield number, replace(record, seal="")  # its line gets the one of its content
             except Exception as error:  # so that it costs this case only
                 yield number, f"{type(error).__name__}: {error}"
                 resident = None

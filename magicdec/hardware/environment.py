@@ -26,7 +26,14 @@ from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.machine import Machine
 from magicdec.config.masking import masked_words
 from magicdec.distributed.groups import Launch
-from magicdec.kernels.build import check_cpu, find_compiler, is_compiled_for, refused_compilers
+from magicdec.kernels.build import (
+    check_cpu,
+    compiler_version,
+    find_compiler,
+    is_compiled_for,
+    refused_compilers,
+    used_instructions,
+)
 from magicdec.kernels.cpu import cpu_features, cpu_field
 from magicdec.records.environment import Environment
 
@@ -122,6 +129,8 @@ def describe_environment(launch: Launch, device: str, started: datetime.datetime
         num_cpus=os.cpu_count(),
         host_load=os.getloadavg()[0],
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
+        compiler=compiler_version(),
+        instructions=used_instructions(),
         gpu=torch.cuda.get_device_name() if device == "cuda" else None,
         flash_attn=flash_attn_versions() if device == "cuda" else None,
         world_size=launch.world_size,

@@ -33,6 +33,7 @@ from magicdec.kernels.cpu import (
     compiler_macros,
     cpu_features,
     cpu_field,
+    used_features,
 )
 
 SHARED_HEADERS = Path(__file__).parent  # amx.h, arithmetic.h, and so on
@@ -115,6 +116,22 @@ def is_compiled_for(macro: str) -> bool:
     if not CPU or compiler is None:
         return True
     return f"#define {macro} " in (compiler_macros(compiler, (MARCH,)) or "")
+
+
+@cache
+def compiler_version() -> str | None:
+    """What the compiler of the kernels says of itself; None if there is none."""
+    compiler = find_compiler()
+    if compiler is None:
+        return None
+    done = subprocess.run([compiler, "--version"], capture_output=True, text=True, check=True)
+    return done.stdout.partition("\n")[0]
+
+
+def used_instructions() -> list[str] | None:
+    """The instructions that the kernels of this machine may use; None without a compiler."""
+    compiler = find_compiler()
+    return None if compiler is None else used_features(compiler_macros(compiler, (MARCH,)) or "")
 
 
 def library_folder() -> Path:

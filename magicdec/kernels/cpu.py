@@ -79,6 +79,12 @@ def missing_features(macros: str, features: Iterable[str]) -> list[str]:
     return sorted(missing)
 
 
+def used_features(macros: str) -> list[str]:
+    """The instructions that code may use which was compiled where the compiler defines `macros`, by
+    the compiler's names, such as AVX2."""
+    return sorted({*X86_FEATURE.findall(macros), *ARM_FEATURE.findall(macros)})
+
+
 @cache
 def compiler_macros(compiler: str, flags: tuple[str, ...]) -> str | None:
     """What the compiler defines with these flags; None if it refuses them."""

@@ -186,7 +186,7 @@ class Correctness(Part):
     )
     forwards: ForwardErrors | None = recorded(
         "how far the logits of both passes are from the wider model's",
-        null=f"{UNCOMPARED}, or the last batch was interrupted",
+        null=f"{UNCOMPARED}, in records of the gate, or if the last batch was interrupted",
     )
 
     @property

@@ -67,6 +67,15 @@ class Environment(Part):
         null="as `cores_waited`",
     )
     cpu_capability: str = recorded("vector instructions that PyTorch uses, such as `AVX2`")
+    compiler: str | None = recorded(
+        "version of the compiler of the CPU kernels",
+        null="without one; of records before 2026-11-26",
+    )
+    instructions: list[str] | None = recorded(
+        "instructions that the CPU kernels were compiled for (`MAGICDEC_MARCH`, by default those "
+        "of this CPU), by the compiler's names",
+        null="as `compiler`",
+    )
     gpu: str | None = recorded("name of the leading rank's GPU", null="on CPU")
     flash_attn: list[str] | None = recorded(
         "installed versions of flash-attn; several can stand side by side", null="on CPU"

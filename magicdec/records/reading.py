@@ -25,6 +25,7 @@ from magicdec.files import lines_of, nearest, no_such, open_regular
 from magicdec.names import RECORDS, load_named
 from magicdec.records.record import SCHEMA_VERSION, Record, RunRecord
 from magicdec.records.renewing import renewed
+from magicdec.records.writing import is_intact
 
 R = TypeVar("R", bound=Record)
 
@@ -54,7 +55,10 @@ def read_records(path: Path, record_type: type[R], is_strict: bool = False) -> I
             if wanted_kind not in (kind, None):
                 left_out[kind] += 1
                 continue
-            record = cast(R, renewed(_parse_known(line, load_named(RECORDS, kind))))
+            parsed = _parse_known(line, load_named(RECORDS, kind))
+            if isinstance(parsed, RunRecord):
+                check_seal(parsed, line)
+            record = cast(R, renewed(parsed))
         except Unreadable as error:
             unreadable.append(f"{path}:{number}: {error}")
             if is_strict:
@@ -140,6 +144,16 @@ def _parse_known(line: bytes, record_type: type[R]) -> R:
     except Unreadable:
         kind_of(line)
         raise
+
+
+def check_seal(record: RunRecord, line: bytes) -> None:
+    """Raises ValueError if the line of a record that the gate has measured was edited since."""
+    is_logged = any(each.draft_hashes is not None for each in (record.samples or {}).values())
+    if (record.seal is not None or is_logged) and not is_intact(line.decode()):
+        raise ValueError(
+            "this record was edited since `magicdec gate` wrote it (its seal is that of another "
+            "content); restore it, or measure it again with `magicdec gate save`"
+        )
 
 
 def parse_line(line: bytes | str, record_type: type[R]) -> R:

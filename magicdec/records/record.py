@@ -9,7 +9,7 @@ compared. A run that failed has a record too.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +19,7 @@ from magicdec.records.fields import Part, recorded
 from magicdec.records.performance import Metrics
 from magicdec.records.samples import PrefillSamples, SamplesRecord, unequal_threads
 from magicdec.records.workload import WorkloadRecord
-from magicdec.records.writing import append_line, to_json
+from magicdec.records.writing import append_line, seal_of, to_json, with_seal
 
 SCHEMA_VERSION = 2
 STATUSES = ("ok", "ok_with_ties", "diverged", "failed")
@@ -107,6 +107,16 @@ class RunRecord(MeasuredRecord):
         "0 to 1",
         null="except in the baselines of the gate",
     )
+    seal: str | None = recorded(
+        "hash of the rest of the line: the first 16 hexadecimal digits of its SHA-256. A line that "
+        "was edited since `magicdec gate` wrote it is refused",
+        null="except in the runs of the gate",
+    )
+
+    def to_json(self) -> str:
+        """As `Record.to_json`. A record with a seal gets the one of its content."""
+        line = to_json(replace(self, seal=None))
+        return line if self.seal is None else with_seal(line, seal_of(line))
 
     def __post_init__(self) -> None:
         problem = contradiction(self) or missing_key(self.config)

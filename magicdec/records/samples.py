@@ -15,6 +15,7 @@ from magicdec.records.fields import Part, recorded
 from magicdec.request import Request, StepOutput
 
 UNDRAFTED = "for `autoregressive`; with random weights"
+UNLOGGED = "except in the runs of the gate; for `autoregressive`; where steps are captured"
 UNCALIBRATED = "without `--gamma auto`; for `autoregressive`"
 
 
@@ -72,6 +73,15 @@ class SamplesRecord(Part):
         "tokens that the step appended to the row's output, by batch, step and row, up to the "
         "row's end; rows that have ended are left out",
         "tokens", null="with random weights, where drafted",
+    )
+    draft_hashes: list[list[list[str]]] | None = recorded(
+        "by batch, step and row, as in `num_accepted`: the hash of the tokens that were drafted, "
+        "and that of the positions that the draft forwards read, in each layer and KV head; four "
+        "hexadecimal digits of each", null=UNLOGGED,
+    )
+    draft_keys: list[list[list[int]]] | None = recorded(
+        "keys that one KV head read in the draft forwards, by batch, step and row", "tokens",
+        null=UNLOGGED,
     )
     sequence_tokens: list[list[int]] = recorded(
         "emitted tokens after the first one, by batch and sequence", "tokens"
@@ -158,7 +168,9 @@ class PassSamples(SamplesRecord):
         are withheld, because they have no meaning."""
         values = vars(self)
         if not is_drafting or is_random:
-            drafted = ("num_drafted", "num_proposed", "num_accepted")
+            drafted = (
+                *("num_drafted", "num_proposed", "num_accepted"), *("draft_hashes", "draft_keys"),
+            )  # fmt: skip
             values = values | dict.fromkeys(drafted)
         if is_drafting and is_random:
             values = values | {"num_emitted": None}
@@ -195,6 +207,17 @@ class PassSamples(SamplesRecord):
         self.num_proposed[-1].append(output.num_proposed or [])
         self.num_accepted[-1].append(output.num_accepted or [])
         self.num_emitted[-1].append([len(tokens) for tokens in output.token_ids])
+        if output.digests is not None:
+            self._log(output.digests)
+
+    def _log(self, digests: Sequence[tuple[str, int]]) -> None:
+        """What the newest step has drafted and read in each row."""
+        self.draft_hashes, self.draft_keys = self.draft_hashes or [], self.draft_keys or []
+        if len(self.draft_hashes) < len(self.step_ms):
+            self.draft_hashes.append([])
+            self.draft_keys.append([])
+        self.draft_hashes[-1].append([hashed for hashed, _ in digests])
+        self.draft_keys[-1].append([num_read for _, num_read in digests])
 
     def end_batch(self, requests: Sequence[Request], started_s: float) -> None:
         """All `requests` of the batch have ended; their decoding started at `started_s`."""

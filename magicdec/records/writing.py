@@ -6,8 +6,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import hashlib
 import json
 import os
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, is_dataclass
@@ -27,6 +29,26 @@ def to_json(content: Any, indent: int | None = None) -> str:
     if "\\ud" not in text:
         return text
     return json.dumps(_without_halves(values), allow_nan=False, indent=indent)
+
+
+NO_SEAL = ', "seal": null}'  # how the line of a record ends
+SEAL = re.compile(r', "seal": "([^"]*)"\}\s*$')
+
+
+def seal_of(line: str) -> str:
+    """The hash of a line that ends without a seal."""
+    return hashlib.sha256(line.encode()).hexdigest()[:16]
+
+
+def with_seal(line: str, seal: str) -> str:
+    assert line.endswith(NO_SEAL), "the seal is the last field of a record"
+    return f'{line.removesuffix(NO_SEAL)}, "seal": "{seal}"}}'
+
+
+def is_intact(line: str) -> bool:
+    """Whether a line with a seal is as it was when it was sealed."""
+    found = SEAL.search(line)
+    return found is not None and found[1] == seal_of(line[: found.start()] + NO_SEAL)
 
 
 def _without_halves(value: Any) -> Any:

@@ -22,6 +22,8 @@ from magicdec.console import Progress
 from magicdec.drafting.policies.policy import keep_queries, make_policy
 from magicdec.engine import Engine
 from magicdec.memory.model_plan import max_tokens
+from magicdec.records.correctness import JudgedAgain
+from magicdec.records.samples import PassSamples
 from magicdec.request import Request, SamplingParams
 from magicdec.runner import ModelRunner
 from magicdec.sampling.sampling import make_params
@@ -39,8 +41,19 @@ class Prefilled:
     seconds: float  # of the prefill
 
 
+@dataclass(frozen=True)
+class MeasuredBatch:
+    """What a pass over one batch has left: its samples, its requests, which have ended, and how
+    its steps were judged again, if tokens are compared."""
+
+    samples: PassSamples
+    requests: list[Request]
+    judged: JudgedAgain | None
+
+
 class Prompts:
-    """Prefills batches on request. If they are kept, each has a runner of its own."""
+    """Prefills batches on request. If they are kept, each has a runner of its own. `baselines` are
+    the passes without drafts over the batches so far, where runs share one."""
 
     def __init__(
         self, make_runner: Callable[[], ModelRunner], chunk: int, progress: Progress, is_kept: bool
@@ -50,6 +63,7 @@ class Prompts:
         self.engine = Engine(make_runner(), chunk)
         self._batches: dict[int, Prefilled] = {}
         self._last: int | None = None  # the batch that is in the newest cache
+        self.baselines: dict[int, MeasuredBatch] = {}
 
     def holds(self, index: int) -> bool:
         """Whether the prompts of the batch are in a cache."""
@@ -143,9 +157,12 @@ def prefill_key(config: ResolvedConfig) -> tuple[Any, ...]:
 
 
 class Resident:
-    def __init__(self, device: torch.device, progress: Progress) -> None:
+    """Runs that are made for their counts (`is_counted`), whose times mean nothing, share one
+    baseline pass over their prompts, and log what they draft (`kv.draft_log`)."""
+
+    def __init__(self, device: torch.device, progress: Progress, is_counted: bool = False) -> None:
         self.models = LoadedModels(device, progress)
-        self.progress = progress
+        self.progress, self.is_counted = progress, is_counted
         self._prompts: Prompts | None = None
         self._key: object = None
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
@@ -32,6 +32,7 @@ from magicdec.hardware.timing import (
     reset_peak_memory,
     synchronize,
 )
+from magicdec.kv.draft_log import DraftLog
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.memory.model_plan import Kinds, ModelPlan, StagePart, max_tokens
 from magicdec.memory.sampler import MemoryTaken, MemoryWatch
@@ -48,7 +49,7 @@ from magicdec.run.outcome import (
     Outcome,
     make_record,
 )
-from magicdec.run.resident import Prefilled, Resident, Room
+from magicdec.run.resident import MeasuredBatch, Prefilled, Resident, Room
 from magicdec.run.wider import WiderTexts
 from magicdec.runner import ModelRunner
 from magicdec.setup.loading import (
@@ -60,16 +61,6 @@ from magicdec.setup.loading import (
 )
 from magicdec.setup.prepare import Prepared
 from magicdec.setup.session import RankSession, session_of
-
-
-@dataclass(frozen=True)
-class MeasuredBatch:
-    """What a pass over one batch has left: its samples, its requests, which have ended, and how
-    its steps were judged again, if tokens are compared."""
-
-    samples: PassSamples
-    requests: list[Request]
-    judged: JudgedAgain | None
 
 
 class RankCounts(NamedTuple):
@@ -106,6 +97,7 @@ class Run:
         self.resident = resident or Resident(self.device, progress)
         room = room or Room.of([self.config])
         self.prompts = self.resident.prompts(self.config, room, self.make_runner)
+        self.is_counted = self.resident.is_counted
         self.engine = self.prompts.engine
         self.copies: dict[int, ModelRunner | None] = {}  # by the identity of the target's runner
         self.draft = make_draft(prepared, self.groups, self.resident.models)
@@ -207,8 +199,13 @@ class Run:
         # The passes take turns at going first, so that a drift in the machine's speed favours
         # neither of them.
         for name in self.passes if batch % 2 == 0 else reversed(self.passes):
+            if name == BASELINE and self.is_counted and batch in self.prompts.baselines:
+                self.measured[name].append(self.prompts.baselines[batch])
+                continue
             with naming(name):
                 self.measure_pass(name, prefilled.snapshots)
+            if name == BASELINE and self.is_counted:
+                self.prompts.baselines[batch] = self.measured[name][-1]
 
     def warm_up(self, snapshots: list[Request], passes: Sequence[str] | None = None) -> None:
         """Decode the first batch with every strategy, or with these, as often as the config
@@ -237,6 +234,9 @@ class Run:
         samples, w, threads = PassSamples.empty(), self.config.workload, ThreadCount()
         timer, witness = PhaseTimer(self.device, self.is_timed), self.make_witness(name)
         self.engine.rewind(snapshots)
+        log = DraftLog() if self.is_counted and name != BASELINE else None
+        for runner in self.runners():
+            runner.draft_log = log
         strategy = self.make_strategy(name, timer, witness)
         threads.note()
         self.begin(name, strategy, samples)
@@ -336,11 +336,13 @@ class Run:
 
     def check(self, measured: Measured, is_whole: bool = True) -> Correctness:
         """Compare the tokens of the requested strategy with those of the baseline of this run, and
-        judge its steps and, if the last batch `is_whole`, its forwards."""
+        judge its steps and, if the last batch `is_whole`, its forwards. Those of a counted run are
+        not measured: it may have no baseline of its own, and every step of it is compared with an
+        earlier run's."""
         requests = measured.requests
         if not self.is_compared:
             return uncompared(requests)
-        forwards = self.measure_forwards() if is_whole else None
+        forwards = self.measure_forwards() if is_whole and not self.is_counted else None
         replays = Replays(
             self.runner, self.make_reference, self.config.decoding.most_draft_tokens,
             self.config.attention.prefill_chunk,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from faults.fault import Fault, Property
 
 COVERAGE, THREADS = "test_gate_coverage.py::", "test_pass_threads.py::"
+EXACT, LOG = "test_gate_exact.py::", "test_draft_log.py::"
 
 PROPERTIES = (
     Property(
@@ -19,9 +20,9 @@ PROPERTIES = (
         "--quick has a case of every drafter and policy.",
         f"{COVERAGE}test_quick_has_a_case_of_every_drafter_and_policy_of_the_file",
         (
-            Fault("methods without a case pass", "gate/cases.py",
-                  "for of_method in methods.values()]",
-                  "for of_method in [*methods.values()][1:]]"),
+            Fault("kinds without a case pass", "gate/cases.py",
+                  "for of_kind in kinds.values()]",
+                  "for of_kind in [*kinds.values()][1:]]"),
         ),
     ),
     Property(
@@ -30,6 +31,78 @@ PROPERTIES = (
         (
             Fault("an unexpected error ends the worker", "gate/measuring.py",
                   "except Exception as error:  # such as", "except KeyError as error:  # such as"),
+        ),
+    ),
+    Property(
+        "Where runs repeat exactly, any difference fails the gate, gain or loss.",
+        f"{EXACT}test_any_difference_is_named_and_fails_gain_or_loss",
+        (
+            Fault("a change passes", "records/comparison/compare.py",
+                  "EXIT_CODES = {REGRESSION: 1, CHANGED: 1, ", "EXIT_CODES = {REGRESSION: 1, "),
+            Fault("other positions are not named", "records/comparison/exact.py",
+                  "elif self.hashes[half:] != before.hashes[half:]:", "elif False:"),
+            Fault("accepted drafts are not named", "records/comparison/exact.py",
+                  "if (self.accepted, self.proposed) != (before.accepted, before.proposed):",
+                  "if self.proposed != before.proposed:"),
+            Fault("other outputs pass", "records/comparison/exact.py",
+                  "new.output_hashes[prompt] != old.output_hashes[prompt]", "False"),
+            Fault("what kernels counted is not compared", "records/comparison/exact.py",
+                  'for name in ("draft_kv_tokens", "draft_rows"):', "for name in ():"),
+        ),
+    ),
+    Property(
+        "Where bits may differ, statistics decide, and the line says why.",
+        f"{EXACT}test_statistics_decide_where_bits_may_differ_and_the_line_says_why",
+        (
+            Fault("instructions of the kernels are not compared", "records/comparison/exact.py",
+                  '    "instructions": "instructions of the kernels",\n', ""),
+            Fault("layer by layer is taken for exact", "records/comparison/exact.py",
+                  'each.get("native_steps") != "on"', 'each.get("native_steps") is None'),
+            Fault("measured draft lengths are taken for exact", "records/comparison/exact.py",
+                  'and decoding.get("step_cost") is None', "and False"),
+        ),
+    ),
+    Property(
+        "A baseline that was edited is refused with its line.",
+        f"{EXACT}test_an_edited_baseline_is_refused_with_its_line",
+        (
+            Fault("no seal is looked at", "records/reading.py",
+                  "and not is_intact(", "and False and ("),
+            Fault("without a seal all is well", "records/reading.py",
+                  "(record.seal is not None or is_logged)", "record.seal is not None"),
+        ),
+    ),
+    Property(
+        "A dead prompt is a regression by statistics too.",
+        f"{EXACT}test_one_dead_prompt_of_many_is_a_regression_by_statistics_too",
+        (
+            Fault("the worst prompt does not count", "records/comparison/compare.py",
+                  "worst.is_loss((1 - level) / 2)", "False"),
+        ),
+    ),
+    Property(
+        "The loss that would be seen is seen in 19 of 20 runs.",
+        f"{EXACT}test_the_loss_that_would_be_seen_is_seen_in_19_of_20",
+        (
+            Fault("a loss at the bar itself", "records/comparison/compare.py",
+                  "-math.expm1(-bar - error * room)", "-math.expm1(-bar)"),
+        ),
+    ),
+    Property(
+        "Another set of positions of one head of one layer is seen.",
+        f"{LOG}test_another_set_of_one_head_of_one_layer_is_seen",
+        (
+            Fault("heads are alike", "kv/draft_log.py", "(weights * of_heads).sum", "of_heads.sum"),
+            Fault("the first layer counts", "kv/draft_log.py",
+                  "of_row = ranges[:, place]", "of_row = ranges[:1, place]"),
+        ),
+    ),
+    Property(
+        "Entries of a copy are the positions that they hold.",
+        f"{LOG}test_entries_of_a_copy_are_the_positions_that_they_hold",
+        (
+            Fault("cells of a copy are taken for positions", "kv/draft_log.py",
+                  "chosen = self._chosen.get((id(cache), row))", "chosen = None"),
         ),
     ),
     Property(

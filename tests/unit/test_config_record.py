@@ -35,7 +35,7 @@ SELFSPEC: dict[str, Any] = {
         "strategy": "speculative", "drafter": "self", "num_draft_tokens": 4, "tree": None,
         "pa": None, "draft_weights": None, "cuda_graphs": "off",
         "cuda_graphs_reason": "auto: off, --device cpu has none", "ignore_eos": False,
-        "baseline": True, "lookup_corpus": None,
+        "baseline": True, "lookup_corpus": None, "step_cost": None,
         "tree_nodes": None,
     },
     "sampling": {

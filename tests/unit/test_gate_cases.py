@@ -12,8 +12,23 @@ from synthetic_records import drawn, with_fields
 
 from magicdec.cli.drivers import RUN
 from magicdec.config.sections import AttentionSection, ModelSection
-from magicdec.gate.cases import Subject, config_of, margin_of, name_of, quick, standard_cases
-from magicdec.records.comparison.conditions import describe, measured_thing, method_of
+from magicdec.gate.cases import (
+    STEP_COST,
+    Subject,
+    config_of,
+    margin_of,
+    name_of,
+    quick,
+    standard_cases,
+)
+from magicdec.names import DRAFTERS
+from magicdec.records.comparison.conditions import (
+    describe,
+    first_difference,
+    kind_of,
+    measured_thing,
+    method_of,
+)
 from magicdec.records.reading import load_records
 
 BASELINES = load_records(ROOT / "results" / "baselines" / "acceptance.jsonl")
@@ -27,7 +42,7 @@ def test_the_committed_file_has_the_standard_cases() -> None:
         assert ours.kv.policy == config.kv.policy
         assert (ours.draft and ours.draft.model) == (config.draft and config.draft.model)
         assert ours.kv.budget == config.kv.budget or ours.kv.policy == "full"
-        for name in ("drafter", "num_draft_tokens", "ignore_eos", "strategy"):
+        for name in ("drafter", "num_draft_tokens", "ignore_eos", "strategy", "step_cost"):
             assert getattr(ours.decoding, name) == getattr(config.decoding, name)
         for name in ("dataset", "prefix_len", "gen_len", "batch_size", "num_batches"):
             assert getattr(ours.workload, name) == getattr(config.workload, name)
@@ -41,8 +56,9 @@ def test_a_case_has_the_name_that_runs_it() -> None:
         is_lookup = config.decoding.drafter == "ngram"  # which reads no cache
         assert is_lookup or ran.kv.resolve() == config.kv.resolve()
         assert (ran.draft and ran.draft.model) == (config.draft and config.draft.model)
-        for name in ("strategy", "drafter", "num_draft_tokens"):
+        for name in ("strategy", "drafter", "num_draft_tokens", "tree", "pa", "draft_weights"):
             assert getattr(ran.decoding, name) == getattr(config.decoding, name)
+        assert ran.sampling == config.sampling
         assert describe(baseline) == name_of(config)
     other = with_fields(BASELINES[0], config__kv__num_sink_tokens=4, config__decoding__tree="3,2")
     assert describe(other).endswith("--budget 33 --num_sink_tokens 4 --tree 3,2")
@@ -50,8 +66,30 @@ def test_a_case_has_the_name_that_runs_it() -> None:
 
 def test_the_standard_cases_cover_every_drafter_and_policy() -> None:
     things = [dict(measured_thing(baseline)) for baseline in BASELINES]
-    assert {(t["drafter"], t["policy"]) for t in things} == served_pairs()
-    assert len({tuple(t.items()) for t in things}) == len(BASELINES), "each thing once"
+    assert {(t["drafter"], t["policy"]) for t in things} >= served_pairs()
+    assert {t["drafter"] for t in things} == set(DRAFTERS)
+    assert len({describe(baseline) for baseline in BASELINES}) == len(BASELINES), "each once"
+
+
+def test_the_standard_cases_cover_every_other_way_to_draft() -> None:
+    """Once without a draft model, and once with it where it can."""
+    ways = ("tree", "pa", "low-bit", "auto", "reselect", "sampled")
+    kinds = [kind for baseline in BASELINES for kind in kind_of(baseline).split()]
+    assert set(ways) <= set(kinds)
+    lone = standard_cases(Subject(draft="none"))
+    assert all(c.decoding.model_drafter != "model" for c in lone)
+    given = [c for c in standard_cases(Subject()) if c.decoding.gamma == "auto"]
+    assert given and all(c.decoding.step_cost is not None for c in given), "no time is measured"
+
+
+def test_a_given_cost_leaves_a_case_as_a_record_and_comes_back() -> None:
+    name = "--draft self --kv_policy streaming_llm --budget 257 --gamma auto"
+    baseline = next(b for b in BASELINES if describe(b) == name)
+    config = config_of(baseline)
+    assert config.decoding.step_cost == STEP_COST
+    assert first_difference(baseline, with_fields(baseline)) is None
+    other = with_fields(baseline, config__decoding__step_cost=[0.5, 0.1])
+    assert "step_cost [0.3, 0.1], was [0.5, 0.1]" in str(first_difference(baseline, other))
 
 
 def test_budgets_that_hold_the_prompt_and_an_absent_draft_make_no_case() -> None:
@@ -84,10 +122,10 @@ def test_a_case_of_several_ranks_is_refused() -> None:
         config_of(with_fields(drawn(), environment__world_size=2))
 
 
-def test_quick_has_one_case_for_each_method() -> None:
-    chosen = quick(BASELINES)
-    methods = [method_of(b) for b in chosen]
-    assert len(set(methods)) == len(methods) and set(methods) == set(map(method_of, BASELINES))
+def test_quick_has_one_case_for_each_method_and_other_way_to_draft() -> None:
+    kinds = [kind_of(b) for b in quick(BASELINES)]
+    assert len(set(kinds)) == len(kinds) and set(kinds) == set(map(kind_of, BASELINES))
+    assert set(map(method_of, BASELINES)) <= {method_of(b) for b in quick(BASELINES)}
 
 
 def test_the_gate_is_refused_without_baselines(tmp_path: Path, command: Command) -> None:

@@ -14,8 +14,10 @@ from magicdec.cli import plan
 from magicdec.cli.plan import PlanSection
 from magicdec.cost_model.curves import (
     conditional_rate,
+    drafting_of,
     find_conditional,
     find_curves,
+    is_plain,
 )
 from magicdec.cost_model.speculation import Choice
 from magicdec.hardware.ceiling_file import Hardware, Link, MachineFile
@@ -180,7 +182,8 @@ def test_acceptance_from_records(drafter: str, policy: str | None) -> None:
         for r in records
         if r["config"]["kv"]["policy"] == (policy or "streaming_llm")
         and r["config"]["decoding"]["num_draft_tokens"] == 4
-        and r["config"]["decoding"]["drafter"] == drafter
+        and drafting_of(r["config"]) == (drafter, policy or "streaming_llm", None)
+        and is_plain(r["config"])
     }
     if not expected:
         assert drafter == "model" and policy in ("verified", "retrieval"), "what is never measured"
@@ -198,6 +201,8 @@ def test_the_rate_of_a_record_gives_what_its_curve_gives() -> None:
         decoding, metrics = record.config["decoding"], record.metrics
         kind = decoding["drafter"], decoding["num_draft_tokens"], record.config["kv"]["policy"]
         if kind[:2] != ("self", 4) or kind[2] == "full" or metrics is None:
+            continue
+        if drafting_of(record.config) is None:
             continue
         rate = metrics.acceptance_rate
         plan = make(f"{flags} --acceptance {rate}")

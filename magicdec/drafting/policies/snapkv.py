@@ -218,7 +218,7 @@ class CopiedKV(DraftKV):
         source, cache = self.source, self.runner.cache
         count = min(self.policy.budget, length - first)
         places = torch.arange(count, device=source.device).expand(len(rows), -1)
-        target = cache.slots(rows.index, places)
+        target, chosen = cache.slots(rows.index, places), list[Tensor]()
         for layer, newest in enumerate(queries):
             window = min(newest.shape[1], length - first)
             weights = weights_in_cache(
@@ -227,6 +227,9 @@ class CopiedKV(DraftKV):
             positions = first + self.policy.select(weights, window)
             k, v = source.cache.read(layer, source.cache.slots(rows.index, positions))
             cache.write(layer, target, k.transpose(1, 2), v.transpose(1, 2))
+            chosen.append(positions)
+        if self.runner.draft_log is not None:
+            self.runner.draft_log.chose(cache, rows.numbers, chosen)
         cache.truncate(rows, [0] * len(rows))
         cache.advance(rows, count)
         return count

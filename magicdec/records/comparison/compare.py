@@ -9,21 +9,31 @@ have in common cancels. Times are not compared. Imports no torch.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import xml.etree.ElementTree as ElementTree
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from statistics import NormalDist
 
 import numpy as np
 
 from magicdec.config.setting import setting
-from magicdec.records.acceptance import PromptCounts, count_by_prompt, estimates_of
+from magicdec.records.acceptance import (
+    PromptCounts,
+    count_by_prompt,
+    estimates_of,
+    verifications,
+)
 from magicdec.records.comparison.conditions import (
     compared_with_nothing,
     describe,
     first_difference,
     measured_thing,
 )
+from magicdec.records.comparison.exact import RENEW, find_change, why_not_exact
 from magicdec.records.intervals import FEWEST_PROMPTS, LEVEL, Array, jackknife_error, quantile
 from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples
@@ -37,6 +47,9 @@ class Pair:
     before: PromptCounts
     after: PromptCounts
     num_different: int  # outputs that differ between the records
+    # [P] the standard error of the difference of a prompt's rates, as far as its verifications
+    # scatter; None: unknown.
+    errors: Array | None = None
 
     @property
     def is_equal(self) -> bool:
@@ -47,6 +60,23 @@ class Pair:
         """The acceptance rates of both records."""
         return float(estimates_of(self.before).rate[0]), float(estimates_of(self.after).rate[0])
 
+    def worst_prompt(self) -> WorstPrompt | None:
+        """The prompt that has lost most beside how its verifications scatter; None if none has
+        lost, or if that is not known."""
+        if self.errors is None:
+            return None
+        before, after = rates_of_prompts(self.before), rates_of_prompts(self.after)
+        losses = np.where(self.errors > 0, (before - after) / np.maximum(self.errors, 1e-12), 0.0)
+        losses = np.nan_to_num(losses)
+        # If all prompts have changed more than that, as after other rounding, one has to do so all
+        # the more.
+        spread = max(1.0, 1.4826 * float(np.median(np.abs(losses - np.median(losses)))))
+        worst = int(losses.argmax())
+        if losses[worst] <= 0:
+            return None
+        rates = float(before[worst]), float(after[worst])
+        return WorstPrompt(worst, rates, float(losses[worst]) / spread, len(losses))
+
     def log_ratios(self) -> Array:
         """[1 + P] the logarithm of the ratio of the acceptance rates, over all prompts and without
         each prompt."""
@@ -56,12 +86,47 @@ class Pair:
 
 
 @dataclass(frozen=True)
+class WorstPrompt:
+    """The prompt that has lost most of its acceptance rate: `score` standard errors."""
+
+    number: int
+    rates: tuple[float, float]
+    score: float
+    num_prompts: int
+
+    def is_loss(self, false_alarms: float) -> bool:
+        """Whether chance would show such a loss of any prompt in fewer runs than this share."""
+        return self.score > NormalDist().inv_cdf(1 - false_alarms / self.num_prompts)
+
+    def __str__(self) -> str:
+        return "prompt {} lost most, {:.3f} -> {:.3f}".format(self.number, *self.rates)
+
+
+@dataclass(frozen=True)
 class Change:
     """A relative change, such as -0.05 for a loss of 5 %, and its interval."""
 
     relative: float
     interval: tuple[float, float] | None  # None: too few prompts have accepted drafts
     num_prompts: int
+    error: float | None = None  # standard error of the logarithm of the ratio of the rates
+
+    def seen_loss(self, rate: float, level: float, margin: float) -> float | None:
+        """The smallest loss, as a share of an acceptance rate, that a comparison with this scatter
+        calls a regression in 19 of 20 runs: the interval at that level must not hold 0, and the
+        loss must be larger than the margin. None if the scatter is not known."""
+        if self.error is None or not 0 < rate < 1:
+            return None
+        freedom, loss = self.num_prompts - 1, 0.0
+        reach = quantile(freedom, level)
+        # The error is itself estimated, and is larger where the rate is lower.
+        room = NormalDist().inv_cdf(SEEN) * math.sqrt(1 + reach**2 / (2 * freedom))
+        for _ in range(20):
+            lower = rate * (1 - loss)
+            error = self.error * math.sqrt((1 + (1 / lower - 1) / (1 / rate - 1)) / 2)
+            bar = max(error * reach, -math.log1p(-margin))
+            loss = min(-math.expm1(-bar - error * room), 1 - 1e-6)
+        return loss
 
     @property
     def is_noise(self) -> bool:
@@ -79,10 +144,29 @@ def pair_of(new: RunRecord, old: RunRecord) -> Pair:
     """Raises ValueError if a record has no samples, or none of what its drafts were."""
     before, after = samples_of(old, "baseline"), samples_of(new, "new record")
     pairs = zip(before.output_hashes, after.output_hashes, strict=True)
-    return Pair(
-        count_by_prompt(before), count_by_prompt(after),
-        num_different=sum(one != other for one, other in pairs),
-    )  # fmt: skip
+    is_other = np.array([one != other for one, other in pairs])
+    counts = count_by_prompt(before), count_by_prompt(after)
+    # Another text may be easier or harder to draft for, as another prompt may be.
+    between = float(np.nanvar(rates_of_prompts(counts[0]), ddof=1)) if len(is_other) > 1 else 0.0
+    errors = np.sqrt(rate_variances(before) + rate_variances(after) + is_other * between)
+    return Pair(*counts, int(is_other.sum()), errors)
+
+
+def rates_of_prompts(counts: PromptCounts) -> Array:
+    """[P] the acceptance rate of each prompt; NaN of one without drafts."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        rates: Array = counts.accepted.sum(axis=1) / counts.drafted
+    return rates
+
+
+def rate_variances(samples: PassSamples) -> Array:
+    """[P] the variance of each prompt's acceptance rate, if its verifications are independent and
+    scatter about its rate as those of all prompts do."""
+    counts, rows = count_by_prompt(samples), np.array(list(verifications(samples))).reshape(-1, 4)
+    prompts, drafted, accepted, _ = rows.T
+    rests = accepted - rates_of_prompts(counts)[prompts] * drafted
+    scatter = (rests**2).sum() / max(1, len(rows) - counts.num_prompts)
+    return scatter * counts.verifications / np.maximum(counts.drafted, 1) ** 2
 
 
 def samples_of(record: RunRecord, name: str) -> PassSamples:
@@ -98,20 +182,23 @@ def change_of(pair: Pair, level: float = LEVEL) -> Change:
     """The change of a pair, with its interval at that level."""
     ratios = pair.log_ratios()  # the first is of all prompts
     mean, num_prompts = float(ratios[0]), len(ratios) - 1
-    interval = None
+    interval, error = None, None
     if num_prompts >= FEWEST_PROMPTS and np.isfinite(ratios).all():
-        reach = jackknife_error(ratios) * quantile(num_prompts - 1, level)
+        error = jackknife_error(ratios)
+        reach = error * quantile(num_prompts - 1, level)
         interval = (math.expm1(mean - reach), math.expm1(mean + reach))
-    return Change(math.expm1(mean), interval, num_prompts)
+    return Change(math.expm1(mean), interval, num_prompts, error)
 
 
-REGRESSION, INCOMPARABLE, CHANGED = "regression", "not comparable", "changed"
-GAIN, SAME, MISSING = "gain", "same", "missing"
-VERDICTS = (REGRESSION, INCOMPARABLE, CHANGED, GAIN, SAME, MISSING)  # the worst first
+REGRESSION, CHANGED, INCOMPARABLE = "regression", "changed", "not comparable"
+TOLERATED, GAIN, SAME, MISSING = "tolerated", "gain", "same", "missing"
+VERDICTS = (REGRESSION, CHANGED, INCOMPARABLE, TOLERATED, GAIN, SAME, MISSING)  # the worst first
 DEFAULT_MARGIN = 0.02
 READS_TOLERANCE = 0.02  # of the tokens that a draft forward reads
 FALSE_ALARMS = 0.01
-EXIT_CODES = {REGRESSION: 1, INCOMPARABLE: 3}
+SEEN = 0.95  # share of the runs in which a loss is seen that a comparison says it would have seen
+EXIT_CODES = {REGRESSION: 1, CHANGED: 1, INCOMPARABLE: 3}
+EXACT = "exact"
 
 
 @dataclass(frozen=True)
@@ -120,9 +207,9 @@ class Rule:
 
     margin: float | None = setting(
         None,
-        "Share of the acceptance rate whose loss is tolerated, in place of the margins of the "
-        f"baselines; 0: any loss is a regression. Default: {DEFAULT_MARGIN} unless a baseline has "
-        "its own.",
+        "Share of the acceptance rate whose loss is tolerated where statistics decide, in place of "
+        f"the margins of the baselines; 0: any loss is a regression. Default: {DEFAULT_MARGIN} "
+        "unless a baseline has its own.",
         least=0,
         below=1,
     )
@@ -141,6 +228,7 @@ class Comparison:
     text: str
     rates: tuple[float, float] | None = None  # acceptance rate: baseline, new
     change: Change | None = None
+    rule: str | None = None  # which rule was applied and, of statistics, why
 
     @property
     def severity(self) -> int:
@@ -148,7 +236,12 @@ class Comparison:
         return VERDICTS.index(self.verdict)
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.text}"
+        return f"{self.name}: {self.finding}"
+
+    @property
+    def finding(self) -> str:
+        """The text, and the rule."""
+        return self.text if self.rule is None else f"{self.text} [{self.rule}]"
 
 
 @dataclass(frozen=True)
@@ -159,6 +252,11 @@ class Match:
     pair: Pair
     new: RunRecord
     old: RunRecord
+
+    @cached_property
+    def why_not_exact(self) -> str | None:
+        """Why the two may differ although the code is the same; None if they may not."""
+        return why_not_exact(self.new, self.old)
 
     @property
     def is_certain(self) -> bool:
@@ -229,7 +327,7 @@ def alike_baselines(record: RunRecord, baselines: Sequence[RunRecord]) -> list[R
 def level_for(matches: Sequence[Match]) -> float:
     """The level of the intervals of rows whose counts rounding may have changed: all of them
     together hold with 99 %, so that each has a share of the 1 % (Bonferroni)."""
-    num_tests = sum(not m.is_certain for m in matches)
+    num_tests = sum(not (m.is_certain or m.why_not_exact is None) for m in matches)
     return 1 - FALSE_ALARMS / max(1, num_tests)
 
 
@@ -246,6 +344,29 @@ def other_reads(new: RunRecord, old: RunRecord) -> str | None:
 def judge(m: Match, rule: Rule, level: float) -> Comparison:
     """The verdict on a record and a baseline. `level` is that of the interval where rounding may
     have changed the counts."""
+    if m.why_not_exact is None:
+        return judge_exactly(m)
+    found = judge_by_statistics(m, rule, level)
+    return dataclasses.replace(found, rule=f"statistics: {m.why_not_exact}")
+
+
+def judge_exactly(m: Match) -> Comparison:
+    """The verdict where unchanged code repeats every step."""
+    samples = samples_of(m.new, "new record"), samples_of(m.old, "baseline")
+    rates, change = m.pair.rates(), find_change(*samples)
+    if change is None:
+        text = f"acceptance rate {rates[1]:.4f}, every step as before"
+        unchanged = Change(0.0, None, m.pair.after.num_prompts)
+        return Comparison(m.name, SAME, text, rates, unchanged, EXACT)
+    relative = rates[1] / rates[0] - 1 if rates[0] else 0.0
+    text = f"{change}; acceptance rate {rates[0]:.4f} -> {rates[1]:.4f}, {100 * relative:+.1f} %"
+    of_rates = Change(relative, None, m.pair.after.num_prompts)
+    text += f": {CHANGED}; if it was meant, {RENEW}"
+    return Comparison(m.name, CHANGED, text, rates, of_rates, EXACT)
+
+
+def judge_by_statistics(m: Match, rule: Rule, level: float) -> Comparison:
+    """The verdict where rounding may have changed the counts."""
     rates, num_different = m.pair.rates(), m.pair.num_different
     reads = other_reads(m.new, m.old)
     if reads is not None:
@@ -255,9 +376,17 @@ def judge(m: Match, rule: Rule, level: float) -> Comparison:
         text = f"acceptance rate {rates[1]:.4f}, all counts as before{forks}"
         unchanged = Change(0.0, None, m.pair.after.num_prompts)
         return Comparison(m.name, SAME, text, rates, unchanged)
-    change = change_of(m.pair, LEVEL if m.is_certain else level)
-    verdict, why = decide(rates, change, rule.margin_of(m.old))
+    level, margin = LEVEL if m.is_certain else level, rule.margin_of(m.old)
+    change, worst = change_of(m.pair, level), m.pair.worst_prompt()
+    verdict, why = decide(rates, change, margin)
+    if worst is not None:
+        forks += f"; {worst}"
+        is_beyond = worst.rates[1] < (1 - margin) * worst.rates[0]
+        if verdict != REGRESSION and is_beyond and worst.is_loss((1 - level) / 2):
+            verdict, why = REGRESSION, f"prompt {worst.number} lost more than its noise"
     text = f"acceptance rate {rates[0]:.4f} -> {rates[1]:.4f}, {change}{forks}: {verdict}, {why}"
+    if (seen := change.seen_loss(rates[0], level, margin)) is not None:
+        text += f"; a loss of {100 * seen:.1f} % would be seen in 19 of 20 runs"
     return Comparison(m.name, verdict, text, rates, change)
 
 
@@ -267,9 +396,9 @@ def decide(rates: tuple[float, float], change: Change, margin: float) -> tuple[s
     if change.relative < -margin and (margin == 0 or is_lost):
         return REGRESSION, "any loss is one" if margin == 0 else "no draft is accepted any more"
     if change.is_noise:
-        return CHANGED, "inside the noise"
+        return TOLERATED, "inside the noise"
     if abs(change.relative) <= margin:
-        return CHANGED, f"within the margin of {100 * margin:g} %"
+        return TOLERATED, f"within the margin of {100 * margin:g} %"
     if change.num_prompts < FEWEST_PROMPTS:
         return INCOMPARABLE, f"{change.num_prompts} prompts; {FEWEST_PROMPTS} are needed"
     if change.interval is None:
@@ -306,26 +435,28 @@ TITLE = "Acceptance gate"
 # What JUnit calls a test case with that verdict, and its number.
 KINDS = {
     REGRESSION: ("failure", "failures"),
+    CHANGED: ("failure", "failures"),
     INCOMPARABLE: ("error", "errors"),
     MISSING: ("skipped", "skipped"),
 }
 
 
 def junit(comparisons: Sequence[Comparison]) -> str:
-    """One test case for each comparison: a regression is a failure, and what could not be compared
-    is an error."""
+    """One test case for each comparison: a regression or a change is a failure, and what could not
+    be compared is an error."""
     suite = ElementTree.Element("testsuite", name=TITLE, tests=str(len(comparisons)))
-    for verdict, (_, attribute) in KINDS.items():
-        suite.set(attribute, str(sum(c.verdict == verdict for c in comparisons)))
+    counts = Counter(KINDS[c.verdict][1] for c in comparisons if c.verdict in KINDS)
+    for _, attribute in KINDS.values():
+        suite.set(attribute, str(counts[attribute]))
     for comparison in comparisons:
         case = ElementTree.SubElement(
             suite, "testcase", classname="magicdec.gate", name=comparison.name
         )
         if comparison.verdict in KINDS:
             kind, _ = KINDS[comparison.verdict]
-            ElementTree.SubElement(case, kind, message=comparison.text)
+            ElementTree.SubElement(case, kind, message=comparison.finding)
         else:
-            ElementTree.SubElement(case, "system-out").text = comparison.text
+            ElementTree.SubElement(case, "system-out").text = comparison.finding
     ElementTree.indent(suite)
     return ElementTree.tostring(suite, encoding="unicode", xml_declaration=True) + "\n"
 
@@ -334,5 +465,5 @@ def markdown(comparisons: Sequence[Comparison]) -> str:
     """A heading with the outcome, and a table with the worst verdicts first."""
     columns = [Column(label, is_text=True) for label in ("verdict", "case", "what was found")]
     ordered = sorted(comparisons, key=lambda c: c.severity)
-    table = Table(columns, [(c.verdict, c.name, c.text) for c in ordered])
+    table = Table(columns, [(c.verdict, c.name, c.finding) for c in ordered])
     return f"## {TITLE}: {summarize(comparisons)}\n\n{table.markdown()}"

@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from magicdec.config.capabilities import policy_called
-from magicdec.config.sections import MODEL_PREFIX, NONE, KVSection
+from magicdec.config.sections import MODEL_PREFIX, NONE, KVSection, SamplingSection
 from magicdec.config.setting import declared
 from magicdec.console import printable
 from magicdec.names import BASELINE, KV_POLICIES
@@ -82,6 +82,7 @@ def first_difference(new: RunRecord, old: RunRecord) -> str | None:
 def conditions(record: RunRecord) -> dict[str, Any]:
     """Each setting that must agree, by the name that the gate prints."""
     config, workload = record.config, record.workload
+    cost = config["decoding"].get("step_cost")
     return {
         **{name: getattr(workload, name) for name in ("model", *OF_TEXT)},
         "gen_len": config["workload"]["gen_len"],
@@ -90,6 +91,7 @@ def conditions(record: RunRecord) -> dict[str, Any]:
         "sampling": sampling(config),
         "ignore_eos": config["decoding"]["ignore_eos"],
         "lookup_corpus": config["decoding"].get("lookup_corpus"),
+        "step_cost": None if cost is None else list(cost),  # a tuple before it was written
     }
 
 
@@ -101,7 +103,7 @@ def weight_dtypes(config: dict[str, Any]) -> str:
     return str(target) if drafts == target else f"{target}, draft {drafts}"
 
 
-def sampling(config: dict[str, Any]) -> dict[str, Any] | str:
+def sampling(config: Mapping[str, Any]) -> dict[str, Any] | str:
     """How tokens were chosen; the seed and the rest of the section are idle in plain greedy
     decoding."""
     section = config.get("sampling") or {}
@@ -135,7 +137,18 @@ def flags_of(config: Mapping[str, Any], draft: str | None = None) -> str:
     words += _flags_of_policy(policy_of(config), kv)
     tree, pa = decoding.get("tree"), decoding.get("pa")
     words.append(f"--gamma {decoding['num_draft_tokens']}" if tree is None else f"--tree {tree}")
-    return " ".join(words + ([] if pa is None else [f"--pa {pa:g}"]))
+    words += [] if pa is None else [f"--pa {pa:g}"]
+    weights = decoding.get("draft_weights")
+    words += [] if weights is None else [f"--draft_weights {weights}"]
+    return " ".join(words + _flags_of_sampling(config.get("sampling")))
+
+
+def _flags_of_sampling(section: Any) -> list[str]:
+    if not isinstance(section, Mapping):  # of a record from elsewhere
+        return []
+    known = declared(SamplingSection)
+    values = {name: section.get(name, each.default) for name, each in known.items()}
+    return [f"{known[n].flag} {v:g}" for n, v in values.items() if v != known[n].default]
 
 
 def _flags_of_policy(policy: str | None, kv: Mapping[str, Any]) -> list[str]:
@@ -155,3 +168,18 @@ def method_of(record: RunRecord) -> str:
     """The drafter and the policy of a record, without their parameters."""
     thing = dict(measured_thing(record))
     return " ".join(str(thing[key]) for key in ("drafter", "draft", "policy") if thing[key])
+
+
+def kind_of(record: RunRecord) -> str:
+    """The method of a record where it drafts chains of one length with its own weights for greedy
+    requests; else in which other way it drafts, without parameters, whatever the method."""
+    decoding, kv = record.config["decoding"], record.config["kv"]
+    ways = {
+        "tree": decoding.get("tree"),
+        "pa": decoding.get("pa"),
+        "low-bit": decoding.get("draft_weights"),
+        "auto": decoding["num_draft_tokens"] == "auto",
+        "reselect": policy_of(record.config) and kv.get("reselect_every"),
+        "sampled": sampling(record.config) != "greedy",
+    }
+    return " ".join(way for way, value in ways.items() if value) or method_of(record)

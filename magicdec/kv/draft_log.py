@@ -1,0 +1,160 @@
+"""DraftLog: which tokens the draft forwards of a step read, and which tokens were drafted, for each
+row as a short digest, by which two runs are compared step by step (docs/statistics.md).
+
+What counts is the view that the kernels get, not what a policy says of itself. A set of positions
+has one hash, however it is cut into ranges and wherever its K and V are kept. Must not know what
+drafts. Only runs that are made for their counts keep a log, because it costs time.
+
+Shapes: L layers, B rows, G KV heads, R ranges, N tokens.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+
+from magicdec.kv.cache import KVCache
+from magicdec.kv.view import KVView
+
+Numbers = np.ndarray[Any, np.dtype[np.uint64]]
+Places = np.ndarray[Any, np.dtype[np.int64]]
+
+Digest = tuple[str, int]
+"""The hash of what was drafted, followed by that of what was read, and the number of keys read."""
+
+MASK = (1 << 64) - 1
+NEXT_FORWARD = 0x9E3779B97F4A7C15  # odd: by which the hash of the forwards before is multiplied
+DIGITS = 4  # hexadecimal digits of each of the two hashes of a digest
+
+
+def mixed(numbers: Places) -> Numbers:
+    """A fixed number of 64 bits for each of these numbers that looks random (splitmix64)."""
+    mix = (numbers.astype(np.uint64) + np.uint64(1)) * np.uint64(NEXT_FORWARD)
+    mix = (mix ^ (mix >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mix = (mix ^ (mix >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return mix ^ (mix >> np.uint64(31))
+
+
+def sums_before(numbers: Places) -> Numbers:
+    """[..., N + 1] sums modulo 2^64 of the mixed first 0, 1, ..., N of the numbers [..., N]."""
+    sums = mixed(numbers).cumsum(axis=-1, dtype=np.uint64)
+    return np.concatenate([np.zeros_like(sums[..., :1]), sums], axis=-1)
+
+
+@dataclass(frozen=True)
+class ChosenTokens:
+    """The first entries of a row of a cache that are a selection of its text."""
+
+    sums: Numbers  # [L, G, N + 1] of their positions, as `sums_before`
+
+    def sums_at(self, cells: Places, of_text: Numbers, offset: int) -> Numbers:
+        """The sums of the positions of the entries before `cells` [L, G, R]. An entry that was not
+        chosen lies `offset` cells before its position."""
+        num_chosen = self.sums.shape[-1] - 1
+        chosen = np.take_along_axis(self.sums, np.minimum(cells, num_chosen), axis=-1)
+        later = np.maximum(cells, num_chosen) + offset
+        return chosen + of_text[later] - of_text[num_chosen + offset]
+
+
+@dataclass
+class RowLog:
+    """What the draft forwards of a step have read in a row, and what was drafted there."""
+
+    reads: int = 0
+    num_read: int = 0
+    drafted: tuple[int, ...] = ()
+
+    def digest(self) -> Digest:
+        drafted = hashlib.blake2b(" ".join(map(str, self.drafted)).encode()).hexdigest()
+        read = hashlib.blake2b(str(self.reads).encode()).hexdigest()
+        return drafted[:DIGITS] + read[:DIGITS], self.num_read
+
+
+@dataclass
+class DraftLog:
+    """The log of one pass, for the step that runs. `begin` is called before a step, and `digests`
+    after it. Of forwards that are captured and replayed nothing is known: then there are no
+    digests."""
+
+    is_complete: bool = True
+    _rows: dict[int, RowLog] = field(default_factory=dict)
+    _chosen: dict[tuple[int, int], ChosenTokens] = field(default_factory=dict)  # by cache and row
+    _of_text: Numbers = field(default_factory=lambda: sums_before(np.arange(4096)))
+
+    def begin(self) -> None:
+        self._rows.clear()
+
+    def digests(self, rows: Sequence[int]) -> list[Digest] | None:
+        """What the step has drafted and read in each of these rows."""
+        if not self.is_complete:
+            return None
+        return [self._rows.get(row, RowLog()).digest() for row in rows]
+
+    def chose(self, cache: KVCache, rows: Sequence[int], positions: Sequence[Tensor]) -> None:
+        """The first entries of `rows` of that cache are now tokens at these positions, [B, G, N] in
+        each layer; without any, nothing is chosen."""
+        for place, row in enumerate(rows):
+            self._chosen.pop((id(cache), row), None)
+            if positions:
+                chosen = np.stack([of_layer[place].cpu().numpy() for of_layer in positions])
+                self._chosen[id(cache), row] = ChosenTokens(sums_before(chosen))
+
+    def drafted(self, rows: Sequence[int], ids: Tensor, counts: Sequence[int]) -> None:
+        """The tokens ids [B, K] were drafted in `rows`, so many in each without padding."""
+        for row, tokens, count in zip(rows, ids.tolist(), counts, strict=True):
+            self._rows.setdefault(row, RowLog()).drafted = tuple(tokens[:count])
+
+    def read(self, view: KVView, offsets: Tensor | None, num_forwards: int = 1) -> None:
+        """A draft forward reads what `view` shows, and so do those of the chain that follows it, in
+        which the tail has one token more each time. `offsets` are those of the runner."""
+        if not self.is_complete:
+            return
+        ranges = _ranges_of(view)
+        shifts = [0] * len(view.rows) if offsets is None else offsets[view.row_index].tolist()
+        for _ in range(num_forwards):
+            for place, row in enumerate(view.rows):
+                of_row = ranges[:, place]  # [L or 1, G or 1, R, 2]
+                hashed = self._hash(view.cache, row, of_row, shifts[place])
+                log = self._rows.setdefault(row, RowLog())
+                log.reads = (log.reads * NEXT_FORWARD + hashed) & MASK
+                log.num_read += int((of_row[0, 0, :, 1] - of_row[0, 0, :, 0]).sum())
+            ranges[..., -1, 1] += 1
+
+    def _hash(self, cache: KVCache, row: int, ranges: Places, offset: int) -> int:
+        """The hash of what each layer and head reads. It is the same where these are given for each
+        of them as where they are given once."""
+        shape = cache.shape
+        size = shape.num_layers, shape.num_kv_heads
+        chosen = self._chosen.get((id(cache), row))
+        of_text = self._sums_of_text(int(ranges.max()) + offset)
+        if chosen is None:
+            before, until = of_text[ranges[..., 0] + offset], of_text[ranges[..., 1] + offset]
+        else:
+            everywhere = np.broadcast_to(ranges, (*size, *ranges.shape[2:]))
+            before, until = (
+                chosen.sums_at(everywhere[..., end], of_text, offset) for end in (0, 1)
+            )
+        of_heads = (until - before).sum(axis=-1, dtype=np.uint64)  # [L or 1, G or 1]
+        weights = mixed(np.arange(size[0] * size[1])).reshape(size) | np.uint64(1)
+        return int((weights * of_heads).sum(dtype=np.uint64))
+
+    def _sums_of_text(self, most: int) -> Numbers:
+        """The sums of the positions of a text, up to `most` tokens at least."""
+        if most >= len(self._of_text):
+            self._of_text = sums_before(np.arange(2 * most))
+        return self._of_text
+
+
+def _ranges_of(view: KVView) -> Places:
+    """[L or 1, B, G or 1, R, 2] all ranges that a forward reads, a tree's nodes included; the last
+    one is the tail."""
+    ranges: Places = view.all_ranges.cpu().numpy().copy()
+    ranges[..., 1] = np.maximum(ranges[..., 0], ranges[..., 1])
+    if view.tree is not None:  # whose nodes follow the tail before it
+        ranges[..., -1, 1] += view.num_nodes
+    return ranges

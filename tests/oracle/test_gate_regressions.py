@@ -1,0 +1,133 @@
+"""Regressions of acceptance that change no token of the output: the gate names the first prompt and
+step. `scripts/plant_regressions.py` plants many more. And what may not matter does not: threads,
+and whether a forward is one native call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import KVSection
+from magicdec.decoding.steps import Steps
+from magicdec.drafting.policies.retrieval import RetrievedBlocks
+from magicdec.drafting.policies.streaming_llm import StreamingLLM
+from magicdec.gate.cases import Subject
+from magicdec.gate.measuring import run_cases, with_threads
+from magicdec.names import KV_POLICIES
+from magicdec.records.comparison.compare import compare, exit_code
+from magicdec.records.comparison.exact import find_change, other_machine
+from magicdec.records.record import RunRecord
+from magicdec.sampling import model_tokens
+
+SUBJECT = Subject(batch_size=4, num_batches=1, prefix_len=384, gen_len=16)
+BUDGET = 129
+CONFIGS: dict[str, RunConfig] = {
+    **{name: SUBJECT.config("self", KVSection(name, BUDGET), 4)
+       for name in ("streaming_llm", "snapkv", "retrieval")},
+    "auto": SUBJECT.config(
+        "self", KVSection("streaming_llm", BUDGET), "auto", step_cost=(0.3, 0.1)
+    ),
+}  # fmt: skip
+Plant = Callable[[pytest.MonkeyPatch], Any]
+
+
+def run(configs: list[RunConfig]) -> list[RunRecord]:
+    found = [result for _, result in run_cases(list(enumerate(configs)))]
+    records = [result for result in found if isinstance(result, RunRecord)]
+    assert len(records) == len(configs), found
+    return records
+
+
+@pytest.fixture(scope="module")
+def clean() -> dict[str, RunRecord]:
+    return dict(zip(CONFIGS, run([with_threads(c, 1) for c in CONFIGS.values()]), strict=True))
+
+
+def samples_of(record: RunRecord) -> Any:
+    assert record.samples is not None
+    return record.samples["speculative"].restored()
+
+
+def test_neither_threads_nor_native_calls_change_a_step(clean: dict[str, RunRecord]) -> None:
+    chains = {name: config for name, config in CONFIGS.items() if config.decoding.gamma == 4}
+    off = {n: replace(c, model=replace(c.model, native_steps="off")) for n, c in chains.items()}
+    for configs, threads in ((CONFIGS, 2), (off, 1)):
+        again = run([with_threads(config, threads) for config in configs.values()])
+        for name, record in zip(configs, again, strict=True):
+            assert find_change(samples_of(record), samples_of(clean[name])) is None, name
+        if configs is CONFIGS:
+            found = compare(again, list(clean.values()))
+            assert [c.verdict for c in found] == ["same"] * len(found)
+            assert all(c.rule == "exact" for c in found)
+            assert other_machine(again[0], clean["auto"]) is None
+
+
+def dead_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the place of the batch that is row 3 until a row has ended."""
+    count = model_tokens.count_accepted
+
+    def accepted(drafts: torch.Tensor, *args: Any) -> torch.Tensor:
+        return count(drafts, *args) * (torch.arange(len(drafts)) != 3)
+
+    monkeypatch.setattr(model_tokens, "count_accepted", accepted)
+
+
+def one_wrong_draft(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the whole run."""
+    drafted, calls = Steps._drafted, list[int]()
+
+    def draft(self: Steps, *args: Any) -> Any:
+        proposal = drafted(self, *args)
+        calls.append(1)
+        if len(calls) == 3:
+            proposal.ids[2, 0] = (proposal.ids[2, 0] + 1) % 100
+        return proposal
+
+    monkeypatch.setattr(Steps, "_drafted", draft)
+
+
+def budget_off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(
+        StreamingLLM, "build", lambda kv: StreamingLLM(kv.num_sink_tokens, kv.budget - 1)
+    )
+
+
+def swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(KV_POLICIES, "snapkv", KV_POLICIES["streaming_llm"])
+
+
+def prompt_query(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RetrievedBlocks, "watch_queries", lambda self, layer, queries: None)
+
+
+PLANTS: dict[str, tuple[str, Plant, str]] = {
+    "a row accepts nothing": ("streaming_llm", dead_row, "prompt 3, step "),
+    "one draft of the run is wrong": (
+        "streaming_llm", one_wrong_draft, "prompt 2, step 2: other tokens drafted"
+    ),
+    "the budget is one less": (
+        "streaming_llm", budget_off_by_one,
+        "prompt 0, step 0: its draft forwards read 522 keys, was 526",
+    ),
+    "a policy is another": (
+        "snapkv", swapped,
+        "prompt 0, step 0: its draft forwards read other positions (526 keys, as before)",
+    ),
+    "the query of the prompt chooses": ("retrieval", prompt_query, "read other positions"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANTS)
+def test_a_planted_regression_is_named(
+    name: str, clean: dict[str, RunRecord], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case, plant, said = PLANTS[name]
+    plant(monkeypatch)
+    (found,) = compare(run([with_threads(CONFIGS[case], 1)]), [clean[case]])
+    assert exit_code([found]) == 1 and found.verdict == "changed", found
+    assert said in str(found), found

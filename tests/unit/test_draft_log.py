@@ -1,0 +1,128 @@
+"""What a draft log says of a step: the same set of positions has one hash, wherever its keys are
+kept and however it is cut into ranges, and any other set has another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from magicdec.kv.draft_log import Digest, DraftLog
+
+LAYERS, HEADS = 3, 2
+Ranges = Sequence[tuple[int, int]]
+
+
+def cache_of(num_layers: int = LAYERS) -> Any:
+    return SimpleNamespace(shape=SimpleNamespace(num_layers=num_layers, num_kv_heads=HEADS))
+
+
+def view_of(cache: Any, ranges: torch.Tensor) -> Any:
+    rows = ranges.shape[1]
+    index = torch.arange(rows)
+    return SimpleNamespace(
+        cache=cache, rows=tuple(range(rows)), row_index=index, all_ranges=ranges, tree=None
+    )
+
+
+def shared(*ranges: tuple[int, int]) -> torch.Tensor:
+    """What all layers and heads of one row read."""
+    return torch.tensor([[[list(ranges)]]])
+
+
+def digest_of(*forwards: torch.Tensor, cache: Any = None, chain: int = 1) -> Digest:
+    """Of a step with these forwards of one row."""
+    log, cache = DraftLog(), cache or cache_of()
+    for ranges in forwards:
+        log.read(view_of(cache, ranges), None, chain)
+    (digest,) = log.digests([0]) or [("", 0)]
+    return digest
+
+
+WHOLE = shared((0, 16), (100, 140))
+
+
+@pytest.mark.parametrize(
+    "ranges",
+    [
+        shared((0, 5), (5, 16), (100, 140)),
+        shared((100, 120), (0, 16), (120, 140)),
+        shared((0, 16), (50, 50), (100, 140)),
+        WHOLE.expand(LAYERS, 1, HEADS, 2, 2),
+    ],
+)
+def test_a_set_of_positions_has_one_hash(ranges: torch.Tensor) -> None:
+    assert digest_of(ranges) == digest_of(WHOLE)
+
+
+OTHERS = {
+    "a sink fewer": shared((0, 15), (100, 140)),
+    "a sink fewer and the window longer": shared((0, 15), (99, 140)),
+    "the window shifted": shared((0, 16), (99, 139)),
+    "one token elsewhere": shared((0, 16), (98, 99), (101, 140)),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_set_has_another(name: str) -> None:
+    assert digest_of(OTHERS[name])[0] != digest_of(WHOLE)[0]
+
+
+def test_another_set_of_one_head_of_one_layer_is_seen() -> None:
+    for layer in range(LAYERS):
+        for head in range(HEADS):
+            ranges = WHOLE.repeat(LAYERS, 1, HEADS, 1, 1)
+            ranges[layer, 0, head, 0, 1] -= 1
+            ranges[layer, 0, head, 1, 0] -= 1
+            assert digest_of(ranges)[0] != digest_of(WHOLE)[0]
+    swapped = WHOLE.repeat(LAYERS, 1, HEADS, 1, 1)
+    swapped[0, 0, 0] = swapped[0, 0, 0] + 1
+    other = WHOLE.repeat(LAYERS, 1, HEADS, 1, 1)
+    other[1, 0, 0] = other[1, 0, 0] + 1
+    assert digest_of(swapped)[0] != digest_of(other)[0], "which layer it is matters"
+
+
+def test_a_chain_is_its_forwards_one_after_the_other() -> None:
+    one, two = shared((0, 16), (100, 140)), shared((0, 16), (100, 141))
+    assert digest_of(one, chain=2) == digest_of(one, two)
+    assert digest_of(one, chain=2)[1] == 56 + 57
+    assert digest_of(two, one)[0] != digest_of(one, two)[0], "the order matters"
+
+
+def test_entries_of_a_copy_are_the_positions_that_they_hold() -> None:
+    """A row of 5 chosen tokens of 40 and what followed them, of which the newest 6 are read."""
+    copy, source = cache_of(), cache_of()
+    positions = torch.tensor([[[3, 30, 7, 38, 39], [1, 2, 3, 38, 39]]])  # [B, G, N]
+    offsets = torch.tensor([35])
+    log = DraftLog()
+    log.chose(copy, [0], [positions] * LAYERS)
+    log.read(view_of(copy, shared((2, 5), (5, 8))), offsets)
+    (of_copy,) = log.digests([0]) or []
+    kept = [[(7, 8), (38, 40), (40, 43)], [(3, 4), (38, 40), (40, 43)]]
+    ranges = torch.tensor([[kept]] * LAYERS)  # [L, B, G, R, 2]
+    assert of_copy == digest_of(ranges, cache=source)
+    log.begin()
+    log.chose(copy, [0], [positions.flip(2)] * LAYERS)
+    log.read(view_of(copy, shared((2, 5), (5, 8))), offsets)
+    assert log.digests([0]) != [of_copy], "other entries are read"
+
+
+def test_what_was_drafted_counts_without_padding() -> None:
+    log = DraftLog()
+    ids = torch.tensor([[5, 6, 7], [5, 6, 9], [5, 6, 7]])
+    log.drafted([0, 1, 2], ids, [2, 2, 3])
+    first, second, third = log.digests([0, 1, 2]) or []
+    assert first == second != third
+
+
+def test_a_step_begins_with_nothing_and_captured_steps_have_no_log() -> None:
+    log = DraftLog()
+    log.read(view_of(cache_of(), WHOLE), None)
+    before = log.digests([0])
+    log.begin()
+    assert log.digests([0]) != before and (log.digests([0]) or [("", 1)])[0][1] == 0
+    log.is_complete = False
+    assert log.digests([0]) is None
