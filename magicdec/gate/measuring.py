@@ -12,6 +12,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from magicdec.config.run_config import RunConfig
 from magicdec.console import make_progress
 from magicdec.distributed.groups import Launch
-from magicdec.distributed.ranks import end_with_parent
+from magicdec.distributed.ranks import end_with_parent, interrupting_no_child
 from magicdec.records.record import RunRecord
 
 if TYPE_CHECKING:
@@ -79,10 +80,11 @@ def measure(
     cases, results = list(enumerate(configs)), list[Result]([NO_RESULT] * len(configs))
     workers = list[Worker]()
     try:
-        handler = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is this process's alone
-        for first in range(min(num_processes, len(cases))):
-            workers.append(Worker.start(cases[first::num_processes]))
-        signal.signal(signal.SIGINT, handler)
+        # Before the workers, because its start lets Ctrl-C through again.
+        resource_tracker.ensure_running()
+        with interrupting_no_child():
+            for first in range(min(num_processes, len(cases))):
+                workers.append(Worker.start(cases[first::num_processes]))
         for number, result in _receive_all(workers):
             results[number] = result
             finished(result)
