@@ -71,7 +71,7 @@ class Subject:
         return self.draft.removeprefix(MODEL_PREFIX)
 
     def config(
-        self, drafter: str, kv: KVSection, gamma: int | str | None, temperature: float = 0.0,
+        self, drafter: str, kv: KVSection, gamma: int | str, temperature: float = 0.0,
         **ways: Any,
     ) -> RunConfig:  # fmt: skip
         """The case of a drafter and a policy; `ways` are further settings of decoding."""
@@ -119,7 +119,7 @@ def _other_ways(subject: Subject) -> Iterator[RunConfig]:
     yield subject.config("ngram+self", kv, GAMMA)
     yield subject.config("ngram+self", kv, "auto", step_cost=STEP_COST)
     yield subject.config("self", kv, "auto", step_cost=STEP_COST)
-    yield subject.config("self", kv, None, tree=TREE)
+    yield subject.config("self", kv, GAMMA, tree=TREE)
     yield subject.config("self", kv, GAMMA, pa=PA)
     yield from (subject.config("self", kv, GAMMA, draft_weights=bits) for bits in LOW_BIT)
     for policy in KV_POLICIES:
@@ -133,7 +133,7 @@ def _other_ways(subject: Subject) -> Iterator[RunConfig]:
         yield subject.config("model", full, GAMMA, TEMPERATURE)
     yield subject.config("self", kv, GAMMA, TEMPERATURE)
     yield subject.config("ngram+self", kv, GAMMA, TEMPERATURE)
-    yield subject.config("self", kv, None, TEMPERATURE, tree=TREE)
+    yield subject.config("self", kv, GAMMA, TEMPERATURE, tree=TREE)
 
 
 def _budgets(subject: Subject, policy: str, budgets: Sequence[int]) -> Iterator[KVSection]:

@@ -82,7 +82,7 @@ ROWS = (
            "ids[[r.request_id == 6 for r in self._shown]] = 7", f"{VERIFIED} 257"),
     drafts("the drafts of prompt 1 are wrong from a draft model",
            "ids[[r.request_id == 1 for r in self._shown]] = 7", f"{FULL} --gamma 4"),
-    drafts("the last draft of row 1 is wrong", "ids[1, -1] = 7"),
+    drafts("the last draft of a row is wrong", "ids[len(ids) // 3, -1] = 7"),
     drafts("one draft in about 100 is wrong",
            "self._n = getattr(self, '_n', 0) + 1; ids[self._n % len(ids), 0] = "
            "7 if self._n % 3 == 0 else ids[self._n % len(ids), 0]"),
@@ -96,12 +96,10 @@ ROWS = (
 SWAPPED = (
     *(swapped("snapkv", "streaming_llm", f"{SNAPKV} {b} --gamma 4") for b in (129, 257, 513)),
     swapped("snapkv", "streaming_llm", f"{MODEL} snapkv"),
-    swapped("snapkv", "streaming_llm", ANEW),
     *(swapped("verified", "retrieval", f"{VERIFIED} {b}") for b in (129, 257, 513)),
     *(swapped("retrieval", "verified", f"{RETRIEVAL} {b}") for b in (129, 257, 513)),
     swapped("verified", "streaming_llm", f"{VERIFIED} 257"),
     swapped("retrieval", "streaming_llm", f"{RETRIEVAL} 257"),
-    swapped("streaming_llm", "full", f"{SELF} 513 --gamma 4"),
     swapped("streaming_llm", "full", f"{MODEL} streaming_llm"),
 )
 BUILD = "return cls(kv.num_sink_tokens, kv.budget)"

@@ -56,7 +56,8 @@ def test_a_case_has_the_name_that_runs_it() -> None:
         is_lookup = config.decoding.drafter == "ngram"  # which reads no cache
         assert is_lookup or ran.kv.resolve() == config.kv.resolve()
         assert (ran.draft and ran.draft.model) == (config.draft and config.draft.model)
-        for name in ("strategy", "drafter", "num_draft_tokens", "tree", "pa", "draft_weights"):
+        names = ["strategy", "drafter", "tree", "pa", "draft_weights"]
+        for name in names + ["num_draft_tokens"] * (config.decoding.tree is None):
             assert getattr(ran.decoding, name) == getattr(config.decoding, name)
         assert ran.sampling == config.sampling
         assert describe(baseline) == name_of(config)

@@ -229,7 +229,7 @@ def test_the_worst_prompt_is_named_where_one_is_dead_and_not_by_chance() -> None
         worst = pair_of_passes(pass_of(rng, chances), pass_of(rng, dead)).worst_prompt()
         assert worst is not None and str(worst).startswith("prompt 11 lost most, 0.")
         num_seen += worst.is_loss(0.0002)
-    assert num_seen >= 35
+    assert num_seen >= 30
 
 
 def test_one_dead_prompt_of_many_is_a_regression_by_statistics_too() -> None:

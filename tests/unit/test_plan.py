@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from synthetic_records import parse_record
 
 from magicdec.cli import plan
 from magicdec.cli.plan import PlanSection
@@ -163,7 +164,7 @@ def test_records_of_another_kind_do_not_count(tmp_path: Path) -> None:
         other = json.loads(json.dumps(first))
         other["config"][section][key] = value
         path = tmp_path / f"{key}.jsonl"
-        path.write_text(json.dumps(other))
+        path.write_text(parse_record(other).to_json())
         with pytest.raises(ValueError, match="has no record with acceptance under a KV budget"):
             find_curves([str(path)], None, "self")
     path.write_text(json.dumps(first))
