@@ -47,7 +47,7 @@ def common(suite: Suite, device: str, out: Path, flags: Sequence[object] = ()) -
     plain = {flag: word for flag, word in PLAIN.items() if device == "cpu" and flag not in flags}
     return [
         *("--model", "demo", "--dataset", "demo", "--device", device, "--dtype", "float32"),
-        *("--prefix_len", 128 if suite.is_tiny else 1024, "--gen_len", 8 if suite.is_tiny else 48),
+        *("--prefix_len", 128 if suite.is_tiny else 1024, "--gen_len", 8 if suite.is_tiny else 32),
         *("--out", out, *flags, *(word for pair in plain.items() for word in pair)),
     ]
 
@@ -57,7 +57,15 @@ def decode(suite: Suite, device: str, flags: Sequence[object]) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder, "runs.jsonl")
         tokens = Path(folder, "tokens.jsonl")
-        words = [*common(suite, device, out, flags), "--B", 4, "--num_batches", 1]
+        words = [
+            *common(suite, device, out, flags),
+            "--B",
+            4,
+            "--num_batches",
+            1,
+            "--warmup_batches",
+            0,
+        ]
         call_magicdec("run", [*words, "--save_tokens", tokens])
         record = json.loads(out.read_text().splitlines()[-1])
         emitted = [json.loads(line)["output_ids"] for line in tokens.read_text().splitlines()]
