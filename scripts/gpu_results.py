@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_stages.quick import PARTS
-from gpu_stages.results import read_file
+from gpu_stages.results import is_alike, read_file
 from gpu_stages.summary import copied_per_s
 
 ROOT = Path(__file__).parents[1]
@@ -36,7 +36,7 @@ def read_parts(folder: Path) -> dict[str, dict[str, Any]]:
     if not found:
         raise ValueError(f"FOLDER {folder} has no file of {COMMAND}; give the one that came back")
     made = [content["made_with"] for content in found.values()]
-    if any(each != made[0] for each in made):
+    if not all(is_alike(each, made[0]) for each in made):
         raise ValueError(f"FOLDER {folder} holds files of several machines: {made}")
     if made[0]["device"] != "cuda" or made[0]["tiny"]:
         raise ValueError(f"FOLDER {folder} was not measured on a GPU: {made[0]}")

@@ -59,6 +59,7 @@ SECONDS = {
     "again": quick.AGAIN_SECONDS,
 }
 OTHERS = 540
+MOST_SECONDS = 595  # after which the process is ended
 DRIVER = Path("/proc/driver/nvidia/version")
 
 
@@ -149,7 +150,7 @@ def run_command(options: argparse.Namespace) -> bool:
 
 
 def main() -> None:
-    if parent := os.environ.get(quick.PARENT):
+    if parent := os.environ.pop(quick.PARENT, None):  # not that of what this process starts
         end_with_parent(int(parent), signal.SIGKILL)  # a command would take SIGTERM for its own
     try:
         options = read_options()
@@ -180,4 +181,5 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    signal.alarm(MOST_SECONDS)  # also of a process that waits for the device
     main()

@@ -97,8 +97,9 @@ if [ -n "${FROM-}" ]; then
 fi
 failed=()
 for stage in "${stages[@]}"; do
-    timeout --kill-after=10 595 "$python" scripts/gpu_suite.py "$stage" ${parts[@]+"${parts[@]}"} --out "$out" \
-        ${options[@]+"${options[@]}"}
+    # The stage ends with this shell, and by itself after 595 s.
+    GPU_SUITE_PARENT=$$ "$python" scripts/gpu_suite.py "$stage" ${parts[@]+"${parts[@]}"} \
+        --out "$out" ${options[@]+"${options[@]}"}
     status=$?
     [ $status -ne 2 ] || exit 2
     [ $status -eq 0 ] || failed+=("$stage")

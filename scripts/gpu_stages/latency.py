@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import tempfile
 from functools import partial
@@ -15,7 +16,7 @@ import torch
 from gpu_stages.in_process import call_magicdec
 from gpu_stages.scale import Suite
 from magicdec.cost_model.costs import kv_bytes_per_token, weight_bytes
-from magicdec.distributed.ranks import package_command
+from magicdec.distributed.ranks import STARTER, package_command
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.presets import find_config
@@ -110,8 +111,11 @@ def run_magicdec(command: str, flags: list[Any], seconds: float) -> None:
     """Run `magicdec <command>`. Raises RuntimeError if it fails, with the last line of its stderr,
     or if it takes longer than `seconds`."""
     call = [*package_command(), command, *map(str, flags)]
+    environment = os.environ | {STARTER: str(os.getpid())}
     try:
-        done = subprocess.run(call, capture_output=True, text=True, timeout=seconds)
+        done = subprocess.run(
+            call, capture_output=True, text=True, timeout=seconds, env=environment
+        )
     except subprocess.TimeoutExpired:
         raise RuntimeError(f"stopped after {seconds:.0f} s: the stage's time limit") from None
     if done.returncode:

@@ -26,7 +26,7 @@ from gpu_stages.summary import copied_per_s, goal_lines, goals, peer_lines
 
 QUICK_SECONDS = 480
 AGAIN_SECONDS = 180
-PARENT = "GPU_SUITE_PARENT"  # the process that runs the parts, with which each of them ends
+PARENT = "GPU_SUITE_PARENT"  # the process that started this one, which ends with it
 THROUGH = (0, 1, 2)  # exit statuses: all cells measured, not all, a wrong command line
 GRACE = 4  # seconds from a part's own time limit until its process is ended
 

@@ -95,6 +95,7 @@ def run(stage: Any, name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) ->
     return results.cells
 
 
+@pytest.mark.wide
 def test_what_is_broken(card: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eager and replayed attention is right, and so is a forward."""
     monkeypatch.setattr(broken, "LENGTH", 18)

@@ -706,3 +706,29 @@ def test_whole_runs_have_as_many_rows_as_fit(
         monkeypatch.setattr(whole_runs, "free_bytes", lambda device, gib=gib: gib << 30)
         assert whole_runs.fitting_rows(stage, 28, 32768) == rows
         assert whole_runs.fitting_rows(stage, 1, 32768) == 1
+
+
+def test_the_suite_ends_with_its_shell(tmp_path: Path) -> None:
+    """Whoever kills the command kills the shell, and perhaps its process group."""
+    python = tmp_path / "python"
+    python.write_text(
+        "#!/bin/sh\n"
+        "case $1 in -c) echo magicdec 1; exit;; esac\n"
+        f"exec {sys.executable} - <<EOF\n"
+        "import os, signal, sys, time\n"
+        f"sys.path.insert(0, {str(ROOT)!r})\n"
+        "from magicdec.distributed.ranks import end_with_parent\n"
+        'end_with_parent(int(os.environ["GPU_SUITE_PARENT"]), signal.SIGKILL)\n'
+        f"open({str(tmp_path)!r} + f'/pid {{os.getpid()}}', 'w').close()\n"
+        "time.sleep(600)\n"
+        "EOF\n"
+    )
+    python.chmod(0o755)
+    environment = os.environ | {"OUT": str(tmp_path), "PYTHON": str(python)}
+    call = [str(ROOT / "scripts" / "gpu_suite.sh"), "quick"]
+    with subprocess.Popen(call, env=environment) as shell:
+        while not pids(tmp_path):
+            assert shell.poll() is None
+            time.sleep(0.01)
+        shell.kill()
+    wait_until_ended(pids(tmp_path))
