@@ -398,9 +398,7 @@ def test_a_record_becomes_the_flags_of_its_run(tmp_path: Path) -> None:
         for section in ("decoding", "kv", "sampling", "workload"):
             ours, theirs = found[section], record.config[section]
             same = [k for k in theirs if not k.endswith("_reason") and k in ours]
-            same = [
-                k for k in same if k != "step_cost"
-            ]  # a case of the gate has it, without a flag
+            same = [k for k in same if k != "step_cost"]  # of cases of the gate, without a flag
             if record.config["decoding"]["drafter"] == "ngram" and section == "kv":
                 continue  # it reads no cache
             differing = {

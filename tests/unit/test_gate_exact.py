@@ -148,6 +148,12 @@ def test_statistics_decide_where_bits_may_differ_and_the_line_says_why(field: st
     assert "in 19 of 20 runs" in str(found)
 
 
+def test_a_case_that_drafts_nothing_any_more_is_a_regression() -> None:
+    new = with_fields(logged(), metrics__acceptance_rate=None)
+    (found,) = compare([new], [logged()])
+    assert exit_code([found]) == 1 and "nothing is drafted any more" in str(found)
+
+
 def test_a_baseline_without_a_log_is_compared_by_statistics() -> None:
     old = with_fields(
         logged(), samples__speculative__draft_hashes=None, samples__speculative__draft_keys=None

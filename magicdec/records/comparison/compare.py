@@ -33,7 +33,7 @@ from magicdec.records.comparison.conditions import (
     first_difference,
     measured_thing,
 )
-from magicdec.records.comparison.exact import RENEW, find_change, why_not_exact
+from magicdec.records.comparison.exact import RENEW, find_change, is_logged, why_not_exact
 from magicdec.records.intervals import FEWEST_PROMPTS, LEVEL, Array, jackknife_error, quantile
 from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples
@@ -297,6 +297,8 @@ def match(record: RunRecord, baselines: Sequence[RunRecord]) -> list[Match] | Co
         alike = alike_baselines(record, baselines)
         if not any(has_drafted(each) for each in (record, *alike)):
             return Comparison(name, SAME, "nothing was drafted, as before")
+        if is_logged(record) and not has_drafted(record):
+            return Comparison(name, REGRESSION, "regression: nothing is drafted any more")
         return [Match(name, pair_of(record, b), record, b) for b in alike]
     except ValueError as error:
         return Comparison(name, INCOMPARABLE, f"not comparable: {error}")

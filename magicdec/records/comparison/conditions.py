@@ -172,7 +172,8 @@ def method_of(record: RunRecord) -> str:
 
 def kind_of(record: RunRecord) -> str:
     """The method of a record where it drafts chains of one length with its own weights for greedy
-    requests; else in which other way it drafts, without parameters, whatever the method."""
+    requests; else in which other way it drafts, without parameters, whatever the method. Sampling
+    is one way, since its prompts are prefilled by themselves."""
     decoding, kv = record.config["decoding"], record.config["kv"]
     ways = {
         "tree": decoding.get("tree"),
@@ -180,6 +181,7 @@ def kind_of(record: RunRecord) -> str:
         "low-bit": decoding.get("draft_weights"),
         "auto": decoding["num_draft_tokens"] == "auto",
         "reselect": policy_of(record.config) and kv.get("reselect_every"),
-        "sampled": sampling(record.config) != "greedy",
     }
+    if sampling(record.config) != "greedy":
+        return "sampled"
     return " ".join(way for way, value in ways.items() if value) or method_of(record)
