@@ -71,6 +71,10 @@ timing.BANDWIDTH_BYTES = 1 << 22
 if "magicdec-checked-" not in os.environ.get(VARIABLE, ""):
     REMEMBERED = TemporaryDirectory(prefix="magicdec-checked-")
     os.environ[VARIABLE] = REMEMBERED.name
+# A shell ignores Ctrl-C for what it starts in the background, and so would the programs that tests
+# start and interrupt.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 ROOT = Path(__file__).parents[1]
 THREADS = torch.get_num_threads()
 TINY = ModelConfig("tiny", 97, 2, 48, 80, 6, 3, 16, 1024, bos_token_id=1, eos_token_ids=(2,))

@@ -34,7 +34,7 @@ def print_record(record: RunRecord) -> None:
 
 def table_of(record: RunRecord) -> Table:
     """One run: the result of the check, and the baseline and the strategy side by side."""
-    verdict = Line(_verdict(record), STYLES.get(record.status, "bold red"))
+    verdict = Line(verdict_of(record), STYLES.get(record.status, "bold red"))
     if record.metrics is None:
         return Table(above=[verdict])
     passes = [method(record)] if record.baseline_metrics is None else [BASELINE, method(record)]
@@ -91,7 +91,8 @@ def _dtypes(model: dict[str, Any]) -> str:
     return f"{dtype}, int8 weights" if model["target_dtype"] == "int8" else dtype
 
 
-def _verdict(record: RunRecord) -> str:
+def verdict_of(record: RunRecord) -> str:
+    """The verdict of a run in one line, and what each of its parts has found."""
     c = record.correctness
     if record.status == "failed":
         return f"failed: {record.error}"

@@ -88,7 +88,10 @@ def measure_forwards(
     num_unequal = count_unequal(pairs, runner)
     if num_unequal == 0:
         return ForwardErrors(num_positions=len(pairs), num_unequal=0)
-    errors = errors_of(chosen(pairs, decode[1]), decode[1], make_texts())
+    texts = make_texts()
+    longest = max(len(request.prompt_ids) + len(request.output_ids) for request in decode[1])
+    measured = chosen(pairs, decode[1], texts.most_rows(longest))
+    errors = errors_of(measured, decode[1], texts)
     return judge_errors(errors, len(pairs), num_unequal, ALLOWED[dtype])
 
 
@@ -132,10 +135,11 @@ def kept_logits(witness: Witness, runner: ModelRunner) -> dict[int, Kept]:
     return found
 
 
-def chosen(pairs: Sequence[Pair], requests: Sequence[Request]) -> list[Pair]:
-    """Those of the first tokens of some rows, where there are more than MOST_POSITIONS."""
+def chosen(pairs: Sequence[Pair], requests: Sequence[Request], most_rows: int) -> list[Pair]:
+    """Those of the first tokens of some rows, at most `most_rows`, where there are more than
+    MOST_POSITIONS."""
     longest = max(len(request.output_ids) for request in requests)
-    count = max(FEWEST_ROWS, MOST_POSITIONS // longest)
+    count = min(most_rows, max(FEWEST_ROWS, MOST_POSITIONS // longest))
     places = sorted({pair.place for pair in pairs})[:count]
     length = MOST_POSITIONS // len(places)
     return [pair for pair in pairs if pair.place in places and pair.index < length]

@@ -23,8 +23,9 @@ from magicdec.memory.model_plan import StagePart
 from magicdec.model.transformer import Transformer
 from magicdec.runner import ModelRunner
 
-PART_BYTES = 1 << 30  # of the layers that are loaded together, unless one is larger
+PART_BYTES = 1 << 30  # of layers, with K and V, that are in memory together, unless one is larger
 LOGIT_BYTES = 1 << 26  # of the logits that are computed together, unless one position has more
+NUMBER_BYTES = 8  # of a weight, a logit, or a number of K and V, at most
 TILE_TOKENS = 1024  # of a prompt that are copied together
 
 
@@ -37,10 +38,21 @@ class WiderTexts:
     load: Callable[[StagePart], Transformer]
     make_backend: Callable[[], AttentionBackend]
 
-    def parts(self) -> list[StagePart]:
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Of the K and V of so many tokens in one layer."""
+        shape = self.source.cache.shape
+        return 2 * NUMBER_BYTES * shape.num_kv_heads * shape.head_dim * num_tokens
+
+    def most_rows(self, num_tokens: int) -> int:
+        """Of so many tokens each, whose K and V in one layer take at most PART_BYTES."""
+        return max(1, PART_BYTES // self.kv_bytes(num_tokens))
+
+    def parts(self, num_tokens: int) -> list[StagePart]:
+        """The parts of the model that are loaded in turn, for so many tokens in all rows."""
         model = self.source.model
         num_layers = model.config.num_layers
-        layer_bytes = 8 * linear_parameters(model.config, model.shard) // num_layers
+        weights = NUMBER_BYTES * linear_parameters(model.config, model.shard) // num_layers
+        layer_bytes = weights + self.kv_bytes(num_tokens)
         size = max(1, min(num_layers, PART_BYTES // layer_bytes))
         if size == num_layers:
             return [StagePart()]
@@ -55,8 +67,9 @@ class WiderTexts:
         `rows` of the cache begin with, in chunks: (first token, [R, n, V]). Every rank of the
         group must take all of them."""
         x, (first, last) = ids, self.source.model.head_rows
-        step = max(1, LOGIT_BYTES // (8 * len(rows) * (last - first)))
-        for part in self.parts():
+        step = max(1, LOGIT_BYTES // (NUMBER_BYTES * len(rows) * (last - first)))
+        num_tokens = len(rows) * (max(prompt_lens) + ids.shape[1])
+        for part in self.parts(num_tokens):
             model = self.load(part)
             runner = self.runner_of(model, rows, prompt_lens, ids.shape[1])
             places, hidden = list(range(len(rows))), list[Tensor]()

@@ -291,6 +291,7 @@ def test_resolve_leaves_no_auto_and_no_gap(config: RunConfig) -> None:
         ("decoding", "lookup_corpus"),
         ("decoding", "tree"),
         ("decoding", "tree_nodes"),
+        ("decoding", "step_cost"),
         ("output", "save_tokens"),
         ("kv", "recent_window"),
         ("decoding", "draft_weights"),

@@ -37,6 +37,7 @@ from magicdec.records.comparison.exact import RENEW, find_change, is_logged, why
 from magicdec.records.intervals import FEWEST_PROMPTS, LEVEL, Array, jackknife_error, quantile
 from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples
+from magicdec.records.table import verdict_of
 from magicdec.tables import Column, Table
 
 
@@ -291,8 +292,7 @@ def match(record: RunRecord, baselines: Sequence[RunRecord]) -> list[Match] | Co
     if record.status == "ok_with_ties":
         name += f" [{record.status}]"
     if not record.passed:
-        text = f"the new run {record.status}: {record.error or 'outputs differ'}"
-        return Comparison(name, REGRESSION, text)
+        return Comparison(name, REGRESSION, f"the new run {verdict_of(record)}")
     try:
         alike = alike_baselines(record, baselines)
         if not any(has_drafted(each) for each in (record, *alike)):
