@@ -24,8 +24,8 @@ Setting = str | int | float | bool | None
 SETTINGS = (
     *("model", "dtype", "target_dtype", "draft_model", "draft_ranks", "draft_dtype", "drafter"),
     "draft_weights",
-    *("kv_policy", "budget", "gamma", "pa", "B", "prefix_len", "gen_len", "dataset", "ranks"),
-    *("threads", "device", "attention", "temperature", "seed", "status"),
+    *("kv_policy", "budget", "reselect_every", "gamma", "pa", "B", "prefix_len", "gen_len"),
+    *("dataset", "ranks", "threads", "device", "attention", "temperature", "seed", "status"),
 )
 
 
@@ -47,6 +47,7 @@ def settings(record: RunRecord) -> dict[str, Setting]:
         "draft_weights": decoding.get("draft_weights") if drafts else None,
         "kv_policy": policy,
         "budget": None if policy in (None, FULL_KV_POLICY) else int(config["kv"]["budget"]),
+        "reselect_every": (policy and config["kv"].get("reselect_every")) or None,
         "gamma": (decoding.get("tree") or decoding["num_draft_tokens"]) if drafts else None,
         "pa": decoding.get("pa") if drafts else None,
         "B": workload["batch_size"],

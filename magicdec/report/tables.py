@@ -28,6 +28,7 @@ PER_RUN = (
     *("time_utc", "argv", "host_load", "read_bandwidth_bytes_per_s", "gpu_sm_mhz"),
     *("gpu_most_sm_mhz", "gpu_slowed_by", "cores_others", "cores_stolen", "cores_waited"),
     "cores_taken",
+    "instructions",  # too many for a cell; the file has them
 )
 MISSING = Shown("", -1e300)  # a metric without a value is sorted before all others
 COMMANDS = {"run": "run", "environment.time_utc": "start", "environment.revision": "commit",
@@ -112,6 +113,8 @@ def environments_table(every: pd.DataFrame) -> PageTable:
     names = [name for name in names if name not in PER_RUN]
     keys = [f"{ENVIRONMENT}{name}" for name in names]
     rows = []
+    # Lists, which cannot be grouped by, are shown as text.
+    every = every.assign(**{key: every[key].map(_listed) for key in keys})
     for _, of in every.groupby(keys, dropna=False, sort=False):
         load, read, times = (
             of[f"{ENVIRONMENT}{name}"].dropna()
@@ -125,6 +128,10 @@ def environments_table(every: pd.DataFrame) -> PageTable:
     columns = ["runs", *labels, "host load", "read, GB/s", "first start", "last start"]
     frame = frame_of(dict(zip(columns, row, strict=True)) for row in rows)
     return PageTable.of("Environments", "environments", frame)
+
+
+def _listed(value: object) -> object:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
 
 
 def commands_table(every: pd.DataFrame) -> PageTable:

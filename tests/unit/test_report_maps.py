@@ -30,7 +30,8 @@ from magicdec.report.frame import Row, frame_of
 MACHINE = ["device", "ranks", "threads"]
 WEIGHTS = ["model", "target_dtype", "draft_model", "draft_weights"]
 OF_MAPS = [
-    *WEIGHTS, "drafter", "kv_policy", "dtype", "dataset", "gen_len", "temperature", *MACHINE
+    *WEIGHTS, "drafter", "kv_policy", "dtype", "dataset", "gen_len", "temperature", *MACHINE,
+    "reselect_every",
 ]  # fmt: skip
 HELD = {
     draw_speedup: OF_MAPS,

@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 MACHINE = ("device", "ranks", "threads")
 WEIGHTS = ("model", "target_dtype", "draft_model", "draft_weights")
 HELD = [
-    *WEIGHTS, "drafter", "kv_policy", "dtype", "dataset", "gen_len", "temperature", *MACHINE
+    *WEIGHTS, "drafter", "kv_policy", "dtype", "dataset", "gen_len", "temperature", *MACHINE,
+    "reselect_every",
 ]  # fmt: skip
 KINDS = ["speedup", "net_speedup"]
 PLACE = ["B", "prefix_len"]
@@ -283,7 +284,8 @@ def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
     form = Form(
         name="acceptance_by_budget", title="Acceptance rate against the draft's KV budget",
         reason="no model and policy was measured with two KV budgets and else equal settings",
-        held=["drafter", *PROMPTS, "gamma", "pa"], places=["budget", "kv_policy"],
+        held=["drafter", *PROMPTS, "gamma", "pa", "reselect_every"],
+        places=["budget", "kv_policy"],
         series="kv_policy", show=show,
         draw=partial(draw_curves, x="budget", y="acceptance_rate", xscale="log"),
         labels=("KV budget (tokens that a draft reads)", "acceptance rate"),
