@@ -104,7 +104,8 @@ def test_what_is_broken(card: list[str], tmp_path: Path, monkeypatch: pytest.Mon
     for dtype in ("bfloat16", "float32"):
         assert cells[f"attention/triton/{dtype}/4:2x16"]["replayed_difference"] == 0
     assert cells["forward/triton"]["difference"] < broken.LOGITS
-    assert "flash-attn is not installed" in cells["left out"]["forward/flash_attn"]
+    # What it says depends on whether another test of this process has imported a stand-in.
+    assert "pip install flash-attn" in cells["left out"]["forward/flash_attn"]
     assert cells["tiny/B2/S40/triton"]["1"]["from_graph"]
     assert {"attend", "describe_rows", "norm_rows", "rotate_heads", "gate_rows"} <= set(card)
 

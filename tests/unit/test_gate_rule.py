@@ -135,7 +135,7 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
         ([unchecked], [good], (), 3, "not comparable: its tokens were compared with nothing"),
         ([unchecked], [good], (), 3, "0 of 1 baselines covered"),
         ([bad], [good], (), 1, "the new run failed: RuntimeError: [enforce fail]"),
-        ([wrong], [good], (), 1, "the new run diverged"),
+        ([wrong], [good], (), 1, "the new run DIVERGED"),
         ([wrong], [good], (), 1, "0 of 1 baselines covered, 1 not covered"),
         ([good], [good, bad], every, 3, "1 of 2 baselines covered"),
         ([good], [wrong], (), 3, "not comparable: the baseline's run diverged"),
