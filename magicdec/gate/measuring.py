@@ -30,6 +30,7 @@ Case = tuple[int, RunConfig]
 Result = RunRecord | str
 """The record of a case, or why it has none."""
 NO_RESULT = "no result came back: its process has skipped it, or ended before it"
+PREFILL = 4  # cases that take as long as a prefill
 ENDS_S = 5.0  # until a process that has closed its connection has ended
 
 
@@ -75,7 +76,7 @@ def measure(
     configs: Sequence[RunConfig], num_processes: int, finished: Callable[[Result], None]
 ) -> list[Result]:
     """The result of each case; `finished` is called with it when the case has ended. Each process
-    has an equal share of the cases. If one is lost, the gate has failed: the others are ended, and
+    has a share of the cases. If one is lost, the gate has failed: the others are ended, and
     every case that is left says which process was lost."""
     cases, results = list(enumerate(configs)), list[Result]([NO_RESULT] * len(configs))
     workers = list[Worker]()
@@ -83,8 +84,7 @@ def measure(
         # Before the workers, because its start lets Ctrl-C through again.
         resource_tracker.ensure_running()
         with interrupting_no_child():
-            for first in range(min(num_processes, len(cases))):
-                workers.append(Worker.start(cases[first::num_processes]))
+            workers += map(Worker.start, shares_of(cases, num_processes))
         for number, result in _receive_all(workers):
             results[number] = result
             finished(result)
@@ -93,6 +93,28 @@ def measure(
             worker.process.terminate()
             worker.process.join()
     return results
+
+
+def shares_of(cases: Sequence[Case], num_processes: int) -> list[list[Case]]:
+    """The cases of each process, so that all end at about the same time. The first case of a
+    process with some prompts costs as much more as PREFILL others, so that few cases with prompts
+    of their own stay together."""
+    with_prompts: dict[str, list[Case]] = {}
+    for case in cases:
+        config = case[1]
+        key = repr((config.model, config.sampling, config.workload))
+        with_prompts.setdefault(key, []).append(case)
+    shares = [list[Case]() for _ in range(num_processes)]
+    costs = [0] * num_processes
+    for alike in sorted(with_prompts.values(), key=len):
+        prefills = [PREFILL] * num_processes
+        for case in alike:
+            after = [cost + prefill for cost, prefill in zip(costs, prefills, strict=True)]
+            chosen = after.index(min(after))
+            shares[chosen].append(case)
+            costs[chosen] = after[chosen] + 1
+            prefills[chosen] = 0
+    return [share for share in shares if share]
 
 
 def _receive_all(workers: Sequence[Worker]) -> Iterator[tuple[int, Result]]:

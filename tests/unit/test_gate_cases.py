@@ -21,6 +21,7 @@ from magicdec.gate.cases import (
     quick,
     standard_cases,
 )
+from magicdec.gate.measuring import shares_of
 from magicdec.names import DRAFTERS
 from magicdec.records.comparison.conditions import (
     describe,
@@ -134,3 +135,16 @@ def test_the_gate_is_refused_without_baselines(tmp_path: Path, command: Command)
     for name, said in (("empty", "holds no records"), ("absent", "No such file")):
         code, _, err = command("gate", "--baseline", tmp_path / name)
         assert code == 2 and said in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("num_processes", [1, 2, 3, 50])
+def test_every_case_has_one_process_and_few_with_other_prompts_stay_together(
+    num_processes: int,
+) -> None:
+    cases = list(enumerate(map(config_of, BASELINES)))
+    shares = shares_of(cases, num_processes)
+    assert sorted(number for share in shares for number, _ in share) == [*range(len(cases))]
+    assert len(shares) == min(num_processes, len(cases)) and all(shares)
+    if num_processes == 2:
+        sampled = [{config.sampling.temperature for _, config in share} for share in shares]
+        assert sorted(map(len, sampled)) == [1, 2], "one process prefills for sampled cases"

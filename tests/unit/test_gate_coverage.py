@@ -204,6 +204,7 @@ GATE = """
 import sys, time
 from multiprocessing import current_process
 from pathlib import Path
+from magicdec.config.run_config import RunConfig
 from magicdec.gate import measuring
 
 def run_cases(cases):
@@ -212,7 +213,7 @@ def run_cases(cases):
     time.sleep(600)
 
 if __name__ == "__main__":
-    for n, result in enumerate(measuring.measure([None] * 5, 2, lambda result: None)):
+    for n, result in enumerate(measuring.measure([RunConfig()] * 5, 2, lambda result: None)):
         print(n, result)
 else:
     measuring.run_cases = run_cases
