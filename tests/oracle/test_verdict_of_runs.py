@@ -172,6 +172,21 @@ def test_the_wider_model_reads_the_prompts_of_the_run() -> None:
     assert (chunk[1] - expected).abs().max() < 1e-4
 
 
+def test_the_wider_model_has_as_many_rows_and_layers_as_fit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """K and V of its rows count, and not the weights alone."""
+    runner = make_runner(tiny_transformer(), 2, 96, NativeBackend())
+    texts = wider.WiderTexts(runner, lambda part: pytest.fail("nothing is loaded"), SDPABackend)
+    shape, num_layers = runner.cache.shape, runner.model.config.num_layers
+    row_bytes = 2 * 8 * shape.num_kv_heads * shape.head_dim * 96
+    monkeypatch.setattr(wider, "PART_BYTES", 3 * row_bytes)
+    assert texts.most_rows(96) == 3 and texts.most_rows(96 * 4) == 1
+    monkeypatch.setattr(wider, "PART_BYTES", 1 << 20)
+    assert len(texts.parts(96)) == 1, "all layers fit"
+    assert len(texts.parts(1 << 20)) == num_layers, "a layer at a time"
+
+
 def test_rows_with_unlike_numbers_of_drafts_are_judged_again(
     monkeypatch: pytest.MonkeyPatch, trusted_lookups: None
 ) -> None:
