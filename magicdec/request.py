@@ -9,9 +9,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
 from functools import cached_property
+from itertools import pairwise
 
 from magicdec.config.sections import SamplingSection
 from magicdec.config.setting import check_values
+
+UNKNOWN_ID = -1  # of an output token of which a server sends only the text
 
 
 class NotFinite(ArithmeticError):
@@ -133,6 +136,12 @@ class Request:
         if self.first_token_s is None and tokens:
             self.first_token_s = time
         return tokens if len(emitted) == before + len(tokens) else emitted[before:]
+
+    def gaps_ms(self) -> list[float]:
+        """The times between the steps that emitted tokens of the request. Tokens of one step came
+        at the same time."""
+        times = sorted(set(self.token_times_s))
+        return [1e3 * (later - earlier) for earlier, later in pairwise(times)]
 
     def snapshot(self) -> Request:
         times = list(self.token_times_s)

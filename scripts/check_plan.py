@@ -23,8 +23,7 @@ from measuring import run_command, run_selfspec
 from rich.console import Console
 from rich.table import Table
 
-from magicdec.cost_model.costs import Deployment
-from magicdec.cost_model.plan import DTYPE_BYTES
+from magicdec.cost_model.costs import DTYPE_BYTES, Deployment
 from magicdec.cost_model.speculation import Speculation
 from magicdec.hardware.ceiling_file import MachineFile, load_machine
 from magicdec.model.presets.presets import find_config

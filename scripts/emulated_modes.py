@@ -22,11 +22,12 @@ from pathlib import Path
 
 from magicdec.distributed.ranks import run_command
 from magicdec.figures import check_picture, look, saved_figure
+from magicdec.pipelined_speculation.emulated_drafts import draw_right
 from magicdec.pipelined_speculation.options import Options
 from magicdec.records.reading import read_records
 from magicdec.serving.record import ServingRecord
 from magicdec.simulator.run import Work, run_mode
-from magicdec.simulator.simulation import Machine, draw_right
+from magicdec.simulator.simulation import Machine
 from magicdec.tables import Table, print_tables
 
 STAGES, LINK_MS, DRAFT_MS, GAMMA = 4, 1.0, 4.0, 4

@@ -35,9 +35,10 @@ from magicdec.cost_model.curves import expected_tokens
 from magicdec.figures import COLOURS, GREY, check_picture, look, saved_figure
 from magicdec.hardware.ceiling_file import Hardware, Link
 from magicdec.model.presets.presets import PRESETS
+from magicdec.pipelined_speculation.emulated_drafts import draw_right
 from magicdec.pipelined_speculation.options import Options
 from magicdec.simulator.run import Work, run_mode
-from magicdec.simulator.simulation import Machine, draw_right
+from magicdec.simulator.simulation import Machine
 from magicdec.tables import Table, print_tables
 
 DRAFT_OF = {"llama-3.1-8b": "llama-3.2-1b", "llama-3.1-70b": "llama-3.1-8b",

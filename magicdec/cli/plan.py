@@ -27,7 +27,7 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.config.setting import same, setting
-from magicdec.cost_model.costs import Deployment
+from magicdec.cost_model.costs import DTYPE_BYTES, Deployment
 from magicdec.cost_model.curves import (
     AcceptanceSection,
     find_conditional,
@@ -36,7 +36,7 @@ from magicdec.cost_model.curves import (
     longest,
 )
 from magicdec.cost_model.draft_table import FORMATS, DraftTable, fastest_runs
-from magicdec.cost_model.plan import DTYPE_BYTES, Plan, describe_model, make_record, tables
+from magicdec.cost_model.plan import Plan, describe_model, make_record, tables
 from magicdec.cost_model.speculation import Choice
 from magicdec.hardware.ceiling_file import Hardware, Link, load_machine, load_quiet_machine
 from magicdec.model.config import ModelConfig

@@ -22,6 +22,7 @@ from magicdec.config.sections import (
 from magicdec.config.setting import same, setting
 from magicdec.cost_model.curves import AcceptanceSection, conditional_rate, parse_acceptance
 from magicdec.figures import check_picture
+from magicdec.pipelined_speculation.emulated_drafts import draw_right
 from magicdec.pipelined_speculation.options import Options
 from magicdec.records.record import append_records
 from magicdec.records.writing import check_files
@@ -35,7 +36,7 @@ from magicdec.simulator.run import (
     run_mode,
     tables,
 )
-from magicdec.simulator.simulation import Cluster, Machine, Trace, divisions, draw_right
+from magicdec.simulator.simulation import Cluster, Machine, Trace, divisions
 from magicdec.tables import print_tables
 
 EVERYDAY = (

@@ -24,6 +24,7 @@ from magicdec.model.config import ModelConfig
 OF_LOW_BIT = {"int8": Fraction(1), "int4": Fraction(9, 16)}
 SCALE_BYTES = 4  # per output channel of an int8 matrix
 ARGMAX_BYTES = 16  # per token and rank: the best logit and its token id
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 @dataclass(frozen=True)

@@ -24,8 +24,6 @@ from magicdec.records.metric_tables import metric_columns
 from magicdec.records.record import Record
 from magicdec.tables import Column, Table
 
-DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
-
 
 @dataclass(frozen=True)
 class Plan:

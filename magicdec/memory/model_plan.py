@@ -12,13 +12,13 @@ from magicdec.attention.backend import backend_class
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import SELF
 from magicdec.cost_model.costs import (
+    DTYPE_BYTES,
     OF_LOW_BIT,
     kv_bytes_per_token,
     low_bit_bytes,
     matrices,
     stored_bytes,
 )
-from magicdec.cost_model.plan import DTYPE_BYTES
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.drafting.policies.policy import make_policy
 from magicdec.drafting.rolling_runner import BLOCK_SIZE, blocks_held

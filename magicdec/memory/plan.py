@@ -16,8 +16,7 @@ from dataclasses import astuple, dataclass
 from magicdec.attention.backend import CallSize, backend_class
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import SELF
-from magicdec.cost_model.costs import stored_bytes
-from magicdec.cost_model.plan import DTYPE_BYTES
+from magicdec.cost_model.costs import DTYPE_BYTES, stored_bytes
 from magicdec.drafting.observation import heads_at_once
 from magicdec.drafting.policies.policy import load_policy, make_policy
 from magicdec.hardware.timing import BANDWIDTH_BYTES, GPU_BANDWIDTH_BYTES

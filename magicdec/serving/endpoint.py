@@ -20,11 +20,10 @@ import torch
 from magicdec.config.run_config import RunConfig
 from magicdec.console import Progress
 from magicdec.memory.model_plan import ModelPlan
-from magicdec.request import Request
+from magicdec.request import UNKNOWN_ID, Request
 from magicdec.serving.batching import of_first_rank_alone
 from magicdec.serving.http_client import LimitReached, Limits, Server, read_key
 from magicdec.serving.modes import Pass
-from magicdec.serving.record import UNKNOWN
 from magicdec.serving.system import Extras, System, Watch
 from magicdec.setup.prepare import SetupCache
 
@@ -102,19 +101,19 @@ class Endpoint(System):
                 said = usage.get("completion_tokens")
             for choice in self._parts(event, "choices"):
                 ids = choice.get("token_ids")
-                tokens = ids or [UNKNOWN] * bool(choice.get("text"))
+                tokens = ids or [UNKNOWN_ID] * bool(choice.get("text"))
                 self._check_tokens(request, tokens, has_ids=bool(ids))
                 if tokens:
                     limits.progress()
                 request.append(tokens, self.now())
                 watch.tokens(len(tokens))
         output, times = request.output_ids, request.token_times_s
-        count = said if UNKNOWN in output and isinstance(said, int) else len(output)
+        count = said if UNKNOWN_ID in output and isinstance(said, int) else len(output)
         if not output or not 0 < count <= most or (ignores_eos and count < most):
             raise self._other_number(request, count)
         # A part of a text may be several tokens, or be none of its own.
         lacking = count - len(output)
-        output += [UNKNOWN] * lacking
+        output += [UNKNOWN_ID] * lacking
         times += times[-1:] * lacking
         del output[count:], times[count - 1 : -1]
         request.finished_s = times[-1]

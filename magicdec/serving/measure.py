@@ -21,13 +21,12 @@ from magicdec.hardware.environment import release_memory
 from magicdec.hardware.other_load import LoadWatch
 from magicdec.hardware.threads import RankThreads, check_threads
 from magicdec.hardware.timing import peak_memory_bytes, reset_peak_memory
-from magicdec.request import NotFinite, Request, naming
+from magicdec.request import UNKNOWN_ID, NotFinite, Request, naming
 from magicdec.serving.metrics import serving_metrics
 from magicdec.serving.modes import SPECULATIVE, Pass
 from magicdec.serving.prepare import PreparedServing
 from magicdec.serving.record import (
     FAILED,
-    UNKNOWN,
     ServingRecord,
     describe_requests,
     differing,
@@ -191,7 +190,7 @@ class Experiment:
         has_others = len(options.passes) > 1
         num_differing, temperature = None, system.run.config.sampling.temperature
         pair = (*reference.requests, *requests)
-        has_ids = not any(UNKNOWN in request.output_ids for request in pair)
+        has_ids = not any(UNKNOWN_ID in request.output_ids for request in pair)
         if has_others and has_ids and is_comparable(each, reference.each, temperature):
             num_differing = len(differing(reference.requests, requests))
         config = system.config_of(each)

@@ -11,7 +11,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 from magicdec.records.fields import Part, recorded
@@ -23,7 +22,6 @@ OF_SERVER = "of `endpoint`"  # another program counts these
 ONE_TOKEN = "if every request has a single output token"
 of_request = partial(recorded, unit="ms", digits=1)
 of_later = partial(recorded, unit="ms", digits=2, null=ONE_TOKEN)  # tokens after the first
-GOODPUT_OF = ("ttft", "tpot", "e2el")  # what `--goodput` can bound
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +137,7 @@ def serving_metrics(
         peak_memory_bytes=peak_memory_bytes,
         **summary("ttft", [of["ttft"] for of in times]),
         **summary("tpot", [of["tpot"] for of in times if "tpot" in of]),
-        **summary("itl", [gap for request in requests for gap in gaps_ms(request)]),
+        **summary("itl", [gap for request in requests for gap in request.gaps_ms()]),
         **summary("e2el", [of["e2el"] for of in times]),
     )
 
@@ -168,13 +166,6 @@ def request_ms(request: Request) -> dict[str, float]:
     if num_later:
         times_ms["tpot"] = 1e3 * (last_s - first_s) / num_later
     return times_ms
-
-
-def gaps_ms(request: Request) -> list[float]:
-    """The times between the steps that emitted tokens of the request. Tokens of one step came at
-    the same time."""
-    times = sorted(set(request.token_times_s))
-    return [1e3 * (b - a) for a, b in pairwise(times)]
 
 
 def summary(name: str, values: Sequence[float]) -> dict[str, Any]:

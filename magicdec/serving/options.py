@@ -22,7 +22,6 @@ from magicdec.names import NGRAM_AND
 from magicdec.pipelined_speculation.options import Options
 from magicdec.scheduling.plan import PREFILL_TOKENS
 from magicdec.serving.http_client import read_key
-from magicdec.serving.metrics import GOODPUT_OF
 from magicdec.serving.modes import (
     ENDPOINT,
     MODES,
@@ -36,6 +35,8 @@ from magicdec.serving.modes import (
     Ranks,
 )
 from magicdec.workload.request_shapes import FORMS, TRACE, RequestShape, make_shapes, parse_arrival
+
+GOODPUT_OF = ("ttft", "tpot", "e2el")  # what `--goodput` can bound
 
 WINDOW_MS = 1000.0
 OF_SAMPLING = ("temperature", "repetition_penalty", "presence_penalty")

@@ -34,7 +34,6 @@ NO_STAGES = "of other modes, or if `diverged` or `failed`"
 WORK = ("STAGE", "DRAFT", "HEAD")  # spans in which a stage is busy
 NUM_PARTS = 100  # of the time of a pass, in which the share that stages are busy is recorded
 EXACT_DTYPE = "float32"  # in which every request emits the same tokens in every pass
-UNKNOWN = -1  # the id of a token of which a server sends only the text
 
 
 @dataclass(frozen=True, kw_only=True)

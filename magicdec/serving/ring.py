@@ -36,7 +36,6 @@ from magicdec.pipeline.stage import Stage, StageLoop
 from magicdec.records.metrics import percentile
 from magicdec.request import Request
 from magicdec.scheduling.plan import Limits
-from magicdec.serving.metrics import gaps_ms
 from magicdec.serving.modes import Pass
 from magicdec.serving.staged import StagedSystem, check_split
 from magicdec.serving.system import Extras, Trace, Watch
@@ -200,7 +199,7 @@ class OpenRing:
 
     def _metrics(self, uses: list[StageUse], requests: Sequence[Request]) -> RingMetrics:
         ring = self.ring
-        gaps = [gap for request in requests for gap in gaps_ms(request)]
+        gaps = [gap for request in requests for gap in request.gaps_ms()]
         return ring_metrics(
             [len(layers) for layers in ring.layers],
             ring.grid.tensor_parallel,

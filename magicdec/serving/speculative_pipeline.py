@@ -42,6 +42,7 @@ from magicdec.pipeline.metrics import Observed, speculation_metrics
 from magicdec.pipeline.spans import What
 from magicdec.pipeline.stage import CancelBoard, RunStage
 from magicdec.pipelined_speculation import messages
+from magicdec.pipelined_speculation.emulated_drafts import DRAFT_PROBABILITY, draw_right
 from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 from magicdec.request import Request
 from magicdec.runner import ModelRunner
@@ -51,7 +52,6 @@ from magicdec.serving.staged import StagedSystem
 from magicdec.serving.system import Extras, Trace, Watch
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
 from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache
-from magicdec.simulator.simulation import DRAFT_PROBABILITY, draw_right
 
 
 class SpeculativePipeline(StagedSystem):

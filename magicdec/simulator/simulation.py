@@ -14,12 +14,12 @@ target's token.
 from __future__ import annotations
 
 import math
-import random
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 
+from magicdec.pipelined_speculation.emulated_drafts import DRAFT_PROBABILITY
 from magicdec.pipelined_speculation.messages import (
     Action,
     Cancel,
@@ -33,7 +33,6 @@ from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
 VOID_BYTES = 64  # a header alone
 RESULT_BYTES = 16  # of a row that comes home: its arg-max and the margin
 SPACING = 2  # between the tokens of two positions: a wrong candidate is a token of its own
-DRAFT_PROBABILITY = 0.7  # that the draft gives its candidate, at every place
 
 
 @dataclass(frozen=True)
@@ -272,13 +271,3 @@ class Simulation:
         self._draft, self._draft_s = draft, self._now_s + self.machine.draft_s
         self._proposed = self.models.propose(draft, self.trace.outputs[draft.request])
         self.trace.drafts.append((self._now_s, self._draft_s))
-
-
-def draw_right(acceptance: float, length: int, seed: int) -> list[bool]:
-    """Whether the draft's candidate is the target's token, at each of `length` places: at so many
-    of them, in a random order, as the rate says. If each were drawn by itself, a text of 64 tokens
-    would often have a rate that is 0.07 higher, with which a pipeline is twice as fast."""
-    chooser = random.Random(seed)
-    number = math.floor(acceptance * length + chooser.random())
-    right = {*chooser.sample(range(length), number)}
-    return [place in right for place in range(length)]

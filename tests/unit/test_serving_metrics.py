@@ -10,12 +10,10 @@ from magicdec.request import Batch, Moves, Request, SamplingParams
 from magicdec.scheduling.plan import Part, Plan
 from magicdec.scheduling.scheduler import StepCounts
 from magicdec.serving.metrics import (
-    GOODPUT_OF,
     ServingMetrics,
-    gaps_ms,
     serving_metrics,
 )
-from magicdec.serving.options import parse_goodput
+from magicdec.serving.options import GOODPUT_OF, parse_goodput
 from magicdec.serving.record import RequestRecord, describe_requests
 from magicdec.serving.showing import DECODE, PREFILL, WAITING, spans_of
 
@@ -57,7 +55,7 @@ def test_metrics_are_those_of_the_time_stamps() -> None:
 
 def test_tokens_of_one_step_have_no_gap() -> None:
     """Request 1 emits two tokens in its first and in its last step."""
-    assert gaps_ms(REQUESTS[1]) == [500, 500] and gaps_ms(REQUESTS[2]) == []
+    assert REQUESTS[1].gaps_ms() == [500, 500] and REQUESTS[2].gaps_ms() == []
     found = serving_metrics(REQUESTS, COUNTS)
     itl = found.mean_itl_ms, found.p50_itl_ms, found.p90_itl_ms
     assert itl == pytest.approx((375, 375, 500))

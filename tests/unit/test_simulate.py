@@ -11,6 +11,7 @@ import pytest
 
 from magicdec.cli.simulate import main
 from magicdec.cost_model.curves import conditional_rate
+from magicdec.pipelined_speculation.emulated_drafts import draw_right
 from magicdec.pipelined_speculation.messages import Launch
 from magicdec.pipelined_speculation.options import Options
 from magicdec.pipelined_speculation.scheduler import Counts
@@ -22,7 +23,6 @@ from magicdec.simulator.simulation import (
     Machine,
     Pipeline,
     divisions,
-    draw_right,
 )
 
 FOUR = Machine((0.02,) * 4, link_s=0.001, cancel_s=0.001, draft_s=0.004)
