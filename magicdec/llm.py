@@ -10,7 +10,6 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from magicdec.autotune import settle
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     AttentionSection,
@@ -21,21 +20,22 @@ from magicdec.config.sections import (
     SamplingSection,
     WorkloadSection,
 )
-from magicdec.console import make_progress
-from magicdec.decoding.recorder import CudaGraphs, Eager, Recorder
-from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Group, Launch
-from magicdec.drafting.policies.policy import keep_queries
-from magicdec.engine import Engine
-from magicdec.memory.model_plan import ModelPlan
-from magicdec.memory.model_plan import max_tokens as row_tokens
+from magicdec.engine.engine import Engine
 from magicdec.names import BASELINE
-from magicdec.request import NotFinite, Request, Status
-from magicdec.sampling.sampling import make_params
-from magicdec.scheduling.plan import PREFILL_TOKENS, Limits
+from magicdec.output.console import make_progress
+from magicdec.runner.request import NotFinite, Request, Status
+from magicdec.runner.sampling.sampling import make_params
+from magicdec.runner.step_plan import PREFILL_TOKENS, Limits
+from magicdec.setup.autotune import settle
 from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.model_checks import check_fits
+from magicdec.setup.model_plan import ModelPlan
+from magicdec.setup.model_plan import max_tokens as row_tokens
 from magicdec.setup.prepare import SetupCache, find, find_tokenizer
+from magicdec.speculation.policies.policy import keep_queries
+from magicdec.speculation.steps.recorder import CudaGraphs, Eager, Recorder
+from magicdec.speculation.steps.strategy import Setup, make_strategy
 
 DRAFTERS = (None, "self", "ngram", "ngram+self")  # those that need no second model
 MOST_CHUNK = 2048  # prompt tokens of a forward at most, which bounds its memory

@@ -25,25 +25,25 @@ AUTO_BACKENDS = ("native", "grouped")
 PORTABLE_BACKEND = "grouped"  # the fastest that needs neither a compiler nor a library
 REFERENCE_BACKEND = "sdpa"  # the plainest; checks and measurements compare with it
 KV_POLICIES = {
-    "full": "magicdec.drafting.policies.policy:FullKV",
-    "streaming_llm": "magicdec.drafting.policies.streaming_llm:StreamingLLM",
-    "snapkv": "magicdec.drafting.policies.snapkv:SnapKV",
-    "verified": "magicdec.drafting.policies.verified:VerifiedKV",
-    "retrieval": "magicdec.drafting.policies.retrieval:Retrieval",
+    "full": "magicdec.speculation.policies.policy:FullKV",
+    "streaming_llm": "magicdec.speculation.policies.streaming_llm:StreamingLLM",
+    "snapkv": "magicdec.speculation.policies.snapkv:SnapKV",
+    "verified": "magicdec.speculation.policies.verified:VerifiedKV",
+    "retrieval": "magicdec.speculation.policies.retrieval:Retrieval",
 }
 DEFAULT_KV_POLICY = "streaming_llm"
 FULL_KV_POLICY = "full"  # what a budget of -1 means; the only policy without a budget
 BASELINE = "autoregressive"  # the strategy that every other one is compared with
 STRATEGIES = {
-    "autoregressive": "magicdec.decoding.speculative:autoregressive",
-    "speculative": "magicdec.decoding.speculative:speculative",
+    "autoregressive": "magicdec.speculation.steps.speculative:autoregressive",
+    "speculative": "magicdec.speculation.steps.speculative:speculative",
 }
 DRAFTERS = {
-    "self": "magicdec.drafting.model_drafter:SelfDrafter",
-    "model": "magicdec.drafting.model_drafter:ModelDrafter",
-    "ngram": "magicdec.drafting.ngram:NgramDrafter",
-    "ngram+self": "magicdec.drafting.mixed:MixedDrafter",
-    "ngram+model": "magicdec.drafting.mixed:MixedDrafter",
+    "self": "magicdec.speculation.model_drafter:SelfDrafter",
+    "model": "magicdec.speculation.model_drafter:ModelDrafter",
+    "ngram": "magicdec.speculation.ngram:NgramDrafter",
+    "ngram+self": "magicdec.speculation.mixed:MixedDrafter",
+    "ngram+model": "magicdec.speculation.mixed:MixedDrafter",
 }
 NGRAM_AND = "ngram+"  # a drafter that looks up first, and after which the other one is named
 # When the requests of a serving workload arrive.
@@ -56,17 +56,17 @@ ARRIVALS = {
 # What runs the jobs of a study, where it does not run in the program that was started.
 IN_PROCESS = "in_process"
 EXECUTORS = {
-    "local": "magicdec.study.executor:LocalJobs",
-    "slurm": "magicdec.study.executor:SlurmJobs",
+    "local": "magicdec.bench.study.executor:LocalJobs",
+    "slurm": "magicdec.bench.study.executor:SlurmJobs",
 }
 SEQUENTIAL = "sequential"  # one process, one request after the other
 # The kinds of records, which all commands append to one file, by their key `kind`.
 RECORDS = {
     "run": "magicdec.records.record:RunRecord",
-    "serving": "magicdec.serving.record:ServingRecord",
-    "latency": "magicdec.latency.record:LatencyRecord",
-    "plan": "magicdec.cost_model.plan:PlanRecord",
-    "simulation": "magicdec.simulator.run:SimulationRecord",
+    "serving": "magicdec.bench.serving.record:ServingRecord",
+    "latency": "magicdec.bench.latency.record:LatencyRecord",
+    "plan": "magicdec.predict.plan:PlanRecord",
+    "simulation": "magicdec.predict.simulator.run:SimulationRecord",
 }
 # What computes norms, rotation and gates.
 ELEMENTWISE = {

@@ -27,21 +27,21 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from magicdec.bench.run.resident import make_requests
+from magicdec.bench.run.run import Run
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection, ModelSection, WorkloadSection
-from magicdec.console import make_progress
-from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import Launch
 from magicdec.kv.view import WEIGHTS_BLOCK
 from magicdec.names import BASELINE
+from magicdec.output.console import make_progress
 from magicdec.records.acceptance import acceptance_metrics
 from magicdec.records.intervals import jackknife_error
 from magicdec.records.samples import PassSamples
-from magicdec.request import Batch, Request, StepOutput
-from magicdec.run.resident import make_requests
-from magicdec.run.run import Run
+from magicdec.runner.request import Batch, Request, StepOutput
 from magicdec.setup.prepare import prepare
 from magicdec.setup.session import RankSession
+from magicdec.speculation.steps.strategy import DecodingStrategy, Setup, make_strategy
 
 NGRAM, REFERENCE = "prompt lookup", "streaming_llm"
 

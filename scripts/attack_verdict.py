@@ -26,6 +26,7 @@ from rich.table import Table
 from torch import Tensor
 
 from magicdec.attention.backend import backend_class
+from magicdec.bench.run.run import execute
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     AttentionSection,
@@ -35,16 +36,15 @@ from magicdec.config.sections import (
     ParallelSection,
     WorkloadSection,
 )
-from magicdec.decoding.steps import Steps, Verification
 from magicdec.distributed.groups import Launch
 from magicdec.kv.view import Visible
 from magicdec.records.correctness import Correctness
-from magicdec.run.run import execute
-from magicdec.runner import ModelRunner, gather_vocab
-from magicdec.sampling import model_tokens
-from magicdec.sampling.metadata import SamplingMetadata
-from magicdec.sampling.model_tokens import Proposal
+from magicdec.runner.model_runner import ModelRunner, gather_vocab
+from magicdec.runner.sampling import model_tokens
+from magicdec.runner.sampling.metadata import SamplingMetadata
+from magicdec.runner.sampling.model_tokens import Proposal
 from magicdec.setup.prepare import prepare
+from magicdec.speculation.steps.steps import Steps, Verification
 
 KERNELS = {
     "torch": ("torch", "sdpa"),

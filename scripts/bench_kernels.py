@@ -34,11 +34,11 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.start import close_groups, make_groups
-from magicdec.drafting.policies.policy import FullKV
 from magicdec.kv.cache import KVCache
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import KVView, make_view
 from magicdec.model.linear.packed import PackedLinear
+from magicdec.speculation.policies.policy import FullKV
 
 COLUMNS = (
     ("attention", "backend", "dtype", "batch", "heads", "kv_heads", "head_size", "seq_len", "T"),

@@ -23,10 +23,10 @@ from measuring import run_command, run_selfspec
 from rich.console import Console
 from rich.table import Table
 
-from magicdec.cost_model.costs import DTYPE_BYTES, Deployment
-from magicdec.cost_model.speculation import Speculation
 from magicdec.hardware.ceiling_file import MachineFile, load_machine
+from magicdec.hardware.costs import DTYPE_BYTES, Deployment
 from magicdec.model.presets.presets import find_config
+from magicdec.predict.speculation import Speculation
 from magicdec.records.record import RunRecord
 
 COLUMNS = ("decode_ms", "draft_ms", "verify_ms", "speedup")

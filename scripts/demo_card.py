@@ -26,7 +26,7 @@ from magicdec.hardware.environment import probe_machine
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.names import ATTENTION_BACKENDS, load_named
-from magicdec.runner import ModelRunner
+from magicdec.runner.model_runner import ModelRunner
 
 CONTEXTS = (512, 1024, 2048, 4096, 8192, 16384)
 DISTANCES = (512, 1024, 2048, 4096, 8192, 16000)

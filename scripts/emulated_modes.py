@@ -20,15 +20,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from magicdec.bench.serving.record import ServingRecord
 from magicdec.distributed.ranks import run_command
-from magicdec.figures import check_picture, look, saved_figure
-from magicdec.pipelined_speculation.emulated_drafts import draw_right
-from magicdec.pipelined_speculation.options import Options
+from magicdec.output.figures import check_picture, look, saved_figure
+from magicdec.output.tables import Table, print_tables
+from magicdec.predict.simulator.run import Work, run_mode
+from magicdec.predict.simulator.simulation import Machine
 from magicdec.records.reading import read_records
-from magicdec.serving.record import ServingRecord
-from magicdec.simulator.run import Work, run_mode
-from magicdec.simulator.simulation import Machine
-from magicdec.tables import Table, print_tables
+from magicdec.systems.pipeinfer.emulated_drafts import draw_right
+from magicdec.systems.pipeinfer.options import Options
 
 STAGES, LINK_MS, DRAFT_MS, GAMMA = 4, 1.0, 4.0, 4
 LAYERS = 6  # of the packaged model, which says how many all-reduces a token takes

@@ -26,23 +26,23 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from magicdec.bench.run.run import Run
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, WorkloadSection
-from magicdec.console import make_progress
-from magicdec.decoding import speculative, steps
-from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Launch
-from magicdec.drafting.draft_length import DraftLength, make_draft_length
-from magicdec.engine import Engine
+from magicdec.engine.engine import Engine
 from magicdec.hardware.timing import RealClock
 from magicdec.model.tokenizer import Tokenizer
 from magicdec.names import BASELINE
-from magicdec.request import Batch, Request, SamplingParams
-from magicdec.run.run import Run
-from magicdec.sampling.model_tokens import Proposal
-from magicdec.sampling.verification import Judgement, count_accepted
+from magicdec.output.console import make_progress
+from magicdec.runner.request import Batch, Request, SamplingParams
+from magicdec.runner.sampling.model_tokens import Proposal
+from magicdec.runner.sampling.verification import Judgement, count_accepted
 from magicdec.setup.prepare import prepare
 from magicdec.setup.session import RankSession
+from magicdec.speculation.draft_length import DraftLength, make_draft_length
+from magicdec.speculation.steps import speculative, steps
+from magicdec.speculation.steps.strategy import Setup, make_strategy
 from magicdec.workload.books import read_books
 from magicdec.workload.workload import build_workload
 
@@ -102,7 +102,12 @@ class Texts:
 
     def edit(self, index: int) -> Sample:
         """An older version of a source file, after others, and its next version."""
-        names = ["decoding/speculative", "drafting/draft_length", "engine", "decoding/steps"]
+        names = [
+            "speculation/steps/speculative",
+            "speculation/draft_length",
+            "engine/engine",
+            "speculation/steps/steps",
+        ]
         older, newer = (
             subprocess.run(
                 ["git", "show", f"{commit}:magicdec/{names[index % len(names)]}.py"],

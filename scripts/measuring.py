@@ -19,7 +19,7 @@ from magicdec.distributed.groups import Group, read_launch
 from magicdec.distributed.ranks import package_command
 from magicdec.hardware.environment import probe_machine
 from magicdec.hardware.timing import read_bandwidth
-from magicdec.probe import gemm_rates
+from magicdec.predict.probe import gemm_rates
 from magicdec.records.metrics import percentile
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord

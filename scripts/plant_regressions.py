@@ -97,8 +97,8 @@ def run(each: Regression, baseline: Path, copy: Path) -> None:
 def compared(each: Regression, baseline: Path) -> int:
     """Run the cases, print what the gate says of those that it does not pass, and return the
     code."""
-    from magicdec.gate.cases import config_of
-    from magicdec.gate.measuring import run_cases, with_threads
+    from magicdec.bench.gate.cases import config_of
+    from magicdec.bench.gate.measuring import run_cases, with_threads
     from magicdec.records.comparison.compare import Comparison, case_failed, compare, exit_code
     from magicdec.records.comparison.conditions import describe
     from magicdec.records.reading import load_records

@@ -9,8 +9,8 @@ explains.
 So many requests are in flight all the time, their prompts are in the cache, and every cell asks
 for the most tokens a second of all of them together, which at a given number of requests is also
 the shortest time of a token. GPUs are divided into replicas, each into stages of layers, each
-stage into ranks of tensor parallelism: `Division`. Forwards cost what `cost_model/` says, pipelined
-speculation what `simulator/` says.
+stage into ranks of tensor parallelism: `Division`. Forwards cost what `predict/` says, pipelined
+speculation what `predict/simulator/` says.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from typing import Any
 
 from matplotlib.patches import Patch, Rectangle
 
-from magicdec.cost_model.costs import (
+from magicdec.hardware.ceiling_file import Hardware, Link
+from magicdec.hardware.costs import (
     Deployment,
     kv_bytes_per_token,
     slowest_shard,
     stored_bytes,
 )
-from magicdec.cost_model.curves import expected_tokens
-from magicdec.figures import COLOURS, GREY, check_picture, look, saved_figure
-from magicdec.hardware.ceiling_file import Hardware, Link
 from magicdec.model.presets.presets import PRESETS
-from magicdec.pipelined_speculation.emulated_drafts import draw_right
-from magicdec.pipelined_speculation.options import Options
-from magicdec.simulator.run import Work, run_mode
-from magicdec.simulator.simulation import Machine
-from magicdec.tables import Table, print_tables
+from magicdec.output.figures import COLOURS, GREY, check_picture, look, saved_figure
+from magicdec.output.tables import Table, print_tables
+from magicdec.predict.curves import expected_tokens
+from magicdec.predict.simulator.run import Work, run_mode
+from magicdec.predict.simulator.simulation import Machine
+from magicdec.systems.pipeinfer.emulated_drafts import draw_right
+from magicdec.systems.pipeinfer.options import Options
 
 DRAFT_OF = {"llama-3.1-8b": "llama-3.2-1b", "llama-3.1-70b": "llama-3.1-8b",
             "llama-3.1-405b": "llama-3.1-8b"}  # of pipelined speculation  # fmt: skip

@@ -194,7 +194,7 @@ def make_row(
 
 
 def metrics(requests: Sequence[TimedRequest], served: Sequence[Served]) -> dict[str, float]:
-    """As `magicdec.serving.metrics` defines them."""
+    """As `magicdec.bench.serving.metrics` defines them."""
     pairs = list(zip(requests, served, strict=True))
     makespan_s = max(one.times_s[-1] for one in served)
     ttft_ms = [1e3 * (one.times_s[0] - request.arrival_s) for request, one in pairs]

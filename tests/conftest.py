@@ -35,17 +35,9 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.cli.commands import console
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, DraftSection, KVSection, SamplingSection
-from magicdec.decoding.recorder import Eager, Recorder
-from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.drafting import mixed, ngram, suffix_index
-from magicdec.drafting.draft_length import DraftCost
-from magicdec.drafting.drafter import DraftModel
-from magicdec.drafting.policies.policy import keep_queries, make_policy
-from magicdec.drafting.policies.streaming_llm import StreamingLLM
-from magicdec.drafting.rolling_runner import RollingRunner
-from magicdec.engine import Engine, Observer
+from magicdec.engine.engine import Engine, Observer
 from magicdec.hardware import timing
 from magicdec.kernels.build import check_cpu
 from magicdec.kernels.cpu import CannotExecute
@@ -58,9 +50,17 @@ from magicdec.model.elementwise.native import NativeElementwise
 from magicdec.model.families.hf_config import to_hf_config
 from magicdec.model.transformer import Transformer
 from magicdec.names import DRAFTERS, KV_POLICIES, NGRAM_AND
-from magicdec.request import Request
-from magicdec.runner import ModelRunner
-from magicdec.sampling.sampling import make_params
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Request
+from magicdec.runner.sampling.sampling import make_params
+from magicdec.speculation import mixed, ngram, suffix_index
+from magicdec.speculation.draft_length import DraftCost
+from magicdec.speculation.drafter import DraftModel
+from magicdec.speculation.policies.policy import keep_queries, make_policy
+from magicdec.speculation.policies.streaming_llm import StreamingLLM
+from magicdec.speculation.rolling_runner import RollingRunner
+from magicdec.speculation.steps.recorder import Eager, Recorder
+from magicdec.speculation.steps.strategy import Setup, make_strategy
 
 # No test asserts a bandwidth, and reading the real buffer takes as long as a small run. The small
 # one is used in the tests' process and in the ranks of rank_server.py, not in other processes.

@@ -8,9 +8,9 @@ from conftest import decode_both, make_draft, make_requests, make_runner, random
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.config.sections import KVSection, SamplingSection
-from magicdec.drafting.drafter import DraftModel
 from magicdec.model.transformer import Transformer
-from magicdec.runner import ModelRunner
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.speculation.drafter import DraftModel
 
 RAGGED = (5, 70, 1, 33)
 

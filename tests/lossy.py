@@ -16,7 +16,7 @@ from magicdec.config.sections import (
     ParallelSection,
     WorkloadSection,
 )
-from magicdec.sampling import model_tokens
+from magicdec.runner.sampling import model_tokens
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "scripts"))
 

@@ -30,8 +30,13 @@ NOTICE_S, GRACE_S = 2, 12
 # What a run imports: `conftest` has most of the package, the libraries are imported where a
 # function needs them.
 IMPORTED = (
-    *("conftest", "magicdec.cli.commands", "magicdec.cli.report", "magicdec.latency.forwards"),
-    *("magicdec.run.run", "rich.progress", "rich.table", "scipy.special", "sentencepiece"),
+    *(
+        "conftest",
+        "magicdec.cli.commands",
+        "magicdec.cli.report",
+        "magicdec.bench.latency.forwards",
+    ),
+    *("magicdec.bench.run.run", "rich.progress", "rich.table", "scipy.special", "sentencepiece"),
 )
 
 

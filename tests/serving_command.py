@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from magicdec.bench.serving.prepare import PreparedServing, prepare
 from magicdec.cli.serve import COMMANDS, Experiment
 from magicdec.distributed.groups import Launch
-from magicdec.serving.prepare import PreparedServing, prepare
 
 SMALL = ("--prefix_len", "100", "--gen_len", "8", "--device", "cpu")
-EXCHANGES = ("magicdec.distributed.groups", "magicdec.pipeline.auto_split")
+EXCHANGES = ("magicdec.distributed.groups", "magicdec.systems.stages.auto_split")
 Exchange = Callable[..., list[str]]
 
 

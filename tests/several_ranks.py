@@ -17,12 +17,12 @@ from conftest import Launch, decode, make_runner, tiny_transformer
 from identities import check_metrics, check_record
 
 from magicdec.config.sections import DecodingSection, KVSection
-from magicdec.decoding.strategy import Setup
-from magicdec.engine import Engine
+from magicdec.engine.engine import Engine
 from magicdec.model.transformer import Transformer
 from magicdec.records.reading import parse_line
 from magicdec.records.record import RunRecord
-from magicdec.request import Request
+from magicdec.runner.request import Request
+from magicdec.speculation.steps.strategy import Setup
 from magicdec.workload.request_shapes import poisson
 
 PROMISED_S = 30  # until all ranks have ended after one was killed

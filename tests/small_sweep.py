@@ -6,10 +6,10 @@ import os
 import signal
 import sys
 
+from magicdec.bench.study import sweep
 from magicdec.cli.sweep import main
 from magicdec.hardware import timing
 from magicdec.records import record as records
-from magicdec.study import sweep
 
 timing.BANDWIDTH_BYTES = 1 << 20
 kill_at, interrupt_at = (int(os.environ.get(name, 0)) for name in ("KILL_AT", "INTERRUPT_AT"))

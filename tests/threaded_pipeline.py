@@ -8,16 +8,16 @@ from itertools import pairwise
 from typing import Any
 
 from magicdec.distributed.channels.message import Ends, Loopback, Message, words_of
-from magicdec.executor.executor import Cancellation, Cancelled
 from magicdec.model.transformer import Transformer
-from magicdec.pipeline.drafter import Drafter, DraftRequest, DraftSteps
-from magicdec.pipeline.head import Events, Head, Wires, forward, in_thread
-from magicdec.pipeline.spans import Spans
-from magicdec.pipeline.stage import CancelBoard, Canceller, RunStage, StageLoop
-from magicdec.pipelined_speculation.messages import Candidate, Launch
-from magicdec.pipelined_speculation.options import Options
-from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
-from magicdec.request import Moves, Request
+from magicdec.runner.native_steps.executor import Cancellation, Cancelled
+from magicdec.runner.request import Moves, Request
+from magicdec.systems.pipeinfer.head import Events, Head, Wires, forward, in_thread
+from magicdec.systems.pipeinfer.messages import Candidate, Launch
+from magicdec.systems.pipeinfer.options import Options
+from magicdec.systems.pipeinfer.path_drafter import Drafter, DraftRequest, DraftSteps
+from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
+from magicdec.systems.stages.spans import Spans
+from magicdec.systems.stages.stage import CancelBoard, Canceller, RunStage, StageLoop
 
 
 @dataclass

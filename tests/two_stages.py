@@ -7,13 +7,13 @@ from conftest import make_runner
 
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message, Traffic
-from magicdec.drafting.drafter import DraftModel, DraftSetup, make_drafter
 from magicdec.model.transformer import Transformer
-from magicdec.pipeline.metrics import DraftCounts
-from magicdec.pipeline.recurrent import RecurrentPipeline, Speculation
-from magicdec.pipeline.stage import Stage
-from magicdec.request import Request
-from magicdec.scheduling.plan import Limits
+from magicdec.runner.request import Request
+from magicdec.runner.step_plan import Limits
+from magicdec.speculation.drafter import DraftModel, DraftSetup, make_drafter
+from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation
+from magicdec.systems.stages.metrics import DraftCounts
+from magicdec.systems.stages.stage import Stage
 
 CHUNK = 16
 

@@ -12,10 +12,10 @@ from importlib import import_module
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from magicdec.console import escape_what_has_no_code
 from magicdec.distributed.groups import read_launch
 from magicdec.distributed.ranks import end_with_launcher, is_launched
 from magicdec.names import load_object, most_like
+from magicdec.output.console import escape_what_has_no_code
 
 if TYPE_CHECKING:
     from magicdec.cli.parsing.parser import Parser

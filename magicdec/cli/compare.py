@@ -15,7 +15,9 @@ from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.parser import Values
 from magicdec.cli.parsing.record_files import FilesSection
 from magicdec.config.setting import same, setting
-from magicdec.console import printable
+from magicdec.output.console import printable
+from magicdec.output.tables import Table, print_tables
+from magicdec.output.writing import write_text
 from magicdec.records.comparison.compare import (
     INCOMPARABLE,
     MISSING,
@@ -32,8 +34,6 @@ from magicdec.records.comparison.conditions import describe
 from magicdec.records.comparison.values import compare_predictions, tables_of_measured
 from magicdec.records.reading import read_records
 from magicdec.records.record import Record, RunRecord
-from magicdec.records.writing import write_text
-from magicdec.tables import Table, print_tables
 
 NOT_COMPARABLE = 3
 OF_RUNS = ("compare.require_all", "rule.margin")

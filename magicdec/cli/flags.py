@@ -25,7 +25,6 @@ from magicdec.config.choices.choice import How
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import OutputSection
-from magicdec.console import printable, spinner
 from magicdec.distributed.groups import Launch, read_launch
 from magicdec.distributed.ranks import (
     INTERRUPTED,
@@ -38,8 +37,9 @@ from magicdec.distributed.ranks import (
 from magicdec.distributed.watching.processes import report_error
 from magicdec.distributed.watching.watch import naming_lost, stop_watching, watch_ranks
 from magicdec.model.checkpoint.hub import with_local_models
-from magicdec.records.writing import check_files
-from magicdec.request import NotFinite
+from magicdec.output.console import printable, spinner
+from magicdec.output.writing import check_files
+from magicdec.runner.request import NotFinite
 
 if TYPE_CHECKING:
     from magicdec.setup.prepare import Prepared

@@ -1,6 +1,6 @@
 """`magicdec gate`: runs the cases of a baseline file again and compares. `magicdec gate save`
-makes or renews such a file. Owns the command line; `gate/` runs the cases, `records/comparison/`
-compares."""
+makes or renews such a file. Owns the command line; `bench/gate/` runs the cases, and
+`records/comparison/` compares."""
 
 from __future__ import annotations
 
@@ -12,13 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from magicdec.cli.compare import EXIT_CODES, RuleSection, conclude
-from magicdec.cli.flags import LoneCommand
-from magicdec.cli.parsing.parser import Values
-from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import OutputSection
-from magicdec.config.setting import same, setting
-from magicdec.gate.cases import (
+from magicdec.bench.gate.cases import (
     Places,
     Subject,
     check_prompts,
@@ -28,16 +22,22 @@ from magicdec.gate.cases import (
     quick,
     standard_cases,
 )
-from magicdec.gate.measuring import Result, measure, with_threads
+from magicdec.bench.gate.measuring import Result, measure, with_threads
+from magicdec.cli.compare import EXIT_CODES, RuleSection, conclude
+from magicdec.cli.flags import LoneCommand
+from magicdec.cli.parsing.parser import Values
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import OutputSection
+from magicdec.config.setting import same, setting
 from magicdec.hardware.other_load import warn_of_load
+from magicdec.output.writing import check_files, check_writable, write_text
 from magicdec.records.comparison.compare import case_failed, compare
 from magicdec.records.comparison.conditions import describe
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord, append_records
-from magicdec.records.writing import check_files, check_writable, write_text
 
 COMMITTED = Path("results/baselines/acceptance.jsonl")
-PACKAGED = Path(__file__).parents[1] / "gate" / "baselines" / COMMITTED.name
+PACKAGED = Path(__file__).parents[1] / "bench" / "gate" / "baselines" / COMMITTED.name
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ def run_gate(values: Values) -> int:
     for config in configs:
         check_prompts(config)
     if places != Places():
-        from magicdec.gate.moved import with_names_here
+        from magicdec.bench.gate.moved import with_names_here
 
         cases = with_names_here(configs, cases)
     results = run(args.processes, configs)

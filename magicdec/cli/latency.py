@@ -4,8 +4,8 @@ a grid of batch sizes, contexts, new tokens and KV budgets.
     magicdec latency --B 1 4 --prefix_len 4096 16384 --T 1 2 4 8 --budget 65 257
     magicdec latency --nproc 2 --out latency.jsonl
 
-`latency/forwards.py` measures, and `latency/record.py` has the record and its table. Heavy imports
-happen after the flags are read.
+`bench/latency/forwards.py` measures, and `bench/latency/record.py` has the record and its table.
+Heavy imports happen after the flags are read.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from magicdec.bench.latency.record import KV_FIELDS, Grid, make_record, tables
+from magicdec.bench.study.study import Settings
 from magicdec.cli.flags import (
     announce_backend,
     config_of,
@@ -33,17 +35,15 @@ from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection, OutputSection, WorkloadSection
 from magicdec.config.setting import same, setting
-from magicdec.console import START, labelled, spinner
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.other_load import warn_of_load
-from magicdec.latency.record import KV_FIELDS, Grid, make_record, tables
 from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY
+from magicdec.output.console import START, labelled, spinner
+from magicdec.output.tables import print_tables
+from magicdec.output.writing import check_writable
 from magicdec.records.record import append_records
-from magicdec.records.writing import check_writable
-from magicdec.study.study import Settings
-from magicdec.tables import print_tables
 
 if TYPE_CHECKING:
     from magicdec.model.checkpoint.source import ModelSource
@@ -96,7 +96,7 @@ def run(words: Sequence[str], launch: Launch) -> int:
     announce_backend(resolved, launch)
     if launch.rank == 0:
         print(labelled("memory", memory, START), flush=True)
-    from magicdec.latency.forwards import measure
+    from magicdec.bench.latency.forwards import measure
 
     config, environment, rows = measure(resolved, grid, source, launch)
     if launch.rank == 0:
@@ -159,8 +159,8 @@ def prepare(
 ) -> tuple[ResolvedConfig, ModelSource, str]:
     """Resolve the config, check the grid against the model and the memory; the last is the memory
     plan in a line. Raises ValueError as `parse` does."""
-    from magicdec.latency.forwards import check_grid_memory
-    from magicdec.memory.check import check_together, free_device_memory
+    from magicdec.bench.latency.forwards import check_grid_memory
+    from magicdec.setup.memory_check import check_together, free_device_memory
     from magicdec.setup.model_checks import (
         check_groups,
         check_interpreter,

@@ -1,6 +1,6 @@
 """`magicdec plan`: predicts when speculation is faster, from the shape of the model, the bandwidth
 and speed of the machine and an acceptance rate. It runs no model, reads no weights and imports no
-torch. `cost_model/` does the arithmetic and makes the record and its tables.
+torch. `predict/` does the arithmetic and makes the record and its tables.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.config.setting import same, setting
-from magicdec.cost_model.costs import DTYPE_BYTES, Deployment
-from magicdec.cost_model.curves import (
+from magicdec.hardware.ceiling_file import Hardware, Link, load_machine, load_quiet_machine
+from magicdec.hardware.costs import DTYPE_BYTES, Deployment
+from magicdec.model.config import ModelConfig
+from magicdec.model.presets.presets import PRESETS, find_config
+from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIES, LOW_BIT
+from magicdec.output.tables import print_tables
+from magicdec.output.writing import check_writable, write_text
+from magicdec.predict.curves import (
     AcceptanceSection,
     find_conditional,
     find_curves,
     is_file,
     longest,
 )
-from magicdec.cost_model.draft_table import FORMATS, DraftTable, fastest_runs
-from magicdec.cost_model.plan import Plan, describe_model, make_record, tables
-from magicdec.cost_model.speculation import Choice
-from magicdec.hardware.ceiling_file import Hardware, Link, load_machine, load_quiet_machine
-from magicdec.model.config import ModelConfig
-from magicdec.model.presets.presets import PRESETS, find_config
-from magicdec.names import DEFAULT_KV_POLICY, DTYPES, FULL_KV_POLICY, KV_POLICIES, LOW_BIT
+from magicdec.predict.draft_table import FORMATS, DraftTable, fastest_runs
+from magicdec.predict.plan import Plan, describe_model, make_record, tables
+from magicdec.predict.speculation import Choice
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord, append_records
-from magicdec.records.writing import check_writable, write_text
-from magicdec.tables import print_tables
 
 MAX_GAMMA = 8
 LONG_CONTEXT = 1 << 20  # tokens; a policy runs again no more than of this many
@@ -313,7 +313,7 @@ def find_choice(kv_policy: str, budget: int) -> Choice:
     is imported only for another one."""
     if kv_policy == DEFAULT_KV_POLICY:
         return Choice()
-    from magicdec.drafting.policies.policy import load_policy
+    from magicdec.speculation.policies.policy import load_policy
 
     kv, policy = KVSection(kv_policy, budget).resolve(), load_policy(kv_policy)
     policy.check(kv, MAX_GAMMA, "--budget")

@@ -4,7 +4,7 @@ that `magicdec plan` reads.
     magicdec probe --out machine.json
     magicdec probe --nproc 2 --out machine.json
 
-`probe.py` measures. Heavy imports happen after the flags are read.
+`predict/probe.py` measures. Heavy imports happen after the flags are read.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from magicdec.config.sections import ParallelSection, WrittenSection
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.hardware.ceiling_file import MachineFile
+from magicdec.output.tables import Column, Table
+from magicdec.output.writing import check_writable
 from magicdec.records.metric_tables import fixed
-from magicdec.records.writing import check_writable
-from magicdec.tables import Column, Table
 
 
 def run(words: Sequence[str], launch: Launch) -> int:
@@ -34,7 +34,7 @@ def run(words: Sequence[str], launch: Launch) -> int:
     config.check(find_world_size(nproc, launch))
     run_on_ranks(nproc, words, launch)
     from magicdec.hardware.environment import probe_machine
-    from magicdec.probe import measure
+    from magicdec.predict.probe import measure
 
     machine = probe_machine(launch)
     resolved = resolve(config, machine)
@@ -73,7 +73,7 @@ def parse(words: Sequence[str]) -> tuple[Path, RunConfig]:
 
 
 def print_machine(machine: MachineFile, out: Path) -> None:
-    from magicdec.probe import MANY
+    from magicdec.predict.probe import MANY
 
     by_dtype = (  # (label, name of the rates, digits, scale)
         ("matrix product, {}, TFLOP/s", "flops_per_s", 3, 1e-12),

@@ -1,6 +1,6 @@
 """`magicdec table`, `report` and `export`: records of files as tables for people, as a page with
-figures, and as one flat table for other programs. Owns the command lines; `report/` makes the rows,
-the table of runs and the page, and the other commands have tables of their own."""
+figures, and as one flat table for other programs. Owns the command lines; `bench/report/` makes the
+rows, the table of runs and the page, and the other commands have tables of their own."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from magicdec.bench.report.listing import COLUMNS, NARROW, list_records
 from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.parser import Values
 from magicdec.cli.parsing.record_files import (
@@ -22,12 +23,11 @@ from magicdec.cli.parsing.record_files import (
 )
 from magicdec.config.sections import WrittenSection
 from magicdec.config.setting import same, setting
-from magicdec.files import complete_file
 from magicdec.names import RECORDS, load_named
+from magicdec.output.files import complete_file
+from magicdec.output.tables import FORMATS, print_tables
 from magicdec.records.reading import read_records
 from magicdec.records.record import Record, RunRecord
-from magicdec.report.listing import COLUMNS, NARROW, list_records
-from magicdec.tables import FORMATS, print_tables
 
 ON_PAGES = ("run", "serving")  # kinds of records that a report shows
 
@@ -147,8 +147,8 @@ def write_page(values: Values) -> int:
     args = values[ReportSection]
     if args.out.exists() and not args.out.is_dir():
         raise ValueError(f"--out {args.out} is not a directory; name one to write to")
-    from magicdec.report.frame import report_rows
-    from magicdec.report.page import PAGE, make_report, write_report
+    from magicdec.bench.report.frame import report_rows
+    from magicdec.bench.report.page import PAGE, make_report, write_report
 
     rows = (
         row
@@ -181,7 +181,7 @@ class ExportSection(FilesSection):
 
 @no_collection()
 def write_table(values: Values) -> int:
-    from magicdec.report.frame import SUFFIXES, columns_of, flat_rows, write_columns
+    from magicdec.bench.report.frame import SUFFIXES, columns_of, flat_rows, write_columns
 
     args = values[ExportSection]
     if args.out.suffix not in SUFFIXES:

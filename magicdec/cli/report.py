@@ -8,16 +8,16 @@ import json
 import sys
 from pathlib import Path
 
+from magicdec.bench.run.outcome import Outcome, unfinished_record
+from magicdec.bench.run.run import execute
 from magicdec.cli.flags import NO_RECORD, say_interrupted
 from magicdec.config.resolved import ResolvedConfig
-from magicdec.console import START, labelled
 from magicdec.hardware.environment import describe_environment
 from magicdec.hardware.other_load import warn_of_load
+from magicdec.output.console import START, labelled
+from magicdec.output.writing import write_text
 from magicdec.records.record import RunRecord, append_record
 from magicdec.records.table import print_record
-from magicdec.records.writing import write_text
-from magicdec.run.outcome import Outcome, unfinished_record
-from magicdec.run.run import execute
 from magicdec.setup.prepare import Prepared
 
 

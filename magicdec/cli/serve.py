@@ -41,16 +41,16 @@ from magicdec.config.sections import (
     PictureSection,
 )
 from magicdec.config.setting import setting
-from magicdec.console import START, labelled, spinner
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
 from magicdec.distributed.watching.watch import watch_ranks
-from magicdec.figures import check_picture
 from magicdec.hardware.other_load import warn_of_load
 from magicdec.model.checkpoint.hub import with_local_models
-from magicdec.pipelined_speculation.options import Options
-from magicdec.records.writing import append_line, check_files, to_json, write_text
-from magicdec.serving.modes import (
+from magicdec.output.console import START, labelled, spinner
+from magicdec.output.figures import check_picture
+from magicdec.output.tables import print_tables
+from magicdec.output.writing import append_line, check_files, to_json, write_text
+from magicdec.systems.modes import (
     BATCHING,
     ENDPOINT,
     MODES,
@@ -59,15 +59,15 @@ from magicdec.serving.modes import (
     Ranks,
     default_names,
 )
-from magicdec.serving.options import WINDOWED, ServeOptions, check_passes
-from magicdec.tables import print_tables
+from magicdec.systems.options import WINDOWED, ServeOptions, check_passes
+from magicdec.systems.pipeinfer.options import Options
 from magicdec.workload.prompt_sets import is_prompt_set
 from magicdec.workload.request_shapes import BURST, TRACE, UNIFORM
 
 if TYPE_CHECKING:
-    from magicdec.serving.measure import Measured
-    from magicdec.serving.prepare import PreparedServing
-    from magicdec.serving.record import ServingRecord
+    from magicdec.bench.serving.measure import Measured
+    from magicdec.bench.serving.prepare import PreparedServing
+    from magicdec.bench.serving.record import ServingRecord
 
 EXTERNAL = tuple(name for name, mode in MODES.items() if mode.ranks is Ranks.NONE)
 EVERYDAY = (
@@ -341,7 +341,7 @@ class Experiment:
         watch_ranks(launch)
         with spinner(preparing(config), launch.rank == 0):
             with ended_at_once(launch):
-                from magicdec.serving.prepare import prepare
+                from magicdec.bench.serving.prepare import prepare
 
             prepared = prepare(config, self.options, launch)
         if launch.rank == 0:
@@ -351,7 +351,7 @@ class Experiment:
             measured = self.measure(prepared, record_file)
         except BaseException as error:
             if record_file.records:  # of the modes before
-                from magicdec.serving.showing import tables
+                from magicdec.bench.serving.showing import tables
 
                 print_tables(tables(record_file.records))
             if not isinstance(error, KeyboardInterrupt):
@@ -367,13 +367,13 @@ class Experiment:
 
     def measure(self, prepared: PreparedServing, record_file: RecordFile) -> Measured:
         """Serve the requests in every mode."""
-        from magicdec.serving.measure import measure
+        from magicdec.bench.serving.measure import measure
 
         return measure(prepared, record_file.append)
 
     def show(self, measured: Measured) -> None:
         """Print the tables and write the files that were asked for."""
-        from magicdec.serving.showing import draw_timeline, tables, trace_events
+        from magicdec.bench.serving.showing import draw_timeline, tables, trace_events
 
         print_tables(tables(measured.records))
         records, traces = measured.records, measured.traces

@@ -1,5 +1,5 @@
 """`magicdec simulate`: what decoding on a pipeline of stages would yield, in virtual time.
-`simulator/` simulates, and makes the records and their tables.
+`predict/simulator/` simulates, and makes the records and their tables.
 """
 
 from __future__ import annotations
@@ -20,13 +20,11 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.config.setting import same, setting
-from magicdec.cost_model.curves import AcceptanceSection, conditional_rate, parse_acceptance
-from magicdec.figures import check_picture
-from magicdec.pipelined_speculation.emulated_drafts import draw_right
-from magicdec.pipelined_speculation.options import Options
-from magicdec.records.record import append_records
-from magicdec.records.writing import check_files
-from magicdec.simulator.run import (
+from magicdec.output.figures import check_picture
+from magicdec.output.tables import print_tables
+from magicdec.output.writing import check_files
+from magicdec.predict.curves import AcceptanceSection, conditional_rate, parse_acceptance
+from magicdec.predict.simulator.run import (
     MODES,
     STEADY_TOKENS,
     WITHOUT_DRAFTS,
@@ -36,8 +34,10 @@ from magicdec.simulator.run import (
     run_mode,
     tables,
 )
-from magicdec.simulator.simulation import Cluster, Machine, Trace, divisions
-from magicdec.tables import print_tables
+from magicdec.predict.simulator.simulation import Cluster, Machine, Trace, divisions
+from magicdec.records.record import append_records
+from magicdec.systems.pipeinfer.emulated_drafts import draw_right
+from magicdec.systems.pipeinfer.options import Options
 
 EVERYDAY = (
     *("--stages", "--nodes", "--stage_ms", "--model_ms", "--link_ms", "--draft_ms", "--gamma"),

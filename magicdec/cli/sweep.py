@@ -4,8 +4,8 @@
     magicdec sweep run --draft self ngram --B 1 4 8 --prefix_len 4096 16384 --gamma 2 4 auto
     magicdec sweep STUDY.toml --nproc 2
 
-Owns the flags of the sweep itself and how those of a run become keys of a study; `magicdec/study/`
-runs them.
+Owns the flags of the sweep itself and how those of a run become keys of a study;
+`magicdec/bench/study/` runs them.
 Heavy imports happen after the flags are read.
 """
 
@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
+from magicdec.bench.study.study import MOST_CELLS, Grid, Settings, Study, checked, read_study
 from magicdec.cli.drivers import DRIVERS
 from magicdec.cli.flags import NO_RECORD, ended_at_once, refuse, run_on_ranks, say_interrupted
 from magicdec.cli.parsing.ignored import why_ignored
@@ -30,8 +31,7 @@ from magicdec.distributed.ranks import find_world_size, is_launched
 from magicdec.distributed.watching.watch import naming_lost
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.names import EXECUTORS, IN_PROCESS, load_named, most_like
-from magicdec.records.writing import check_writable
-from magicdec.study.study import MOST_CELLS, Grid, Settings, Study, checked, read_study
+from magicdec.output.writing import check_writable
 
 NAMES = tuple(DRIVERS)
 # Flags that are for one run, or for all ranks of the command.
@@ -107,15 +107,15 @@ def main() -> NoReturn:
             sys.exit(run_jobs(flags, study, configs))
         kept = f"the same command goes on with the runs that are not in {study.settings.out}"
         run_on_ranks(flags.nproc, sys.argv[1:], launch, kept=kept)
-        from magicdec.study.plan import make_plan
+        from magicdec.bench.study.plan import make_plan
 
         plan = make_plan(configs, study.settings, launch, flags.retry_failed, bool(flags.only))
     except ValueError as error:
         refuse(error, launch)
     except KeyboardInterrupt:
         sys.exit(say_interrupted(launch, NO_RECORD))
-    from magicdec.study.progress import print_order
-    from magicdec.study.sweep import conclude
+    from magicdec.bench.study.progress import print_order
+    from magicdec.bench.study.sweep import conclude
 
     if flags.dry_run:
         if launch.rank == 0:
@@ -127,7 +127,7 @@ def main() -> NoReturn:
 
 def choose(configs: list[RunConfig], names: Sequence[str]) -> list[RunConfig]:
     """The runs of these names; without a name, all. Raises ValueError for a name without a run."""
-    from magicdec.study.cells import name_of
+    from magicdec.bench.study.cells import name_of
 
     by_name = {name_of(config): config for config in configs} if names else {}
     for name in names:

@@ -17,8 +17,8 @@ from pathlib import Path
 from types import NoneType
 from typing import Any, NoReturn
 
-from magicdec.files import MOST_INTEGER, is_utf8
 from magicdec.names import most_like
+from magicdec.output.files import MOST_INTEGER, is_utf8
 
 KEY = "setting"
 MANY_CHOICES = 24  # more are named only where none is like what the user wrote

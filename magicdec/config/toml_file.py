@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from magicdec.files import read_text
+from magicdec.output.files import read_text
 
 
 class TomlFile:

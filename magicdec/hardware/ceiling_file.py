@@ -14,9 +14,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
-from magicdec.files import read_bytes
 from magicdec.hardware.other_load import is_busy
-from magicdec.records.writing import to_json, write_text
+from magicdec.output.files import read_bytes
+from magicdec.output.writing import to_json, write_text
 
 BY_DTYPE = (
     *("flops_per_s", "layer_overhead_s", "kv_bytes_per_s"),

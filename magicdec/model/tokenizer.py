@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from magicdec.files import exists, read_bytes
+from magicdec.output.files import exists, read_bytes
 
 MOST_TOKENIZER_BYTES = 256 << 20  # the largest published ones have 35 MB
 

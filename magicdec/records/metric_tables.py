@@ -7,9 +7,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from magicdec.output.tables import Column, Shown
 from magicdec.records.fields import Recorded, described_fields
 from magicdec.records.performance import SUFFIX
-from magicdec.tables import Column, Shown
 
 # The sequences that a percentile needs: with fewer, it would be the largest value or the next one.
 MANY = 100

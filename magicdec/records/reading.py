@@ -20,12 +20,12 @@ from typing import IO, Any, TypeVar, cast
 from pydantic import TypeAdapter, ValidationError
 from pydantic_core import from_json
 
-from magicdec.console import printable
-from magicdec.files import lines_of, nearest, no_such, open_regular
 from magicdec.names import RECORDS, load_named
+from magicdec.output.console import printable
+from magicdec.output.files import lines_of, nearest, no_such, open_regular
+from magicdec.output.writing import is_intact
 from magicdec.records.record import SCHEMA_VERSION, Record, RunRecord
 from magicdec.records.renewing import renewed
-from magicdec.records.writing import is_intact
 
 R = TypeVar("R", bound=Record)
 

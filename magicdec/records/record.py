@@ -13,13 +13,13 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
+from magicdec.output.writing import append_line, seal_of, to_json, with_seal
 from magicdec.records.correctness import Correctness
 from magicdec.records.environment import Environment, MemoryRecord
 from magicdec.records.fields import Part, recorded
 from magicdec.records.performance import Metrics
 from magicdec.records.samples import PrefillSamples, SamplesRecord, unequal_threads
 from magicdec.records.workload import WorkloadRecord
-from magicdec.records.writing import append_line, seal_of, to_json, with_seal
 
 SCHEMA_VERSION = 2
 STATUSES = ("ok", "ok_with_ties", "diverged", "failed")

@@ -12,7 +12,7 @@ from itertools import chain
 from typing import Any
 
 from magicdec.records.fields import Part, recorded
-from magicdec.request import Request, StepOutput
+from magicdec.runner.request import Request, StepOutput
 
 UNDRAFTED = "for `autoregressive`; with random weights"
 UNLOGGED = "except in the runs of the gate; for `autoregressive`; where steps are captured"

@@ -1,5 +1,5 @@
-"""The table of one run, with its passes side by side. `report/listing.py` lists many runs. Imports
-no torch.
+"""The table of one run, with its passes side by side. `bench/report/listing.py` lists many runs.
+Imports no torch.
 
 The rows are what the sample can carry. A percentile has one only where the sequences are enough for
 it, and what is about stalls where a step stalled. The speedups are those of the record, which every
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from magicdec.names import BASELINE, FULL_KV_POLICY
+from magicdec.output.tables import Column, Line, Table, text_of
 from magicdec.records.comparison.conditions import policy_of
 from magicdec.records.correctness import (
     Correctness,
@@ -23,7 +24,6 @@ from magicdec.records.fields import Recorded
 from magicdec.records.metric_tables import MANY, has_enough, metric_rows
 from magicdec.records.performance import Metrics
 from magicdec.records.record import RunRecord
-from magicdec.tables import Column, Line, Table, text_of
 
 STYLES = {"ok": "bold", "ok_with_ties": "bold yellow"}
 

@@ -11,14 +11,8 @@ from dataclasses import replace
 import torch
 
 from magicdec.attention.backend import AttentionBackend, backend_class
-from magicdec.console import Progress
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.drafting.drafter import DraftModel
-from magicdec.drafting.policies.policy import keep_queries, make_policy
-from magicdec.drafting.rolling_runner import RollingRunner
-from magicdec.executor.executor import Executor
-from magicdec.memory.model_plan import Kinds, ModelPlan, StagePart, max_following
 from magicdec.model.checkpoint.finite import WeightsRefused
 from magicdec.model.checkpoint.quantization import low_bit_copy
 from magicdec.model.checkpoint.source import ModelSource, load_transformer
@@ -26,8 +20,14 @@ from magicdec.model.emulated import EmulatedModel
 from magicdec.model.linear.packed import INT4
 from magicdec.model.transformer import Transformer
 from magicdec.names import ELEMENTWISE, load_named
-from magicdec.runner import ModelRunner
+from magicdec.output.console import Progress
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.native_steps.executor import Executor
+from magicdec.setup.model_plan import Kinds, ModelPlan, StagePart, max_following
 from magicdec.setup.prepare import Prepared
+from magicdec.speculation.drafter import DraftModel
+from magicdec.speculation.policies.policy import keep_queries, make_policy
+from magicdec.speculation.rolling_runner import RollingRunner
 
 
 def load_model(

@@ -15,12 +15,12 @@ from magicdec.config.capabilities import (
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import flag_of
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.memory.model_plan import max_tokens
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear.packed import GROUP, INT4
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.names import AUTO_BACKENDS, REFERENCE_BACKEND
+from magicdec.setup.model_plan import max_tokens
 
 
 def check_draft(config: ResolvedConfig, target: ModelSource, draft: ModelSource) -> None:

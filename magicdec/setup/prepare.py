@@ -17,13 +17,13 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DraftSection, ModelSection, OutputSection, flag_of
 from magicdec.config.setting import declared
 from magicdec.distributed.groups import Launch, check_equal
-from magicdec.executor.descriptions import layer_obstacle
 from magicdec.hardware.environment import probe_machine
-from magicdec.memory.check import check_memory, check_together, free_device_memory, planned
-from magicdec.memory.plan import MemoryPlan, Models
 from magicdec.model.checkpoint.source import ModelSource, find_model, fingerprint
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.records.workload import ModelRecord, WorkloadRecord
+from magicdec.runner.native_steps.descriptions import layer_obstacle
+from magicdec.setup.memory_check import check_memory, check_together, free_device_memory, planned
+from magicdec.setup.memory_plan import MemoryPlan, Models
 from magicdec.setup.model_checks import check_bos, check_draft, check_fits, check_interpreter
 from magicdec.workload.workload import Workload, build_workload, encode_corpus
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from magicdec.model.tokenizer import Tokenizer
-from magicdec.request import Request
+from magicdec.runner.request import Request
 
 
 class Answer(Protocol):

@@ -12,7 +12,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, TypeVar
 
-from magicdec.files import MOST_LINE_BYTES, exists, is_folder, open_regular, read_text
+from magicdec.output.files import MOST_LINE_BYTES, exists, is_folder, open_regular, read_text
 from magicdec.workload.json_items import json_items
 from magicdec.workload.prompt_sets import HUB_NAME, PROMPT_SETS, string_at
 

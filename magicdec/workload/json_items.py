@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from typing import Any, NoReturn, TextIO
 
-from magicdec.files import MOST_LINE_BYTES, lines_of, parse_json
+from magicdec.output.files import MOST_LINE_BYTES, lines_of, parse_json
 
 CHUNK = 1 << 20  # characters that are read at a time
 SPACE = re.compile(r"[ \t\n\r]*")

@@ -18,8 +18,8 @@ from typing import Annotated
 from pydantic import Field, TypeAdapter, ValidationError
 
 from magicdec.config.sections import DEFAULT_GEN_LEN
-from magicdec.files import first_error, lines_of, open_regular
 from magicdec.names import ARRIVALS, load_named
+from magicdec.output.files import first_error, lines_of, open_regular
 
 BURST, TRACE = "burst", "trace"
 FORMS = ", ".join([*(n if n == BURST else f"{n}:MS" for n in ARRIVALS), f"{TRACE}:FILE"])

@@ -17,12 +17,16 @@ ANEW, TREE, SAMPLED = "--reselect_every", f"{SELF} 257 --tree 3,2,1", "--tempera
 LOOKUP, LONG_LOOKUP, MIXED = "--draft ngram --gamma 4", "--draft ngram --gamma 31", "ngram+self"
 AUTO = f"{SELF} 257 --gamma auto"
 
-STEPS, MODELS = "decoding/steps.py", "drafting/model_drafter.py"
-VERIFICATION, INDEX = "sampling/verification.py", "drafting/suffix_index.py"
-LENGTH, FORECAST = "drafting/draft_length.py", "drafting/forecast.py"
-SNAP, BLOCKS, MIXTURE = "drafting/policies/snapkv.py", "drafting/block_kv.py", "drafting/mixed.py"
-RETRIEVED, WEIGHED = "drafting/policies/retrieval.py", "drafting/policies/verified.py"
-STREAMING = "drafting/policies/streaming_llm.py"
+STEPS, MODELS = "speculation/steps/steps.py", "speculation/model_drafter.py"
+VERIFICATION, INDEX = "runner/sampling/verification.py", "speculation/suffix_index.py"
+LENGTH, FORECAST = "speculation/draft_length.py", "speculation/forecast.py"
+SNAP, BLOCKS, MIXTURE = (
+    "speculation/policies/snapkv.py",
+    "speculation/block_kv.py",
+    "speculation/mixed.py",
+)
+RETRIEVED, WEIGHED = "speculation/policies/retrieval.py", "speculation/policies/verified.py"
+STREAMING = "speculation/policies/streaming_llm.py"
 POLICIES = {
     "full": "policy:FullKV", "streaming_llm": "streaming_llm:StreamingLLM",
     "snapkv": "snapkv:SnapKV",
@@ -44,7 +48,7 @@ def regression(name: str, file: str, text: str, replacement: str, *cases: str) -
 
 def swapped(policy: str, other: str, *cases: str) -> Regression:
     """`policy` is silently another one."""
-    line = '"{}": "magicdec.drafting.policies.{}"'
+    line = '"{}": "magicdec.speculation.policies.{}"'
     return regression(
         f"{policy} is {other}: {cases[0]}", "names.py",
         line.format(policy, POLICIES[policy]), line.format(policy, POLICIES[other]), *cases,
@@ -174,7 +178,7 @@ CHAINS = (
                "return [self.most - 1] * len(batch.requests)", f"{SELF} 257 --gamma 2"),
     regression("--pa is not read", MODELS, "return cls(kv, setup.decoding.pa or 0.0)",
                "return cls(kv, 0.0)", "--pa"),
-    regression("--pa is a tenth larger", "executor/executor.py",
+    regression("--pa is a tenth larger", "runner/native_steps/executor.py",
                "call.drafts, call.pa = drafts.data_ptr(), pa",
                "call.drafts, call.pa = drafts.data_ptr(), 1.1 * pa", f"{SELF} 257 --gamma 4 --pa"),
     regression("--gamma auto needs a larger gain", LENGTH, "MARGIN = 1.03", "MARGIN = 1.9", AUTO),
@@ -197,7 +201,7 @@ CHAINS = (
     regression("an int8 copy is one of int4", "setup/loading.py",
                "low_bit_copy(model, kinds.weights, is_packed)",
                "low_bit_copy(model, INT4, is_packed)", f"{PLAIN} --draft_weights int8"),
-    regression("children of a tree come in the other order", "drafting/draft_tree.py",
+    regression("children of a tree come in the other order", "speculation/draft_tree.py",
                "for node, rank in places]", "for node, rank in reversed(places)]", TREE),
 )  # fmt: skip
 JUDGED = "                if token != actual:\n                    break\n"
@@ -218,10 +222,10 @@ LOOKUPS = (
                "TEXT_WEIGHT, MOST_COUNTED = 8.0, 16.0,", LONG_LOOKUP),
     regression("a lookup goes on with less evidence", INDEX, "LEAST_SURVIVAL = 0.1",
                "LEAST_SURVIVAL = 0.02", LONG_LOOKUP),
-    regression("a lookup is not told of the output", "drafting/ngram.py",
+    regression("a lookup is not told of the output", "speculation/ngram.py",
                "lookup.extend(request.output_ids[lookup.length - len(request.prompt_ids) :])",
                "pass", LOOKUP),
-    regression("lookups need more gain", "drafting/ngram.py", "MARGIN = 1.03", "MARGIN = 1.2",
+    regression("lookups need more gain", "speculation/ngram.py", "MARGIN = 1.03", "MARGIN = 1.2",
                LONG_LOOKUP),
     regression("a mixture prefers its model", MIXTURE, "sum(a) > sum(b)", "sum(a) > 1.5 * sum(b)",
                "--draft ngram+self --kv_policy streaming_llm --budget 257 --gamma 4"),
@@ -232,12 +236,12 @@ DRAWN = "u_accept * draft_probs.gather(2, draft_ids.unsqueeze(2)).squeeze(2) < p
 SAMPLES = (
     regression("sampled drafts are refused more often", VERIFICATION, DRAWN,
                DRAWN.replace("u_accept", "1.05 * u_accept"), f"{PLAIN} {SAMPLED}"),
-    regression("sampled drafts share a random number", "sampling/model_tokens.py",
+    regression("sampled drafts share a random number", "runner/sampling/model_tokens.py",
                "Purpose.DRAFT, skip=drafts.shape[1])", "Purpose.DRAFT)", f"{PLAIN} {SAMPLED}"),
     regression("children of a sampled tree are refused more often", VERIFICATION,
                "u_accept[:, depth, rank] * drawn_from",
                "1.05 * u_accept[:, depth, rank] * drawn_from", f"{TREE} {SAMPLED}"),
-    regression("sampled drafts of a draft model are drawn anew", "sampling/model_tokens.py",
+    regression("sampled drafts of a draft model are drawn anew", "runner/sampling/model_tokens.py",
                "u = draws.ahead(1, Purpose.DRAFT, skip=drafts.shape[1])",
                "u = draws.ahead(1, Purpose.ACCEPT, skip=drafts.shape[1])",
                f"{FULL} --gamma 4 {SAMPLED}"),

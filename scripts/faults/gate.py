@@ -20,7 +20,7 @@ PROPERTIES = (
         "--quick has a case of every drafter and policy.",
         f"{COVERAGE}test_quick_has_a_case_of_every_drafter_and_policy_of_the_file",
         (
-            Fault("kinds without a case pass", "gate/cases.py",
+            Fault("kinds without a case pass", "bench/gate/cases.py",
                   "for of_kind in kinds.values()]",
                   "for of_kind in [*kinds.values()][1:]]"),
         ),
@@ -29,7 +29,7 @@ PROPERTIES = (
         "A worker gives a result of each of its cases.",
         f"{COVERAGE}test_a_worker_gives_a_result_of_each_case_that_ends_with_any_error",
         (
-            Fault("an unexpected error ends the worker", "gate/measuring.py",
+            Fault("an unexpected error ends the worker", "bench/gate/measuring.py",
                   "except Exception as error:  # such as", "except KeyError as error:  # such as"),
         ),
     ),
@@ -130,7 +130,7 @@ PROPERTIES = (
         "One process computes with the threads of all ranks of its host.",
         f"{THREADS}test_each_rank_has_its_own_and_one_process_those_of_its_host",
         (
-            Fault("one process expected to have a rank's threads", "serving/batching.py",
+            Fault("one process expected to have a rank's threads", "systems/batching.py",
                   "threads = min(own * len(models.launch.local_ranks), "
                   "max(own, models.machine.num_cpus))",
                   "threads = own"),
@@ -140,7 +140,7 @@ PROPERTIES = (
         "A run whose threads change while it decodes ends.",
         f"{THREADS}test_a_run_whose_decoding_changes_the_threads_ends",
         (
-            Fault("threads measured before a pass alone", "run/run.py",
+            Fault("threads measured before a pass alone", "bench/run/run.py",
                   "        samples.end_batch(finished, started)\n        threads.note()\n",
                   "        samples.end_batch(finished, started)\n"),
         ),

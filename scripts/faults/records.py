@@ -107,7 +107,7 @@ PROPERTIES = (
         "Forwards of a step are those that it ran.",
         "test_measurement.py::test_the_forwards_of_a_step_are_those_that_it_ran",
         (
-            Fault("all forwards so far", "run/run.py",
+            Fault("all forwards so far", "bench/run/run.py",
                   "so_far[-1] - so_far[-2]", "so_far[-1]"),
         ),
     ),
@@ -115,7 +115,8 @@ PROPERTIES = (
         "A panel never pools machines, dtypes or prompts of other kinds.",
         f"{MAPS}test_a_panel_never_pools_machines_or_dtypes",
         tuple(
-            Fault(f"panels pool {what}", "report/figures/passes.py", text, text.replace(entry, ""))
+            Fault(f"panels pool {what}",
+                  "bench/report/figures/passes.py", text, text.replace(entry, ""))
             for what, entry, text in POOLED
         ),
     ),
@@ -123,9 +124,9 @@ PROPERTIES = (
         "A colour claims no more than its interval.",
         f"{MAPS}test_a_colour_claims_no_more_than_its_interval",
         (
-            Fault("a colour only where the interval holds no 1", "report/figures/passes.py",
+            Fault("a colour only where the interval holds no 1", "bench/report/figures/passes.py",
                   "is_wide or low <= 1 <= high", "low <= 1 <= high"),
-            Fault("a colour beside an interval that holds 1", "report/figures/passes.py",
+            Fault("a colour beside an interval that holds 1", "bench/report/figures/passes.py",
                   "is_wide or low <= 1 <= high", "is_wide"),
         ),
     ),
@@ -133,9 +134,9 @@ PROPERTIES = (
         "A map shows no colour that its interval does not bear.",
         f"{MAPS}test_a_map_shows_no_colour_that_its_interval_does_not_bear",
         (
-            Fault("all cells of a map in colour", "report/figures/passes.py",
+            Fault("all cells of a map in colour", "bench/report/figures/passes.py",
                   ".where(table[CLAIM] != DOUBTFUL)", ""),
-            Fault("a cell without an interval like another", "report/figures/passes.py",
+            Fault("a cell without an interval like another", "bench/report/figures/passes.py",
                   "if cell[CLAIM] != HOLDS:", "if cell[CLAIM] == DOUBTFUL:"),
         ),
     ),
@@ -143,7 +144,7 @@ PROPERTIES = (
         "The best run of a place is the one that is surely fast.",
         f"{MAPS}test_the_best_run_of_a_place_is_the_one_that_is_surely_fast",
         (
-            Fault("the most disturbed run as the best", "report/figures/passes.py",
+            Fault("the most disturbed run as the best", "bench/report/figures/passes.py",
                   "lows.fillna(speedups)", "speedups"),
         ),
     ),

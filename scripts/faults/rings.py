@@ -12,9 +12,9 @@ PROPERTIES = (
         "A stage of a ring waits from its first message on, whatever it waits for.",
         f"{STAGES}test_another_stage_waits_from_its_first_message_on",
         (
-            Fault("waits of a stage before its second run left out", "pipeline/metrics.py",
+            Fault("waits of a stage before its second run left out", "systems/stages/metrics.py",
                   "heads[-1].end_s - turns[0].begin_s if", "heads[-1].end_s - turns[1].begin_s if"),
-            Fault("a stage's time until it answered its last run", "pipeline/metrics.py",
+            Fault("a stage's time until it answered its last run", "systems/stages/metrics.py",
                   "heads[-1].end_s - turns[0].begin_s if", "turns[-1].end_s - turns[0].begin_s if"),
         ),
     ),
@@ -22,7 +22,7 @@ PROPERTIES = (
         "The time of a message that decodes is a median without prompts.",
         f"{STAGES}test_only_runs_that_decode_are_in_the_median",
         (
-            Fault("prompts timed as decoded tokens", "pipeline/metrics.py",
+            Fault("prompts timed as decoded tokens", "systems/stages/metrics.py",
                   "span.run not in prompts if stage else span.value > 0",
                   "stage > 0 or span.value > 0"),
         ),
@@ -31,16 +31,17 @@ PROPERTIES = (
         "The first stage of a ring waits for prompts too.",
         f"{STAGES}test_the_first_stage_waits_for_prompts_too",
         (
-            Fault("waits of the first stage taken for its work", "pipeline/recurrent.py",
+            Fault("waits of the first stage taken for its work", "systems/ring/recurrent.py",
                   "            message = self.ends.inbound.receive()\n"
                   "            arrived_s = time.perf_counter()\n",
                   "            arrived_s = time.perf_counter()\n"
                   "            message = self.ends.inbound.receive()\n"),
-            Fault("the first stage's time from its first message home on", "pipeline/recurrent.py",
+            Fault("the first stage's time from its first message home on",
+                  "systems/ring/recurrent.py",
                   "                with self.spans.during(What.HEAD, -1):\n"
                   "                    self._take_arrivals()\n",
                   "                self._take_arrivals()\n"),
-            Fault("prompts of the next step timed as decoded tokens", "pipeline/recurrent.py",
+            Fault("prompts of the next step timed as decoded tokens", "systems/ring/recurrent.py",
                   "flight.is_decode and len(self.prompts) == num_prompts", "flight.is_decode"),
         ),
     ),
@@ -48,10 +49,10 @@ PROPERTIES = (
         "A ring serves requests from their arrival on.",
         "test_recurrent_order.py::test_a_ring_drains_and_begins_again_with_the_next_request",
         (
-            Fault("requests begin before they have arrived", "pipeline/recurrent.py",
+            Fault("requests begin before they have arrived", "systems/ring/recurrent.py",
                   "while self._arrivals and self._arrivals[0].arrived_s <= now:",
                   "while self._arrivals:"),
-            Fault("a ring ends before the last request has arrived", "pipeline/recurrent.py",
+            Fault("a ring ends before the last request has arrived", "systems/ring/recurrent.py",
                   "        while self._under_way or self._arrivals:",
                   "        while self._under_way:"),
         ),
@@ -60,7 +61,7 @@ PROPERTIES = (
         "The spans of a ring's first stage hold its work alone.",
         f"{STAGES}test_the_spans_of_the_first_stage_are_its_work_alone",
         (
-            Fault("a span with the link", "pipeline/recurrent.py",
+            Fault("a span with the link", "systems/ring/recurrent.py",
                   "            out = self.stage.forward(token_ids, rows, status)\n",
                   "            out = self.stage.forward(token_ids, rows, status)\n"
                   "            time.sleep(0.25)\n"),
@@ -70,7 +71,7 @@ PROPERTIES = (
         "A message is queued from its sending until it is taken.",
         f"{STAGES}test_a_message_is_queued_from_its_sending_until_it_is_taken",
         (
-            Fault("the time on the link is not in the queue", "pipeline/stage.py",
+            Fault("the time on the link is not in the queue", "systems/stages/stage.py",
                   "            if value is not None:\n",
                   "            if answer is not None:\n"
                   "                outbound.send(answer)\n                answer = None\n"
@@ -101,9 +102,10 @@ PROPERTIES = (
         "Queues are those between two stages, by one clock.",
         f"{TRACES}test_queues_by_the_times_of_both_sides",
         (
-            Fault("the turns of the first stage before any run came home", "pipeline/metrics.py",
+            Fault("the turns of the first stage before any run came home",
+                  "systems/stages/metrics.py",
                   "[span for span in heads if span.run >= 0]", "heads[:-1]"),
-            Fault("what a stage sent taken by itself", "pipeline/metrics.py",
+            Fault("what a stage sent taken by itself", "systems/stages/metrics.py",
                   "zip(computed[stage - 1], taken, strict=True)",
                   "zip(computed[stage], taken, strict=True)"),
         ),
@@ -112,9 +114,9 @@ PROPERTIES = (
         "A clock is compared by the fastest round trip, whose middle it is.",
         f"{TRACES}test_a_clock_is_compared_by_the_fastest_round_trip",
         (
-            Fault("the slowest round trip", "pipeline/clocks.py",
+            Fault("the slowest round trip", "systems/stages/clocks.py",
                   "return min(comparisons, key=", "return max(comparisons, key="),
-            Fault("an answer taken for the begin of its round trip", "pipeline/clocks.py",
+            Fault("an answer taken for the begin of its round trip", "systems/stages/clocks.py",
                   "Ahead(answer.item() - begin_s - error_s, error_s)",
                   "Ahead(answer.item() - begin_s, error_s)"),
         ),
@@ -123,7 +125,7 @@ PROPERTIES = (
         "A stage of a ring computes until the device is done.",
         f"{STAGES}test_a_message_that_decodes_takes_until_the_device_is_done",
         (
-            Fault("a stage timed until its work is launched", "pipeline/stage.py",
+            Fault("a stage timed until its work is launched", "systems/stages/stage.py",
                   "        wait_for_stream(out.device)\n        return out if status",
                   "        return out if status"),
         ),
@@ -132,7 +134,7 @@ PROPERTIES = (
         "Drafting in a ring takes until the device is done.",
         f"{STAGES}test_drafting_takes_until_the_device_is_done",
         (
-            Fault("drafts timed until they are launched", "pipeline/recurrent.py",
+            Fault("drafts timed until they are launched", "systems/ring/recurrent.py",
                   "        wait_for_stream(self.runner.device)\n", ""),
         ),
     ),
@@ -140,10 +142,10 @@ PROPERTIES = (
         "Metrics of a ring are those of what its stages counted.",
         f"{RING}test_metrics_of_a_ring",
         (
-            Fault("waiting taken for work", "pipeline/metrics.py",
+            Fault("waiting taken for work", "systems/stages/metrics.py",
                   "return 1 - self.waiting_s / self.total_s",
                   "return self.waiting_s / self.total_s"),
-            Fault("the predicted round of samples in place of lanes", "pipeline/metrics.py",
+            Fault("the predicted round of samples in place of lanes", "systems/stages/metrics.py",
                   "round_seconds(stage_s, links, lanes[0])",
                   "round_seconds(stage_s, links, lanes[0] * lanes[1])"),
         ),
@@ -152,9 +154,9 @@ PROPERTIES = (
         "Drafts of a ring are counted by row, their time by message.",
         f"{RING}test_metrics_of_drafts",
         (
-            Fault("tokens of a round by message", "pipeline/metrics.py",
+            Fault("tokens of a round by message", "systems/stages/metrics.py",
                   "num_later / drafts.num_verified", "num_later / drafts.num_messages"),
-            Fault("time of drafts by row", "pipeline/metrics.py",
+            Fault("time of drafts by row", "systems/stages/metrics.py",
                   "drafts.draft_s / drafts.num_messages", "drafts.draft_s / drafts.num_verified"),
         ),
     ),
@@ -171,7 +173,7 @@ PROPERTIES = (
         "test_recurrent_order.py::"
         "test_an_end_token_among_accepted_drafts_ends_the_sample",
         (
-            Fault("drafts of a message counted as those of one row", "pipeline/recurrent.py",
+            Fault("drafts of a message counted as those of one row", "systems/ring/recurrent.py",
                   "self.counts.num_drafted += sum(proposed)",
                   "self.counts.num_drafted += proposed[0]"),
         ),
@@ -180,12 +182,12 @@ PROPERTIES = (
         "A ring counts, times and shows what comes after its warm-up.",
         f"{WARM_UP}test_a_ring_counts_what_comes_after_it",
         (
-            Fault("a ring's spans not begun anew", "pipeline/recurrent.py",
+            Fault("a ring's spans not begun anew", "systems/ring/recurrent.py",
                   "        self.spans, self.samples, self.prompts = Spans(), [], set()\n", ""),
-            Fault("messages of the warm-up counted", "serving/ring.py",
+            Fault("messages of the warm-up counted", "systems/ring/ring.py",
                   "sent = self.ends.outbound.traffic.since(before)",
                   "sent = self.ends.outbound.traffic"),
-            Fault("drafts of a ring's warm-up counted", "serving/ring.py",
+            Fault("drafts of a ring's warm-up counted", "systems/ring/ring.py",
                   "            self.speculation.counts = DraftCounts()\n", "            pass\n"),
         ),
     ),

@@ -13,25 +13,25 @@ PROPERTIES = (
         (
             Fault(
                 "the step's own decision believed",
-                "run/judgement.py",
+                "bench/run/judgement.py",
                 "is_right = decided == walk.tokens and got == should",
                 "is_right = got == should",
             ),
             Fault(
                 "what a request has got not looked at",
-                "run/judgement.py",
+                "bench/run/judgement.py",
                 "is_right = decided == walk.tokens and got == should",
                 "is_right = decided == walk.tokens",
             ),
             Fault(
                 "padding judged as drafts",
-                "run/judgement.py",
+                "bench/run/judgement.py",
                 "list(range(count)) if tree is None",
                 "list(range(step.drafts.shape[1])) if tree is None",
             ),
             Fault(
                 "steps judged wrong not counted",
-                "run/judgement.py",
+                "bench/run/judgement.py",
                 "            wrong += first_wrong(step, walk)\n",
                 "",
             ),
@@ -43,7 +43,7 @@ PROPERTIES = (
         (
             Fault(
                 "tokens after the end not seen",
-                "run/judgement.py",
+                "bench/run/judgement.py",
                 "if ended == [len(output)]:",
                 "if len(output) in ended:",
             ),
@@ -55,13 +55,13 @@ PROPERTIES = (
         (
             Fault(
                 "logits compared after other texts",
-                "run/forwards.py",
+                "bench/run/forwards.py",
                 "            if expected != found:\n                break\n",
                 "",
             ),
             Fault(
                 "logits taken for those of the next token",
-                "run/forwards.py",
+                "bench/run/forwards.py",
                 "of_request[first + count - 1] =",
                 "of_request[first + count] =",
             ),
@@ -73,19 +73,19 @@ PROPERTIES = (
         (
             Fault(
                 "limits of the errors without chance",
-                "run/forwards.py",
+                "bench/run/forwards.py",
                 "math.log(allowed) + quantile(freedom, 1 - 2 * EACH) * error",
                 "math.log(allowed)",
             ),
             Fault(
                 "the largest of many ratios judged like one",
-                "run/forwards.py",
+                "bench/run/forwards.py",
                 "inv_cdf(1 - EACH / len(ratios))",
                 "inv_cdf(0.99)",
             ),
             Fault(
                 "half of the changes expected",
-                "run/forwards.py",
+                "bench/run/forwards.py",
                 "return torch.maximum(measured, normal).tolist()",
                 "return torch.maximum(measured / 2, normal / 2).tolist()",
             ),
@@ -97,7 +97,7 @@ PROPERTIES = (
         (
             Fault(
                 "what could hide without the chance to miss it",
-                "run/forwards.py",
+                "bench/run/forwards.py",
                 "return limit, limit + quantile(freedom, 2 * SEEN - 1) * error",
                 "return limit, math.log(allowed)",
             ),

@@ -16,13 +16,13 @@ from gpu_stages.scale import Heads, Suite
 from magicdec.attention.backend import AttentionBackend
 from magicdec.config.capabilities import capabilities_of
 from magicdec.config.machine import Machine
-from magicdec.decoding.recorder import CudaGraphs
-from magicdec.drafting.policies.policy import FullKV
 from magicdec.hardware.environment import missing_backends
 from magicdec.kv.cache import KVCache
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import make_view
 from magicdec.setup.loading import make_backend
+from magicdec.speculation.policies.policy import FullKV
+from magicdec.speculation.steps.recorder import CudaGraphs
 
 DTYPE = torch.bfloat16
 

@@ -23,15 +23,15 @@ from gpu_stages.scale import Heads, Suite
 from magicdec.attention.backend import AttentionBackend
 from magicdec.config.capabilities import capabilities_of
 from magicdec.config.machine import Machine
-from magicdec.console import make_progress
-from magicdec.decoding.recorder import CudaGraphs
 from magicdec.distributed.groups import Group
 from magicdec.hardware.environment import missing_backends
 from magicdec.kv.cache import KVCache
-from magicdec.memory.model_plan import Kinds
 from magicdec.model.checkpoint.source import find_model
-from magicdec.runner import ModelRunner
+from magicdec.output.console import make_progress
+from magicdec.runner.model_runner import ModelRunner
 from magicdec.setup.loading import load_model, make_backend
+from magicdec.setup.model_plan import Kinds
+from magicdec.speculation.steps.recorder import CudaGraphs
 
 BOUNDS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # largest difference of attention's outputs
 LOGITS = 1e-3  # the same of a forward's logits in float32, as a share of the largest logit

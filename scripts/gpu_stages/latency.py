@@ -15,9 +15,9 @@ import torch
 
 from gpu_stages.in_process import call_magicdec
 from gpu_stages.scale import Suite
-from magicdec.cost_model.costs import kv_bytes_per_token, weight_bytes
 from magicdec.distributed.ranks import STARTER, package_command
 from magicdec.distributed.tensor_parallel import Shard
+from magicdec.hardware.costs import kv_bytes_per_token, weight_bytes
 from magicdec.model.config import ModelConfig
 from magicdec.model.presets.presets import find_config
 

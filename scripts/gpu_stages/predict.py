@@ -11,7 +11,7 @@ from typing import Any
 
 from gpu_stages.results import load_cells
 from gpu_stages.scale import Suite
-from magicdec.cost_model.curves import expected_tokens
+from magicdec.predict.curves import expected_tokens
 
 PAPER = Path(__file__).parents[2] / "results" / "paper"
 MODEL, SOURCE = "llama-3.1-8b", "llama31"

@@ -24,25 +24,25 @@ from torch import Tensor
 from gpu_stages.latency import EVEN, free_bytes, most_rows
 from gpu_stages.predict import MODEL, near
 from gpu_stages.scale import Suite
-from magicdec.autotune import settle
+from magicdec.bench.latency.forwards import fill
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection, ModelSection, ParallelSection
-from magicdec.console import make_progress
-from magicdec.decoding import steps
-from magicdec.decoding.recorder import CudaGraphs, Eager, Recorder
-from magicdec.decoding.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.distributed.groups import read_launch
 from magicdec.hardware.timing import synchronize
-from magicdec.latency.forwards import fill
-from magicdec.memory.model_plan import ModelPlan
 from magicdec.model.presets.presets import find_config
-from magicdec.request import Batch, SamplingParams
-from magicdec.runner import ModelRunner
-from magicdec.sampling.verification import Judgement
+from magicdec.output.console import make_progress
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Batch, SamplingParams
+from magicdec.runner.sampling.verification import Judgement
+from magicdec.setup.autotune import settle
 from magicdec.setup.loading import LoadedModels, runner_of
+from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import SetupCache, find
 from magicdec.setup.session import RankSession
+from magicdec.speculation.steps import steps
+from magicdec.speculation.steps.recorder import CudaGraphs, Eager, Recorder
+from magicdec.speculation.steps.strategy import DecodingStrategy, Setup, make_strategy
 
 RATES_FILE = Path(__file__).parents[2] / "results" / "paper" / "acceptance_rates.csv"
 DRAWS = 1 << 12  # steps until the drawn acceptance begins again

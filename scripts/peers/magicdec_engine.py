@@ -14,15 +14,15 @@ class Magicdec(Peer):
         import torch
 
         from magicdec.config.sections import DecodingSection, KVSection
-        from magicdec.decoding.strategy import Setup, make_strategy
         from magicdec.distributed.groups import Group
         from magicdec.distributed.tensor_parallel import Shard
-        from magicdec.engine import Engine
-        from magicdec.memory.model_plan import Kinds
+        from magicdec.engine.engine import Engine
         from magicdec.model.checkpoint.source import find_model
         from magicdec.names import ATTENTION_BACKENDS, load_named
-        from magicdec.runner import ModelRunner
+        from magicdec.runner.model_runner import ModelRunner
         from magicdec.setup.loading import load_kind, make_executor
+        from magicdec.setup.model_plan import Kinds
+        from magicdec.speculation.steps.strategy import Setup, make_strategy
 
         torch.set_num_threads(threads)
         kinds = Kinds(dtype, dtype, "packed", "native", "on")
@@ -42,7 +42,7 @@ class Magicdec(Peer):
         return f"magicdec {version('magicdec')}"
 
     def prefill(self, prompts: list[list[int]]) -> None:
-        from magicdec.request import Request, SamplingParams
+        from magicdec.runner.request import Request, SamplingParams
 
         room = self.runner.max_tokens - max(map(len, prompts)) - self.num_drafts
         self.engine = type(self.engine)(self.runner, CHUNK)
@@ -62,9 +62,9 @@ class Magicdec(Peer):
     def verify(self, drafts: list[list[int]]) -> list[list[int]]:
         import torch
 
-        from magicdec.request import Batch
-        from magicdec.sampling.metadata import SamplingMetadata
-        from magicdec.sampling.model_tokens import greedy_tokens
+        from magicdec.runner.request import Batch
+        from magicdec.runner.sampling.metadata import SamplingMetadata
+        from magicdec.runner.sampling.model_tokens import greedy_tokens
 
         batch = Batch(tuple(self.engine.scheduler.running))
         lengths = [self.runner.cache.lengths[row] for row in batch.rows]
@@ -82,7 +82,7 @@ class MagicdecSelfSpeculation(Magicdec):
 
     def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
         from magicdec.config.sections import DecodingSection, KVSection
-        from magicdec.decoding.strategy import Setup, make_strategy
+        from magicdec.speculation.steps.strategy import Setup, make_strategy
 
         super().__init__(model, dtype, threads, max_tokens, batch)
         decoding = DecodingSection("speculative", *self.drafts)

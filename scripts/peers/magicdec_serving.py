@@ -13,7 +13,7 @@ class MagicdecServing(ServingPeer):
 
     def __init__(self, model: str, dtype: str, sizes: ServingSizes) -> None:
         from magicdec.llm import LLM, Stream
-        from magicdec.scheduling.plan import PREFILL_TOKENS
+        from magicdec.runner.step_plan import PREFILL_TOKENS
 
         self.llm = LLM(
             model,

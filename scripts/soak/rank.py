@@ -24,18 +24,18 @@ from typing import Any
 
 import torch.distributed as dist
 
+from magicdec.bench.serving.measure import Experiment, Served
 from magicdec.cli.serve import pipeline
 from magicdec.distributed import shared_memory
 from magicdec.distributed.channels.carriers import PacketCarrier
 from magicdec.distributed.ranks import end_with_launcher
+from magicdec.engine.scheduler import StepCounts
 from magicdec.hardware.threads import ThreadCount
-from magicdec.pipeline.head import Wires
-from magicdec.pipeline.stage import RunStage
-from magicdec.scheduling.scheduler import StepCounts
-from magicdec.serving.measure import Experiment, Served
-from magicdec.serving.modes import SPECULATIVE, Pass
-from magicdec.serving.speculative_pipeline import SpeculativePipeline
-from magicdec.serving.system import Watch
+from magicdec.systems.modes import SPECULATIVE, Pass
+from magicdec.systems.pipeinfer.head import Wires
+from magicdec.systems.pipeinfer.speculative_pipeline import SpeculativePipeline
+from magicdec.systems.stages.stage import RunStage
+from magicdec.systems.system import Watch
 from magicdec.workload.request_shapes import RequestShape
 
 DIRECTORY, PASSES, IS_MEASURED = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1"

@@ -6,7 +6,7 @@ import signal
 import sys
 
 from magicdec.cli.drivers import selfspec
-from magicdec.decoding.speculative import Speculative
+from magicdec.speculation.steps.speculative import Speculative
 
 decode_step = Speculative.step
 steps = 0

@@ -14,7 +14,7 @@ from magicdec.distributed import shared_memory
 from magicdec.distributed.groups import Group, read_launch
 from magicdec.distributed.start import close_groups, make_groups
 from magicdec.distributed.tensor_parallel import split_evenly
-from magicdec.runner import gather_vocab
+from magicdec.runner.model_runner import gather_vocab
 
 shared_memory.DIRECTORY = Path(sys.argv[1])
 launch = read_launch()

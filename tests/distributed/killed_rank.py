@@ -13,17 +13,17 @@ from magicdec.cli.commands import start
 # Where the rank is killed: a function or a method, and in which of its calls. While serving, the
 # others go on meanwhile; in the phases before, they have the time to wait for the rank.
 PHASES = {
-    "preparing": ("magicdec.memory.check", "first_refusal", 1),
-    "timing": ("magicdec.pipeline.auto_split", "time_passing", 3),
-    "timing runs": ("magicdec.serving.speculative_pipeline", "time_part", 1),
+    "preparing": ("magicdec.setup.memory_check", "first_refusal", 1),
+    "timing": ("magicdec.systems.stages.auto_split", "time_passing", 3),
+    "timing runs": ("magicdec.systems.pipeinfer.speculative_pipeline", "time_part", 1),
     "starting": ("torch.distributed", "init_process_group", 1),
     "grouping": ("torch.distributed", "new_group", 1),
     "loading": ("magicdec.setup.loading", "LoadedModels.get", 1),
     "connecting": ("magicdec.distributed.channels.carriers", "map_segment", 2),
     "connecting through gloo": ("torch.distributed", "new_group", 2),
-    "serving": ("magicdec.pipeline.stage", "Stage.forward", 40),
-    "serving runs": ("magicdec.pipeline.stage", "RunStage.compute", 20),
-    "serving drafts": ("magicdec.pipeline.drafter", "ModelDrafter.propose", 8),
+    "serving": ("magicdec.systems.stages.stage", "Stage.forward", 40),
+    "serving runs": ("magicdec.systems.stages.stage", "RunStage.compute", 20),
+    "serving drafts": ("magicdec.systems.pipeinfer.path_drafter", "ModelDrafter.propose", 8),
     "closing": ("magicdec.distributed.start", "leave_ranks", 1),
 }
 WAIT_S = 0.4

@@ -12,11 +12,11 @@ from magicdec.distributed.groups import read_launch
 from magicdec.distributed.shared_memory import SLOT_BYTES
 from magicdec.distributed.start import close_groups, make_groups
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.drafting.policies.policy import FullKV
-from magicdec.executor.executor import Executor
-from magicdec.runner import ModelRunner, greedy
+from magicdec.runner.model_runner import ModelRunner, greedy
+from magicdec.runner.native_steps.executor import Executor
+from magicdec.speculation.policies.policy import FullKV
 
-BEST_BYTES = 32  # of a row's `Best` in executor/forward.h
+BEST_BYTES = 32  # of a row's `Best` in runner/native_steps/forward.h
 NUM_ROWS = 2 * (SLOT_BYTES // BEST_BYTES) + 1
 
 torch.set_num_threads(1)

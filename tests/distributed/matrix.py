@@ -29,20 +29,20 @@ from recorder import Recorder
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
-from magicdec.decoding.recorder import Eager
-from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Group, Launch, read_launch
 from magicdec.distributed.start import close_groups, make_groups
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.drafting.draft_length import AutoLength
-from magicdec.drafting.drafter import DraftModel
-from magicdec.engine import Engine
-from magicdec.executor.executor import Executor
+from magicdec.engine.engine import Engine
 from magicdec.names import DRAFTERS, NGRAM_AND
-from magicdec.request import Request
-from magicdec.runner import ModelRunner
-from magicdec.sampling.sampling import make_params
-from magicdec.scheduling.plan import Limits
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.native_steps.executor import Executor
+from magicdec.runner.request import Request
+from magicdec.runner.sampling.sampling import make_params
+from magicdec.runner.step_plan import Limits
+from magicdec.speculation.draft_length import AutoLength
+from magicdec.speculation.drafter import DraftModel
+from magicdec.speculation.steps.recorder import Eager
+from magicdec.speculation.steps.strategy import Setup, make_strategy
 
 PROMPTS, NUM_NEW = [5, 70, 1, 33], [110, 110, 9, 91]
 TREE, MOST_DRAFTS = "2,2,1", 2 + 4 + 4

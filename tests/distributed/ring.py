@@ -19,16 +19,16 @@ from magicdec.distributed.layer_split import split_layers
 from magicdec.distributed.layout import StageGrid
 from magicdec.distributed.start import close_groups, make_stage_groups
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.drafting.drafter import DraftModel, DraftSetup, make_drafter
-from magicdec.drafting.ngram import NgramDrafter
 from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer
-from magicdec.pipeline.clocks import compare_clocks
-from magicdec.pipeline.recurrent import RecurrentPipeline, Speculation, most_under_way
-from magicdec.pipeline.spans import Spans, What
-from magicdec.pipeline.stage import Stage, StageLoop
-from magicdec.request import Request
-from magicdec.runner import ModelRunner
-from magicdec.scheduling.plan import Limits
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Request
+from magicdec.runner.step_plan import Limits
+from magicdec.speculation.drafter import DraftModel, DraftSetup, make_drafter
+from magicdec.speculation.ngram import NgramDrafter
+from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation, most_under_way
+from magicdec.systems.stages.clocks import compare_clocks
+from magicdec.systems.stages.spans import Spans, What
+from magicdec.systems.stages.stage import Stage, StageLoop
 
 CHUNK, MAX_TOKENS = 16, 90
 LENGTHS = [5, 40, 1, 33, 9, 61, 17, 2, 28, 3, 50]

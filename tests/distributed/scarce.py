@@ -5,7 +5,7 @@ import os
 import sys
 
 from magicdec.cli.commands import function_of
-from magicdec.memory import check as free_memory
+from magicdec.setup import memory_check as free_memory
 from magicdec.setup import prepare
 
 read = free_memory.free_device_memory

@@ -1,8 +1,8 @@
 """`magicdec probe` with short contexts, small messages and few rounds. Started by
 test_latency_ranks.py."""
 
-from magicdec import probe
 from magicdec.cli.probe import main
+from magicdec.predict import probe
 
 probe.STRETCHES, probe.ROUNDS, probe.CONTEXT = 1, 2, 64
 probe.LARGE_BYTES = 1 << 16

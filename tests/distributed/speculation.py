@@ -21,14 +21,14 @@ from magicdec.distributed.start import close_groups, make_stage_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.threads import ThreadCount
 from magicdec.model.checkpoint.source import find_model
-from magicdec.pipeline.drafter import Drafter, LookupDrafter, ModelDrafter
-from magicdec.pipeline.head import PipelineRank, connect_ranks
-from magicdec.pipeline.stage import RunStage
-from magicdec.pipelined_speculation.options import Options
-from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
-from magicdec.request import Request
-from magicdec.runner import ModelRunner
-from magicdec.sampling.coupled import CoupledSampling
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Request
+from magicdec.runner.sampling.coupled import CoupledSampling
+from magicdec.systems.pipeinfer.head import PipelineRank, connect_ranks
+from magicdec.systems.pipeinfer.options import Options
+from magicdec.systems.pipeinfer.path_drafter import Drafter, LookupDrafter, ModelDrafter
+from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
+from magicdec.systems.stages.stage import RunStage
 
 CHUNK, MAX_TOKENS, LANES = 16, 120, 2
 LENGTHS, NEW = [5, 40, 1, 33], [20, 9, 20, 14]

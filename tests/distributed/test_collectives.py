@@ -9,7 +9,7 @@ import torch
 from conftest import TINY, Launch, save_checkpoint, tiny_transformer
 
 from magicdec.distributed.groups import Group
-from magicdec.runner import gather_vocab
+from magicdec.runner.model_runner import gather_vocab
 
 
 @pytest.fixture

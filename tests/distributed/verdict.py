@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from lossy import plant, short_run
 
+from magicdec.bench.run.run import execute
 from magicdec.distributed.groups import read_launch
-from magicdec.run.run import execute
 from magicdec.setup.prepare import prepare
 
 

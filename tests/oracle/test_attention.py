@@ -29,9 +29,9 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.capabilities import MOST_WATCHED, list_backends
-from magicdec.drafting.policies.policy import FullKV, KVPolicy
-from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.view import WEIGHTS_BLOCK, make_view
+from magicdec.speculation.policies.policy import FullKV, KVPolicy
+from magicdec.speculation.policies.streaming_llm import StreamingLLM
 
 pytestmark = pytest.mark.two_threads
 

@@ -9,18 +9,8 @@ import torch
 from conftest import TINY, make_requests, make_runner, random_prompts, tiny_transformer
 from lossy import plant, short_run
 
-from magicdec.config.sections import DecodingSection, KVSection
-from magicdec.decoding.speculative import autoregressive
-from magicdec.decoding.strategy import Setup
-from magicdec.distributed.groups import Launch
-from magicdec.engine import Engine
-from magicdec.model.transformer import Transformer
-from magicdec.records.correctness import Correctness
-from magicdec.records.reading import parse_line
-from magicdec.records.record import RunRecord
-from magicdec.request import Request
-from magicdec.run.check import Replays, check_outputs
-from magicdec.run.rounding import (
+from magicdec.bench.run.check import Replays, check_outputs
+from magicdec.bench.run.rounding import (
     Gaps,
     WiderView,
     chances_to_differ,
@@ -30,8 +20,18 @@ from magicdec.run.rounding import (
     most_by_chance,
     view_of,
 )
-from magicdec.run.run import execute
+from magicdec.bench.run.run import execute
+from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.distributed.groups import Launch
+from magicdec.engine.engine import Engine
+from magicdec.model.transformer import Transformer
+from magicdec.records.correctness import Correctness
+from magicdec.records.reading import parse_line
+from magicdec.records.record import RunRecord
+from magicdec.runner.request import Request
 from magicdec.setup.prepare import prepare
+from magicdec.speculation.steps.speculative import autoregressive
+from magicdec.speculation.steps.strategy import Setup
 
 NUM_NEW = 30
 
@@ -149,8 +149,8 @@ def test_too_many_shortfalls_are_a_divergence(monkeypatch: pytest.MonkeyPatch) -
     expected, found = decoded(model), decoded(model)
     for request in found:
         request.output_ids[3:15] = [token + 1 for token in request.output_ids[3:15]]
-    monkeypatch.setattr("magicdec.run.check.most_by_chance", lambda chances: 2)
-    monkeypatch.setattr("magicdec.run.check.largest_error", lambda gaps, wider: 1e3)
+    monkeypatch.setattr("magicdec.bench.run.check.most_by_chance", lambda chances: 2)
+    monkeypatch.setattr("magicdec.bench.run.check.largest_error", lambda gaps, wider: 1e3)
     result = check(model, expected, found)
     assert result.num_short is not None and result.num_short_reference == 0
     assert result.num_short > 9 and result.num_diverged == 2 and not result.passed

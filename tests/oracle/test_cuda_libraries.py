@@ -30,11 +30,11 @@ from magicdec.attention.varlen import VarlenBackend, as_one_text
 from magicdec.attention.varlen import missing_parts as varlen_missing
 from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.sections import KVSection
-from magicdec.drafting.policies.policy import FullKV
-from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.cache import KVCache
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import KVView, Visible, make_view
+from magicdec.speculation.policies.policy import FullKV
+from magicdec.speculation.policies.streaming_llm import StreamingLLM
 
 HEADS = [(4, 4, 64), (6, 2, 16), (8, 1, 128)]
 LIBRARIES = ["varlen", "flash_attn 2", "flash_attn 3"]

@@ -10,15 +10,15 @@ from recorder import Recorder
 
 from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.sections import KVSection
-from magicdec.console import make_progress
-from magicdec.decoding.recorder import CudaGraphs
-from magicdec.decoding.recorder import Recorder as AnyRecorder
 from magicdec.distributed.groups import Group
-from magicdec.memory.model_plan import Kinds
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.transformer import Transformer
-from magicdec.runner import ModelRunner
+from magicdec.output.console import make_progress
+from magicdec.runner.model_runner import ModelRunner
 from magicdec.setup.loading import load_model, make_backend
+from magicdec.setup.model_plan import Kinds
+from magicdec.speculation.steps.recorder import CudaGraphs
+from magicdec.speculation.steps.recorder import Recorder as AnyRecorder
 
 PAIRS = sorted(served_pairs(), key=str)
 FLOAT32_BACKENDS = sorted(list_backends(lambda c: "cuda" in c.devices and "float32" in c.dtypes))

@@ -20,7 +20,7 @@ from magicdec.config.capabilities import capabilities_of
 from magicdec.kv.cache import KVCache
 from magicdec.kv.tree import DraftTree
 from magicdec.kv.view import FULL, KVView, SinksAndWindow, Visible, make_view
-from magicdec.runner import ModelRunner
+from magicdec.runner.model_runner import ModelRunner
 
 FAMILIES = ["llama-3.1", "mistral", "bloom", "gpt2"]  # RoPE, a window, ALiBi, learned positions
 LENGTHS, NODES = [150, 7, 62], 9

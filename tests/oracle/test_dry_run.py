@@ -53,19 +53,19 @@ from magicdec.attention.triton import TritonBackend
 from magicdec.config.choices.backend import choose_graphs
 from magicdec.config.choices.choice import Choice
 from magicdec.config.sections import KVSection, SamplingSection
-from magicdec.drafting.policies.policy import make_draft_kv
-from magicdec.engine import Engine
+from magicdec.engine.engine import Engine
 from magicdec.kv.cache import BatchRows
 from magicdec.model.checkpoint.quantization import low_bit_copy
 from magicdec.model.elementwise.triton import TritonElementwise
-from magicdec.pipeline.drafter import ModelDrafter
-from magicdec.pipeline.stage import RunStage
-from magicdec.pipelined_speculation.options import Options
-from magicdec.sampling.coupled import CoupledSampling
+from magicdec.runner.sampling.coupled import CoupledSampling
+from magicdec.speculation.policies.policy import make_draft_kv
+from magicdec.systems.pipeinfer.options import Options
+from magicdec.systems.pipeinfer.path_drafter import ModelDrafter
+from magicdec.systems.stages.stage import RunStage
 
 __all__ = ["all_launches", "launches", "waits"]  # fixtures
 
-STEP = "decoding/steps._read: tolist"
+STEP = "speculation/steps/steps._read: tolist"
 LISTED = {
     STEP,
     # When models, caches and groups are made.
@@ -80,18 +80,18 @@ LISTED = {
     "kv/forward_counts.copy: tolist",
 }
 # Drafts are measured before their number is chosen.
-OF_MEASUREMENT = {"decoding/calibration._measure: tolist"}
+OF_MEASUREMENT = {"speculation/steps/calibration._measure: tolist"}
 # Whether a chain goes on under `--pa`, which captured steps refuse.
 OF_PA = {
-    "drafting/draft_kv.draft_chain: is_nonzero",
-    "drafting/model_drafter.propose: item",
+    "speculation/draft_kv.draft_chain: is_nonzero",
+    "speculation/model_drafter.propose: item",
 }
 OF_STAGES = {
     "distributed/channels/message.wait_for_stream: synchronize",
-    "pipeline/recurrent._tokens: tolist",
-    "pipeline/recurrent.judge: tolist",
-    "pipeline/stage.predict: download",
-    "pipeline/drafter._learn: tolist",
+    "systems/ring/recurrent._tokens: tolist",
+    "systems/ring/recurrent.judge: tolist",
+    "systems/stages/stage.predict: download",
+    "systems/pipeinfer/path_drafter._learn: tolist",
 }
 
 
@@ -180,8 +180,8 @@ A_STEP = {  # of a captured verification of 4 drafts, and of these
 }  # fmt: skip
 A_LIST = {"attention/triton.list_keys: ours": 1}  # of keys, where a draft does not see all
 IN_COPY = {  # the lengths in SnapKV's copies
-    "drafting/policies/snapkv._shifted: aten.index": 1,
-    "drafting/policies/snapkv._shifted: aten.add": 1,
+    "speculation/policies/snapkv._shifted: aten.index": 1,
+    "speculation/policies/snapkv._shifted: aten.add": 1,
 }
 
 

@@ -35,10 +35,10 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
+from magicdec.bench.run import roofline
 from magicdec.config.sections import KVSection
-from magicdec.cost_model import costs, roofline
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.drafting.policies.policy import FullKV
+from magicdec.hardware import costs
 from magicdec.kv.view import make_view
 from magicdec.model.block import Attend
 from magicdec.model.checkpoint.random_weights import RandomWeights
@@ -49,6 +49,7 @@ from magicdec.model.families.hf_config import ROPE_FIELDS
 from magicdec.model.linear.packed import Reduce
 from magicdec.model.positions import alibi, alibi_slopes, rope_table, rotate
 from magicdec.model.transformer import Transformer
+from magicdec.speculation.policies.policy import FullKV
 
 NAMES = list(MODELS)
 LENGTHS = [40, 7, 61]

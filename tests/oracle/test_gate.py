@@ -6,8 +6,8 @@ from itertools import pairwise
 import pytest
 from conftest import ROOT, served_pairs
 
-from magicdec.gate.cases import config_of
-from magicdec.gate.measuring import run_cases, with_threads
+from magicdec.bench.gate.cases import config_of
+from magicdec.bench.gate.measuring import run_cases, with_threads
 from magicdec.records.comparison.compare import compare, exit_code
 from magicdec.records.comparison.conditions import measured_thing
 from magicdec.records.reading import load_records

@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 import torch
 
+from magicdec.bench.gate.cases import Subject
+from magicdec.bench.gate.measuring import run_cases, with_threads
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection
-from magicdec.decoding.steps import Steps
-from magicdec.drafting.policies.retrieval import RetrievedBlocks
-from magicdec.drafting.policies.streaming_llm import StreamingLLM
-from magicdec.gate.cases import Subject
-from magicdec.gate.measuring import run_cases, with_threads
 from magicdec.names import KV_POLICIES
 from magicdec.records.comparison.compare import compare, exit_code
 from magicdec.records.comparison.exact import find_change, other_machine
 from magicdec.records.record import RunRecord
-from magicdec.sampling import model_tokens
+from magicdec.runner.sampling import model_tokens
+from magicdec.speculation.policies.retrieval import RetrievedBlocks
+from magicdec.speculation.policies.streaming_llm import StreamingLLM
+from magicdec.speculation.steps.steps import Steps
 
 SUBJECT = Subject(batch_size=4, num_batches=1, prefix_len=384, gen_len=16)
 BUDGET = 129

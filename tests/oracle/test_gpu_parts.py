@@ -27,8 +27,8 @@ from gpu_stages.results import Results
 from gpu_stages.scale import TINY, Suite
 
 from magicdec.attention import triton
-from magicdec.decoding.recorder import CudaGraphs
 from magicdec.hardware import timing
+from magicdec.speculation.steps.recorder import CudaGraphs
 
 __all__ = ["all_launches", "waits"]  # fixtures
 pytestmark = interprets

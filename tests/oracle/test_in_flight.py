@@ -29,16 +29,16 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
-from magicdec.decoding.recorder import Eager
-from magicdec.decoding.strategy import Setup, make_strategy
-from magicdec.drafting.draft_length import DraftLength, Measure
-from magicdec.drafting.forecast import Acceptance
-from magicdec.drafting.policies.policy import keep_queries
-from magicdec.engine import Engine
-from magicdec.executor.executor import Executor, Forward
-from magicdec.request import Batch, Request, Status
-from magicdec.runner import ModelRunner
-from magicdec.scheduling.plan import Limits, Plan
+from magicdec.engine.engine import Engine
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.native_steps.executor import Executor, Forward
+from magicdec.runner.request import Batch, Request, Status
+from magicdec.runner.step_plan import Limits, Plan
+from magicdec.speculation.draft_length import DraftLength, Measure
+from magicdec.speculation.forecast import Acceptance
+from magicdec.speculation.policies.policy import keep_queries
+from magicdec.speculation.steps.recorder import Eager
+from magicdec.speculation.steps.strategy import Setup, make_strategy
 
 MOST_DRAFTS, MOST_NEW, EOS = 4, 20, 7
 MAX_TOKENS = 40 + MOST_NEW + MOST_DRAFTS

@@ -13,14 +13,14 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from launches import Recorder, compile_apart
 
-from magicdec.drafting.block_kv import BlockRanges
-from magicdec.drafting.policies.streaming_llm import StreamingLLM
-from magicdec.drafting.policies.verified import VerifiedKV
 from magicdec.kv import kernel_view
 from magicdec.kv.cache import BatchRows, KVCache, Lengths
 from magicdec.kv.kernel_view import KernelView, make_kernel_view
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import FULL, KVView, Visible, make_view
+from magicdec.speculation.block_kv import BlockRanges
+from magicdec.speculation.policies.streaming_llm import StreamingLLM
+from magicdec.speculation.policies.verified import VerifiedKV
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -7,7 +7,7 @@ import pytest
 from conftest import Drive
 
 from magicdec.model.tokenizer import load_tokenizer
-from magicdec.request import Request, SamplingParams
+from magicdec.runner.request import Request, SamplingParams
 from magicdec.workload.answers import answer_scores
 from magicdec.workload.workload import build_workload
 

@@ -15,10 +15,10 @@ from lossless import speculate
 from torch import Tensor, nn
 
 from magicdec.attention.native import NativeBackend
+from magicdec.bench.run.roofline import weight_bytes
+from magicdec.bench.run.run import Run
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection, ModelSection, ParallelSection, WorkloadSection
-from magicdec.console import make_progress
-from magicdec.cost_model.roofline import weight_bytes
 from magicdec.distributed.groups import Launch
 from magicdec.model.checkpoint.quantization import channel_scales, quantize, quantize_groups
 from magicdec.model.checkpoint.weight_map import untie_head
@@ -27,7 +27,7 @@ from magicdec.model.linear import packed
 from magicdec.model.linear.packed import Int8Linear, PackedLinear, PartialLinear, library
 from magicdec.model.linear.packed import pack as pack_layer
 from magicdec.model.transformer import Transformer
-from magicdec.run.run import Run
+from magicdec.output.console import make_progress
 from magicdec.setup.prepare import prepare
 from magicdec.setup.session import RankSession
 

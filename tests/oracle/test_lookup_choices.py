@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magicdec.drafting import suffix_index
-from magicdec.drafting.suffix_index import Evidence, Lookup, Rates, SuffixIndex
+from magicdec.speculation import suffix_index
+from magicdec.speculation.suffix_index import Evidence, Lookup, Rates, SuffixIndex
 
 CLASSES = [(length, agreement) for length in range(5) for agreement in range(3)]
 Outcome = tuple[Evidence, bool]

@@ -28,14 +28,14 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
-from magicdec.device_batch import DeviceBatch
-from magicdec.drafting.draft_kv import DraftKV
-from magicdec.drafting.drafter import DraftSetup, DraftShape, make_drafter
-from magicdec.drafting.model_drafter import SelfDrafter, fold
-from magicdec.drafting.policies.streaming_llm import StreamingLLM
-from magicdec.engine import Engine
+from magicdec.engine.engine import Engine
 from magicdec.kv.cache import BatchRows, Lengths
-from magicdec.request import Batch
+from magicdec.runner.device_batch import DeviceBatch
+from magicdec.runner.request import Batch
+from magicdec.speculation.draft_kv import DraftKV
+from magicdec.speculation.drafter import DraftSetup, DraftShape, make_drafter
+from magicdec.speculation.model_drafter import SelfDrafter, fold
+from magicdec.speculation.policies.streaming_llm import StreamingLLM
 
 BACKENDS = [GroupedBackend, SDPABackend, NativeBackend]
 SMALL = replace(

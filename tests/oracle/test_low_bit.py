@@ -24,23 +24,24 @@ from torch import Tensor, nn
 from magicdec import LLM
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
+from magicdec.bench.latency.forwards import fill, make_forwards, time_once
+from magicdec.bench.latency.record import Grid
+from magicdec.bench.run import roofline
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, KVSection, ModelSection, SamplingSection
-from magicdec.cost_model import costs, roofline
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.executor.executor import Executor
-from magicdec.latency.forwards import fill, make_forwards, time_once
-from magicdec.latency.record import Grid
-from magicdec.memory.plan import Models, plan_rank
+from magicdec.hardware import costs
 from magicdec.model.checkpoint.quantization import low_bit_copy, quantize_groups
 from magicdec.model.linear import packed
 from magicdec.model.linear.packed import GROUP, Int4Linear, PackedLinear, library
 from magicdec.model.presets.presets import PRESETS
 from magicdec.model.transformer import Transformer
-from magicdec.runner import ModelRunner
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.native_steps.executor import Executor
+from magicdec.setup.memory_plan import Models, plan_rank
 
 SMALL = replace(EVERYTHING, hidden_size=64, intermediate_size=96, num_kv_heads=3)
 NO_TILES = ("-U__AMX_INT8__",)

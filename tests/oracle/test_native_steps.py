@@ -17,20 +17,20 @@ from torch import Tensor
 
 from magicdec.attention.native import NativeBackend
 from magicdec.distributed.groups import Group
-from magicdec.drafting import draft_kv
-from magicdec.drafting.draft_kv import DraftKV, draft_chain
-from magicdec.engine import Engine
-from magicdec.executor.descriptions import layer_obstacle
-from magicdec.executor.executor import Cancelled, Executor
+from magicdec.engine.engine import Engine
 from magicdec.kv.cache import BatchRows
 from magicdec.kv.tree import DraftTree
 from magicdec.kv.view import FULL, SinksAndWindow, Visible
 from magicdec.model.config import ModelConfig, RopeConfig
-from magicdec.pipeline.stage import CancelBoard, RunCancellation
-from magicdec.runner import ModelRunner
-from magicdec.sampling.metadata import SamplingMetadata
-from magicdec.sampling.model_tokens import confidence
-from magicdec.scheduling.plan import Limits
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.native_steps.descriptions import layer_obstacle
+from magicdec.runner.native_steps.executor import Cancelled, Executor
+from magicdec.runner.sampling.metadata import SamplingMetadata
+from magicdec.runner.sampling.model_tokens import confidence
+from magicdec.runner.step_plan import Limits
+from magicdec.speculation import draft_kv
+from magicdec.speculation.draft_kv import DraftKV, draft_chain
+from magicdec.systems.stages.stage import CancelBoard, RunCancellation
 
 pytestmark = pytest.mark.two_threads
 

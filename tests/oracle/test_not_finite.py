@@ -28,22 +28,22 @@ from magicdec import LLM
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
-from magicdec.decoding.recorder import Eager
-from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.channels.message import floats_of
 from magicdec.distributed.groups import Group
-from magicdec.engine import Engine
-from magicdec.executor.executor import Executor
+from magicdec.engine.engine import Engine
 from magicdec.model.presets.presets import demo_directory
 from magicdec.model.transformer import Transformer
-from magicdec.pipeline.drafter import candidate_of, pack_candidate
-from magicdec.pipeline.stage import predict
-from magicdec.pipelined_speculation.messages import Launch
-from magicdec.pipelined_speculation.options import Options
-from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
-from magicdec.request import NotFinite, Request
-from magicdec.runner import ModelRunner, greedy
-from magicdec.sampling.metadata import SamplingMetadata
+from magicdec.runner.model_runner import ModelRunner, greedy
+from magicdec.runner.native_steps.executor import Executor
+from magicdec.runner.request import NotFinite, Request
+from magicdec.runner.sampling.metadata import SamplingMetadata
+from magicdec.speculation.steps.recorder import Eager
+from magicdec.speculation.steps.strategy import Setup, make_strategy
+from magicdec.systems.pipeinfer.messages import Launch
+from magicdec.systems.pipeinfer.options import Options
+from magicdec.systems.pipeinfer.path_drafter import candidate_of, pack_candidate
+from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
+from magicdec.systems.stages.stage import predict
 
 NAN, INF = float("nan"), float("inf")
 KV = KVSection("streaming_llm", 24, 4)

@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magicdec.request import Batch, Request, SamplingParams, StepOutput
-from magicdec.scheduling.plan import Limits, Plan
-from magicdec.scheduling.scheduler import Scheduler
+from magicdec.engine.scheduler import Scheduler
+from magicdec.runner.request import Batch, Request, SamplingParams, StepOutput
+from magicdec.runner.step_plan import Limits, Plan
 
 BLOCK = 4
 

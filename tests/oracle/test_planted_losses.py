@@ -10,17 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from magicdec.bench.gate.cases import Subject
+from magicdec.bench.gate.measuring import Result, run_cases, with_threads
+from magicdec.bench.run import run
 from magicdec.cli import gate
 from magicdec.cli.flags import LoneCommand
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import KVSection
-from magicdec.gate.cases import Subject
-from magicdec.gate.measuring import Result, run_cases, with_threads
 from magicdec.kv.view import SinksAndWindow
 from magicdec.records.comparison.compare import compare, exit_code
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
-from magicdec.run import run
 
 pytestmark = pytest.mark.wide
 

@@ -46,21 +46,21 @@ from magicdec.attention import triton
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.triton import TritonBackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
-from magicdec.decoding.recorder import CudaGraphs, Eager
-from magicdec.decoding.recorder import Recorder as AnyRecorder
-from magicdec.decoding.strategy import Setup, make_strategy
-from magicdec.drafting.draft_length import DraftLength, Measure
-from magicdec.drafting.drafter import DraftModel
-from magicdec.engine import Engine
+from magicdec.engine.engine import Engine
 from magicdec.kv import kernel_view
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.model.elementwise import triton as elementwise
 from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.elementwise.triton import TritonElementwise
 from magicdec.model.linear import triton as linear
-from magicdec.request import Batch, Request
-from magicdec.runner import ModelRunner
-from magicdec.sampling.sampling import make_params
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Batch, Request
+from magicdec.runner.sampling.sampling import make_params
+from magicdec.speculation.draft_length import DraftLength, Measure
+from magicdec.speculation.drafter import DraftModel
+from magicdec.speculation.steps.recorder import CudaGraphs, Eager
+from magicdec.speculation.steps.recorder import Recorder as AnyRecorder
+from magicdec.speculation.steps.strategy import Setup, make_strategy
 
 PAIRS = sorted(served_pairs(), key=str)
 MIXED = [("ngram+self", "streaming_llm"), ("ngram+self", "snapkv"), ("ngram+model", "full")]

@@ -16,12 +16,12 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.distributed.groups import Group
-from magicdec.drafting.policies.streaming_llm import StreamingLLM
-from magicdec.drafting.rolling_runner import RollingRunner
 from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.model.elementwise.operators import apply_rope
 from magicdec.model.positions import rope_table
 from magicdec.model.transformer import Transformer
+from magicdec.speculation.policies.streaming_llm import StreamingLLM
+from magicdec.speculation.rolling_runner import RollingRunner
 
 VOCAB, MAX_TOKENS, TAIL = TINY.vocab_size, 600, 40
 BACKENDS: dict[str, Callable[[], AttentionBackend]] = {

@@ -22,13 +22,13 @@ from conftest import (
 from recorder import Recorder
 
 from magicdec.attention.native import NativeBackend, kernel
+from magicdec.bench.run.roofline import bytes_read, kv_bytes_per_token, weight_bytes
 from magicdec.config.sections import DecodingSection, KVSection
-from magicdec.cost_model.roofline import bytes_read, kv_bytes_per_token, weight_bytes
-from magicdec.decoding.strategy import Setup
-from magicdec.engine import Engine
-from magicdec.executor.executor import Executor, Forward
+from magicdec.engine.engine import Engine
 from magicdec.kv.view import WEIGHTS_BLOCK
-from magicdec.runner import ModelRunner
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.native_steps.executor import Executor, Forward
+from magicdec.speculation.steps.strategy import Setup
 
 LENGTHS = [5, 70, 1, 33]
 

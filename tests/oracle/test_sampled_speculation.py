@@ -30,21 +30,21 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
-from magicdec.decoding.recorder import Eager, Recorder
-from magicdec.decoding.strategy import Setup
-from magicdec.drafting import draft_kv
-from magicdec.drafting.draft_kv import DraftKV, draft_chain
-from magicdec.drafting.draft_length import DraftCost, FixedLength
-from magicdec.drafting.drafter import DraftPlan
-from magicdec.drafting.forecast import Acceptance
-from magicdec.drafting.mixed import MixedDrafter
-from magicdec.engine import Engine
-from magicdec.executor.executor import Executor
+from magicdec.engine.engine import Engine
 from magicdec.model.checkpoint.quantization import low_bit_copy
-from magicdec.request import Request
-from magicdec.sampling.metadata import Filters, Penalties
-from magicdec.sampling.model_tokens import Proposal, confidence
-from magicdec.sampling.sampling import make_params, probabilities, process
+from magicdec.runner.native_steps.executor import Executor
+from magicdec.runner.request import Request
+from magicdec.runner.sampling.metadata import Filters, Penalties
+from magicdec.runner.sampling.model_tokens import Proposal, confidence
+from magicdec.runner.sampling.sampling import make_params, probabilities, process
+from magicdec.speculation import draft_kv
+from magicdec.speculation.draft_kv import DraftKV, draft_chain
+from magicdec.speculation.draft_length import DraftCost, FixedLength
+from magicdec.speculation.drafter import DraftPlan
+from magicdec.speculation.forecast import Acceptance
+from magicdec.speculation.mixed import MixedDrafter
+from magicdec.speculation.steps.recorder import Eager, Recorder
+from magicdec.speculation.steps.strategy import Setup
 
 TOY = replace(TINY, vocab_size=6, bos_token_id=None, eos_token_ids=())
 PROMPT = (3, 1, 4, 1, 5, 5, 3, 0, 2, 4, 4, 1)
@@ -195,7 +195,7 @@ def test_chains_that_stop_sample_from_the_targets_distribution(
     monkeypatch.setattr(draft_kv, "confidence", noted)
     assert p_of(stopping_counts(1000, pa), expected) > ACCEPTED
     assert min(seen.values()) > 200 and len(seen) == 2, seen
-    monkeypatch.setattr("magicdec.drafting.model_drafter.draft_chain", dropping)
+    monkeypatch.setattr("magicdec.speculation.model_drafter.draft_chain", dropping)
     assert p_of(stopping_counts(1000, pa), expected) < 1e-6
 
 

@@ -11,14 +11,14 @@ from torch import Tensor
 from magicdec.attention import native
 from magicdec.attention.native import NativeBackend
 from magicdec.distributed.groups import Group
-from magicdec.drafting.observation import newest_queries, received_weights
-from magicdec.drafting.policies.snapkv import CopiedKV, SnapKV
-from magicdec.engine import Engine
-from magicdec.executor.executor import Executor
+from magicdec.engine.engine import Engine
 from magicdec.kv.cache import BatchRows
 from magicdec.kv.prompt_queries import PromptQueries
-from magicdec.request import Batch
-from magicdec.runner import ModelRunner
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.native_steps.executor import Executor
+from magicdec.runner.request import Batch
+from magicdec.speculation.observation import newest_queries, received_weights
+from magicdec.speculation.policies.snapkv import CopiedKV, SnapKV
 
 
 def expected(queries: Tensor, keys: Tensor, policy: SnapKV) -> list[set[int]]:
@@ -71,7 +71,9 @@ def test_scores_in_the_tiles_of_the_cache(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     build = native.kernel
-    monkeypatch.setattr("magicdec.executor.executor.kernel", lambda size: build(size, *flags))
+    monkeypatch.setattr(
+        "magicdec.runner.native_steps.executor.kernel", lambda size: build(size, *flags)
+    )
     model = tiny_transformer(replace(TINY, num_heads=2, num_kv_heads=2, head_dim=64))
     runner = ModelRunner(model.to(dtype), NativeBackend(), Group((0,), 0), 3, 200)
     for row in (2, 0, 1):

@@ -24,10 +24,10 @@ from test_in_flight import CASES, check_seeds
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.triton import TritonBackend
 from magicdec.config.sections import KVSection
-from magicdec.drafting.policies.policy import FullKV
-from magicdec.executor.executor import Executor
 from magicdec.kv.cache import EVICTED, KVCache
 from magicdec.kv.layout import TILE
+from magicdec.runner.native_steps.executor import Executor
+from magicdec.speculation.policies.policy import FullKV
 
 NUM_NEW, NUM_DRAFTS = 20, 4
 DRAFTS = [

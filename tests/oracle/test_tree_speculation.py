@@ -18,10 +18,10 @@ from conftest import (
 
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import KVSection, SamplingSection
-from magicdec.drafting import draft_tree
-from magicdec.drafting.draft_tree import draw_children, likeliest
-from magicdec.drafting.drafter import DraftModel
-from magicdec.request import Request
+from magicdec.runner.request import Request
+from magicdec.speculation import draft_tree
+from magicdec.speculation.draft_tree import draw_children, likeliest
+from magicdec.speculation.drafter import DraftModel
 
 Decoded = tuple[list[list[int]], list[list[int]], list[list[int]]]  # as `decode_both` returns
 

@@ -37,12 +37,12 @@ from magicdec.attention.triton import (
     load_kernels,
 )
 from magicdec.config.sections import KVSection
-from magicdec.drafting.policies.policy import FullKV
-from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.cache import KVCache
 from magicdec.kv.layout import PLAIN
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import WEIGHTS_BLOCK, make_view
+from magicdec.speculation.policies.policy import FullKV
+from magicdec.speculation.policies.streaming_llm import StreamingLLM
 
 pytest.importorskip("triton")
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -24,17 +24,17 @@ from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
-from magicdec.decoding.strategy import Setup
-from magicdec.device_batch import DeviceBatch
-from magicdec.drafting.draft_length import DraftCost, DraftLength, FixedLength, Measure
-from magicdec.drafting.drafter import DraftPlan, DraftSetup, DraftShape, make_drafter
-from magicdec.drafting.forecast import Acceptance
-from magicdec.drafting.mixed import LOOKUP_ALONE, MixedDrafter
-from magicdec.drafting.ngram import NgramDrafter
-from magicdec.engine import Engine
-from magicdec.executor.executor import Executor
-from magicdec.request import Batch, Request
-from magicdec.sampling.model_tokens import Proposal
+from magicdec.engine.engine import Engine
+from magicdec.runner.device_batch import DeviceBatch
+from magicdec.runner.native_steps.executor import Executor
+from magicdec.runner.request import Batch, Request
+from magicdec.runner.sampling.model_tokens import Proposal
+from magicdec.speculation.draft_length import DraftCost, DraftLength, FixedLength, Measure
+from magicdec.speculation.drafter import DraftPlan, DraftSetup, DraftShape, make_drafter
+from magicdec.speculation.forecast import Acceptance
+from magicdec.speculation.mixed import LOOKUP_ALONE, MixedDrafter
+from magicdec.speculation.ngram import NgramDrafter
+from magicdec.speculation.steps.strategy import Setup
 
 MOST, NEW = 5, [120, 9, 90, 61]
 

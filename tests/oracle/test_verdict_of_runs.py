@@ -14,19 +14,19 @@ from recorder import Recorder
 
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
+from magicdec.bench.run import wider
+from magicdec.bench.run.judgement import judge_again
+from magicdec.bench.run.run import execute
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
-from magicdec.decoding.recorder import Eager
-from magicdec.decoding.strategy import Setup, make_strategy
-from magicdec.decoding.witness import Witness
 from magicdec.distributed.groups import Launch
-from magicdec.engine import Engine
+from magicdec.engine.engine import Engine
 from magicdec.records.correctness import Correctness, JudgedAgain
 from magicdec.records.record import RunRecord
-from magicdec.run import wider
-from magicdec.run.judgement import judge_again
-from magicdec.run.run import execute
-from magicdec.runner import ModelRunner
+from magicdec.runner.model_runner import ModelRunner
 from magicdec.setup.prepare import prepare
+from magicdec.speculation.steps.recorder import Eager
+from magicdec.speculation.steps.strategy import Setup, make_strategy
+from magicdec.speculation.steps.witness import Witness
 
 
 @cache
@@ -198,7 +198,7 @@ def test_rows_with_unlike_numbers_of_drafts_are_judged_again(
         kept.append(witness)
         return judge_again(witness, *more)
 
-    monkeypatch.setattr("magicdec.run.run.judge_again", judge_and_keep)
+    monkeypatch.setattr("magicdec.bench.run.run.judge_again", judge_and_keep)
     config = replace(
         config,
         model=replace(config.model, linear="auto", native_steps="on"),

@@ -12,17 +12,17 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from magicdec.attention.native import NativeBackend
-from magicdec.decoding.speculative import Speculative
-from magicdec.decoding.steps import Steps
 from magicdec.distributed.groups import Group
-from magicdec.drafting.block_choice import add_mean_keys, score_blocks, top_blocks
-from magicdec.drafting.draft_length import FixedLength
-from magicdec.drafting.model_drafter import SelfDrafter
-from magicdec.drafting.policies.verified import VerifiedKV, WeighedBlocks
-from magicdec.engine import Engine
+from magicdec.engine.engine import Engine
 from magicdec.kv.view import WEIGHTS_BLOCK
-from magicdec.request import Batch
-from magicdec.runner import ModelRunner
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Batch
+from magicdec.speculation.block_choice import add_mean_keys, score_blocks, top_blocks
+from magicdec.speculation.draft_length import FixedLength
+from magicdec.speculation.model_drafter import SelfDrafter
+from magicdec.speculation.policies.verified import VerifiedKV, WeighedBlocks
+from magicdec.speculation.steps.speculative import Speculative
+from magicdec.speculation.steps.steps import Steps
 
 
 def speculative(runner: ModelRunner, reader: WeighedBlocks, num_draft_tokens: int) -> Speculative:

@@ -13,14 +13,14 @@ from tiny_families import VOCAB, stored
 from torch import Tensor
 
 from magicdec.attention.grouped import GroupedBackend
+from magicdec.bench.run.roofline import bytes_read, kv_bytes_per_token, weight_bytes
 from magicdec.config.sections import KVSection
-from magicdec.cost_model.roofline import bytes_read, kv_bytes_per_token, weight_bytes
-from magicdec.drafting.policies.policy import make_draft_kv
 from magicdec.kv.cache import BatchRows, KVCache, Lengths
 from magicdec.kv.view import KVView, make_view
 from magicdec.model.transformer import Transformer
-from magicdec.request import Batch
-from magicdec.runner import ModelRunner
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Batch
+from magicdec.speculation.policies.policy import make_draft_kv
 
 WINDOW = 56
 LENGTHS = [150, 7, 91]

@@ -19,26 +19,26 @@ from plain_choices import Tree
 from test_in_flight import RandomLength
 from torch import Tensor
 
-from magicdec import runner as runner_module
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.config.sections import DecodingSection, KVSection
-from magicdec.decoding import steps as steps_module
-from magicdec.decoding.speculative import Speculative
-from magicdec.decoding.steps import Steps
-from magicdec.decoding.strategy import Setup, make_strategy
-from magicdec.drafting.drafter import DraftModel
-from magicdec.drafting.policies.policy import keep_queries
-from magicdec.drafting.policies.snapkv import CopiedKV
-from magicdec.engine import Engine
-from magicdec.executor.executor import Executor
+from magicdec.engine.engine import Engine
 from magicdec.kv.view import KVView
 from magicdec.model.config import ModelConfig
-from magicdec.request import Batch, Request
-from magicdec.runner import ModelRunner
-from magicdec.sampling.model_tokens import Proposal
-from magicdec.sampling.verification import Judgement
-from magicdec.scheduling.plan import Limits
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.model_runner import model_runner as runner_module
+from magicdec.runner.native_steps.executor import Executor
+from magicdec.runner.request import Batch, Request
+from magicdec.runner.sampling.model_tokens import Proposal
+from magicdec.runner.sampling.verification import Judgement
+from magicdec.runner.step_plan import Limits
+from magicdec.speculation.drafter import DraftModel
+from magicdec.speculation.policies.policy import keep_queries
+from magicdec.speculation.policies.snapkv import CopiedKV
+from magicdec.speculation.steps import steps as steps_module
+from magicdec.speculation.steps.speculative import Speculative
+from magicdec.speculation.steps.steps import Steps
+from magicdec.speculation.steps.strategy import Setup, make_strategy
 
 NUM_REQUESTS, NUM_ROWS, SEED = 6, 3, 1
 MOST_NEW, MOST_DRAFTS, MOST_NODES = 30, 4, 10

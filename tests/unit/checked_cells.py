@@ -5,8 +5,8 @@ skipped."""
 import random
 from collections.abc import Sequence
 
-from magicdec.pipelined_speculation.messages import Candidate, Draft, Launch
-from magicdec.simulator.simulation import Flight, Machine
+from magicdec.predict.simulator.simulation import Flight, Machine
+from magicdec.systems.pipeinfer.messages import Candidate, Draft, Launch
 
 VOCABULARY = 11
 EMPTY = 7  # the text before the first token

@@ -16,6 +16,10 @@ import pytest
 from conftest import ROOT, Command
 
 from magicdec.attention import native
+from magicdec.bench.run import model_check
+from magicdec.bench.run.model_check import ModelCheck
+from magicdec.bench.run.run import Run
+from magicdec.bench.study.drafts import Rates
 from magicdec.cli.drivers import RUN
 from magicdec.cli.front import advice, config_of, doctor
 from magicdec.cli.front import advise as module
@@ -29,10 +33,6 @@ from magicdec.model.checkpoint import checked
 from magicdec.names import DTYPES, KV_POLICIES
 from magicdec.records.intervals import ratio_interval
 from magicdec.records.reading import load_records
-from magicdec.run import model_check
-from magicdec.run.model_check import ModelCheck
-from magicdec.run.run import Run
-from magicdec.study.drafts import Rates
 
 
 def read(*words: str) -> AdviceSection:

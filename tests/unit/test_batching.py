@@ -13,29 +13,29 @@ import torch
 from conftest import TINY, Launch, make_runner
 from fake_clock import VirtualClock
 
+from magicdec.bench.serving.measure import Measured
+from magicdec.bench.serving.metrics import ServingMetrics, serving_metrics
+from magicdec.bench.serving.prepare import check_here, prepare
+from magicdec.bench.serving.record import ServingRecord
+from magicdec.bench.serving.showing import spans_of, tables, verdict
 from magicdec.cli.serve import COMMANDS, Experiment, RecordFile
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
-from magicdec.console import Silent
-from magicdec.decoding.strategy import Setup, make_strategy
 from magicdec.distributed.groups import Group
 from magicdec.distributed.groups import Launch as Ranks
-from magicdec.engine import Engine
+from magicdec.engine.engine import Engine
+from magicdec.engine.scheduler import StepCounts
 from magicdec.hardware.timing import GroupClock
-from magicdec.memory.check import Room, needed
-from magicdec.memory.plan import Models
 from magicdec.names import BASELINE
-from magicdec.records.writing import to_json
-from magicdec.request import Request, SamplingParams, Status
-from magicdec.scheduling.scheduler import StepCounts
-from magicdec.serving import batching
-from magicdec.serving.batching import BATCHINGS, Batching
-from magicdec.serving.measure import Measured
-from magicdec.serving.metrics import ServingMetrics, serving_metrics
-from magicdec.serving.modes import Pass
-from magicdec.serving.prepare import check_here, prepare
-from magicdec.serving.record import ServingRecord
-from magicdec.serving.showing import spans_of, tables, verdict
-from magicdec.serving.system import Watch, make_requests
+from magicdec.output.console import Silent
+from magicdec.output.writing import to_json
+from magicdec.runner.request import Request, SamplingParams, Status
+from magicdec.setup.memory_check import Room, needed
+from magicdec.setup.memory_plan import Models
+from magicdec.speculation.steps.strategy import Setup, make_strategy
+from magicdec.systems import batching
+from magicdec.systems.batching import BATCHINGS, Batching
+from magicdec.systems.modes import Pass
+from magicdec.systems.system import Watch, make_requests
 
 LENGTHS = [(5, 9), (40, 3), (1, 30), (17, 1), (33, 12), (8, 20), (24, 5)]
 ARRIVALS_MS = [0, 2, 3, 30, 31, 90, 200]  # a step of the virtual clock takes 1 ms

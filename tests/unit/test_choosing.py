@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from magicdec.request import Request, SamplingParams
-from magicdec.sampling.metadata import NO_TOP_K, Filters, Penalties, SamplingMetadata
-from magicdec.sampling.randomness import Purpose
-from magicdec.sampling.sampling import probabilities, process
+from magicdec.runner.request import Request, SamplingParams
+from magicdec.runner.sampling.metadata import NO_TOP_K, Filters, Penalties, SamplingMetadata
+from magicdec.runner.sampling.randomness import Purpose
+from magicdec.runner.sampling.sampling import probabilities, process
 
 VOCAB, CPU = 20, torch.device("cpu")
 WARM = SamplingParams(9, temperature=1.0, seed=5)

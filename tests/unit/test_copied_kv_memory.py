@@ -12,23 +12,23 @@ from conftest import TINY, make_draft, make_requests, make_runner, random_prompt
 from several_ranks import generate_alone
 from threaded_pipeline import divide, serve
 
+from magicdec.bench.serving.prepare import prepare
 from magicdec.cli.serve import COMMANDS, RecordFile
 from magicdec.config.sections import KVSection
-from magicdec.console import Silent
 from magicdec.distributed.groups import Group, Launch, ParallelGroups
-from magicdec.drafting.policies.policy import make_draft_kv, make_policy
-from magicdec.drafting.policies.snapkv import CopiedKV
-from magicdec.engine import Engine
-from magicdec.pipeline.drafter import ModelDrafter
-from magicdec.pipeline.head import DraftRequest
-from magicdec.pipeline.stage import RunStage
-from magicdec.pipelined_speculation.options import Options
-from magicdec.serving.modes import Pass
-from magicdec.serving.prepare import prepare
-from magicdec.serving.speculative_pipeline import SpeculativePipeline
+from magicdec.engine.engine import Engine
+from magicdec.output.console import Silent
 from magicdec.setup.loading import LoadedModels
 from magicdec.setup.loading import make_draft as load_draft
 from magicdec.setup.prepare import Prepared
+from magicdec.speculation.policies.policy import make_draft_kv, make_policy
+from magicdec.speculation.policies.snapkv import CopiedKV
+from magicdec.systems.modes import Pass
+from magicdec.systems.pipeinfer.head import DraftRequest
+from magicdec.systems.pipeinfer.options import Options
+from magicdec.systems.pipeinfer.path_drafter import ModelDrafter
+from magicdec.systems.pipeinfer.speculative_pipeline import SpeculativePipeline
+from magicdec.systems.stages.stage import RunStage
 
 ALONE = Launch(0, 1, 0, 1)
 WINDOW = 6

@@ -9,23 +9,24 @@ from conftest import TINY, make_requests, make_runner, random_prompts, tiny_tran
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicdec.cost_model import costs, roofline
-from magicdec.cost_model.costs import Deployment
-from magicdec.cost_model.curves import Acceptance, conditional_rate, expected_tokens
-from magicdec.cost_model.speculation import (
+from magicdec.bench.run import roofline
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.engine.engine import Engine
+from magicdec.hardware import costs
+from magicdec.hardware.ceiling_file import Hardware, Link
+from magicdec.hardware.costs import Deployment
+from magicdec.model.checkpoint.weight_map import untie_head
+from magicdec.model.config import ModelConfig
+from magicdec.model.presets.presets import PRESETS
+from magicdec.model.transformer import Transformer
+from magicdec.predict.curves import Acceptance, conditional_rate, expected_tokens
+from magicdec.predict.speculation import (
     Choice,
     Speculation,
     best_gamma,
     break_even_context,
     prefill_seconds,
 )
-from magicdec.distributed.tensor_parallel import Shard
-from magicdec.engine import Engine
-from magicdec.hardware.ceiling_file import Hardware, Link
-from magicdec.model.checkpoint.weight_map import untie_head
-from magicdec.model.config import ModelConfig
-from magicdec.model.presets.presets import PRESETS
-from magicdec.model.transformer import Transformer
 
 LLAMA_2_7B = PRESETS["llama-2-7b-32k"].config
 LLAMA_31_8B = PRESETS["llama-3.1-8b"].config

@@ -16,10 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magicdec.config.sections import DecodingSection
-from magicdec.decoding import calibration
-from magicdec.decoding.calibration import measure_steps, repeated
 from magicdec.distributed.groups import Group
-from magicdec.drafting.draft_length import (
+from magicdec.runner.request import Batch, Request, SamplingParams
+from magicdec.runner.sampling.model_tokens import Proposal
+from magicdec.speculation.draft_length import (
     MARGIN,
     AutoLength,
     DraftCost,
@@ -27,15 +27,15 @@ from magicdec.drafting.draft_length import (
     FixedLength,
     make_draft_length,
 )
-from magicdec.drafting.forecast import (
+from magicdec.speculation.forecast import (
     Acceptance,
     StepTimes,
     order_statistics,
     seconds_until_done,
     tokens_of_steps,
 )
-from magicdec.request import Batch, Request, SamplingParams
-from magicdec.sampling.model_tokens import Proposal
+from magicdec.speculation.steps import calibration
+from magicdec.speculation.steps.calibration import measure_steps, repeated
 
 CPU, MOST = torch.device("cpu"), 8
 

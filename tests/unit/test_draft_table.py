@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magicdec.cli.plan import PlanSection, main, make_draft_table, make_plan
-from magicdec.cost_model.curves import drafting_of
-from magicdec.cost_model.draft_table import DraftTable
-from magicdec.cost_model.plan import PlanCell
+from magicdec.predict.curves import drafting_of
+from magicdec.predict.draft_table import DraftTable
+from magicdec.predict.plan import PlanCell
 from magicdec.records.reading import load_records
 
 BY_HAND = "--bandwidth 2039 --flops 312"

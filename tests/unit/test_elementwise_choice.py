@@ -17,7 +17,6 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DraftSection, ModelSection, ParallelSection
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.memory.model_plan import Kinds
 from magicdec.model.block import MLP, RMSNorm
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.elementwise.native import NativeElementwise
@@ -25,6 +24,7 @@ from magicdec.model.elementwise.operators import Elementwise
 from magicdec.model.transformer import Transformer
 from magicdec.names import ELEMENTWISE, load_named
 from magicdec.setup.loading import load_kind
+from magicdec.setup.model_plan import Kinds
 
 PLAIN = Machine(2)
 FAST = Machine(2, has_compiler=True, has_bfloat16_products=True)

@@ -18,7 +18,7 @@ from conftest import Command
 from magicdec.cli.serve import COMMANDS
 from magicdec.config.masking import masked
 from magicdec.distributed.groups import Launch
-from magicdec.serving.batching import Batching
+from magicdec.systems.batching import Batching
 
 ALONE = Launch(0, 1, 0, 1)
 

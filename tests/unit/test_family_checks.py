@@ -8,9 +8,9 @@ from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, DraftSection, KVSection, WorkloadSection
-from magicdec.cost_model.costs import Deployment, kv_bytes_per_token
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.ceiling_file import Hardware
+from magicdec.hardware.costs import Deployment, kv_bytes_per_token
 from magicdec.model.checkpoint.random_weights import RandomWeights
 from magicdec.model.checkpoint.source import ModelSource, expected_shapes, find_model
 from magicdec.model.config import ModelConfig, RopeConfig

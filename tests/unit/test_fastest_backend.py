@@ -9,20 +9,9 @@ from conftest import TINY
 from recorder import Recorder
 from torch import Tensor
 
-from magicdec import autotune
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.autotune import (
-    Measured,
-    Read,
-    Step,
-    choose_fastest,
-    draft_step,
-    list_candidates,
-    measure,
-    measure_read,
-    settle,
-    target_step,
-)
+from magicdec.bench.latency.forwards import largest_step
+from magicdec.bench.latency.record import Grid
 from magicdec.config.choices.choice import How
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
@@ -35,14 +24,25 @@ from magicdec.config.sections import (
     ParallelSection,
     WorkloadSection,
 )
-from magicdec.decoding.recorder import Eager
 from magicdec.distributed.groups import Group
-from magicdec.drafting.policies.streaming_llm import StreamingLLM
-from magicdec.drafting.policies.verified import VerifiedKV
 from magicdec.kv.view import FULL, KVView
-from magicdec.latency.forwards import largest_step
-from magicdec.latency.record import Grid
 from magicdec.model.config import ModelConfig
+from magicdec.setup import autotune
+from magicdec.setup.autotune import (
+    Measured,
+    Read,
+    Step,
+    choose_fastest,
+    draft_step,
+    list_candidates,
+    measure,
+    measure_read,
+    settle,
+    target_step,
+)
+from magicdec.speculation.policies.streaming_llm import StreamingLLM
+from magicdec.speculation.policies.verified import VerifiedKV
+from magicdec.speculation.steps.recorder import Eager
 
 CPU = torch.device("cpu")
 MODEL = replace(TINY, head_dim=64)

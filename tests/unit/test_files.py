@@ -12,20 +12,20 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from magicdec import files
+from magicdec.bench.study.cells import results_in
 from magicdec.config.toml_file import TomlFile
-from magicdec.files import complete_file, lines_of, open_regular, read_text
 from magicdec.hardware.ceiling_file import load_machine
 from magicdec.model.checkpoint.convert import find_damage
 from magicdec.model.checkpoint.weight_files import open_weights
 from magicdec.model.checkpoint.weight_map import read_index
 from magicdec.model.families.hf_config import load_model_config
 from magicdec.model.tokenizer import load_tokenizer
+from magicdec.output import files
+from magicdec.output.files import complete_file, lines_of, open_regular, read_text
+from magicdec.output.writing import check_writable
+from magicdec.predict.published_table import PublishedTable
 from magicdec.records.reading import read_records
 from magicdec.records.record import Record
-from magicdec.records.writing import check_writable
-from magicdec.reproduce.published_table import PublishedTable
-from magicdec.study.cells import results_in
 from magicdec.workload.books import read_books
 from magicdec.workload.request_shapes import read_trace
 

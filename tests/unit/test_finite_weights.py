@@ -25,15 +25,15 @@ from checkpoint_files import (
 from conftest import Command
 from safetensors.torch import load_file, save_file
 
-from magicdec.console import Silent
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.memory.model_plan import Kinds
 from magicdec.model.checkpoint.convert import convert, quantized
 from magicdec.model.checkpoint.finite import WeightsRefused
 from magicdec.model.checkpoint.source import find_model, load_transformer
 from magicdec.model.config import RopeConfig
+from magicdec.output.console import Silent
 from magicdec.setup.loading import load_model
+from magicdec.setup.model_plan import Kinds
 
 DOWN = "model.layers.1.mlp.down_proj.weight"
 NORM = "model.norm.weight"

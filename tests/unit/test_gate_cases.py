@@ -10,9 +10,7 @@ import pytest
 from conftest import ROOT, Command, served_pairs
 from synthetic_records import drawn, with_fields
 
-from magicdec.cli.drivers import RUN
-from magicdec.config.sections import AttentionSection, ModelSection
-from magicdec.gate.cases import (
+from magicdec.bench.gate.cases import (
     STEP_COST,
     Subject,
     config_of,
@@ -21,7 +19,9 @@ from magicdec.gate.cases import (
     quick,
     standard_cases,
 )
-from magicdec.gate.measuring import shares_of
+from magicdec.bench.gate.measuring import shares_of
+from magicdec.cli.drivers import RUN
+from magicdec.config.sections import AttentionSection, ModelSection
 from magicdec.names import DRAFTERS
 from magicdec.records.comparison.conditions import (
     describe,

@@ -20,11 +20,11 @@ import pytest
 from conftest import ROOT, Command
 from synthetic_records import drawn, with_fields
 
+from magicdec.bench.gate.cases import config_of, quick
+from magicdec.bench.gate.measuring import NO_RESULT, Result, run_cases
 from magicdec.cli import gate as gate_command
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.watching.processes import is_alive
-from magicdec.gate.cases import config_of, quick
-from magicdec.gate.measuring import NO_RESULT, Result, run_cases
 from magicdec.records.comparison.conditions import describe, method_of
 from magicdec.records.record import RunRecord
 
@@ -205,7 +205,7 @@ import sys, time
 from multiprocessing import current_process
 from pathlib import Path
 from magicdec.config.run_config import RunConfig
-from magicdec.gate import measuring
+from magicdec.bench.gate import measuring
 
 def run_cases(cases):
     Path(sys.argv[1], str(current_process().pid)).touch()

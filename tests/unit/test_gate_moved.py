@@ -13,6 +13,7 @@ import pytest
 from conftest import ROOT, Command
 from synthetic_records import drawn
 
+from magicdec.bench.gate.measuring import Result
 from magicdec.cli import gate as gate_command
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
@@ -23,7 +24,6 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.distributed.groups import Launch
-from magicdec.gate.measuring import Result
 from magicdec.records.record import RunRecord
 from magicdec.setup.prepare import prepare
 

@@ -22,7 +22,7 @@ from magicdec.hardware.environment import (
     probe_machine,
     watch_gpu,
 )
-from magicdec.memory.check import free_device_memory
+from magicdec.setup.memory_check import free_device_memory
 
 NOTHING = {"gpu_sm_mhz": None, "gpu_most_sm_mhz": None, "gpu_slowed_by": None}
 

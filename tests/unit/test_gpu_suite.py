@@ -36,7 +36,7 @@ from gpu_stages.results import Results, load_cells
 from gpu_stages.scale import FULL, TINY
 
 from magicdec.model.presets.presets import PRESETS
-from magicdec.sampling.verification import Judgement
+from magicdec.runner.sampling.verification import Judgement
 
 MADE = {"device": "cpu", "gpu": None, "torch": "2", "triton": "3", "tiny": True}
 

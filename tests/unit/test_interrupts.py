@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import pytest
 
 from magicdec.distributed.ranks import interrupting_no_child
-from magicdec.executor.interrupts import Interrupts
+from magicdec.runner.native_steps.interrupts import Interrupts
 
 
 @pytest.fixture(autouse=True)

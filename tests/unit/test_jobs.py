@@ -15,12 +15,12 @@ import pytest
 from conftest import ROOT
 from test_sweep import GRID, untimed
 
+from magicdec.bench.study.cells import config_key, file_of
+from magicdec.bench.study.study import SlurmOptions
 from magicdec.cli.sweep import parse
 from magicdec.config.setting import declared
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
-from magicdec.study.cells import config_key, file_of
-from magicdec.study.study import SlurmOptions
 
 NUM_CELLS = 24
 MISSING = [

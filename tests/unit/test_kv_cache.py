@@ -6,10 +6,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magicdec.drafting.policies.streaming_llm import StreamingLLM
 from magicdec.kv.cache import KVCache
 from magicdec.kv.layout import PLAIN, TILED, Layout
 from magicdec.kv.pool import CacheShape
+from magicdec.speculation.policies.streaming_llm import StreamingLLM
 
 
 def make_cache(

@@ -14,13 +14,13 @@ from hypothesis import strategies as st
 from test_kv_cache import make_cache
 from torch import Tensor
 
-from magicdec.drafting.block_kv import BlockRanges
-from magicdec.drafting.policies.policy import FullKV
-from magicdec.drafting.policies.streaming_llm import StreamingLLM
-from magicdec.drafting.policies.verified import VerifiedKV
 from magicdec.kv.cache import BatchRows, KVCache, Lengths
 from magicdec.kv.tree import DraftTree
 from magicdec.kv.view import FULL, WEIGHTS_BLOCK, KVView, SinksAndWindow, Visible, make_view
+from magicdec.speculation.block_kv import BlockRanges
+from magicdec.speculation.policies.policy import FullKV
+from magicdec.speculation.policies.streaming_llm import StreamingLLM
+from magicdec.speculation.policies.verified import VerifiedKV
 
 ROW_TOKENS = 80
 

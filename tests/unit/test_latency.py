@@ -13,17 +13,8 @@ from recorder import Recorder
 from torch import Tensor
 
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.cli.latency import parse
-from magicdec.config.machine import Machine
-from magicdec.config.resolve import resolve
-from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import AttentionSection, KVSection, ModelSection
-from magicdec.decoding.recorder import Eager
-from magicdec.distributed.groups import Group, Launch
-from magicdec.drafting.policies.verified import VerifiedKV
-from magicdec.executor.executor import Watch
-from magicdec.latency import forwards
-from magicdec.latency.forwards import (
+from magicdec.bench.latency import forwards
+from magicdec.bench.latency.forwards import (
     check_grid_memory,
     fill,
     make_forwards,
@@ -31,8 +22,17 @@ from magicdec.latency.forwards import (
     time_once,
     time_place,
 )
-from magicdec.latency.record import Cell, Grid, summarise
-from magicdec.memory.plan import Models
+from magicdec.bench.latency.record import Cell, Grid, summarise
+from magicdec.cli.latency import parse
+from magicdec.config.machine import Machine
+from magicdec.config.resolve import resolve
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import AttentionSection, KVSection, ModelSection
+from magicdec.distributed.groups import Group, Launch
+from magicdec.runner.native_steps.executor import Watch
+from magicdec.setup.memory_plan import Models
+from magicdec.speculation.policies.verified import VerifiedKV
+from magicdec.speculation.steps.recorder import Eager
 
 SMALL = {"num_sink_tokens": 4, "window_size": 8}
 DRAFTS = tuple(

@@ -18,7 +18,7 @@ from magicdec.distributed.layer_split import (
     split_layers,
 )
 from magicdec.distributed.layout import StageGrid, make_grid
-from magicdec.pipeline.auto_split import RankTimes, choose_split
+from magicdec.systems.stages.auto_split import RankTimes, choose_split
 
 
 @pytest.mark.parametrize(
@@ -150,7 +150,7 @@ def choose(
     def exchange(launch: Launch, text: str, topic: str) -> list[str]:
         return [text, *map(json.dumps, others)]
 
-    monkeypatch.setattr("magicdec.pipeline.auto_split.exchange_texts", exchange)
+    monkeypatch.setattr("magicdec.systems.stages.auto_split.exchange_texts", exchange)
     launch, grid = Launch(0, ranks, 0, 1), StageGrid(2, ranks // 2)
     stages = stages or [grid.ranks_of(stage) for stage in range(2)]
     return choose_split(asked, stages, 12, launch, "given", lambda: first)

@@ -15,9 +15,9 @@ from synthetic_records import drawn
 from test_compare import failed, make, write
 from test_record import RECORDS
 
+from magicdec.bench.report.listing import SETTINGS, settings
 from magicdec.records.reading import load_records, parse_line
 from magicdec.records.record import RunRecord, append_record
-from magicdec.report.listing import SETTINGS, settings
 
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
 BEST = drawn(budget=129)

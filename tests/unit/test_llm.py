@@ -8,7 +8,7 @@ from conftest import ROOT, random_prompts
 
 from magicdec import LLM
 from magicdec.config.sections import KVSection, SamplingSection
-from magicdec.request import Request, SamplingParams
+from magicdec.runner.request import Request, SamplingParams
 
 PROMPTS = random_prompts([5, 70, 1, 33], 97)
 

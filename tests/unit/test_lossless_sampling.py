@@ -13,12 +13,12 @@ from chi_squared import ACCEPTED, REFUSED, p_value
 from torch import Tensor
 
 from magicdec.config.sections import SamplingSection
-from magicdec.request import Request
-from magicdec.sampling.coupled import FEW, CoupledSampling, perturb
-from magicdec.sampling.metadata import Draws, Filters, Penalties, SamplingMetadata
-from magicdec.sampling.randomness import Purpose, derive_seed, exponentials
-from magicdec.sampling.sampling import make_params, probabilities, process, sample
-from magicdec.sampling.verification import verify
+from magicdec.runner.request import Request
+from magicdec.runner.sampling.coupled import FEW, CoupledSampling, perturb
+from magicdec.runner.sampling.metadata import Draws, Filters, Penalties, SamplingMetadata
+from magicdec.runner.sampling.randomness import Purpose, derive_seed, exponentials
+from magicdec.runner.sampling.sampling import make_params, probabilities, process, sample
+from magicdec.runner.sampling.verification import verify
 
 CPU = torch.device("cpu")
 VOCAB, FIRST = 6, 2  # FIRST: the prompt's only token

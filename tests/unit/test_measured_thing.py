@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 from synthetic_records import drawn, parse_record
 
+from magicdec.bench.report.listing import settings
+from magicdec.bench.study.cells import config_key
 from magicdec.config.sections import KVSection
-from magicdec.drafting.policies.policy import make_policy
 from magicdec.names import KV_POLICIES
 from magicdec.records.comparison.compare import compare
 from magicdec.records.comparison.conditions import measured_thing
 from magicdec.records.table import method
-from magicdec.report.listing import settings
-from magicdec.study.cells import config_key
+from magicdec.speculation.policies.policy import make_policy
 
 
 def of(policy: str, drafter: str = "self", **settings: Any) -> dict[str, Any]:

@@ -20,6 +20,10 @@ from fake_clock import Clock
 from identities import check_record
 from pretend_cuda import DEVICE, Event, OnDevice, waits
 
+from magicdec.bench.run import run as run_module
+from magicdec.bench.run.roofline import weight_bytes
+from magicdec.bench.run.run import execute
+from magicdec.bench.study.cells import config_key, make_cells
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     AttentionSection,
@@ -30,19 +34,15 @@ from magicdec.config.sections import (
     ParallelSection,
     WorkloadSection,
 )
-from magicdec.cost_model.roofline import weight_bytes
-from magicdec.decoding.strategy import Phase, Setup
 from magicdec.distributed.groups import Group, Launch
-from magicdec.drafting.draft_length import DraftLength
 from magicdec.hardware import timing
 from magicdec.hardware.timing import PhaseTimer
 from magicdec.records.record import RunRecord
-from magicdec.request import Batch, StepOutput
-from magicdec.run import run as run_module
-from magicdec.run.run import execute
-from magicdec.runner import ModelRunner
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Batch, StepOutput
 from magicdec.setup.prepare import prepare
-from magicdec.study.cells import config_key, make_cells
+from magicdec.speculation.draft_length import DraftLength
+from magicdec.speculation.steps.strategy import Phase, Setup
 
 PROMPT, CHUNK, NEW = 20, 8, 7
 PREFILL_S = [[0.2, 0.1], [0.3, 0.3], [0.2, 0.5]]  # by batch and row

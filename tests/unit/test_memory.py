@@ -27,6 +27,8 @@ from torch.profiler import ProfilerActivity, profile
 from magicdec.attention.backend import AttentionBackend
 from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.sdpa import SDPABackend
+from magicdec.bench.run.run import Run, execute
+from magicdec.bench.serving.prepare import prepare as prepare_serving
 from magicdec.cli.drivers import TargetSection
 from magicdec.cli.serve import COMMANDS, RecordFile
 from magicdec.config.choices.choice import Choice
@@ -44,14 +46,19 @@ from magicdec.config.sections import (
     ParallelSection,
     WorkloadSection,
 )
-from magicdec.cost_model.costs import stored_bytes
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.drafting.policies.policy import keep_queries, make_draft_kv, make_policy
-from magicdec.engine import Engine
-from magicdec.memory.check import check_memory, free_host_memory, largest, needed
-from magicdec.memory.model_plan import Kinds, ModelPlan, StagePart
-from magicdec.memory.plan import (
+from magicdec.engine.engine import Engine
+from magicdec.hardware.costs import stored_bytes
+from magicdec.model.checkpoint.weight_map import untie_head
+from magicdec.model.linear.packed import Int8Linear, Linear, PackedLinear, exchange
+from magicdec.model.presets.presets import PRESETS
+from magicdec.model.transformer import Transformer
+from magicdec.records.reading import load_records
+from magicdec.runner.request import Batch
+from magicdec.setup import loading, prepare
+from magicdec.setup.memory_check import check_memory, free_host_memory, largest, needed
+from magicdec.setup.memory_plan import (
     Models,
     first_choice_bytes,
     forward_bytes,
@@ -59,16 +66,9 @@ from magicdec.memory.plan import (
     plan_rank,
     working_bytes,
 )
-from magicdec.model.checkpoint.weight_map import untie_head
-from magicdec.model.linear.packed import Int8Linear, Linear, PackedLinear, exchange
-from magicdec.model.presets.presets import PRESETS
-from magicdec.model.transformer import Transformer
-from magicdec.records.reading import load_records
-from magicdec.request import Batch
-from magicdec.run.run import Run, execute
-from magicdec.serving.modes import Pass
-from magicdec.serving.prepare import prepare as prepare_serving
-from magicdec.setup import loading, prepare
+from magicdec.setup.model_plan import Kinds, ModelPlan, StagePart
+from magicdec.speculation.policies.policy import keep_queries, make_draft_kv, make_policy
+from magicdec.systems.modes import Pass
 
 ALONE = Launch(0, 1, 0, 1)
 SMALL = WorkloadSection(

@@ -22,7 +22,7 @@ from magicdec.records.metrics import (
 )
 from magicdec.records.performance import Metrics
 from magicdec.records.samples import PassSamples, PrefillSamples
-from magicdec.request import Request, SamplingParams, StepOutput
+from magicdec.runner.request import Request, SamplingParams, StepOutput
 
 
 def finished(num_output: int, finished_s: float | None) -> Request:

@@ -12,12 +12,12 @@ import transformers
 from conftest import Command
 from tiny_families import SIZES
 
+from magicdec.bench.run import model_check
+from magicdec.bench.run.model_check import ModelCheck, check_model, text_lengths
 from magicdec.model.checkpoint import checked
 from magicdec.model.checkpoint.convert import convert, quantized
 from magicdec.model.checkpoint.source import find_model
 from magicdec.model.presets.presets import demo_directory
-from magicdec.run import model_check
-from magicdec.run.model_check import ModelCheck, check_model, text_lengths
 
 LLAMA3 = {
     "rope_type": "llama3",

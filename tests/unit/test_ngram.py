@@ -10,12 +10,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from magicdec.config.sections import DecodingSection
-from magicdec.device_batch import DeviceBatch
-from magicdec.drafting import suffix_index
-from magicdec.drafting.draft_length import LOOKUP, DraftCost, FixedLength
-from magicdec.drafting.drafter import DraftShape
-from magicdec.drafting.ngram import NgramDrafter, best_length
-from magicdec.drafting.suffix_index import (
+from magicdec.runner.device_batch import DeviceBatch
+from magicdec.runner.request import Batch
+from magicdec.speculation import suffix_index
+from magicdec.speculation.draft_length import LOOKUP, DraftCost, FixedLength
+from magicdec.speculation.drafter import DraftShape
+from magicdec.speculation.ngram import NgramDrafter, best_length
+from magicdec.speculation.suffix_index import (
     LEAST_MATCH,
     MOST_MATCH,
     MOST_PLACES,
@@ -23,7 +24,6 @@ from magicdec.drafting.suffix_index import (
     Rates,
     SuffixIndex,
 )
-from magicdec.request import Batch
 
 TEXT = st.lists(st.integers(0, 3), min_size=1, max_size=60)
 CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ from conftest import Command
 from test_advise import machine_file
 from test_record import small
 
+from magicdec.bench.run.outcome import Outcome
 from magicdec.cli import report
 from magicdec.hardware import other_load
 from magicdec.hardware.other_load import (
@@ -20,7 +21,6 @@ from magicdec.hardware.other_load import (
     warn_of_load,
 )
 from magicdec.records.environment import Environment
-from magicdec.run.outcome import Outcome
 
 RANKS, OTHER = (100, 101), 900  # children of the launcher 99, and a program of somebody else
 SECONDS = 10

@@ -14,20 +14,20 @@ from conftest import Command
 from test_compare import make
 from test_pipeline_command import finished, observed
 
+from magicdec.bench.serving.metrics import serving_metrics
+from magicdec.bench.serving.record import ServingRecord
+from magicdec.bench.serving.showing import verdict
 from magicdec.cli import compare, plan, simulate
 from magicdec.cli.front import config_of
 from magicdec.cli.parsing.record_files import TABLES, commands_of
+from magicdec.engine.scheduler import StepCounts
 from magicdec.names import RECORDS, load_named
-from magicdec.pipeline.metrics import speculation_metrics
-from magicdec.pipelined_speculation.scheduler import Counts
+from magicdec.output.tables import print_tables
 from magicdec.records.reading import load_records, read_records
 from magicdec.records.record import SCHEMA_VERSION
-from magicdec.request import Moves
-from magicdec.scheduling.scheduler import StepCounts
-from magicdec.serving.metrics import serving_metrics
-from magicdec.serving.record import ServingRecord
-from magicdec.serving.showing import verdict
-from magicdec.tables import print_tables
+from magicdec.runner.request import Moves
+from magicdec.systems.pipeinfer.scheduler import Counts
+from magicdec.systems.stages.metrics import speculation_metrics
 
 OPTIONS: dict[str, Any] = {
     "num_requests": 2, "arrival": "burst", "gen_len": 4, "batch_size": 1, "goodput": {},

@@ -16,6 +16,7 @@ from synthetic_records import parse_record
 from test_record import PASSED, run_record
 from test_session import PARALLEL
 
+from magicdec.bench.run.run import Run, execute
 from magicdec.cli.serve import COMMANDS
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
@@ -26,7 +27,7 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.distributed.groups import Launch
-from magicdec.engine import Engine
+from magicdec.engine.engine import Engine
 from magicdec.hardware import threads as threads_module
 from magicdec.hardware.threads import (
     RankThreads,
@@ -35,15 +36,14 @@ from magicdec.hardware.threads import (
     num_threads,
     use_threads,
 )
-from magicdec.pipeline.stage import StageLoop
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
-from magicdec.run.run import Run, execute
-from magicdec.serving.batching import Batching, of_first_rank_alone
-from magicdec.serving.modes import Pass
-from magicdec.serving.options import ServeOptions
-from magicdec.serving.ring import OpenRing, Ring
 from magicdec.setup.prepare import prepare
+from magicdec.systems.batching import Batching, of_first_rank_alone
+from magicdec.systems.modes import Pass
+from magicdec.systems.options import ServeOptions
+from magicdec.systems.ring.ring import OpenRing, Ring
+from magicdec.systems.stages.stage import StageLoop
 
 ALONE = Launch(0, 1, 0, 1)
 COMMITTED = (

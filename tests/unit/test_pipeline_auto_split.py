@@ -13,10 +13,10 @@ from serving_command import prepare_as
 
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.layout import Layout, make_layout
-from magicdec.pipeline.auto_split import STEPS, DecodeStep, RankTimes
-from magicdec.pipeline.stage import RunStage
-from magicdec.serving.modes import Pass
-from magicdec.serving.speculative_pipeline import RunTiming, SpeculativePipeline
+from magicdec.systems.modes import Pass
+from magicdec.systems.pipeinfer.speculative_pipeline import RunTiming, SpeculativePipeline
+from magicdec.systems.stages.auto_split import STEPS, DecodeStep, RankTimes
+from magicdec.systems.stages.stage import RunStage
 
 WORDS = ("--num_requests", "2", "--threads", "1")
 NGRAM = ("--gamma", "3", "--draft", "ngram")
@@ -112,7 +112,7 @@ def timing_of(alone: SpeculativePipeline, layout: Layout) -> RunTiming:
 def test_each_rank_times_a_layer_and_its_own_end_of_the_model(
     alone: SpeculativePipeline, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("magicdec.pipeline.auto_split.ROUNDS", 1)
+    monkeypatch.setattr("magicdec.systems.stages.auto_split.ROUNDS", 1)
     computed = list[tuple[object, ...]]()
     compute = RunStage.compute
 

@@ -9,18 +9,18 @@ import torch
 from conftest import make_requests
 from serving_command import prepare_as
 
-from magicdec.console import make_progress
+from magicdec.bench.serving.metrics import ServingMetrics, serving_metrics
 from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.distributed.layout import Layout, make_layout
-from magicdec.pipeline.metrics import Observed, speculation_metrics
-from magicdec.pipeline.spans import Span, What
-from magicdec.pipelined_speculation.scheduler import Counts
-from magicdec.request import Moves, Request
-from magicdec.scheduling.scheduler import StepCounts
-from magicdec.serving.metrics import ServingMetrics, serving_metrics
-from magicdec.serving.modes import Pass
-from magicdec.serving.speculative_pipeline import SpeculativePipeline
+from magicdec.engine.scheduler import StepCounts
+from magicdec.output.console import make_progress
+from magicdec.runner.request import Moves, Request
 from magicdec.setup.loading import LoadedModels, make_draft
+from magicdec.systems.modes import Pass
+from magicdec.systems.pipeinfer.scheduler import Counts
+from magicdec.systems.pipeinfer.speculative_pipeline import SpeculativePipeline
+from magicdec.systems.stages.metrics import Observed, speculation_metrics
+from magicdec.systems.stages.spans import Span, What
 
 EMULATED = ("--emulate_stage_ms", "20", "--emulate_acceptance", "0.5", "--modes", "async")
 

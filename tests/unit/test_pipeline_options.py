@@ -12,14 +12,14 @@ import pytest
 import torch
 from serving_command import parse_as, prepare_as
 
+from magicdec.bench.serving.prepare import PreparedServing
 from magicdec.distributed.groups import Launch
-from magicdec.memory.model_plan import max_tokens
-from magicdec.pipeline.auto_split import DecodeStep, RingTiming
-from magicdec.pipeline.metrics import DraftCounts, StageUse, ring_metrics
-from magicdec.pipeline.stage import Stage
-from magicdec.serving.modes import Pass
-from magicdec.serving.prepare import PreparedServing
-from magicdec.serving.ring import Ring
+from magicdec.setup.model_plan import max_tokens
+from magicdec.systems.modes import Pass
+from magicdec.systems.ring.ring import Ring
+from magicdec.systems.stages.auto_split import DecodeStep, RingTiming
+from magicdec.systems.stages.metrics import DraftCounts, StageUse, ring_metrics
+from magicdec.systems.stages.stage import Stage
 
 FOUR = ("--num_requests", "4")
 
@@ -115,7 +115,7 @@ def test_one_rank_has_no_tensor_parallelism_to_compare_with(tmp_path: Path) -> N
 
 def test_times_of_layers_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is measured has no bounds, so only its order is known: the first stage does more."""
-    monkeypatch.setattr("magicdec.pipeline.auto_split.ROUNDS", 1)
+    monkeypatch.setattr("magicdec.systems.stages.auto_split.ROUNDS", 1)
     ring = prepared(tmp_path, "--layer_split", "auto", world_size=1).system_of(Pass.named("ring"))
     assert isinstance(ring, Ring)
     assert ring.layer_split == "6" and ring.split == ""

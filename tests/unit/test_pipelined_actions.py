@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from magicdec.pipelined_speculation.messages import (
+from magicdec.systems.pipeinfer.messages import (
     Action,
     Cancel,
     Candidate,
@@ -12,9 +12,9 @@ from magicdec.pipelined_speculation.messages import (
     Draft,
     Launch,
 )
-from magicdec.pipelined_speculation.options import Options
-from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
-from magicdec.pipelined_speculation.sequence import Adjustment
+from magicdec.systems.pipeinfer.options import Options
+from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
+from magicdec.systems.pipeinfer.sequence import Adjustment
 
 
 def begun(eos: int = -1, **settings: Any) -> PipelinedScheduler:

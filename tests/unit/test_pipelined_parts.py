@@ -14,17 +14,17 @@ from magicdec.distributed.channels.message import (
     DUE,
     Loopback,
 )
-from magicdec.pipeline.drafter import (
+from magicdec.runner.request import Request, Status
+from magicdec.systems.pipeinfer.head import there
+from magicdec.systems.pipeinfer.messages import Candidate
+from magicdec.systems.pipeinfer.options import Options
+from magicdec.systems.pipeinfer.path_drafter import (
     DraftRequest,
     LookupDrafter,
     ScriptedDrafter,
 )
-from magicdec.pipeline.head import there
-from magicdec.pipeline.spans import What
-from magicdec.pipeline.stage import CancelBoard, Canceller, listen
-from magicdec.pipelined_speculation.messages import Candidate
-from magicdec.pipelined_speculation.options import Options
-from magicdec.request import Request, Status
+from magicdec.systems.stages.spans import What
+from magicdec.systems.stages.stage import CancelBoard, Canceller, listen
 
 
 def test_every_stage_hears_of_every_cancellation() -> None:

@@ -23,7 +23,11 @@ from threaded_pipeline import FakeStage, Served, divide, serve
 
 from magicdec.config.sections import KVSection, SamplingSection
 from magicdec.model.transformer import Transformer
-from magicdec.pipeline.drafter import (
+from magicdec.runner.request import Request
+from magicdec.runner.sampling.coupled import CoupledSampling
+from magicdec.setup.loading import make_backend
+from magicdec.systems.pipeinfer.options import Options
+from magicdec.systems.pipeinfer.path_drafter import (
     Drafter,
     DraftRequest,
     LookupDrafter,
@@ -32,12 +36,8 @@ from magicdec.pipeline.drafter import (
     candidate_of,
     pack_candidate,
 )
-from magicdec.pipeline.spans import Span, What
-from magicdec.pipeline.stage import SLOTS, CancelBoard, Canceller, RunStage
-from magicdec.pipelined_speculation.options import Options
-from magicdec.request import Request
-from magicdec.sampling.coupled import CoupledSampling
-from magicdec.setup.loading import make_backend
+from magicdec.systems.stages.spans import Span, What
+from magicdec.systems.stages.stage import SLOTS, CancelBoard, Canceller, RunStage
 
 LENGTHS, NEW, MAX_TOKENS, CHUNK = [5, 40, 1, 33], [20, 9, 20, 14], 90, 16
 PATIENCE_S = 60.0

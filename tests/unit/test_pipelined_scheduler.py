@@ -7,17 +7,17 @@ from collections.abc import Sequence as Tokens
 import pytest
 from checked_cells import VOCABULARY, CheckedModels, generate
 
-from magicdec.pipelined_speculation.messages import (
+from magicdec.predict.simulator.simulation import Machine, Simulation, Trace
+from magicdec.systems.pipeinfer.messages import (
     Action,
     Cancel,
     Candidate,
     Commit,
     Launch,
 )
-from magicdec.pipelined_speculation.options import Options
-from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
-from magicdec.pipelined_speculation.sequence import Sequence
-from magicdec.simulator.simulation import Machine, Simulation, Trace
+from magicdec.systems.pipeinfer.options import Options
+from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
+from magicdec.systems.pipeinfer.sequence import Sequence
 
 ACCEPTANCE = (0.0, 0.3, 0.7, 1.0)
 BLOCK = 250  # schedules of a test; the wide tier has 20 such tests

@@ -13,15 +13,15 @@ from synthetic_records import parse_record
 
 from magicdec.cli import plan
 from magicdec.cli.plan import PlanSection
-from magicdec.cost_model.curves import (
+from magicdec.hardware.ceiling_file import Hardware, Link, MachineFile
+from magicdec.predict.curves import (
     conditional_rate,
     drafting_of,
     find_conditional,
     find_curves,
     is_plain,
 )
-from magicdec.cost_model.speculation import Choice
-from magicdec.hardware.ceiling_file import Hardware, Link, MachineFile
+from magicdec.predict.speculation import Choice
 from magicdec.records.reading import load_records
 
 BASELINES = Path(__file__).parents[2] / "results" / "baselines" / "acceptance.jsonl"

@@ -15,7 +15,7 @@ sys.path.insert(0, {str(SCRIPT.parent)!r})
 from faults.fault import Fault, Property
 from plant_faults import plant
 test = "test_measurement.py::test_the_bandwidth_is_the_larger_of_those_before_and_after"
-file, text = "run/run.py", "bandwidth = max("
+file, text = "bench/run/run.py", "bandwidth = max("
 faults = [("harmless", text, text + " "), ("lost", "bandwidth = largest(", ""),
           ("wrong", text, "bandwidth = min("), ("syntax", text, "bandwidth = max((")]
 faults = tuple(Fault(name, file, *texts) for name, *texts in faults)
@@ -56,7 +56,7 @@ def test_every_fault_is_seen() -> None:
 @pytest.mark.wide
 def test_a_fault_that_no_test_sees_is_named() -> None:
     """And one whose text is not there any more, and one that leaves no code to test."""
-    done, file = plant("-c", CONTROL), "run/run.py"
+    done, file = plant("-c", CONTROL), "bench/run/run.py"
     lines = [line for line in done.stdout.splitlines() if f" {file} " in line]
     verdicts = [line.split("test_")[0].split() for line in lines]
     assert verdicts == [

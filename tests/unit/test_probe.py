@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 
-from magicdec import probe
 from magicdec.cli import probe as command
 from magicdec.cli.plan import MAX_GAMMA
 from magicdec.config.machine import Machine
@@ -18,6 +17,7 @@ from magicdec.config.sections import ParallelSection
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.ceiling_file import Hardware, Link, MachineFile, load_machine
 from magicdec.names import DTYPES
+from magicdec.predict import probe
 
 MACHINE = MachineFile(
     {"cpu": "a", "gpu": None, "world_size": 2, "threads": 1, "collectives": "gloo"},

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from magicdec import console as progress
-from magicdec.console import LINE_EVERY_S, Bar, Lines, Silent, make_progress
-from magicdec.study.progress import StudyProgress
+from magicdec.bench.study.progress import StudyProgress
+from magicdec.output import console as progress
+from magicdec.output.console import LINE_EVERY_S, Bar, Lines, Silent, make_progress
 
 
 class Clock:

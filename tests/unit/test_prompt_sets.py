@@ -13,8 +13,8 @@ from serving_command import parse_as, prepare_as
 from test_workload import BOS, build
 
 from magicdec.config.sections import SamplingSection
-from magicdec.serving.speculative_pipeline import SpeculativePipeline
-from magicdec.serving.system import make_requests
+from magicdec.systems.pipeinfer.speculative_pipeline import SpeculativePipeline
+from magicdec.systems.system import make_requests
 from magicdec.workload.books import read_prompts
 from magicdec.workload.prompt_sets import PLACEHOLDER, cut_middle
 

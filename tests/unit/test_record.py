@@ -20,14 +20,13 @@ from conftest import TINY
 from identities import check_record
 from synthetic_samples import pass_samples
 
+from magicdec.bench.run.outcome import Measured, make_record
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, DraftSection
 from magicdec.distributed.groups import Launch
 from magicdec.hardware.environment import describe_environment
-from magicdec.memory.plan import MemoryPlan
-from magicdec.memory.sampler import MemoryTaken, describe_memory
 from magicdec.model.checkpoint.source import ModelSource
 from magicdec.records.correctness import (
     Correctness,
@@ -40,8 +39,9 @@ from magicdec.records.performance import Metrics
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord, append_record
 from magicdec.records.samples import PassSamples, PrefillSamples
-from magicdec.request import Request, SamplingParams
-from magicdec.run.outcome import Measured, make_record
+from magicdec.runner.request import Request, SamplingParams
+from magicdec.setup.memory_plan import MemoryPlan
+from magicdec.setup.memory_sampler import MemoryTaken, describe_memory
 from magicdec.setup.prepare import Prepared
 from magicdec.workload.answers import Answer, Continuation
 from magicdec.workload.workload import Workload

@@ -18,7 +18,7 @@ from synthetic_records import parse_record
 from test_record import RECORDS, small
 
 from magicdec import names
-from magicdec.latency.record import LatencyRecord, Row, tables
+from magicdec.bench.latency.record import LatencyRecord, Row, tables
 from magicdec.names import load_named
 from magicdec.records.fields import described_fields, description_of, without_none
 from magicdec.records.performance import Metrics

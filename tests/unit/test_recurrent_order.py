@@ -22,8 +22,6 @@ from fake_clock import VirtualClock
 from two_stages import serve_with_drafts
 
 from magicdec.config.sections import DecodingSection, KVSection
-from magicdec.decoding.strategy import Setup
-from magicdec.device_batch import DeviceBatch
 from magicdec.distributed.channels.message import (
     DUE,
     ChannelReceiver,
@@ -37,17 +35,19 @@ from magicdec.distributed.channels.message import (
     Traffic,
 )
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.drafting.drafter import Drafter, DraftPlan, DraftSetup, DraftShape
-from magicdec.drafting.ngram import NgramDrafter
-from magicdec.engine import Engine
+from magicdec.engine.engine import Engine
 from magicdec.model.emulated import EmulatedModel
-from magicdec.pipeline.metrics import DraftCounts
-from magicdec.pipeline.recurrent import RecurrentPipeline, Speculation, most_under_way
-from magicdec.pipeline.stage import VERIFY, WANTED, Stage
-from magicdec.request import Request
-from magicdec.runner import ModelRunner
-from magicdec.sampling.model_tokens import Proposal
-from magicdec.scheduling.plan import Limits
+from magicdec.runner.device_batch import DeviceBatch
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Request
+from magicdec.runner.sampling.model_tokens import Proposal
+from magicdec.runner.step_plan import Limits
+from magicdec.speculation.drafter import Drafter, DraftPlan, DraftSetup, DraftShape
+from magicdec.speculation.ngram import NgramDrafter
+from magicdec.speculation.steps.strategy import Setup
+from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation, most_under_way
+from magicdec.systems.stages.metrics import DraftCounts
+from magicdec.systems.stages.stage import VERIFY, WANTED, Stage
 
 FORM = MessageForm(TINY.hidden_size, torch.float32, 4)
 CHUNK, LIMITS = 8, Limits(60, prefill_tokens=16)

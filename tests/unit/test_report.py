@@ -19,15 +19,22 @@ from matplotlib.text import Text
 from synthetic_records import parse_record
 from test_compare import failed, write
 
+from magicdec.bench.report.figures.panels import (
+    Drawn,
+    choose,
+    make_axes,
+    put_title,
+    several,
+    summarize,
+)
+from magicdec.bench.report.figures.passes import drafting_share, draw_by_budget, pareto
+from magicdec.bench.report.frame import Row, frame_of, report_rows
+from magicdec.bench.report.listing import command_of
+from magicdec.bench.report.tables import ranges
 from magicdec.cli.records import report as report_command
-from magicdec.figures import styled
 from magicdec.names import BASELINE
+from magicdec.output.figures import styled
 from magicdec.records.reading import load_records
-from magicdec.report.figures.panels import Drawn, choose, make_axes, put_title, several, summarize
-from magicdec.report.figures.passes import drafting_share, draw_by_budget, pareto
-from magicdec.report.frame import Row, frame_of, report_rows
-from magicdec.report.listing import command_of
-from magicdec.report.tables import ranges
 
 BASELINES = ROOT / "results" / "baselines" / "acceptance.jsonl"
 RAW = [json.loads(record.to_json()) for record in load_records(BASELINES)]

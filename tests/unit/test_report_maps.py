@@ -9,9 +9,8 @@ from matplotlib.collections import QuadMesh
 from matplotlib.patches import Rectangle
 from test_report import row
 
-from magicdec.figures import styled
-from magicdec.report.figures.panels import Drawn, Form
-from magicdec.report.figures.passes import (
+from magicdec.bench.report.figures.panels import Drawn, Form
+from magicdec.bench.report.figures.passes import (
     CLAIM,
     DOUBTFUL,
     HOLDS,
@@ -23,7 +22,8 @@ from magicdec.report.figures.passes import (
     draw_roofline,
     draw_speedup,
 )
-from magicdec.report.frame import Row, frame_of
+from magicdec.bench.report.frame import Row, frame_of
+from magicdec.output.figures import styled
 
 # What two runs of one panel must have in common, written out here so that no entry of the figures'
 # own lists can be lost.

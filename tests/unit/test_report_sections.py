@@ -16,13 +16,13 @@ from test_pass_records import measured, record
 from test_pipeline_command import finished
 from test_report import links, rows, variant
 
+from magicdec.bench.serving.metrics import serving_metrics
+from magicdec.bench.serving.record import occupancy_of
 from magicdec.cli import records
-from magicdec.pipeline.metrics import StageUse, ring_metrics
-from magicdec.pipeline.spans import Span, What
-from magicdec.request import Moves
-from magicdec.scheduling.scheduler import StepCounts
-from magicdec.serving.metrics import serving_metrics
-from magicdec.serving.record import occupancy_of
+from magicdec.engine.scheduler import StepCounts
+from magicdec.runner.request import Moves
+from magicdec.systems.stages.metrics import StageUse, ring_metrics
+from magicdec.systems.stages.spans import Span, What
 
 
 def served(name: str, seconds: float, **workload: object) -> dict[str, Any]:

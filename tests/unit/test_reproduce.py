@@ -20,9 +20,8 @@ from test_gate_coverage import wait_for
 from magicdec.cli.front import reproduce
 from magicdec.distributed.ranks import Ended
 from magicdec.distributed.watching.processes import is_alive
-from magicdec.records.reading import load_records
-from magicdec.reproduce import published_table
-from magicdec.reproduce.published_table import (
+from magicdec.predict import published_table
+from magicdec.predict.published_table import (
     COLUMNS,
     TABLES,
     Missing,
@@ -31,6 +30,7 @@ from magicdec.reproduce.published_table import (
     command_of,
     read_measured,
 )
+from magicdec.records.reading import load_records
 
 PAPER = published_table.PACKAGED
 NAME = "magicdec_speedups_h100"

@@ -11,17 +11,7 @@ from conftest import TINY, make_requests, make_runner
 from fake_clock import Clock
 from test_recurrent_order import CHUNK, LIMITS, Ring
 
-from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message, Traffic
-from magicdec.distributed.tensor_parallel import Shard
-from magicdec.model.emulated import EmulatedModel
-from magicdec.pipeline import clocks
-from magicdec.pipeline.clocks import Ahead
-from magicdec.pipeline.metrics import uses_of
-from magicdec.pipeline.recurrent import RecurrentPipeline
-from magicdec.pipeline.spans import Span, Spans, What
-from magicdec.pipeline.stage import Stage, StageLoop
-from magicdec.request import Request
-from magicdec.serving.showing import (
+from magicdec.bench.serving.showing import (
     HEAD,
     OF_STAGES,
     PROMPT,
@@ -29,7 +19,17 @@ from magicdec.serving.showing import (
     stages_panel,
     trace_events,
 )
-from magicdec.serving.system import Trace
+from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message, Traffic
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.model.emulated import EmulatedModel
+from magicdec.runner.request import Request
+from magicdec.systems.ring.recurrent import RecurrentPipeline
+from magicdec.systems.stages import clocks
+from magicdec.systems.stages.clocks import Ahead
+from magicdec.systems.stages.metrics import uses_of
+from magicdec.systems.stages.spans import Span, Spans, What
+from magicdec.systems.stages.stage import Stage, StageLoop
+from magicdec.systems.system import Trace
 
 
 def served() -> tuple[RecurrentPipeline, list[Request]]:

@@ -21,11 +21,11 @@ from transformers.generation import (
 from magicdec.cli.drivers import RUN
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import SamplingSection
-from magicdec.request import Request, SamplingParams
-from magicdec.sampling.metadata import NO_TOP_K, Draws, Filters, Penalties
-from magicdec.sampling.randomness import Purpose, derive_seed, splitmix64, uniforms
-from magicdec.sampling.sampling import by_selection, by_sorting, make_params, process, sample
-from magicdec.sampling.sampling import probabilities as filtered
+from magicdec.runner.request import Request, SamplingParams
+from magicdec.runner.sampling.metadata import NO_TOP_K, Draws, Filters, Penalties
+from magicdec.runner.sampling.randomness import Purpose, derive_seed, splitmix64, uniforms
+from magicdec.runner.sampling.sampling import by_selection, by_sorting, make_params, process, sample
+from magicdec.runner.sampling.sampling import probabilities as filtered
 
 VOCAB = 50
 BELOW_ONE = math.nextafter(1.0, 0.0)

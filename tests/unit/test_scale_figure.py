@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 from conftest import ROOT
 
-from magicdec.pipelined_speculation.options import Options
-from magicdec.simulator.run import Work, run_mode
-from magicdec.simulator.simulation import Machine
+from magicdec.predict.simulator.run import Work, run_mode
+from magicdec.predict.simulator.simulation import Machine
+from magicdec.systems.pipeinfer.options import Options
 
 
 @pytest.fixture

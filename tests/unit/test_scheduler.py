@@ -16,10 +16,10 @@ from fake_clock import VirtualClock
 from hypothesis import given
 from hypothesis import strategies as st
 
-from magicdec.engine import Engine
-from magicdec.request import Batch, Request, SamplingParams, Status, StepOutput
-from magicdec.scheduling.plan import Limits, Plan
-from magicdec.scheduling.scheduler import Scheduler
+from magicdec.engine.engine import Engine
+from magicdec.engine.scheduler import Scheduler
+from magicdec.runner.request import Batch, Request, SamplingParams, Status, StepOutput
+from magicdec.runner.step_plan import Limits, Plan
 
 EOS = 99
 
@@ -197,7 +197,7 @@ def test_outputs_do_not_depend_on_the_tokens_per_step(
 
 
 def test_the_scheduler_imports_no_torch() -> None:
-    code = "import sys, magicdec.scheduling.scheduler; sys.exit('torch' in sys.modules)"
+    code = "import sys, magicdec.engine.scheduler; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=HANG).returncode == 0
 
 

@@ -15,24 +15,24 @@ import torch
 from conftest import Launch
 from fake_clock import VirtualClock
 
+from magicdec.bench.serving import measure
+from magicdec.bench.serving.record import ServingRecord
+from magicdec.bench.serving.showing import tables
 from magicdec.cli import serve
 from magicdec.cli.serve import COMMANDS
 from magicdec.config.run_config import RunConfig
-from magicdec.console import Progress
 from magicdec.distributed.groups import Launch as Ranks
 from magicdec.hardware.threads import RankThreads
-from magicdec.memory.model_plan import ModelPlan
+from magicdec.output.console import Progress
+from magicdec.output.tables import text_of
 from magicdec.records.reading import parse_line
-from magicdec.request import Batch, Request
-from magicdec.scheduling.plan import Plan
-from magicdec.serving import measure
-from magicdec.serving.batching import Batching
-from magicdec.serving.modes import MODES, NAMES, Drafts, Pass
-from magicdec.serving.record import ServingRecord
-from magicdec.serving.showing import tables
-from magicdec.serving.system import WARM_UP_TOKENS, Extras, System, Watch
+from magicdec.runner.request import Batch, Request
+from magicdec.runner.step_plan import Plan
+from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import SetupCache
-from magicdec.tables import text_of
+from magicdec.systems.batching import Batching
+from magicdec.systems.modes import MODES, NAMES, Drafts, Pass
+from magicdec.systems.system import WARM_UP_TOKENS, Extras, System, Watch
 
 ALONE = Ranks(0, 1, 0, 1)
 UNUSED = "does nothing here: no mode of --modes"

@@ -6,16 +6,16 @@ from dataclasses import fields, replace
 
 import pytest
 
-from magicdec.request import Batch, Moves, Request, SamplingParams
-from magicdec.scheduling.plan import Part, Plan
-from magicdec.scheduling.scheduler import StepCounts
-from magicdec.serving.metrics import (
+from magicdec.bench.serving.metrics import (
     ServingMetrics,
     serving_metrics,
 )
-from magicdec.serving.options import GOODPUT_OF, parse_goodput
-from magicdec.serving.record import RequestRecord, describe_requests
-from magicdec.serving.showing import DECODE, PREFILL, WAITING, spans_of
+from magicdec.bench.serving.record import RequestRecord, describe_requests
+from magicdec.bench.serving.showing import DECODE, PREFILL, WAITING, spans_of
+from magicdec.engine.scheduler import StepCounts
+from magicdec.runner.request import Batch, Moves, Request, SamplingParams
+from magicdec.runner.step_plan import Part, Plan
+from magicdec.systems.options import GOODPUT_OF, parse_goodput
 
 
 def finished(number: int, arrived_s: float, token_times_s: list[float]) -> Request:

@@ -10,13 +10,9 @@ import numpy as np
 import pytest
 
 from magicdec.cli.simulate import main
-from magicdec.cost_model.curves import conditional_rate
-from magicdec.pipelined_speculation.emulated_drafts import draw_right
-from magicdec.pipelined_speculation.messages import Launch
-from magicdec.pipelined_speculation.options import Options
-from magicdec.pipelined_speculation.scheduler import Counts
-from magicdec.simulator.run import MODES, SimulatedMetrics, Work, measure, run_mode
-from magicdec.simulator.simulation import (
+from magicdec.predict.curves import conditional_rate
+from magicdec.predict.simulator.run import MODES, SimulatedMetrics, Work, measure, run_mode
+from magicdec.predict.simulator.simulation import (
     RESULT_BYTES,
     VOID_BYTES,
     Cluster,
@@ -24,6 +20,10 @@ from magicdec.simulator.simulation import (
     Pipeline,
     divisions,
 )
+from magicdec.systems.pipeinfer.emulated_drafts import draw_right
+from magicdec.systems.pipeinfer.messages import Launch
+from magicdec.systems.pipeinfer.options import Options
+from magicdec.systems.pipeinfer.scheduler import Counts
 
 FOUR = Machine((0.02,) * 4, link_s=0.001, cancel_s=0.001, draft_s=0.004)
 ROUND_S = 0.084  # four stages, three links between them and one back to the head

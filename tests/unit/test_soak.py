@@ -8,7 +8,7 @@ from conftest import ROOT
 
 from magicdec.cli.serve import COMMANDS
 from magicdec.distributed.groups import Launch
-from magicdec.serving.modes import SPECULATIVE
+from magicdec.systems.modes import SPECULATIVE
 
 sys.path.insert(0, str(ROOT / "scripts"))
 from soak.choices import draw

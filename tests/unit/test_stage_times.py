@@ -20,15 +20,16 @@ from torch import Tensor
 from magicdec.distributed.channels.message import DUE, Ends, Kind, Message, Traffic
 from magicdec.distributed.layout import Layout
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.executor.executor import Cancellation
 from magicdec.model.emulated import EmulatedModel
-from magicdec.pipeline import recurrent, stage
-from magicdec.pipeline.metrics import Observed, StageUse, speculation_metrics, uses_of
-from magicdec.pipeline.recurrent import RecurrentPipeline, Speculation
-from magicdec.pipeline.spans import Span, Spans, What
-from magicdec.pipeline.stage import VERIFY, WANTED, CancelBoard, Stage, StageLoop
-from magicdec.pipelined_speculation.messages import Launch
-from magicdec.pipelined_speculation.scheduler import Counts
+from magicdec.runner.native_steps.executor import Cancellation
+from magicdec.systems.pipeinfer.messages import Launch
+from magicdec.systems.pipeinfer.scheduler import Counts
+from magicdec.systems.ring import recurrent
+from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation
+from magicdec.systems.stages import stage
+from magicdec.systems.stages.metrics import Observed, StageUse, speculation_metrics, uses_of
+from magicdec.systems.stages.spans import Span, Spans, What
+from magicdec.systems.stages.stage import VERIFY, WANTED, CancelBoard, Stage, StageLoop
 
 STAGE_S, LINK_S, LATE_S = 0.5, 0.25, 0.125
 

@@ -16,6 +16,8 @@ from identities import check_metrics
 from synthetic_records import drawn
 from synthetic_samples import pass_samples
 
+from magicdec.bench.report.frame import frame_of, report_rows
+from magicdec.bench.report.page import stalls_line
 from magicdec.cli.records import table as table_command
 from magicdec.records.metrics import (
     add_speedup,
@@ -31,8 +33,6 @@ from magicdec.records.renewing import renewed
 from magicdec.records.samples import PassSamples
 from magicdec.records.stalls import FEWEST, Steps
 from magicdec.records.table import stalls_in, table_of
-from magicdec.report.frame import frame_of, report_rows
-from magicdec.report.page import stalls_line
 
 Step = tuple[float, int, int, int]
 """Milliseconds, forwards, draft tokens and rows."""

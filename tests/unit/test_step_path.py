@@ -17,12 +17,12 @@ from conftest import Command, make_requests, make_runner, random_prompts, tiny_t
 import magicdec
 from magicdec.attention.native import NativeBackend
 from magicdec.config.sections import DecodingSection, KVSection
-from magicdec.decoding.strategy import Setup, make_strategy
-from magicdec.engine import Engine
+from magicdec.engine.engine import Engine
+from magicdec.speculation.steps.strategy import Setup, make_strategy
 
 PACKAGE = Path(magicdec.__file__).parent
 CARRIERS = "distributed/channels/carriers.py"  # which messages between two ranks pass, on both
-DRAFT_STEP = {"pipeline/drafter.py", "drafting/suffix_index.py"}
+DRAFT_STEP = {"systems/pipeinfer/path_drafter.py", "speculation/suffix_index.py"}
 
 
 @dataclass
@@ -43,8 +43,8 @@ class Way:
         if event not in ("call", "return") or not path.is_relative_to(PACKAGE):
             return
         name, is_call = str(path.relative_to(PACKAGE)), event == "call"
-        depth, is_runner = getattr(self.below, "depth", 0), name == "runner.py"
-        self.num_tokens += is_call and (name, code.co_name) == ("request.py", "append")
+        depth, is_runner = getattr(self.below, "depth", 0), name == "runner/model_runner.py"
+        self.num_tokens += is_call and (name, code.co_name) == ("runner/request.py", "append")
         is_there = self.first <= self.num_tokens < self.last or not self.last
         is_below = self.last > 0 and depth > 0 and not is_runner
         if is_call and is_there and not is_below and not name.startswith("model/"):
@@ -85,16 +85,20 @@ def test_a_step_runs_code_of_few_files(strategy: str, most: int) -> None:
     way = Way()
     with way.watching():
         decoder.step(batch)
-    assert {"decoding/steps.py", "runner.py", "attention/native.py"} <= way.files
+    assert {
+        "speculation/steps/steps.py",
+        "runner/model_runner.py",
+        "attention/native.py",
+    } <= way.files
     assert len(way.files) <= most, f"{len(way.files)} files: {', '.join(sorted(way.files))}"
 
 
 @pytest.mark.parametrize(
     ("mode", "passed", "others"),
     [
-        pytest.param("inflight", "engine.py", set(), id="a request in flight"),
-        pytest.param("ring", "pipeline/recurrent.py", {CARRIERS}, id="a message of a ring"),
-        pytest.param("async", "pipeline/head.py", {CARRIERS}, id="a run of the pipeline"),
+        pytest.param("inflight", "engine/engine.py", set(), id="a request in flight"),
+        pytest.param("ring", "systems/ring/recurrent.py", {CARRIERS}, id="a message of a ring"),
+        pytest.param("async", "systems/pipeinfer/head.py", {CARRIERS}, id="a run of the pipeline"),
     ],
 )
 def test_from_one_token_to_the_next_a_request_passes_few_files(
@@ -111,5 +115,5 @@ def test_from_one_token_to_the_next_a_request_passes_few_files(
         )  # fmt: skip
     assert ended.code == 0, ended.err
     files = way.files - DRAFT_STEP | others
-    assert {passed, "runner.py", "request.py"} <= files
+    assert {passed, "runner/model_runner.py", "runner/request.py"} <= files
     assert len(files) <= 12, f"{len(files)} files: {', '.join(sorted(files))}"

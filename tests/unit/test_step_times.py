@@ -18,18 +18,18 @@ from conftest import (
 from fake_clock import Device, Event
 from torch import Tensor
 
+from magicdec.bench.latency import forwards
+from magicdec.bench.run.resident import warm_up_prefill
 from magicdec.config.sections import DecodingSection, KVSection
-from magicdec.decoding.strategy import Setup
 from magicdec.distributed.groups import Group
-from magicdec.drafting.draft_length import FixedLength
-from magicdec.engine import Engine
+from magicdec.engine.engine import Engine
 from magicdec.hardware.timing import PhaseTimer
 from magicdec.kv.forward_counts import ForwardCounts
-from magicdec.latency import forwards
-from magicdec.prefill import TimeStamps
-from magicdec.request import Batch
-from magicdec.run.resident import warm_up_prefill
-from magicdec.runner import ModelRunner
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.prefill import TimeStamps
+from magicdec.runner.request import Batch
+from magicdec.speculation.draft_length import FixedLength
+from magicdec.speculation.steps.strategy import Setup
 
 FORWARD_S, READ_S = 0.5, 0.25
 GAMMA, NUM_NEW = 2, 7

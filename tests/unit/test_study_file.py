@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from magicdec.bench.study.study import Settings
 from magicdec.cli.sweep import make_configs, parse
 from magicdec.config.run_config import RunConfig
-from magicdec.study.study import Settings
 
 
 def configs(*argv: str) -> list[RunConfig]:

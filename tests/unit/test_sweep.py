@@ -10,6 +10,14 @@ from typing import Any
 import pytest
 from conftest import Launch
 
+from magicdec.bench.run.run import execute
+from magicdec.bench.study import progress
+from magicdec.bench.study import sweep as sweep_module
+from magicdec.bench.study.cells import Cell, config_key
+from magicdec.bench.study.plan import StudyPlan, make_plan
+from magicdec.bench.study.progress import StudyProgress
+from magicdec.bench.study.study import Settings
+from magicdec.bench.study.sweep import Sweep
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     AttentionSection,
@@ -21,23 +29,15 @@ from magicdec.config.sections import (
     SamplingSection,
     WorkloadSection,
 )
-from magicdec.console import Silent
 from magicdec.distributed import groups
-from magicdec.engine import Engine
+from magicdec.engine.engine import Engine
 from magicdec.hardware import timing
+from magicdec.output.console import Silent
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord
-from magicdec.run.run import execute
 from magicdec.setup import loading
 from magicdec.setup import prepare as preparing
 from magicdec.setup.prepare import prepare
-from magicdec.study import progress
-from magicdec.study import sweep as sweep_module
-from magicdec.study.cells import Cell, config_key
-from magicdec.study.plan import StudyPlan, make_plan
-from magicdec.study.progress import StudyProgress
-from magicdec.study.study import Settings
-from magicdec.study.sweep import Sweep
 
 ALONE = groups.Launch(0, 1, 0, 1)
 BUDGET, SINKS = 40, 4

@@ -6,8 +6,8 @@ import pytest
 from rich.console import Console
 from rich.table import Table as RichTable
 
-from magicdec import tables
-from magicdec.tables import Column, Table
+from magicdec.output import tables
+from magicdec.output.tables import Column, Table
 
 WORDS = ("demo", "streaming_llm 257", "self-speculation", "größer", "東京の本", "a\nb c", "", "x  ")
 NUMBERS = ("1", "2.50±0.10", "1,234,567.89", "", "0.7\n0.8")

@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from magicdec import tables
-from magicdec.console import escape_what_has_no_code
-from magicdec.figures import FORMATS, saved_figure
+from magicdec.output import tables
+from magicdec.output.console import escape_what_has_no_code
+from magicdec.output.figures import FORMATS, saved_figure
+from magicdec.output.tables import RULE, Column, Line, Shown, Table, print_tables
 from magicdec.records.fields import Part, recorded
 from magicdec.records.metric_tables import metric_columns, metric_rows
-from magicdec.tables import RULE, Column, Line, Shown, Table, print_tables
 
 TABLE = Table(
     (Column("", is_text=True, key="name"), "tokens/s", "share"),

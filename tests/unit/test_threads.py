@@ -22,9 +22,9 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.layout import Layout
 from magicdec.hardware.threads import ThreadCount
 from magicdec.kernels.build import share_openmp
-from magicdec.pipeline.head import PipelineRank, connect_ranks
-from magicdec.pipelined_speculation.options import Options
-from magicdec.pipelined_speculation.scheduler import PipelinedScheduler
+from magicdec.systems.pipeinfer.head import PipelineRank, connect_ranks
+from magicdec.systems.pipeinfer.options import Options
+from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
 
 
 def host(cores: int, ranks: range, world_size: int) -> Machine:

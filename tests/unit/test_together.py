@@ -11,18 +11,18 @@ import pytest
 from identities import check_record
 from test_sweep import base, variants
 
+from magicdec.bench.run.run import Run
+from magicdec.bench.run.together import OutOfTime
+from magicdec.bench.study import drafts as module
+from magicdec.bench.study import progress
+from magicdec.bench.study.drafts import DraftTrials, Found, Rates, fitting, smaller
+from magicdec.bench.study.progress import PassProgress
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import WorkloadSection
-from magicdec.console import Advance, Silent
 from magicdec.distributed.groups import Launch
-from magicdec.engine import Engine
+from magicdec.engine.engine import Engine
 from magicdec.names import BASELINE
-from magicdec.run.run import Run
-from magicdec.run.together import OutOfTime
-from magicdec.study import drafts as module
-from magicdec.study import progress
-from magicdec.study.drafts import DraftTrials, Found, Rates, fitting, smaller
-from magicdec.study.progress import PassProgress
+from magicdec.output.console import Advance, Silent
 
 ALONE = Launch(0, 1, 0, 1)
 BATCHES = 3

@@ -34,7 +34,7 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.shared_memory import SLOT_BYTES
 from magicdec.distributed.watching.processes import PeerLost, Processes
 from magicdec.hardware.environment import free_bytes, shared_memory_obstacle
-from magicdec.memory.check import sharing_ranks
+from magicdec.setup.memory_check import sharing_ranks
 
 TWO_GPUS = Machine(
     num_cpus=8, world_size=2, local_world_size=2, has_cuda=True, num_gpus=2, has_compiler=True,

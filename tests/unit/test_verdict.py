@@ -10,13 +10,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from magicdec.bench.run.forwards import ALARM, Errors, judge_errors, pairs_of
+from magicdec.bench.run.judgement import ends_elsewhere, first_wrong, judge_again, walks
 from magicdec.config.tree_shape import TreeShape, parse_expansion
-from magicdec.decoding.witness import KeptStep, Witness
 from magicdec.distributed.groups import Group
 from magicdec.records.correctness import Correctness, ForwardErrors, JudgedAgain
-from magicdec.request import Request, SamplingParams
-from magicdec.run.forwards import ALARM, Errors, judge_errors, pairs_of
-from magicdec.run.judgement import ends_elsewhere, first_wrong, judge_again, walks
+from magicdec.runner.request import Request, SamplingParams
+from magicdec.speculation.steps.witness import KeptStep, Witness
 
 SIZE = 8  # of the vocabulary
 RUNNER: Any = SimpleNamespace(

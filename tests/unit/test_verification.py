@@ -13,13 +13,13 @@ from test_lossless_sampling import chain
 from torch import Tensor
 
 from magicdec.config.tree_shape import TreeShape, parse_expansion
-from magicdec.request import SamplingParams
-from magicdec.sampling import verification as tree_verification
-from magicdec.sampling.metadata import Filters
-from magicdec.sampling.model_tokens import Proposal, join
-from magicdec.sampling.randomness import Purpose, uniforms
-from magicdec.sampling.sampling import probabilities, sample
-from magicdec.sampling.verification import (
+from magicdec.runner.request import SamplingParams
+from magicdec.runner.sampling import verification as tree_verification
+from magicdec.runner.sampling.metadata import Filters
+from magicdec.runner.sampling.model_tokens import Proposal, join
+from magicdec.runner.sampling.randomness import Purpose, uniforms
+from magicdec.runner.sampling.sampling import probabilities, sample
+from magicdec.runner.sampling.verification import (
     Judgement,
     child_table,
     count_accepted,

@@ -8,13 +8,13 @@ import pytest
 from fake_clock import Clock
 from torch import Tensor
 
+from magicdec.bench.serving.measure import Measured
+from magicdec.bench.serving.prepare import prepare
 from magicdec.cli.serve import COMMANDS, RecordFile
 from magicdec.distributed.groups import Launch
-from magicdec.pipeline.head import Head
-from magicdec.pipeline.spans import What
-from magicdec.pipeline.stage import Stage
-from magicdec.serving.measure import Measured
-from magicdec.serving.prepare import prepare
+from magicdec.systems.pipeinfer.head import Head
+from magicdec.systems.stages.spans import What
+from magicdec.systems.stages.stage import Stage
 
 ALONE, NUM_NEW, NUM_REQUESTS, NUM_LAYERS = Launch(0, 1, 0, 1), 8, 2, 2
 

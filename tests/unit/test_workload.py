@@ -14,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from magicdec.request import Request, SamplingParams
+from magicdec.runner.request import Request, SamplingParams
 from magicdec.workload import workload as module
 from magicdec.workload.answers import (
     LEAST_PREFIX,

@@ -13,13 +13,13 @@ from conftest import HANG, ROOT, Command, Launch
 from matplotlib.figure import Figure
 from test_record import RECORDS
 
-from magicdec import gantt
+from magicdec.bench.run.outcome import Outcome
 from magicdec.cli import report
 from magicdec.config.sections import OutputSection
-from magicdec.gantt import Bar, Look, Panel
+from magicdec.output import gantt
+from magicdec.output.gantt import Bar, Look, Panel
+from magicdec.output.writing import append_line, check_writable, write_text
 from magicdec.records.reading import load_records
-from magicdec.records.writing import append_line, check_writable, write_text
-from magicdec.run.outcome import Outcome
 from magicdec.setup.prepare import Prepared
 
 FULL = Path("/dev/full")
@@ -74,7 +74,7 @@ def test_a_line_that_is_written_in_parts_is_whole(
 APPENDING = """
 import os, sys, time
 from pathlib import Path
-from magicdec.records.writing import append_line
+from magicdec.output.writing import append_line
 
 def write_part(file, data, write=os.write):
     time.sleep(0.002)  # the other program gets in between

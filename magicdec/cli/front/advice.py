@@ -16,7 +16,7 @@ from magicdec.records.record import RunRecord
 
 if TYPE_CHECKING:
     from magicdec.cli.front.advise import AdviceSection
-    from magicdec.cost_model.plan import Plan
+    from magicdec.predict.plan import Plan
 
 CLOSE = 0.15  # a plan within this share of the measurement is said to agree with it
 LONGEST = 16  # the plan looks at contexts of up to so many times the measured one

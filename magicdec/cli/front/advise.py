@@ -6,8 +6,9 @@ command to run.
     magicdec advise --model checkpoints/Llama-3.2-1B --dataset books.jsonl --nproc 2
 
 All drafts are measured in one process, or on the ranks of `--nproc`, with one prefill and one
-baseline (`study/drafts.py`), and the machine as `magicdec probe` does. The prediction is that of
-`magicdec plan`. What is done when the user, or the time of `--time`, ends it is kept and reported.
+baseline (`bench/study/drafts.py`), and the machine as `magicdec probe` does. The prediction is
+that of `magicdec plan`. What is done when the user, or the time of `--time`, ends it is kept and
+reported.
 """
 
 from __future__ import annotations
@@ -46,7 +47,6 @@ from magicdec.config.sections import (
     WorkloadSection,
 )
 from magicdec.config.setting import same, setting
-from magicdec.console import make_progress
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import LAUNCHER, find_world_size, has_lost_launcher
 from magicdec.distributed.watching.watch import stop_watching, watch_ranks
@@ -54,13 +54,14 @@ from magicdec.hardware.ceiling_file import MachineFile, load_machine, load_quiet
 from magicdec.hardware.other_load import warn_of_load
 from magicdec.model.checkpoint.hub import with_local_models
 from magicdec.names import DEFAULT_KV_POLICY, FULL_KV_POLICY, KV_POLICIES, LOW_BIT, NGRAM_AND
-from magicdec.pipelined_speculation.options import Options
+from magicdec.output.console import make_progress
+from magicdec.output.writing import check_writable
 from magicdec.records.record import RunRecord, append_records
 from magicdec.records.table import method
-from magicdec.records.writing import check_writable
+from magicdec.systems.pipeinfer.options import Options
 
 if TYPE_CHECKING:
-    from magicdec.study.drafts import Found, Rates
+    from magicdec.bench.study.drafts import Found, Rates
 
 # The ways to draft that are tried if `--draft` names their draft. What drafts for itself is tried
 # with every `--budget`, or with the largest if it has flags of its own.
@@ -235,9 +236,9 @@ class Advice:
 
     def give(self, configs: dict[str, RunConfig]) -> int:
         """Measure, report and return the exit code."""
+        from magicdec.bench.study.drafts import DraftTrials
+        from magicdec.bench.study.progress import PassProgress
         from magicdec.distributed.start import close_groups
-        from magicdec.study.drafts import DraftTrials
-        from magicdec.study.progress import PassProgress
 
         watch_ranks(self.launch)
         has_rates = self.find_rates(next(iter(configs.values())))
@@ -280,7 +281,7 @@ class Advice:
         """Measure the rates of the machine, on all ranks."""
         from magicdec.config.resolve import resolve
         from magicdec.hardware.environment import probe_machine
-        from magicdec.probe import measure_in
+        from magicdec.predict.probe import measure_in
         from magicdec.setup.session import RankSession
 
         if self.is_leader:
@@ -294,7 +295,7 @@ class Advice:
 
     def cut_down(self, configs: dict[str, RunConfig], rates: Rates) -> dict[str, RunConfig]:
         """The runs with a workload for which there is time."""
-        from magicdec.study.drafts import fitting
+        from magicdec.bench.study.drafts import fitting
 
         assert self.deadline_s is not None
         asked = next(iter(configs.values())).workload
@@ -318,7 +319,7 @@ class Advice:
     def report(self, found: Found, has_rates: bool) -> None:
         """Keep the records, and say what they and the plan say. Raises ValueError if they say
         nothing."""
-        from magicdec.study.progress import shown
+        from magicdec.bench.study.progress import shown
 
         args, records = self.args, found.records
         if not records and found.is_interrupted:
@@ -369,9 +370,9 @@ def compare_model(name: str, args: AdviceSection, launch: Launch) -> None:
     """Compare the model with that of transformers unless this was done before, since all that
     follows is measured with the model as it was loaded. The process that the user started does so.
     Raises ValueError if the two differ."""
+    from magicdec.bench.run.model_check import check_model
     from magicdec.model.checkpoint.checked import DIFFERS, TOLD, is_exempt, outcome_of
     from magicdec.model.checkpoint.source import find_model
-    from magicdec.run.model_check import check_model
 
     if launch.rank != 0 or LAUNCHER in os.environ:
         return

@@ -35,7 +35,7 @@ class CheckSection:
 
 def check(values: Values) -> int:
     args: CheckSection = values.sections["check"]
-    from magicdec.run.model_check import check_model
+    from magicdec.bench.run.model_check import check_model
 
     found = check_model(args.model, args.time_s, lambda line: print(line, flush=True))
     sys.stdout.flush()

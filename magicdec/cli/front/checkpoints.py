@@ -150,8 +150,8 @@ def convert_or_verify(values: Values) -> int:
 def write_one_file(
     flag: str, directory: Path, out: Path, dtype: str | None, is_quantized: bool
 ) -> None:
-    from magicdec.console import make_progress
     from magicdec.model.checkpoint.convert import convert, find_checkpoint, quantized
+    from magicdec.output.console import make_progress
 
     source = find_checkpoint(flag, directory)
     if is_quantized:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from magicdec.bench.report.listing import command_of
 from magicdec.cli.commands import parser_of
 from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.ignored import why_ignored
@@ -21,10 +22,9 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import MODEL_PREFIX, NONE, WrittenSection
 from magicdec.config.setting import Declared, same, setting
 from magicdec.config.toml_file import to_toml
+from magicdec.output.writing import write_text
 from magicdec.records.reading import read_records
 from magicdec.records.record import MeasuredRecord, Record, RunRecord
-from magicdec.records.writing import write_text
-from magicdec.report.listing import command_of
 
 # The commands that make records of which there are files.
 COMMANDS = {"run": "run", "plan": "plan", "simulation": "simulate"}

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.parser import Values
-from magicdec.console import labelled
 from magicdec.distributed.groups import Launch
+from magicdec.output.console import labelled
 
 if TYPE_CHECKING:
     from magicdec.config.machine import Machine

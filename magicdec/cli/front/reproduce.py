@@ -19,11 +19,11 @@ from magicdec.cli.parsing.parser import Values
 from magicdec.config.sections import OutputSection
 from magicdec.config.setting import same, setting
 from magicdec.distributed.ranks import is_launched
-from magicdec.records.writing import check_writable
-from magicdec.reproduce.published_table import TABLES
+from magicdec.output.writing import check_writable
+from magicdec.predict.published_table import TABLES
 
 if TYPE_CHECKING:
-    from magicdec.reproduce.published_table import PublishedTable
+    from magicdec.predict.published_table import PublishedTable
 
 WRITTEN = Path("results/reproduce")
 
@@ -61,7 +61,7 @@ def reproduce(values: Values) -> int:
     args = values[TableSection]
     if args.table is None or args.predict or args.commands:
         values.refuse_given(["table.out"], "nothing runs")
-    from magicdec.reproduce.published_table import PublishedTable, print_tables
+    from magicdec.predict.published_table import PublishedTable, print_tables
 
     if args.table is None:
         print_tables(args.tables)

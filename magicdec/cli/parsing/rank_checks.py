@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import flag_of
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.serving.modes import RING, SPECULATIVE
+from magicdec.systems.modes import RING, SPECULATIVE
 
 if TYPE_CHECKING:
     from magicdec.model.checkpoint.source import ModelSource
-    from magicdec.serving.options import ServeOptions
+    from magicdec.systems.options import ServeOptions
 
 
 def check_heads(config: RunConfig, nproc: int) -> None:
@@ -30,7 +30,7 @@ def check_nproc(config: RunConfig, options: ServeOptions, nproc: int) -> None:
     """Raises ValueError if the ranks cannot divide the model as the modes of `magicdec serve`
     need."""
     from magicdec.distributed.layout import make_layout, read_split
-    from magicdec.serving.staged import check_split
+    from magicdec.systems.stages.staged import check_split
 
     split = options.layer_split
     if options.of_system(RING) or options.of_system(SPECULATIVE):

@@ -48,12 +48,12 @@ def read_every_kind(
 
 
 # What makes the tables of the records of one command, by the key `kind`; it is imported when it is
-# needed. Runs are listed together (`report/listing.py`).
+# needed. Runs are listed together (`bench/report/listing.py`).
 TABLES = {
-    "serving": "magicdec.serving.showing:tables",
-    "latency": "magicdec.latency.record:tables",
-    "plan": "magicdec.cost_model.plan:tables",
-    "simulation": "magicdec.simulator.run:tables",
+    "serving": "magicdec.bench.serving.showing:tables",
+    "latency": "magicdec.bench.latency.record:tables",
+    "plan": "magicdec.predict.plan:tables",
+    "simulation": "magicdec.predict.simulator.run:tables",
 }
 
 

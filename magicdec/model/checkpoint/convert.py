@@ -21,7 +21,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from magicdec.files import complete_file, hash_file, load_json, make_new
 from magicdec.model.checkpoint.finite import check_finite
 from magicdec.model.checkpoint.quantization import QuantizedWeights
 from magicdec.model.checkpoint.source import ModelSource, find_model
@@ -32,7 +31,8 @@ from magicdec.model.checkpoint.weight_files import (
     row_spans,
 )
 from magicdec.model.checkpoint.weight_map import SCALE
-from magicdec.records.writing import to_json, write_text
+from magicdec.output.files import complete_file, hash_file, load_json, make_new
+from magicdec.output.writing import to_json, write_text
 
 # Files that a checkpoint needs besides its weights; copied when the output is in another directory.
 COMPANIONS = (

@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import flag_of
 from magicdec.distributed.ranks import is_launched
-from magicdec.files import hash_file, nearest, no_such
 from magicdec.model.checkpoint.weight_map import read_index
 from magicdec.model.families.hf_config import load_model_config
 from magicdec.model.presets.presets import WEIGHT_SUFFIXES
+from magicdec.output.files import hash_file, nearest, no_such
 
 if TYPE_CHECKING:
     from huggingface_hub.hf_api import ModelInfo, RepoSibling

@@ -16,8 +16,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from magicdec.files import check_regular, exists
 from magicdec.model.checkpoint.weight_map import Span, read_index
+from magicdec.output.files import check_regular, exists
 
 # In the order in which a directory is searched: published formats before the converted one.
 WEIGHT_FILES = (

@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path, PurePath
 
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.files import load_json
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.family import Names, find_family
+from magicdec.output.files import load_json
 
 Span = tuple[int, int]
 SCALE = "_scale"  # suffix that names the scales of a quantised tensor

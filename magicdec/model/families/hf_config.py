@@ -9,11 +9,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from magicdec.files import load_object
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.config_keys import check_plain_weights, check_unread
 from magicdec.model.families.family import find_family
 from magicdec.model.families.fields import ConfigFields, only
+from magicdec.output.files import load_object
 
 # The architectures that `to_hf_config` can write.
 WRITTEN = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

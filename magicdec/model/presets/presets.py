@@ -16,9 +16,9 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
 
-from magicdec.files import nearest, no_such
 from magicdec.model.config import ModelConfig
 from magicdec.model.families.hf_config import load_model_config, parse_hf_config
+from magicdec.output.files import nearest, no_such
 
 FILE = Path(__file__).with_name("presets.json")
 

@@ -21,6 +21,7 @@ from statistics import NormalDist
 import numpy as np
 
 from magicdec.config.setting import setting
+from magicdec.output.tables import Column, Table
 from magicdec.records.acceptance import (
     PromptCounts,
     count_by_prompt,
@@ -38,7 +39,6 @@ from magicdec.records.intervals import FEWEST_PROMPTS, LEVEL, Array, jackknife_e
 from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples
 from magicdec.records.table import verdict_of
-from magicdec.tables import Column, Table
 
 
 @dataclass(frozen=True)
@@ -452,7 +452,7 @@ def junit(comparisons: Sequence[Comparison]) -> str:
         suite.set(attribute, str(counts[attribute]))
     for comparison in comparisons:
         case = ElementTree.SubElement(
-            suite, "testcase", classname="magicdec.gate", name=comparison.name
+            suite, "testcase", classname="magicdec.bench.gate", name=comparison.name
         )
         if comparison.verdict in KINDS:
             kind, _ = KINDS[comparison.verdict]

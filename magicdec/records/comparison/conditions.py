@@ -13,8 +13,8 @@ from typing import Any
 from magicdec.config.capabilities import policy_called
 from magicdec.config.sections import MODEL_PREFIX, NONE, KVSection, SamplingSection
 from magicdec.config.setting import declared
-from magicdec.console import printable
 from magicdec.names import BASELINE, KV_POLICIES
+from magicdec.output.console import printable
 from magicdec.records.record import RunRecord
 
 Key = tuple[tuple[str, Any], ...]

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from magicdec.output.tables import Column, Shown, Table
 from magicdec.records.comparison.compare import MISSING, REGRESSION, SAME, Comparison
 from magicdec.records.record import MeasuredRecord, Record, RunRecord
-from magicdec.tables import Column, Shown, Table
 
 # The parts of records that hold what came out.
 PARTS = ("status", "metrics", "speculation", "rows", "cells", "break_even_prefix_len")

@@ -1,0 +1,364 @@
+"""Times single forwards at fixed cache lengths, for `magicdec latency`: decode steps, verifications
+and drafts, started by the host or captured and replayed.
+
+At each (B, context) all rows hold `context` tokens of random K and V. No prompt is prefilled, and
+the cache is truncated to its old length after each forward. The forwards of one (B, context) are
+timed in turn, in alternating order, so that drift of the machine favours none of them. New caches
+are made for each (B, context); the caches of all drafts exist at the same time.
+
+Shapes: B rows, T new tokens a row.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from magicdec.bench.latency.record import Cell, Grid, Row, Timing, summarise
+from magicdec.bench.run.roofline import bytes_read
+from magicdec.config.capabilities import policy_called
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.sections import KVSection
+from magicdec.distributed.groups import Group, Launch
+from magicdec.hardware.other_load import LoadWatch
+from magicdec.hardware.timing import read_bandwidth, synchronize
+from magicdec.kv.cache import BatchRows
+from magicdec.kv.forward_counts import ForwardCounts
+from magicdec.model.checkpoint.source import ModelSource
+from magicdec.model.transformer import Transformer
+from magicdec.output.console import make_progress
+from magicdec.records.environment import Environment
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Batch, NotFinite, Request, SamplingParams, naming
+from magicdec.runner.sampling.metadata import SamplingMetadata
+from magicdec.runner.sampling.model_tokens import greedy_tokens
+from magicdec.setup.autotune import settle
+from magicdec.setup.loading import LoadedModels, runner_of, with_copy
+from magicdec.setup.memory_check import Room, describe_place, needed
+from magicdec.setup.memory_plan import MemoryPlan, Models
+from magicdec.setup.model_plan import ModelPlan
+from magicdec.setup.session import RankSession
+from magicdec.speculation.draft_kv import DraftKV
+from magicdec.speculation.policies.policy import make_draft_kv
+from magicdec.speculation.steps.recorder import CudaGraphs, Eager, Recorder, Work, record
+
+GREEDY = SamplingParams(max_new_tokens=1)
+
+
+def measure(
+    config: ResolvedConfig, grid: Grid, source: ModelSource, launch: Launch
+) -> tuple[ResolvedConfig, Environment, list[Row]]:
+    """(config, environment, rows), the same on every rank. `config` is resolved; the one returned
+    names the backend that a measurement chose, if it was left to one. All ranks call this in
+    lockstep."""
+    with RankSession(launch, config.parallel) as session:
+        group, device = session.groups.target, session.device
+        settled = settle(largest_step(config, grid), source.config, None, group, device)
+        config = replace(config, attention=settled.attention).resolve_graphs()
+        progress = make_progress(launch.rank == 0)
+        models, context = LoadedModels(device, progress), max(grid.contexts)
+        largest = place_config(config, grid, max(grid.batch_sizes), context)
+        plan = ModelPlan(largest, source.config, group.ranks, launch.rank)
+        model = models.get(source, group, plan.kinds)
+        copies = {
+            weights: models.get_copy(source, group, with_weights(plan, weights))
+            for weights in grid.draft_weights
+        }
+        bandwidth = read_bandwidth(group, device)
+        timings, load = list[Timing](), LoadWatch(launch.rank == 0)
+        load.begin()
+        for B, context in itertools.product(grid.batch_sizes, grid.contexts):
+            with progress.task(f"B {B}, context {context}", grid.warmup + grid.repeats) as advance:
+                timings += time_place(model, group, config, grid, B, context, advance, copies)
+        load.end()
+        # The ceiling is the larger of two measurements, as in a run.
+        bandwidth = max(bandwidth, read_bandwidth(group, device))
+        rows = summarise(group.all_gather_values(timings, list[Timing]), bandwidth)
+    return config, load.add_to(session.describe_environment(bandwidth)), rows
+
+
+def largest_step(config: ResolvedConfig, grid: Grid) -> ResolvedConfig:
+    """The run by whose step `auto` chooses one backend for the whole grid. It has the longest
+    verification of the grid, as many draft tokens, and the policy that asks most of a backend (else
+    the first)."""
+    workload = replace(
+        config.workload, batch_size=max(grid.batch_sizes), prefix_len=max(grid.contexts)
+    )
+    config, most = replace(config, workload=workload), max(grid.new_tokens) - 1
+    if most == 0 and not grid.drafts:
+        return config
+    drafter = "self" if grid.drafts else None
+    decoding = replace(
+        config.decoding, strategy="speculative", drafter=drafter, num_draft_tokens=max(1, most)
+    )
+    watched = [kv for kv in grid.drafts if policy_called(kv.policy).needs_weights]
+    kv = [*watched, *grid.drafts, config.kv][0].resolve()
+    return replace(config, decoding=decoding, kv=kv)
+
+
+def time_place(
+    model: Transformer,
+    group: Group,
+    config: ResolvedConfig,
+    grid: Grid,
+    B: int,
+    context: int,
+    advance: Callable[[], None],
+    copies: Mapping[str | None, Transformer | None] = MappingProxyType({None: None}),
+) -> list[Timing]:
+    """Time all forwards at one (B, context). Their caches are freed afterwards. `copies` of the
+    model draft, by the `draft_weights` of the grid; None: the model itself does."""
+    place = place_config(config, grid, B, context)
+    plan = ModelPlan(place, model.config, group.ranks, group.ranks[group.index])
+    runner = runner_of(plan, model, group)
+    batch = fill(runner, context)
+    captures = config.decoding.cuda_graphs == "on"
+    recorder: Recorder = CudaGraphs(runner.device) if captures else Eager()
+    drafting = {}
+    for weights, copy in copies.items():
+        drafting[weights] = with_copy(with_weights(plan, weights), runner, copy).drafter
+        runner.drafting = None
+    forwards = list(make_forwards(runner, batch, grid, context, recorder, drafting))
+    for number in range(grid.warmup + grid.repeats):
+        for forward in forwards if number % 2 == 0 else reversed(forwards):
+            seconds = time_once(forward, forward.runner, group)
+            if number >= grid.warmup:
+                forward.seconds.append(seconds)
+        advance()
+    for forward in forwards:
+        check_finite(forward, batch)
+    return [
+        (f.cell, f.seconds, bytes_read(f.runner.model, f.counts))
+        for f in forwards
+        if f.counts is not None
+    ]
+
+
+def check_finite(forward: Forward, batch: Batch) -> None:
+    """Raises NotFinite if logits of the forward were not finite: its times would be those of other
+    numbers."""
+    cell, sampling = forward.cell, forward.sampling
+    with naming(f"{cell.phase}, B {cell.B}, context {cell.context}, T {cell.T}"):
+        if forward.runner.has_flaws:
+            raise NotFinite("the logits are not finite numbers")
+        lines = [] if sampling.flaws is None else sampling.with_flaws([]).tolist()
+        for request, line in zip(batch.requests, lines, strict=False):
+            sampling.check(request, line)
+
+
+def with_weights(plan: ModelPlan, draft_weights: str | None) -> ModelPlan:
+    decoding = replace(plan.config.decoding, draft_weights=draft_weights)
+    return replace(plan, config=replace(plan.config, decoding=decoding))
+
+
+def time_once(forward: Forward, runner: ModelRunner, group: Group) -> float:
+    """Seconds of one forward on this rank. All ranks start together, and the forward is undone in
+    the cache afterwards."""
+    forward.prepare()
+    before = runner.counts.copy()
+    synchronize(runner.device)
+    group.barrier()
+    started = time.perf_counter()
+    forward.run()
+    synchronize(runner.device)
+    seconds = time.perf_counter() - started
+    forward.undo()
+    used = runner.counts.minus(before)
+    assert forward.counts in (None, used), "a forward at fixed lengths reads the same every time"
+    forward.counts = used
+    return seconds
+
+
+def fill(runner: ModelRunner, context: int) -> Batch:
+    """A batch of all rows of `runner`, in the state after a prompt of `context` tokens and one
+    emitted token."""
+    vocab_size, rows = runner.model.config.vocab_size, range(runner.num_rows)
+    generator = torch.Generator().manual_seed(0)  # the same prompts on every rank
+    ids = torch.randint(vocab_size, (runner.num_rows, context + 1), generator=generator).tolist()
+    for row in rows:
+        runner.allocate(row)
+    # Normal numbers, the same in every layer. Pages that were never written would all be one page
+    # of zeros, which is read from the processor's cache; equal keys would give a policy no choice.
+    cache = runner.cache
+    cache.k[0].normal_(generator=torch.Generator(cache.k.device).manual_seed(0))
+    cache.k[1:] = cache.k[0]
+    cache.v[:] = cache.k[0]
+    requests = []
+    for row, tokens in zip(rows, ids, strict=True):
+        requests.append(Request(row, tuple(tokens[:-1]), GREEDY, tokens[-1:], row=row))
+    cache.advance(rows, context)
+    return Batch(tuple(requests))
+
+
+@dataclass
+class Forward:
+    """A forward that can be repeated: `run` takes it up to the chosen tokens, `undo` puts the
+    length of the cache back. `prepare` and `undo` are not timed. `sampling` knows whether all
+    logits were finite."""
+
+    cell: Cell
+    runner: ModelRunner
+    run: Callable[[], Tensor]
+    undo: Callable[[], None]
+    sampling: SamplingMetadata
+    prepare: Callable[[], None] = lambda: None
+    seconds: list[float] = field(default_factory=list)
+    counts: ForwardCounts | None = None  # of one forward, the same each time
+
+
+def make_forwards(
+    runner: ModelRunner,
+    batch: Batch,
+    grid: Grid,
+    context: int,
+    recorder: Recorder = Eager(),
+    drafting: Mapping[str | None, ModelRunner] | None = None,
+) -> Iterator[Forward]:
+    """Decode, verify by T, drafts, in the order of the grid. A policy that needs attention weights
+    has forwards of its own: a verify forward that also returns them, and a draft's first forward
+    after it, which chooses what all drafts of the step read. `drafting` are the runners by
+    `draft_weights`."""
+    drafting = drafting or {None: runner}
+    pairs = [(kv, weights) for kv in grid.drafts for weights in grid.draft_weights]
+    drafts = [(kv, make_draft_kv(drafting[weights], kv), weights) for kv, weights in pairs]
+    watching = {kv.policy: draft_kv for kv, draft_kv, _ in reversed(drafts) if watches(draft_kv)}
+    for T in grid.new_tokens:
+        cell = Cell("decode" if T == 1 else "verify", runner.num_rows, context, T)
+        yield target_forward(runner, batch, cell, None, recorder)
+        for policy, draft_kv in watching.items() if T > 1 else ():
+            watched = Cell(cell.phase, cell.B, context, T, kv_policy=policy)
+            yield target_forward(runner, batch, watched, draft_kv, recorder)
+    for kv, draft_kv, weights in drafts:
+        draft_kv.admit(batch.requests)
+        for phase in ("first_draft", "draft") if watches(draft_kv) else ("draft",):
+            forward = draft_forward(draft_kv, batch, kv, context, phase, recorder)
+            yield replace(forward, cell=replace(forward.cell, draft_weights=weights))
+
+
+def watches(draft_kv: DraftKV) -> bool:
+    """Whether the choice of a policy follows from what a verification shows."""
+    return draft_kv.watch is not None or draft_kv.watch_queries is not None
+
+
+def new_ids(runner: ModelRunner, T: int) -> Tensor:
+    """Random tokens [B, T], the same on every rank."""
+    generator = torch.Generator().manual_seed(T)
+    shape = runner.num_rows, T
+    ids = torch.randint(runner.model.config.vocab_size, shape, generator=generator)
+    return ids.to(runner.device)
+
+
+def target_forward(
+    runner: ModelRunner, batch: Batch, cell: Cell, watching: DraftKV | None, recorder: Recorder
+) -> Forward:
+    """The target over its full cache; `watching` is shown its attention."""
+    ids, held = new_ids(runner, cell.T), list(runner.cache.lengths)
+    rows, sampling = rows_of(batch, runner, recorder), sampling_of(batch, runner)
+    watch = None if watching is None else watching.watch
+    watch_queries = None if watching is None else watching.watch_queries
+
+    def run() -> Tensor:
+        logits = runner.forward(ids, rows, watch=watch, watch_queries=watch_queries)
+        return greedy_tokens(runner, logits, sampling)
+
+    repeatable = record_work(run, runner, recorder)
+    return Forward(cell, runner, repeatable, lambda: runner.truncate(batch.rows, held), sampling)
+
+
+def draft_forward(
+    draft_kv: DraftKV, batch: Batch, kv: KVSection, context: int, phase: str, recorder: Recorder
+) -> Forward:
+    """One draft forward over what the policy has chosen. A `first_draft` comes after a verification
+    and makes the choice."""
+    runner = draft_kv.runner
+    is_first = phase == "first_draft"
+    ids, rows = new_ids(runner, 1), rows_of(batch, runner, recorder)
+    sampling = sampling_of(batch, runner)
+    host_rows = BatchRows.of(batch.rows, runner.device)
+    held, committed = draft_kv.lengths(host_rows), draft_kv.lengths(rows)
+    budget = None if kv.budget == -1 else kv.budget
+    cell = Cell(phase, runner.num_rows, context, 1, budget, kv.policy)
+
+    def run() -> Tensor:
+        # The choice belongs to the lengths that it was made for: new ones make a new choice.
+        lengths = draft_kv.lengths(rows) if is_first and recorder.captures else committed
+        logits = draft_kv.forward(ids, rows, lengths)
+        return greedy_tokens(runner, logits, sampling)
+
+    # What a captured verification showed lies in memory that captures share: it is copied now.
+    draft_kv.commit(host_rows, held)
+    repeatable = record_work(run, runner, recorder)
+    forward = Forward(cell, runner, repeatable, lambda: draft_kv.rewind(host_rows, held), sampling)
+    if is_first and not recorder.captures:
+        forward.prepare = lambda: draft_kv.commit(host_rows, held)
+    return forward
+
+
+def sampling_of(batch: Batch, runner: ModelRunner) -> SamplingMetadata:
+    vocab_size, has_flaws = runner.model.config.vocab_size, not runner.finds_flaws
+    return SamplingMetadata.of(batch.requests, vocab_size, runner.device, has_flaws)
+
+
+def rows_of(batch: Batch, runner: ModelRunner, recorder: Recorder) -> BatchRows:
+    """The rows of `batch`, whose lengths a captured forward finds on the device."""
+    return BatchRows.of(batch.rows, runner.device, max_tail=1 if recorder.captures else None)
+
+
+@torch.inference_mode()
+def record_work(run: Callable[[], Tensor], runner: ModelRunner, recorder: Recorder) -> Work:
+    return record(recorder, run, [runner.cache.seq_lens], [runner.counts])
+
+
+def check_grid_memory(
+    config: ResolvedConfig, grid: Grid, models: Models, launch: Launch, free: int | None
+) -> str:
+    """The line to print. `config` is resolved. Raises ValueError if the largest cell does not
+    fit."""
+    B, context = max(grid.batch_sizes), max(grid.contexts)
+    plan = plan_place(config, grid, models, launch, B, context)
+    flags = f"--B {B} --prefix_len {context}"
+    room = Room(tuple(launch.local_ranks), describe_place(config, launch), free)
+    if refusal := room.refusal(plan):
+        raise ValueError(f"{flags} needs {refusal}")
+    return room.describe(plan, f" at {flags}")
+
+
+def place_config(config: ResolvedConfig, grid: Grid, B: int, context: int) -> ResolvedConfig:
+    """The config of a self-speculative run that verifies the largest number of new tokens at that
+    context."""
+    return replace(
+        config,
+        attention=replace(config.attention, prefill_chunk=1),
+        decoding=replace(
+            config.decoding, strategy="speculative", drafter="self",
+            num_draft_tokens=max(grid.new_tokens) - 1,
+        ),
+        workload=replace(config.workload, batch_size=B, prefix_len=context, gen_len=1),
+    )  # fmt: skip
+
+
+def plan_place(
+    config: ResolvedConfig, grid: Grid, models: Models, launch: Launch, B: int, context: int
+) -> MemoryPlan:
+    """The memory plan of one (B, context). The caches of all drafts exist at the same time. There
+    is no prefill that could keep queries."""
+    run = place_config(config, grid, B, context)
+    plans = [
+        needed(replace(run, kv=kv.resolve()), models, launch, keeps_queries=False)
+        for kv in grid.drafts
+    ]
+    plan = ModelPlan(run, models.target, run.parallel.rank_group, launch.rank)
+    ranks = 1 if run.parallel.device != "cpu" else len(launch.local_ranks)
+    copies = [with_weights(plan, weights).copy_bytes for weights in grid.draft_weights]
+    return replace(
+        plans[0],
+        draft_weights=ranks * sum(copies),
+        draft_kv=len(copies) * sum(plan.draft_kv for plan in plans),
+        working=max(plan.working for plan in plans),
+    )

@@ -1,0 +1,205 @@
+"""What `magicdec latency` measures and what comes out: a grid of forwards, a row for each of them
+from the timings of all ranks, the record, and its table. Imports no torch. docs/latency.md
+documents the schema and is made from these classes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+from magicdec.config.sections import KVSection
+from magicdec.names import FULL_KV_POLICY
+from magicdec.output.tables import RULE, Column, Table
+from magicdec.records.environment import Environment
+from magicdec.records.fields import recorded
+from magicdec.records.metric_tables import fixed
+from magicdec.records.metrics import percentile
+from magicdec.records.record import MeasuredRecord
+
+if TYPE_CHECKING:
+    from magicdec.config.resolved import ResolvedConfig
+    from magicdec.model.checkpoint.source import ModelSource
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The forward that a row describes."""
+
+    phase: str = recorded(
+        "`decode`, `verify`, `first_draft` or `draft`, as above",
+        choices=("decode", "verify", "first_draft", "draft"),
+    )
+    B: int = recorded("rows of the forward")
+    context: int = recorded("tokens that each row's cache holds before the forward", "tokens")
+    T: int = recorded("new tokens a row", "tokens")
+    budget: int | None = recorded(
+        "largest number of KV entries of the context that a draft reads",
+        "tokens",
+        null="unless the forward is a draft; where the policy reads the whole cache",
+    )
+    kv_policy: str | None = recorded(
+        "the KV policy of a draft; of a `verify`, the policy for which it also returns attention "
+        "weights",
+        null="`decode`; `verify` that returns no attention weights",
+    )
+    draft_weights: str | None = recorded(
+        "the matrices of a draft: a copy of the model's own in `int8` or `int4`",
+        null="with the model's own",
+        default=None,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row(Cell):
+    """The times of one forward. The time of a repeat is that of its slowest rank."""
+
+    tokens: int = recorded("new tokens of the forward: B x T", "tokens")
+    ms_median: float = recorded("median over the repeats", "ms")
+    ms_p10: float = recorded("10th percentile", "ms")
+    ms_p90: float = recorded("90th percentile", "ms")
+    bytes: int = recorded(
+        "smallest number of bytes that all ranks together must read: the weights once, and K and V "
+        "of every visible token, including new ones",
+        "bytes",
+    )
+    roofline_fraction: float = recorded(
+        "`bytes` divided by the median time and by the read bandwidth of the same run "
+        "(`environment`); above 1 if they were read from a CPU or GPU cache instead of memory",
+        "ratio",
+    )
+
+
+Timing = tuple[Cell, list[float], int]
+"""A cell, the seconds of each repeat on this rank, and the bytes that this rank must read in each
+repeat."""
+
+
+def summarise(ranks: list[list[Timing]], bandwidth: float) -> list[Row]:
+    """Make one row for each cell from the timings of all ranks. The time of a repeat is that of its
+    slowest rank, and the bytes are summed over the ranks. `bandwidth` is the read bandwidth of all
+    ranks together, in bytes/s."""
+    rows = []
+    for parts in zip(*ranks, strict=True):
+        cell, num_bytes = parts[0][0], sum(part[2] for part in parts)
+        assert all(part[0] == cell for part in parts), "all ranks time the same cells"
+        seconds = [max(repeat) for repeat in zip(*(part[1] for part in parts), strict=True)]
+        median, p10, p90 = (percentile(seconds, p) for p in (50, 10, 90))
+        assert median is not None and p10 is not None and p90 is not None, "at least one repeat"
+        row = Row(
+            **vars(cell),
+            tokens=cell.B * cell.T,
+            ms_median=1e3 * median,
+            ms_p10=1e3 * p10,
+            ms_p90=1e3 * p90,
+            bytes=num_bytes,
+            roofline_fraction=num_bytes / bandwidth / median,
+        )
+        rows.append(row)
+    return rows
+
+
+# The parameters of KV policies that decide which budgets are possible or what a forward reads.
+KV_FIELDS = ("num_sink_tokens", "window_size", "recent_window")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """Which forwards are timed, and how often. Every (B, context) has one decode forward, a verify
+    forward for each T above 1, and draft forwards for each of `drafts`."""
+
+    batch_sizes: tuple[int, ...]
+    contexts: tuple[int, ...]  # cached tokens in each row
+    new_tokens: tuple[int, ...]  # T of the decode forward (1) and of the verify forwards
+    drafts: tuple[KVSection, ...]  # a KV policy and a budget each; budget -1: the whole cache
+    repeats: int
+    warmup: int
+    draft_weights: tuple[str | None, ...] = (None,)  # what each of the drafts drafts with
+
+
+@dataclass(frozen=True, kw_only=True)
+class LatencyRecord(MeasuredRecord):
+    """The forwards of one grid."""
+
+    kind: Literal["latency"] = recorded("`latency`", default="latency")
+    status: Literal["ok"] = recorded("`ok`: forwards of random tokens have no others", default="ok")
+    rows: list[Row] = recorded("the forwards, as below")
+
+
+def make_record(
+    config: ResolvedConfig,
+    grid: Grid,
+    source: ModelSource,
+    environment: Environment,
+    rows: list[Row],
+) -> LatencyRecord:
+    """The record keeps only the parts of `config` on which a forward depends."""
+    from magicdec.setup.prepare import describe_model
+
+    sections = config.to_dict()
+    attention, decoding, kv = (sections[name] for name in ("attention", "decoding", "kv"))
+    drafts = [
+        {
+            "kv_policy": kv.policy,
+            "budget": None if kv.policy == FULL_KV_POLICY else kv.budget,
+            "recent_window": kv.resolve().recent_window,
+        }
+        for kv in grid.drafts
+    ]
+    parts = {
+        "model": sections["model"] | asdict(describe_model(source)),
+        "parallel": sections["parallel"],
+        "attention": {name: attention[name] for name in ("backend", "backend_reason")},
+        "decoding": {name: decoding[name] for name in ("cuda_graphs", "cuda_graphs_reason")},
+        "kv": {name: kv[name] for name in KV_FIELDS if name != "recent_window"},
+        "grid": asdict(grid) | {"drafts": drafts},
+    }
+    return LatencyRecord(config=parts, environment=environment, rows=rows)
+
+
+def tables(records: list[LatencyRecord]) -> list[Table]:
+    """Of each record, a section for each (B, context) and a line for each forward. Every time is
+    also shown as a multiple of the decode step of its section."""
+    return [_table_of(record) for record in records]
+
+
+def _table_of(record: LatencyRecord) -> Table:
+    lines: list[tuple[Any, ...]] = []
+    decode_ms = 0.0
+    for row in record.rows:
+        is_first = row.phase == "decode"  # of its section
+        if is_first:
+            lines += [RULE] if lines else []
+            decode_ms = row.ms_median
+        place = (row.B, row.context) if is_first else (None, None)
+        times = (fixed(ms, 3) for ms in (row.ms_median, row.ms_p10, row.ms_p90))
+        lines.append((
+            *place, _label(row), row.tokens, *times, fixed(row.ms_median / decode_ms, 2, "x"),
+            fixed(row.bytes, 1, scale=1e-6), fixed(row.roofline_fraction, 1, " %", 100),
+        ))  # fmt: skip
+    labels = ("tokens", "median, ms", "p10", "p90", "of decode", "MB read", "of the roofline")
+    columns = ("B", "context", Column("forward", is_text=True), *labels)
+    return Table(columns, lines, title=_title(record))
+
+
+def _label(row: Row) -> str:
+    if row.phase in ("draft", "first_draft"):
+        name = row.phase.replace("_", " ")
+        weights = f", {row.draft_weights} weights" if row.draft_weights else ""
+        return f"{name}, {row.kv_policy} {row.budget or ''}".rstrip() + weights
+    if row.phase == "decode":
+        return "decode"
+    watched = f", watched for {row.kv_policy}" if row.kv_policy else ""
+    return f"verify, T {row.T}{watched}"
+
+
+def _title(record: LatencyRecord) -> str:
+    c, e = record.config, record.environment
+    assert e.read_bandwidth_bytes_per_s is not None, "measured with the forwards"
+    return (
+        f"{c['model']['model']} ({c['model']['dtype']}, weights {c['model']['target_dtype']}): "
+        f"forwards at fixed cache lengths, "
+        f"{c['grid']['repeats']} repeats; ranks {e.world_size} x threads {e.threads}, "
+        f"{c['parallel'].get('collectives') or c['parallel']['device']}, "
+        f"{c['attention']['backend']}, {e.read_bandwidth_bytes_per_s / 1e9:.1f} GB/s read"
+    )

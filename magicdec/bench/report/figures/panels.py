@@ -1,0 +1,329 @@
+"""The form of a figure: panels, each with the runs that are equal in all settings but the ones that
+the figure is about. A figure is drawn, with the numbers that it shows, or left out for a reason.
+"""
+
+from __future__ import annotations
+
+import textwrap
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain, zip_longest
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from magicdec.bench.report.frame import Row
+from magicdec.bench.report.listing import LABELS, Setting, rank
+from magicdec.names import BASELINE
+from magicdec.output.figures import COLOURS, GREY, Look, look
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+UNITS = {"prefix_len": " tokens", "gen_len": " tokens"}
+# Columns whose value says what it is.
+SELF_EVIDENT = ("model", "kv_policy", "device", "dtype", "kind", "about", "metric")
+MOST_TICKS = 12  # that have room beside each other
+WIDTH = 7.4  # inches: the text width of a printed page
+MOST_SERIES = len(COLOURS)
+MANY_MARKS = 1000  # of a panel, from which on they are pixels in SVG, too
+CLEAR = (0.0, 0.0, 0.0, 0.0)
+TITLE_LETTERS = 84  # bold letters that fit beside each other into a figure
+
+
+@dataclass
+class Drawn:
+    """A figure. `name` names its files, `title` says what is seen, and `caption` how to read it and
+    what is not shown. `table` has the numbers that it shows."""
+
+    name: str
+    title: str
+    caption: str
+    figure: Figure
+    table: pd.DataFrame
+
+
+@dataclass(frozen=True)
+class LeftOut:
+    """A figure that the records cannot feed, and why not."""
+
+    name: str
+    title: str
+    reason: str
+
+
+Series = list[tuple[str, pd.DataFrame, Look]]
+"""Each series that is drawn in a panel, with its rows and its look."""
+
+
+def itself(runs: pd.DataFrame) -> pd.DataFrame:
+    """What a panel shows if that is its runs."""
+    return runs
+
+
+@dataclass(frozen=True, kw_only=True)
+class Form:
+    """The form of a figure with panels, which is left out for `reason` if there are no runs. `held`
+    are the settings that are equal in a panel; panels whose runs differ most in the columns
+    `places` are shown. `show` makes the numbers of a panel of its runs; those with equal values in
+    the column `series`, if there is one, have one look. `draw` draws the numbers and the series
+    among them on the axes of a panel, and returns the handles of the legend. `labels` are those of
+    the axes. `caption` says how to read the figure, and then what else is to be known; `intervals`
+    says what the bars around marks are, if there are any. `axes` goes to `make_axes`."""
+
+    name: str
+    title: str
+    reason: str
+    held: Sequence[str]
+    places: Sequence[str]
+    draw: Callable[[Axes, pd.DataFrame, Series], Mapping[str, Any]]
+    labels: tuple[str, str]
+    caption: Sequence[str]
+    intervals: str = ""
+    show: Callable[[pd.DataFrame], pd.DataFrame] = itself
+    series: str = "series"
+    what: str = "combinations of settings"  # that panels are
+    most_panels: int = 4
+    most_series: int = MOST_SERIES
+    axes: Mapping[str, Any] = field(default_factory=dict)
+
+    def of(self, runs: pd.DataFrame) -> Drawn | LeftOut:
+        """The figure of these runs."""
+        if runs.empty:
+            return LeftOut(self.name, self.title, self.reason)
+        groups, places = list(grouped(runs, self.held)), values_of(runs, self.places)
+        groups.sort(key=lambda rows: (-len({places[row] for row in rows}), -len(rows)))
+        shown = [runs.iloc[rows] for rows in groups[: self.most_panels]]
+        panels = [(dict(of.iloc[0][[*self.held]]), of) for of in shown]
+        panels.sort(key=lambda panel: [rank(value) for value in panel[0].values()])
+        tables = [self.show(of) for _, of in panels]
+        names = [of[self.series].unique() if self.series else [] for of in tables]
+        looks, num_series = looks_of(names, self.most_series), len(set(chain(*names)))
+        figure, axes = make_axes(len(panels), **self.axes)
+        varying = [key for key in self.held if len({held[key] for held, _ in panels}) > 1]
+        handles: dict[str, Any] = {}
+        for number, ((held, _), table, ax) in enumerate(zip(panels, tables, axes, strict=True)):
+            of_series = table.groupby(self.series, sort=False) if looks else ()
+            series = [(str(name), of, looks[name]) for name, of in of_series if name in looks]
+            handles |= self.draw(ax, table, series)
+            ax.set_xlabel(self.labels[0])
+            if number % 2 == 0 or not self.axes.get("sharey"):
+                ax.set_ylabel(self.labels[1])
+            put_title(ax, in_words(held, varying))
+        legend_below(figure, handles)
+        put_head(figure, self.title, about(pd.concat([of for _, of in panels])))
+        common = in_words(panels[0][0], [key for key in self.held if key not in varying])
+        first, *rest = self.caption
+        caption = sentences(
+            first, f"Everywhere: {common}" if common else "", *rest,
+            self.intervals if any(has_intervals(of, looks) for of in tables) else "",
+            shown_of(len(looks), num_series, "series"),
+            shown_of(len(panels), len(groups), self.what),
+        )  # fmt: skip
+        numbers = pd.concat(
+            [with_settings(held, of) for (held, _), of in zip(panels, tables, strict=True)],
+            ignore_index=True,
+        )
+        return Drawn(self.name, self.title, caption, figure, numbers.where(numbers.notna(), None))
+
+
+def values_of(frame: pd.DataFrame, keys: Sequence[str]) -> list[tuple[Any, ...]]:
+    """The values of each row in these columns."""
+    return list(zip(*(frame[key].tolist() for key in keys), strict=True))
+
+
+def grouped(frame: pd.DataFrame, keys: Sequence[str]) -> Iterable[list[int]]:
+    """The places of the rows that are equal in all these columns, by their first one. pandas would
+    look for equal values in each column by itself, which takes ten times as long."""
+    groups = defaultdict[tuple[Any, ...], list[int]](list)
+    for place, values in enumerate(values_of(frame, keys)):
+        groups[values].append(place)
+    return groups.values()
+
+
+def num_different(frame: pd.DataFrame, held: Sequence[str], keys: Sequence[str]) -> list[int]:
+    """For each row, the different values in `keys` of the rows that are equal to it in `held`."""
+    values, counts = values_of(frame, keys), [0] * len(frame)
+    for rows in grouped(frame, held):
+        count = len({values[row] for row in rows})
+        for row in rows:
+            counts[row] = count
+    return counts
+
+
+def with_settings(held: Row, table: pd.DataFrame) -> pd.DataFrame:
+    """The table with the settings of its panel as its first columns."""
+    columns = {name: [value] * len(table) for name, value in held.items()}
+    columns |= {str(name): table[name].tolist() for name in table}
+    return pd.DataFrame(columns, dtype=object)
+
+
+def has_intervals(table: pd.DataFrame, looks: Mapping[str, Look]) -> bool:
+    """Whether a number of a series that is drawn has an interval or a range."""
+    drawn = table[table["series"].isin([*looks])] if "series" in table and looks else table
+    if {"low", "high"} <= {*drawn}:
+        return bool((drawn["low"].astype(float) < drawn["high"].astype(float)).any())
+    methods = drawn[drawn["series"] != BASELINE] if "series" in drawn else drawn
+    return any(bool(methods[name].notna().any()) for name in methods if f"{name}".endswith("_low"))
+
+
+ABOUT = ("model", "draft_model", "prefix_len", "gamma")  # what every picture says
+
+
+def about(runs: pd.DataFrame) -> str:
+    """The models, the prefix lengths and the draft lengths of the runs of a figure."""
+    parts = [
+        said(key, several([value for value in runs[key].unique() if value is not None]))
+        for key in ABOUT
+        if key in runs and runs[key].notna().any()
+    ]
+    return ", ".join(parts)
+
+
+def several(values: Sequence[Any]) -> str:
+    """A few values one by one, of more numbers the smallest and the largest."""
+    ordered = sorted(values, key=rank)
+    numbers = [str(value) for value in ordered if not isinstance(value, str)]
+    words = [str(value) for value in ordered if isinstance(value, str)]
+    shown = numbers if len(numbers) <= 4 else [f"{numbers[0]} to {numbers[-1]}"]
+    return "/".join([*shown, *words])
+
+
+def put_head(figure: Figure, title: str, text: str) -> None:
+    """The title of a figure and what it is about, so that a picture says it without its page."""
+    lines = "\n".join(textwrap.wrap(text, TITLE_LETTERS))
+    figure.suptitle(f"{title}\n{lines}" if text else title, fontsize=9, x=0.01, ha="left")
+
+
+def looks_of(inside: Sequence[Iterable[str]], most: int = MOST_SERIES) -> dict[str, Look]:
+    """The look of each series that is drawn, of those inside each panel. The baseline is grey."""
+    drafting = [sorted(name for name in names if name != BASELINE) for names in inside]
+    looks = {name: look(i) for i, name in enumerate(sorted(choose(drafting, most)))}
+    has_baseline = any(BASELINE in names for names in inside)
+    grey = {BASELINE: Look(GREY, "o", (0, (4, 2)), is_filled=False)}
+    return grey | looks if has_baseline else looks
+
+
+def choose(series: Sequence[Iterable[str]], limit: int) -> list[str]:
+    """At most `limit` series of several panels, in turn one of each, so that no panel is left
+    empty."""
+    turns = chain.from_iterable(zip_longest(*series))
+    return list(dict.fromkeys(name for name in turns if name is not None))[:limit]
+
+
+def in_words(held: Mapping[str, Setting], keys: Iterable[str]) -> str:
+    return ", ".join(said(key, held[key]) for key in keys if held[key] is not None)
+
+
+def said(key: str, value: Setting) -> str:
+    """A setting in words, such as `prefix 2048 tokens`."""
+    name = LABELS.get(key, key).replace("_", " ")
+    return str(value) if key in SELF_EVIDENT else f"{name} {value}{UNITS.get(key, '')}"
+
+
+def sentences(*parts: str) -> str:
+    """The parts that are not empty, each as a sentence."""
+    ended = (part if part.endswith((".", ":")) else f"{part}." for part in parts if part)
+    return " ".join(part[0].upper() + part[1:] for part in ended)
+
+
+def shown_of(shown: int, total: int, what: str) -> str:
+    """Says what was not drawn; empty if everything was."""
+    return f"Shown are {shown} of {total} {what}" if shown < total else ""
+
+
+def make_axes(
+    count: int, height: float = 2.9, columns: int = 2, **more: Any
+) -> tuple[Figure, list[Axes]]:
+    """A figure with `count` panels, at most `columns` beside each other, each `height` inches
+    high."""
+    from matplotlib.figure import Figure
+
+    columns = min(columns, count)
+    rows = -(-count // columns)
+    figure = Figure(figsize=(WIDTH, height * rows), layout="constrained")
+    axes = list(figure.subplots(rows, columns, squeeze=False, **more).flat)
+    for unused in axes[count:]:
+        unused.set_visible(False)
+    return figure, axes[:count]
+
+
+def put_title(ax: Axes, text: str) -> None:
+    """The title of a panel, in as many lines as keep it within the panel."""
+    place = ax.get_subplotspec()
+    assert place is not None, "panels are in a grid"
+    ax.set_title("\n".join(textwrap.wrap(text, TITLE_LETTERS // place.get_gridspec().ncols)))
+
+
+def legend_below(figure: Figure, handles: Mapping[str, Any]) -> None:
+    """One legend for all panels, under them, where it covers no data."""
+    widest = max(map(len, handles), default=0)
+    columns = max(1, min(4, 105 // max(widest, 1), len(handles)))
+    figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=columns)
+
+
+def draw_marks(ax: Axes, series: Series, x: str, y: str, scale: float = 1.0) -> dict[str, Any]:
+    """A mark for each row of each series, with an upright line for its interval, if it has one.
+    Returns the handles of the legend."""
+    handles, is_many = {}, sum(len(of) for _, of, _ in series) > MANY_MARKS
+    for name, of, style in series:
+        handles[name] = ax.scatter(
+            of[x].astype(float) / scale,
+            of[y].astype(float) / scale,
+            s=28,
+            marker=style.marker,
+            edgecolors=style.colour,
+            # A transparent colour, and not "none", with which matplotlib draws each mark by itself.
+            facecolors=style.colour if style.is_filled else CLEAR,
+            rasterized=is_many,
+        )
+        handles[name].set_in_layout(False)  # it is within its axes  # fmt: skip
+        ends = [f"{y}_interval_low", f"{y}_interval_high"]
+        spans = of.reindex(columns=[x, *ends]).dropna().astype(float)
+        if name != BASELINE and not spans.empty:
+            ax.vlines(*spans.to_numpy().T, color=style.colour, linewidth=0.8,
+                      rasterized=is_many)  # fmt: skip
+    return handles
+
+
+def draw_curves(
+    ax: Axes, table: pd.DataFrame, series: Series, x: str, y: str, **axes: Any
+) -> dict[str, Any]:
+    """A line through the column `y` of each series with a bar from `low` to `high` around each of
+    its values, and a tick at each `x`. `axes` goes to `Axes.set`."""
+    ax.set(**axes)
+    plain_ticks(ax.xaxis, sorted(table[x].unique()))
+    handles = {}
+    for name, of, style in series:
+        middle, low, high = (of[column].astype(float) for column in (y, "low", "high"))
+        handles[name] = ax.errorbar(
+            of[x], middle, yerr=[middle - low, high - middle], color=style.colour,
+            marker=style.marker, linestyle=style.line, capsize=2, elinewidth=1,
+        )  # fmt: skip
+    return handles
+
+
+def summarize(runs: pd.DataFrame, metric: str) -> Row:
+    """The median of repeated runs with their range; one run alone with its interval, if it has
+    one."""
+    values, ends = runs[metric].astype(float), [f"{metric}_interval_low", f"{metric}_interval_high"]
+    low, high = values.min(), values.max()
+    if len(runs) == 1 and runs[ends].notna().all(axis=None):
+        low, high = runs.iloc[0][ends]
+    return {metric: values.median(), "low": low, "high": high, "runs": len(runs)}
+
+
+def plain_ticks(axis: Any, values: Sequence[Any] | None = None) -> None:
+    """Plain numbers on an axis, at these values alone. Without values, the axis is logarithmic and
+    may span less than a decade."""
+    from matplotlib import ticker
+
+    of_log = ticker.LogLocator(subs=(1.0, 2.0, 5.0))
+    fixed = None if values is None else ticker.FixedLocator(values, nbins=MOST_TICKS)
+    axis.set_major_locator(fixed or of_log)
+    axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
+    axis.set_minor_formatter(ticker.NullFormatter())
+    if values is not None:
+        axis.set_minor_locator(ticker.NullLocator())

@@ -1,0 +1,481 @@
+"""Figures over the passes of many runs: the speedup over batch size and prefix length, tokens/s
+against the speed of one request, acceptance, the phases of decode steps, and the bandwidth that
+steps reach."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import chain
+from math import log
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pandas as pd
+
+from magicdec.bench.report.figures.panels import (
+    MOST_SERIES,
+    WIDTH,
+    Drawn,
+    Form,
+    LeftOut,
+    Series,
+    draw_curves,
+    draw_marks,
+    num_different,
+    plain_ticks,
+    said,
+    summarize,
+)
+from magicdec.bench.report.frame import ENVIRONMENT, frame_of
+from magicdec.bench.report.listing import rank
+from magicdec.names import BASELINE
+from magicdec.output.figures import COLOURS, GREY
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+
+MACHINE = ("device", "ranks", "threads")
+WEIGHTS = ("model", "target_dtype", "draft_model", "draft_weights")
+HELD = [
+    *WEIGHTS, "drafter", "kv_policy", "dtype", "dataset", "gen_len", "temperature", *MACHINE,
+    "reselect_every",
+]  # fmt: skip
+KINDS = ["speedup", "net_speedup"]
+PLACE = ["B", "prefix_len"]
+MOST = 4.0  # speedup with the darkest colour; 1 / MOST has the darkest of the other side
+MOST_CELLS = 5  # of a row or a column of a map, with text inside
+DARK = 2.5  # from this speedup on, or from 1 / DARK, text is white
+
+
+def draw_speedup(runs: pd.DataFrame) -> Drawn | LeftOut:
+    """A map of the speedups of each method."""
+    form = Form(
+        name="speedup_map", title="Speedup over batch size and prefix length",
+        reason="no method was measured at two batch sizes or two prefix lengths",
+        held=HELD, places=PLACE, show=best_by_place, draw=draw_map,
+        labels=("batch size (sequences)", "prefix length (tokens)"), series="", what="methods",
+        caption=(
+            "Of each batch size and prefix length the best budget and gamma (K and g in the "
+            "cells). Above 1 speculation is faster than autoregressive decoding of the same "
+            "prompts. The colour and the first number are of decode steps alone, without stalls; "
+            "the net speedup counts all time after prefill",
+            "A cell has no colour where the 95 % interval of its speedup over batches, which it "
+            "shows, is wider than the difference from 1 that the colour would claim",
+        ),
+        axes={"height": 3.2},
+    )  # fmt: skip
+    kinds = runs[(runs[KINDS].fillna(0) != 0).all(axis=1)]
+    return form.of(kinds[[count > 1 for count in num_different(kinds, HELD, PLACE)]])
+
+
+SPEEDUP_ENDS = ("speedup_interval_low", "speedup_interval_high")
+CLAIM = "claim"  # the column that says what the interval of a cell lets its colour claim
+HOLDS, DOUBTFUL, UNKNOWN = "holds", "interval wider than the difference", "no interval"
+# What marks cells whose colour may claim nothing, and those of which that is not known.
+CELL_MARKS: dict[str, dict[str, Any]] = {
+    DOUBTFUL: {"hatch": "////", "edgecolor": "#d4d4d4", "linewidth": 0},
+    UNKNOWN: {"linestyle": (0, (1, 1.5)), "edgecolor": "#444444", "linewidth": 1.2},
+}
+INSET = 0.05  # of a mark, within its cell
+
+
+def best_by_place(runs: pd.DataFrame) -> pd.DataFrame:
+    """The run with the fastest steps at each place of the map, and how many runs are there. The
+    lower ends of intervals decide where there are any: of many noisy runs, the one with the highest
+    speedup is often the one that was disturbed most."""
+    speedups, lows = (runs[name].astype(float) for name in ("speedup", SPEEDUP_ENDS[0]))
+    order = pd.DataFrame({"has": lows.notna(), "low": lows.fillna(speedups)})
+    ordered = runs.loc[order.sort_values(["has", "low"], kind="stable").index]
+    columns = [*PLACE, "gamma", "budget", *KINDS, *SPEEDUP_ENDS]
+    best = ordered[columns].groupby(PLACE).tail(1).sort_values(PLACE)
+    counts = runs.groupby(PLACE).size().to_numpy()
+    ends = best[["speedup", *SPEEDUP_ENDS]].itertuples(index=False)
+    return best.assign(runs=counts, **{CLAIM: [claim_of(*each) for each in ends]})
+
+
+def claim_of(speedup: float, low: float | None, high: float | None) -> str:
+    """Whether the interval of a speedup lets a colour say how far it is from 1: it must not be
+    wider than that, on the log scale, nor hold 1."""
+    if low is None or high is None:
+        return UNKNOWN
+    is_wide = log(high / low) > abs(log(speedup))
+    return DOUBTFUL if is_wide or low <= 1 <= high else HOLDS
+
+
+def draw_map(ax: Axes, cells: pd.DataFrame, _: Series) -> dict[str, Any]:
+    """The map of one method, with its colour bar."""
+    from matplotlib.colors import LogNorm
+
+    table = cells.pivot(index="prefix_len", columns="B")
+    shades = table["speedup"].astype(float).where(table[CLAIM] != DOUBTFUL)
+    image = ax.pcolormesh(shades.to_numpy(), cmap="PuOr_r", norm=LogNorm(1 / MOST, MOST),
+                          edgecolors="white", linewidth=1)  # fmt: skip
+    handles = dict[str, Any]()
+    is_crowded = max(shades.shape) > MOST_CELLS
+    for cell in cells.to_dict("records"):
+        x, y = shades.columns.get_loc(cell["B"]), shades.index.get_loc(cell["prefix_len"])
+        if cell[CLAIM] != HOLDS:
+            handles[cell[CLAIM]] = mark_cell(ax, x, y, cell[CLAIM])
+        if not is_crowded:
+            write_cell(ax, x + 0.5, y + 0.5, cell)
+    step = -(-max(shades.shape) // MOST_CELLS)  # of ticks, so that their labels have room
+    columns, rows = shades.columns[::step], shades.index[::step]
+    ax.set_xticks(0.5 + step * np.arange(len(columns)), list(map(str, columns)))
+    ax.set_yticks(0.5 + step * np.arange(len(rows)), [f"{S:,}" for S in rows])
+    ax.grid(False)
+    ax.set_facecolor("#f2f2f2")
+    bar = ax.figure.colorbar(image, ax=ax, label="speedup (x)", shrink=0.9, extend="both")
+    assert bar.solids is not None, "the map has colours"
+    bar.solids.set_rasterized(True)  # viewers of SVG show seams between its colours
+    plain_ticks(bar.ax.yaxis, [1 / MOST, 0.5, 1, 2, MOST])
+    return handles
+
+
+def mark_cell(ax: Axes, x: float, y: float, claim: str) -> Any:
+    """Lines over a cell of a map, or a dotted frame in it, by what its colour may claim."""
+    from matplotlib.patches import Rectangle
+
+    size = 1 - 2 * INSET
+    marks = Rectangle((x + INSET, y + INSET), size, size, facecolor="none", **CELL_MARKS[claim])
+    return ax.add_patch(marks)
+
+
+def write_cell(ax: Axes, x: float, y: float, cell: dict[str, Any]) -> None:
+    """The text of a cell, around its middle: its speedup, or the interval if that is too wide."""
+    has_colour = cell[CLAIM] != DOUBTFUL
+    is_dark = has_colour and not 1 / DARK < cell["speedup"] < DARK
+    more: dict[str, Any] = {"ha": "center", "color": "white" if is_dark else "black"}
+    first = f"{cell['speedup']:.2f}x"
+    if not has_colour:
+        first = "{:.2f} to {:.2f}x".format(*(cell[end] for end in SPEEDUP_ENDS))
+    about = f"net {cell['net_speedup']:.2f}x\n" if has_colour else ""
+    about += f"g {cell['gamma']}" + ("" if cell["budget"] is None else f", K {cell['budget']}")
+    size = None if has_colour else 7
+    weight = "bold" if has_colour else "normal"
+    ax.text(x, y + 0.05, first, va="bottom", weight=weight, fontsize=size, **more)
+    ax.text(x, y, about, va="top", fontsize=6, **more)
+
+
+PROMPTS = [*WEIGHTS, "dtype", "dataset", "temperature", "prefix_len"]
+TPOT, X, Y = "mean_tpot_ms", "request_tokens_per_s", "decode_tokens_per_s"
+READ = f"{ENVIRONMENT}read_bandwidth_bytes_per_s"
+GB = 1e9
+SHARE = "share of verifications"
+MOST_LABELS = 8  # of a front that have room
+
+
+def draw_pareto(passes: pd.DataFrame) -> Drawn | LeftOut:
+    """Tokens/s of all rows against those of one request, with the Pareto fronts of the baselines
+    and of the passes that draft or serve requests."""
+
+    def show(of: pd.DataFrame) -> pd.DataFrame:
+        of = of.assign(**{X: 1e3 / of[TPOT].astype(float)})
+        fronts = [pareto(of[is_kind], X, Y).index for is_kind in kinds_of(of).values()]
+        columns = ["series", "run", "B", X, Y, "on_front", f"{Y}_interval_low"]
+        return of.assign(on_front=of.index.isin(chain(*fronts)))[[*columns, f"{Y}_interval_high"]]
+
+    def draw(ax: Axes, table: pd.DataFrame, series: Series) -> dict[str, Any]:
+        from matplotlib.patheffects import withStroke
+
+        handles = draw_marks(ax, series, X, Y)
+        for kind, is_kind in kinds_of(table).items():
+            front = table[is_kind & table["on_front"]].sort_values(X)
+            colour, line = (GREY, ":") if kind == BASELINE else ("black", "-")
+            if not front.empty:
+                drawn = ax.plot(front[X], front[Y], line, color=colour, linewidth=1, zorder=1)
+                handles[f"Pareto front, {kind}"] = drawn[0]
+            changed = front[front["B"].notna() & (front["B"] != front["B"].shift())]
+            changed = changed.iloc[:: max(1, -(-len(changed) // MOST_LABELS))]
+            place, vertical = ((4, -4), "top") if kind == BASELINE else ((4, 4), "bottom")
+            for x, y, B in changed[[X, Y, "B"]].itertuples(index=False):
+                text = ax.annotate(f"B {B}", (x, y), place, textcoords="offset points", fontsize=7,
+                                   color=colour, va=vertical, zorder=5)  # fmt: skip
+                text.set_path_effects([withStroke(linewidth=2, foreground="white")])
+        ax.margins(0.14)
+        ax.set(xlim=(0, None), ylim=(0, None))
+        return handles
+
+    form = Form(
+        name="pareto_front", title="Tokens/s of all rows against tokens/s of one request",
+        reason="no record has both a throughput and a TPOT",
+        held=("model", "dtype", "device", "prefix_len"), places=["B", "series"], show=show,
+        draw=draw, labels=("one request (tokens/s)", "all rows (tokens/s)"),
+        caption=(
+            "Each mark is one pass; up and to the right is better. A pass is on a front if no "
+            "other one of its kind has both more tokens/s and a faster request. Numbers are the "
+            "batch sizes on the fronts. The autoregressive marks are the baselines in the same "
+            "runs",
+            "One request decodes at 1 / TPOT. All rows together count decode steps in a run; where "
+            "requests were served, they count the whole time from the first arrival to the last "
+            "token",
+        ),
+        intervals="Upright lines are 95 % intervals over batches",
+        axes={"height": 3.1}, most_series=2 * MOST_SERIES,
+    )  # fmt: skip
+    served = passes.get("output_throughput", pd.Series(dtype=object))
+    measured = passes.assign(**{Y: passes[Y].combine_first(served)})
+    return form.of(measured[measured[TPOT].notna() & measured[Y].notna()])
+
+
+def kinds_of(passes: pd.DataFrame) -> dict[str, pd.Series]:
+    """Which passes are baselines, and which are not."""
+    is_baseline = passes["series"] == BASELINE
+    return {BASELINE: is_baseline, "others": ~is_baseline}
+
+
+def pareto(frame: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
+    """The rows that no other one beats by both a larger `x` and a larger `y`, by falling `x`."""
+    values = frame[[x, y]].astype(float).sort_values([x, y], ascending=False)
+    best_before = values[y].cummax().shift(fill_value=float("-inf"))
+    return frame.loc[values.index[values[y] > best_before]]
+
+
+def draw_roofline(passes: pd.DataFrame) -> Drawn | LeftOut:
+    """The bandwidth that steps reach against the bytes that they must read."""
+    x, y, roof = "bytes_per_step", "achieved_bytes_per_s", "measured_bytes_per_s"
+
+    def show(of: pd.DataFrame) -> pd.DataFrame:
+        read = of[READ].astype(float)
+        rate = of["roofline_fraction"].astype(float) * read
+        size = rate * of["mean_step_ms"].astype(float) / 1e3
+        return of[["series", "run"]].assign(**{x: size, y: rate, roof: read})
+
+    def draw(ax: Axes, table: pd.DataFrame, series: Series) -> dict[str, Any]:
+        """The roof is the median of the measured read bandwidths, with their range."""
+        handles = draw_marks(ax, series, x, y, GB)
+        roofs = table[roof].drop_duplicates() / GB
+        middle = roofs.quantile(interpolation="higher")
+        line = ax.axhline(middle, color="black", linewidth=1.4)
+        handles["measured read bandwidth (median)"] = line
+        if len(roofs) > 1:
+            span = ax.axhspan(roofs.min(), roofs.max(), color="#bbbbbb", alpha=0.4, linewidth=0)
+            handles["its range over the runs"] = span
+        ax.set(xscale="log", ylim=(0, None))
+        plain_ticks(ax.xaxis)
+        return handles
+
+    form = Form(
+        name="bandwidth", title="Achieved bandwidth against the memory roofline",
+        reason="no run measured the bandwidth that this machine reads with and its own steps",
+        held=("model", "dtype", "target_dtype", *MACHINE), places=["series"], show=show, draw=draw,
+        labels=("bytes that a step must read (GB)", "achieved (GB/s)"), axes={"height": 3.2},
+        caption=(
+            "Bytes that the steps of a run must read at least (weights and the visible KV cache) "
+            "over the time of the steps. The line is the bandwidth measured in the runs "
+            "themselves: all ranks together reading memory. What lies far below it is bound by "
+            "something else; marks above it read partly from caches",
+        ),
+        what="combinations of model and machine",
+    )  # fmt: skip
+    is_known = (passes[["roofline_fraction", "mean_step_ms", READ]].fillna(0) != 0).all(axis=1)
+    return form.of(passes[is_known])
+
+
+def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
+    """The acceptance rate against the KV budget."""
+
+    def show(of: pd.DataFrame) -> pd.DataFrame:
+        return frame_of(
+            {"kv_policy": policy, "budget": budget} | summarize(same, "acceptance_rate")
+            for (policy, budget), same in of.groupby(["kv_policy", "budget"])
+        )
+
+    form = Form(
+        name="acceptance_by_budget", title="Acceptance rate against the draft's KV budget",
+        reason="no model and policy was measured with two KV budgets and else equal settings",
+        held=["drafter", *PROMPTS, "gamma", "pa", "reselect_every"],
+        places=["budget", "kv_policy"],
+        series="kv_policy", show=show,
+        draw=partial(draw_curves, x="budget", y="acceptance_rate", xscale="log"),
+        labels=("KV budget (tokens that a draft reads)", "acceptance rate"),
+        caption=(
+            "Accepted draft tokens over drafted ones, by KV policy",
+            "Of repeated runs the median is shown",
+        ),
+        intervals="Bars are 95 % intervals over prompts, of repeated runs the range",
+        what="combinations of settings; the table of runs has all", axes={"sharey": True},
+    )  # fmt: skip
+    drafting = runs[runs["acceptance_rate"].notna() & runs["budget"].notna()]
+    num_budgets = num_different(drafting, form.held, ["budget"])
+    return form.of(drafting[[count > 1 for count in num_budgets]])
+
+
+def draw_by_acceptance(runs: pd.DataFrame) -> Drawn | LeftOut:
+    """The speedup of each run against its acceptance rate."""
+    form = Form(
+        name="speedup_by_acceptance", title="Speedup against the acceptance rate of the same runs",
+        reason="no run has both an acceptance rate and a speedup",
+        held=[*WEIGHTS[:2], "dtype", "dataset", "prefix_len", "gen_len", *MACHINE],
+        places=["series", "B", "budget", "gamma"], draw=draw_against_acceptance,
+        show=lambda of: of[["series", "run", *ALONG[3:7], *BOTH]],
+        labels=("acceptance rate", "speedup of decode steps (x)"), axes={"height": 3.1},
+        caption=(
+            "Each mark is one run. At equal acceptance a method that drafts at a lower cost is "
+            "higher; below the line it is slower than autoregressive decoding",
+        ),
+        intervals="Upright lines are 95 % intervals of the speedup over batches",
+    )  # fmt: skip
+    return form.of(runs[runs[["acceptance_rate", "speedup"]].notna().all(axis=1)])
+
+
+BOTH = ("acceptance_rate", "speedup", *SPEEDUP_ENDS)
+
+
+def draw_against_acceptance(ax: Axes, _: pd.DataFrame, series: Series) -> dict[str, Any]:
+    handles = draw_marks(ax, series, "acceptance_rate", "speedup")
+    ax.axhline(1, color=GREY, linewidth=1, linestyle=":")
+    ax.margins(0.1)
+    ax.set(ylim=(0, None))
+    return handles
+
+
+def draw_by_position(runs: pd.DataFrame) -> Drawn | LeftOut:
+    """The acceptance of each draft position."""
+
+    def show(of: pd.DataFrame) -> pd.DataFrame:
+        """Of each way to draft the run with the most positions. They do not depend on gamma, so
+        that the longest curve says the most."""
+        ordered = of.sort_values(["series", "length", "run"])
+        longest = ordered.drop_duplicates("series", keep="last")
+        return pd.concat([curve_of(run) for run in longest.to_dict("records")])
+
+    form = Form(
+        name="acceptance_by_position", title="Acceptance by draft position",
+        reason="no run drafted two tokens in a step",
+        held=[key for key in PROMPTS if key != "draft_weights"],  # which the series have
+        places=["series"], show=show, axes={"sharey": True},
+        draw=partial(draw_curves, x="position", y="share", ylim=(0, 1.04)),
+        labels=("draft position in its step", SHARE),
+        caption=(
+            "Share of verifications that accepted this draft token and all before it in the step",
+            "Of each way to draft the run with the most draft tokens",
+        ),
+        intervals="Bars are 95 % intervals over prompts",
+    )  # fmt: skip
+    lengths = runs["acceptance_per_position"].map(lambda shares: len(shares or ()))
+    return form.of(by_draft(runs.assign(length=lengths)[lengths > 1]))
+
+
+def by_draft(runs: pd.DataFrame) -> pd.DataFrame:
+    """The runs with the way to draft as their series: drafter, policy and budget, without gamma."""
+    names = runs["method"].str.split(", gamma |, tree ", regex=True).str[0]
+    return runs.assign(series=names.astype(object))
+
+
+def curve_of(run: dict[str, Any]) -> pd.DataFrame:
+    """The share of each position with the ends of its interval; the share itself where there is
+    none."""
+    shares = run["acceptance_per_position"]
+    intervals = run["acceptance_per_position_interval"] or [None] * len(shares)
+    counts = run["judged_per_position"] or [None] * len(shares)
+    return frame_of(
+        {"series": run["series"], "run": run["run"], "position": position, "share": share,
+         "low": (ends or [share])[0], "high": (ends or [share])[-1], "verifications": count}
+        for position, (share, ends, count) in enumerate(
+            zip(shares, intervals, counts, strict=True), 1
+        )
+    )  # fmt: skip
+
+
+ALONG = ["drafter", "draft_weights", "kv_policy", "budget", "gamma", "pa", "B", "prefix_len"]
+# (colour, hatch) by phase
+PHASES = {"draft": (COLOURS[4], ""), "verify": (COLOURS[0], "///"), "decode": (COLOURS[5], "..."),
+          "other": (COLOURS[7], "xxx")}  # fmt: skip
+SHORT = {"gamma": "g", "budget": "K", "prefix_len": "prefix"}
+TEXTS = {"mean_emitted_tokens": "{:.1f} tokens", "speedup": "{:.2f}x"}  # at the end of a bar
+MOST_BARS = 24
+
+
+def draw_phases(runs: pd.DataFrame) -> Drawn | LeftOut:
+    """A bar for each setting of one model on one machine."""
+    form = Form(
+        name="step_phases", title="Phases of a decode step",
+        reason="no run timed its phases; on CUDA --benchmark does",
+        held=("model", "draft_model", "target_dtype", "dtype", "dataset", *MACHINE), places=ALONG,
+        most_panels=1,
+        what="combinations of model and machine", show=phases_of, draw=draw_bars, series="",
+        labels=("time of a step (ms)", ""),
+        caption=(
+            "Mean time of a step by phase. The black tick is the autoregressive step of the same "
+            "run: a step pays if it takes less than its tokens times that. At the right end: "
+            "tokens of a step and row, and the speedup of the steps",
+            f"Of more than {MOST_BARS} settings so many are shown, evenly chosen; of repeated runs "
+            "the middle one",
+        ),
+    )  # fmt: skip
+    has_phases = runs["drafter"].notna() & runs["mean_step_ms"].notna() & runs["other_ms"].notna()
+    return form.of(runs[has_phases])
+
+
+def phases_of(runs: pd.DataFrame) -> pd.DataFrame:
+    """The middle one of the runs of each setting, with the time that each phase has in the mean
+    step: a phase that only some steps have counts in part."""
+    share = pd.Series([drafting_share(m) for m in runs.itertuples()], runs.index)
+    weights = {"draft": share, "verify": share, "decode": 1 - share, "other": 1}
+    for phase, weight in weights.items():
+        values = weight * runs[f"{phase}_ms"].astype(float).fillna(0.0)
+        runs = runs.assign(**{f"{phase}_ms": values.where(values != 0)})
+    ordered = runs.sort_values("mean_step_ms", key=lambda ms: ms.astype(float), kind="stable")
+    groups = ordered.groupby(ALONG, dropna=False)
+    middles = ordered[groups.cumcount() == groups["run"].transform("size") // 2]
+    order = [[*map(rank, row)] for row in middles[ALONG[::-1]].to_numpy().tolist()]
+    places = [place for _, place in sorted(zip(order, middles.index, strict=True))]
+    times = [*(f"{phase}_ms" for phase in PHASES), "mean_step_ms", "autoregressive_step_ms"]
+    return middles.loc[places, [*ALONG, "run", *times, *TEXTS]]
+
+
+def drafting_share(m: Any) -> float:
+    """The share of the steps that draft, of the metrics of a run. Each phase's time is a mean over
+    the steps that have it, and all of them together make the mean step."""
+    if m.draft_ms is None or m.verify_ms is None:
+        return 0.0
+    if m.decode_ms is None:
+        return 1.0
+    both = m.draft_ms + m.verify_ms
+    share = (m.mean_step_ms - m.other_ms - m.decode_ms) / (both - m.decode_ms or 1.0)
+    return min(1.0, max(0.0, share))
+
+
+def draw_bars(ax: Axes, table: pd.DataFrame, _: Series) -> dict[str, Any]:
+    """The phases of each step after each other."""
+    count = min(MOST_BARS, len(table))
+    bars = table.iloc[[i * len(table) // count for i in range(count)]].reset_index(drop=True)
+    figure = ax.get_figure(root=True)
+    assert figure is not None, "the axes are in it"
+    figure.set_size_inches(WIDTH, 1.3 + 0.27 * count)
+    left, handles = pd.Series(0.0, bars.index), dict[str, Any]()
+    for phase, (colour, hatch) in PHASES.items():
+        widths = bars[f"{phase}_ms"].astype(float).fillna(0.0)
+        if widths.any():
+            handles[phase] = ax.barh(
+                bars.index, widths, left=left, height=0.72, color=colour, hatch=hatch,
+                edgecolor="white", linewidth=0.5,
+            )  # fmt: skip
+            left += widths
+    theirs = bars["autoregressive_step_ms"].astype(float)
+    if theirs.notna().any():
+        handles["autoregressive step"] = ax.vlines(
+            theirs, bars.index - 0.42, bars.index + 0.42, color="black", linewidth=2
+        )
+    rows, ends = bars.to_dict("records"), left.combine(theirs, max)
+    for at, bar in enumerate(rows):
+        text = ", ".join(form.format(bar[k]) for k, form in TEXTS.items() if bar[k] is not None)
+        ax.annotate(text, (ends[at], at), (5, 0), textcoords="offset points", va="center", size=7)
+    keys = [key for key in ALONG if bars[key].nunique(dropna=False) > 1] or ["B"]
+    ax.set_yticks(bars.index, [name_of(bar, keys) for bar in rows])
+    ax.invert_yaxis()
+    ax.margins(x=0.24, y=0.01)
+    ax.grid(axis="y", visible=False)
+    return handles
+
+
+def name_of(bar: dict[str, Any], keys: list[str]) -> str:
+    """The settings `keys` in short. A policy says that the model drafts for itself."""
+    names = [
+        f"{SHORT[key]} {bar[key]}" if key in SHORT else said(key, bar[key])
+        for key in keys
+        if bar[key] is not None
+        and not (key == "drafter" and bar["kv_policy"] and bar[key] == "self")
+    ]
+    return ", ".join(text.removeprefix("drafter ") for text in names)

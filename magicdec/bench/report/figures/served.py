@@ -1,0 +1,169 @@
+"""What served requests: batchings of requests in flight, and the modes and stages of
+rings and of pipelined speculation. Each command is a panel or a series.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from magicdec.bench.report.figures.panels import Drawn, Form, LeftOut, Series, draw_marks
+from magicdec.bench.report.frame import frame_of
+from magicdec.bench.report.tables import PageTable
+from magicdec.bench.serving import showing as serving
+from magicdec.output.figures import styled
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+ABOUT = ["workload.num_requests", "workload.draft", "workload.layer_split"]
+# The metrics that compare modes, with their units.
+SPEEDS = {
+    "request_tokens_per_s": "speed of a request, tokens/s",
+    "mean_ttft_ms": "mean time to first token, ms",
+    "mean_itl_ms": "mean time between two commits, ms",
+}
+
+
+def draw_served(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
+    """The figures of all passes, of which each is a row."""
+    passes = by_command(passes[passes["has_result"].astype(bool)])
+    with styled():
+        return [
+            draw_batchings(passes, "Throughput", "output_throughput", "output (tokens/s)"),
+            draw_batchings(passes, "Goodput", "request_goodput", "goodput (requests/s)"),
+            draw_modes(passes),
+            draw_stages(passes, "ring", "Stages of rings over time"),
+            draw_stages(passes, "speculation", "Ranks of pipelined speculation over time"),
+        ]
+
+
+def by_command(passes: pd.DataFrame) -> pd.DataFrame:
+    """The passes with the numbers of their commands, in words, in a column `about`."""
+    groups = passes.groupby(["file", "environment.time_utc", "command"], sort=False)
+    numbers, abouts = groups.ngroup() + 1, dict[int, str]()
+    for number, of in passes.groupby(numbers):
+        first = of.iloc[0]
+        requests, *drafts = first.reindex(ABOUT)
+        parts = (first["model"], f"{requests} requests", first["arrival"], *drafts)
+        abouts[number] = f"{number}: {', '.join(p for p in parts if isinstance(p, str))}"
+    return passes.assign(about=numbers.map(abouts))
+
+
+def draw_batchings(passes: pd.DataFrame, what: str, metric: str, label: str) -> Drawn | LeftOut:
+    """A metric of each pass against its p90 TTFT."""
+
+    def draw(ax: Axes, _: pd.DataFrame, series: Series) -> dict[str, Any]:
+        handles = draw_marks(ax, series, "p90_ttft_ms", metric)
+        ax.margins(0.12)
+        ax.set(xlim=(0, None), ylim=(0, None))
+        return handles
+
+    form = Form(
+        name=f"serving_{what.lower()}", title=f"{what} against p90 TTFT, by batching",
+        reason=f"no pass has {metric}", held=["about"], places=["pass"], series="pass",
+        show=lambda of: of[["pass", "run", "arrival", "p90_ttft_ms", metric]], draw=draw,
+        labels=("p90 TTFT (ms)", label), what="commands", axes={"height": 3.1},
+        caption=(
+            "Each mark is one pass of a command over the same requests; up and to the left is "
+            "better",
+        ),
+    )  # fmt: skip
+    return form.of(passes[passes[metric].notna()] if metric in passes else passes[:0])
+
+
+def draw_modes(passes: pd.DataFrame) -> Drawn | LeftOut:
+    """The speeds of all modes: a panel for each metric, with a bar for each command that has the
+    mode."""
+
+    def draw(ax: Axes, table: pd.DataFrame, series: Series) -> dict[str, Any]:
+        names, width, handles = list(table["pass"].unique()), 0.8 / len(series), {}
+        for index, (name, of, style) in enumerate(series):
+            places = of["pass"].map(names.index) + (index - (len(series) - 1) / 2) * width
+            handles[name] = ax.bar(
+                places, of["value"].astype(float), 0.9 * width, color=style.colour,
+                hatch=style.hatch, edgecolor="white", linewidth=0.5,
+            )  # fmt: skip
+            ax.bar_label(handles[name], fmt="{:,.1f}", fontsize=6, padding=2)
+        ax.margins(y=0.1)
+        ax.set_xticks(range(len(names)), names, rotation=20)
+        ax.grid(axis="x", visible=False)
+        return handles
+
+    values = frame_of(
+        {"about": row["about"], "pass": row["pass"], "run": row["run"], "metric": label}
+        | {"value": row[metric]}
+        for row in passes.to_dict("records")
+        for metric, label in SPEEDS.items()
+    )
+    form = Form(
+        name="serving_modes", title="Speed by mode", reason="no pass has metrics",
+        held=["metric"], places=["pass"], series="about", draw=draw, labels=("", ""),
+        caption=("The modes of each command served the same requests",),
+    )  # fmt: skip
+    return form.of(values[values["value"].notna()] if len(values) else values)
+
+
+def draw_stages(passes: pd.DataFrame, part: str, title: str) -> Drawn | LeftOut:
+    """How busy each stage of rings or each rank of pipelined speculation was over the time of its
+    pass: `part` is that of a record."""
+
+    def draw(ax: Axes, table: pd.DataFrame, _: Series) -> dict[str, Any]:
+        """A strip for each stage. Records of earlier versions have one share for all its time."""
+        rows = table.to_dict("records")
+        for place, row in enumerate(rows):
+            image = ax.imshow([row["parts"]], cmap="Blues", vmin=0, vmax=1, aspect="auto",
+                              extent=(0, 1, place + 0.42, place - 0.42))  # fmt: skip
+        ax.set_yticks(range(len(rows)), [f"{row['name']}: {row['busy']:.0%}" for row in rows])
+        ax.set(xlim=(0, 1), ylim=(len(rows) - 0.5, -0.5))
+        ax.grid(visible=False)
+        ax.figure.colorbar(image, ax=ax, label="busy")
+        return {}
+
+    stages = frame_of(
+        {"about": row["about"], "pass": row["pass"], "run": row["run"], **stage}
+        for row in passes.to_dict("records")
+        for stage in stages_of(row["object"], part)
+    )
+    most = stages.groupby("about").size().max() if len(stages) else 0
+    form = Form(
+        name=f"{part}_stages", title=title, reason=f"no pass has stages of {part}",
+        held=["about"], places=["pass"], series="", draw=draw, what="commands",
+        labels=("share of the time of the pass", ""),
+        axes={"height": 0.9 + 0.22 * most, "columns": 1},
+        caption=(
+            "The darker, the larger the share of that time in which the stage computed or drafted; "
+            "in white it waited. The percentage is that of the whole pass",
+        ),
+    )  # fmt: skip
+    return form.of(stages)
+
+
+def stages_of(record: Any, part: str) -> list[dict[str, Any]]:
+    """A row for each stage of a pass: its name, its share of the time, and that of each part of the
+    time. None if the pass has no such stages."""
+    metrics = getattr(record, part)
+    if metrics is None or metrics.busy is None:
+        return []
+    word, drafting = ("stage", None) if part == "ring" else ("rank", metrics.draft_rank)
+    parts = record.occupancy or [[busy] for busy in metrics.busy]
+    return [
+        {"name": f"{record.name}, {word} {stage}{' (drafts)' * (stage == drafting)}",
+         "stage": stage, "busy": busy, "parts": parts[stage]}
+        for stage, busy in enumerate(metrics.busy)
+    ]  # fmt: skip
+
+
+def tables_of(passes: pd.DataFrame) -> list[PageTable]:
+    """The tables that the commands themselves print, with a column for each pass."""
+    return [
+        PageTable(
+            table.columns, table.rows, f"Command {number}", name=f"serving_{number}_{place}",
+            note=" ".join(f"{line}." for line in (*(line.text for line in table.lead),
+                                                  *table.below)),
+        )
+        for number, (_, of) in enumerate(by_command(passes).groupby("about", sort=False), 1)
+        for place, table in enumerate(serving.tables(list(of["object"])), 1)
+        if table.rows
+    ]  # fmt: skip

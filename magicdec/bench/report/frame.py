@@ -1,0 +1,212 @@
+"""Records of every kind as flat rows, for pandas data frames of a report and for other programs: a
+row for each pass, with its settings and metrics as columns."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import fields, is_dataclass
+from functools import cache, lru_cache
+from itertools import groupby, islice
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from magicdec.bench.report.listing import command_of, is_baseline, settings
+from magicdec.names import BASELINE
+from magicdec.output.tables import write_csv_columns
+from magicdec.records.fields import Part
+from magicdec.records.performance import SUFFIX, Metrics
+from magicdec.records.record import MeasuredRecord, Record, RunRecord
+from magicdec.records.table import method
+
+Row = dict[str, Any]
+ROWS_AT_ONCE = 1000  # that are held before they become columns
+SUFFIXES = (".csv", ".parquet")  # of the files that `write_columns` writes
+ENVIRONMENT = "environment."  # begins the names of its columns
+ALWAYS = ("environment", "error")
+OF_PASSES = ("metrics", "baseline_metrics", "prefill_samples")  # parts of the record of a run
+
+
+Columns = dict[str, list[Any]]
+
+
+def columns_of(rows: Iterable[Row]) -> Columns:
+    """The values of rows by column, with None for what a row lacks. A large table fits in memory as
+    columns; few of its rows are held at once."""
+    columns, length = Columns(), 0
+    for names, of_names in groupby(rows, tuple):
+        while block := [*islice(of_names, ROWS_AT_ONCE)]:
+            for name, values in zip(names, zip(*map(dict.values, block), strict=True), strict=True):
+                column = columns.setdefault(name, [])
+                column += [None] * (length - len(column))
+                column += values
+            length += len(block)
+    for column in columns.values():
+        column += [None] * (length - len(column))
+    return columns
+
+
+def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
+    """The rows as a data frame whose values stay what they are: whole numbers stay whole beside
+    None, which also stands for what a row lacks."""
+    frame = pd.DataFrame(columns_of(rows), dtype=object)
+    return frame.where(frame.notna(), None)
+
+
+def flat_rows(number: int, source: str, record: Record, has_settings: bool = True) -> Iterator[Row]:
+    """The rows of one record of any kind: of a run the baseline first, if it has metrics, and then
+    the requested strategy; of others their one pass, or each forward or prediction. There is a
+    column for each plain value; samples and single requests are left out. Metrics have the names
+    of their fields, and `_low` and `_high` after the names of intervals. `number` counts the
+    records and is the same in all rows of one. Without settings, of the parts of a record there is
+    its environment alone."""
+    head: Row = {"kind": record.kind, "record": number, "file": source, "status": record.status}
+    head |= {"error": None, "command": None}
+    if isinstance(record, MeasuredRecord):
+        head["command"] = command_of(record.environment)
+    for section, values in record.config.items() if has_settings else ():
+        if isinstance(values, dict):
+            head.update(_prefixed(f"{section}.", values))
+    for name, value in vars(record).items():
+        if name in OF_PASSES or not (has_settings or name in ALWAYS):
+            continue
+        if isinstance(value, Part):
+            of_part = _prefixed(f"{name}.", vars(value))
+            if name not in record.config:
+                head.update(of_part)
+                continue
+            for key, inner in of_part:
+                head.setdefault(key, inner)  # the config has more of a draft
+        elif name in ("error", "threads", "reference", "num_differing"):
+            head[name] = value
+    if isinstance(record, RunRecord):
+        strategy = str(record.config["decoding"]["strategy"])
+        for name, metrics in {BASELINE: record.baseline_metrics, strategy: record.metrics}.items():
+            if metrics is not None or name == strategy:
+                yield {**head, "pass": name, **metric_row(metrics, Metrics)}
+        return
+    values = vars(record)
+    for part in values.get("rows") or values.get("cells") or [values["metrics"]]:
+        yield head | {"pass": values.get("name")} | metric_row(part, type(part))
+
+
+def report_rows(number: int, source: str, record: Record) -> Iterator[Row]:
+    """What a report keeps of a record: its flat rows, and in them what figures are about, by the
+    names of the settings of a run. `number` counts the records of a report from 1. A pass that
+    served requests has the record itself in the column `object`."""
+    if isinstance(record, RunRecord):
+        rows = flat_rows(number, source, record, has_settings=False)  # `_about_run` has them
+    else:
+        rows = flat_rows(number, source, record)
+    for row in rows:
+        more = (
+            _about_run(record, row["pass"])
+            if isinstance(record, RunRecord)
+            else _about_service(record, row)
+        )
+        row["run"] = number
+        row.update(more)
+        yield row
+
+
+def _about_run(record: RunRecord, name: str) -> Row:
+    """The settings of a run and its methods. The row of the requested strategy `is_run`."""
+    values, baseline = settings(record), record.baseline_metrics
+    drafts = (values["drafter"], values["kv_policy"])
+    is_run = name == record.config["decoding"]["strategy"]
+    return values | {
+        "autoregressive_step_ms": None if baseline is None else baseline.mean_step_ms,
+        "is_run": is_run,
+        "has_result": (record.metrics if is_run else baseline) is not None,
+        "method": method(record) if is_run else BASELINE,
+        "series": BASELINE
+        if not is_run or is_baseline(record)
+        else ", ".join(str(part) for part in drafts if part is not None),
+    }
+
+
+def _about_service(record: Record, row: Row) -> Row:
+    """The names that a run has for the settings of a pass that served requests."""
+    gpu, cpu = row[f"{ENVIRONMENT}gpu"], row[f"{ENVIRONMENT}cpu"]
+    return {
+        "model": row["model.model"],
+        "dtype": row["model.dtype"],
+        "device": gpu or cpu or row["parallel.device"],
+        "arrival": row.get("workload.arrival"),
+        "series": f"{record.kind}: {row['pass']}",
+        "has_result": record.status not in ("diverged", "failed"),
+        "object": record,
+    }
+
+
+def _prefixed(prefix: str, values: Row) -> Iterable[tuple[str, Any]]:
+    return zip(_prefixed_names(prefix, tuple(values)), values.values(), strict=True)
+
+
+@lru_cache(maxsize=1000)
+def _prefixed_names(prefix: str, names: tuple[str, ...]) -> list[str]:
+    return [f"{prefix}{name}" for name in names]
+
+
+def metric_row(metrics: Part | None, kind: Any) -> Row:
+    """One column for each metric of `kind`, two for the ends of an interval, and one for each value
+    of a part inside. Without metrics, all are None."""
+    row, values = Row(), {} if metrics is None else vars(metrics)
+    for name, ends in _columns(kind):
+        value = values.get(name)
+        if ends is not None:
+            row[ends[0]], row[ends[1]] = value or (None, None)
+        elif isinstance(value, Part):
+            row.update(_prefixed(f"{name}.", vars(value)))
+        else:
+            row[name] = value
+    return row
+
+
+@cache
+def _columns(kind: Any) -> list[tuple[str, tuple[str, str] | None]]:
+    """The metrics of a dataclass, and of each that is an interval the columns of its ends; none of
+    another type."""
+    names = {field.name: str(field.type) for field in (fields(kind) if is_dataclass(kind) else ())}
+    return [
+        (name, (f"{name}_low", f"{name}_high") if is_interval else None)
+        for name, text in names.items()
+        for is_interval in [name.endswith(SUFFIX) and "list[list" not in text]
+    ]
+
+
+def write_columns(path: Path, columns: Columns) -> None:
+    """Write flat rows as CSV or Parquet, by the suffix of the file. Raises OSError."""
+    flat_columns = {name: _flat_column(values) for name, values in columns.items()}
+    if path.suffix == ".csv":
+        with path.open("w", encoding="utf-8", newline="") as file:
+            # pandas takes three times as long.
+            write_csv_columns(file, flat_columns, list(flat_columns.values()))
+        return
+    frame = pd.DataFrame(flat_columns, dtype=object)
+    for name in frame:
+        # Parquet wants one type in a column: a gamma of 4 and one of `auto` become text.
+        if pd.api.types.infer_dtype(frame[name]) in ("mixed", "mixed-integer"):
+            frame[name] = frame[name].map(str, na_action="ignore")
+    frame.infer_objects().to_parquet(path, index=False)
+
+
+PLAIN = {type(None), str, int, float, bool}
+
+
+def _flat_column(column: list[Any]) -> list[Any]:
+    """The values of a column as `flat` makes them. Most are so already."""
+    return column if {*map(type, column)} <= PLAIN else [*map(flat, column)]
+
+
+def flat(value: Any) -> str | int | float | bool | None:
+    """A plain value as it is, a list as its values with spaces between, a dictionary with its keys
+    before them, and the name of a model."""
+    if value is None or isinstance(value, str | int | float | bool):
+        return value
+    if isinstance(value, dict):
+        return " ".join(f"{key}:{flat(inner)}" for key, inner in value.items())
+    if isinstance(value, list | tuple):
+        return " ".join(str(flat(item)) for item in value)
+    return str(getattr(value, "model", value))

@@ -1,0 +1,312 @@
+"""The settings of runs by the names of their flags, as tables sort, group and export them; the
+command that started a run; and many records as one table, with a line for each run. Imports no
+torch and no pandas."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from magicdec.names import BASELINE, FULL_KV_POLICY
+from magicdec.output.tables import Column, Shown, Table
+from magicdec.records.comparison.conditions import policy_of
+from magicdec.records.environment import Environment
+from magicdec.records.fields import described_fields
+from magicdec.records.performance import SUFFIX, Metrics
+from magicdec.records.record import RunRecord
+
+Setting = str | int | float | bool | None
+
+
+SETTINGS = (
+    *("model", "dtype", "target_dtype", "draft_model", "draft_ranks", "draft_dtype", "drafter"),
+    "draft_weights",
+    *("kv_policy", "budget", "reselect_every", "gamma", "pa", "B", "prefix_len", "gen_len"),
+    *("dataset", "ranks", "threads", "device", "attention", "temperature", "seed", "status"),
+)
+
+
+def settings(record: RunRecord) -> dict[str, Setting]:
+    """The settings of a run, which `SETTINGS` names in order, by the names of their flags; None
+    where they mean nothing."""
+    config, environment = record.config, record.environment
+    model, workload, decoding = (config[name] for name in ("model", "workload", "decoding"))
+    draft, drafts = config.get("draft") or {}, not is_baseline(record)
+    policy = policy_of(config) if drafts else None
+    return {
+        "model": model["model"],
+        "dtype": model["dtype"],
+        "target_dtype": model["target_dtype"],
+        "draft_model": draft.get("model"),
+        "draft_ranks": len(draft.get("rank_group") or ()) or None,
+        "draft_dtype": draft.get("draft_dtype"),
+        "drafter": decoding["drafter"] if drafts else None,
+        "draft_weights": decoding.get("draft_weights") if drafts else None,
+        "kv_policy": policy,
+        "budget": None if policy in (None, FULL_KV_POLICY) else int(config["kv"]["budget"]),
+        "reselect_every": (policy and config["kv"].get("reselect_every")) or None,
+        "gamma": (decoding.get("tree") or decoding["num_draft_tokens"]) if drafts else None,
+        "pa": decoding.get("pa") if drafts else None,
+        "B": workload["batch_size"],
+        "prefix_len": workload["prefix_len"],
+        "gen_len": workload["gen_len"],
+        "dataset": None if record.workload is None else record.workload.dataset,
+        "ranks": environment.world_size,
+        "threads": environment.threads,
+        "device": environment.gpu or environment.cpu or config["parallel"]["device"],
+        "attention": (config.get("attention") or {}).get("backend"),
+        "temperature": (config.get("sampling") or {}).get("temperature"),
+        "seed": workload.get("seed"),
+        "status": record.status,
+    }
+
+
+def rank(value: Setting) -> tuple[bool, float, str]:
+    """Orders numbers before text, and numbers by size."""
+    is_number = isinstance(value, int | float)
+    return not is_number, float(value) if is_number else 0.0, str(value)  # type: ignore[arg-type]
+
+
+def is_baseline(record: RunRecord) -> bool:
+    return bool(record.config["decoding"]["strategy"] == BASELINE)
+
+
+LAUNCHER = "torchrun --standalone --nproc_per_node={}"
+
+
+def command_of(environment: Environment) -> str:
+    """The command that starts the run again from the root of the repository. A record has the name
+    of the program without its folder. Several ranks of a run that did not start them itself
+    (`--nproc`) are given to torchrun on one host."""
+    return _command(tuple(environment.argv) or ("?",), environment.world_size)
+
+
+@lru_cache(maxsize=1000)
+def _command(argv: tuple[str, ...], world_size: int) -> str:
+    program, *flags = argv
+    is_script = program.endswith(".py")
+    words = shlex.split(program) if not is_script else [f"tests/{program}"]
+    starts_ranks = any(flag.partition("=")[0] == "--nproc" for flag in flags)
+    if world_size > 1 and not starts_ranks:
+        launcher = LAUNCHER.format(world_size)
+        command = f"{launcher} {'' if is_script else '--no-python '}{shlex.join(words)}"
+    else:
+        command = f"{'python ' if is_script else ''}{shlex.join(words)}"
+    return f"{command} {shlex.join(flags)}".rstrip()
+
+
+Row = dict[str, Any]
+NARROW = 80  # columns of a text table that is written to a file or a pipe
+OF_DRAFT = ("draft_ranks", "draft_dtype")
+TEXT_COLUMNS = ("model", "draft_model", "drafter", "draft_weights", "kv_policy", "device", "status")
+# The metrics that a column can have, as the record describes them.
+DESCRIBED = {
+    name: about
+    for name, kind, about in described_fields(Metrics)
+    if about.label and kind in (int, float)
+}
+METRICS = (
+    *("decode_tokens_per_s", "speedup", "net_speedup", "acceptance_rate", "roofline_fraction"),
+)
+COLUMNS = (*SETTINGS, *DESCRIBED)  # all that a table can have
+# The labels of columns that are not those of their keys.
+LABELS = {"draft_model": "draft", "draft_weights": "draft weights", "prefix_len": "prefix"}
+LABELS |= {name: about.label for name, about in DESCRIBED.items()}
+GAMMA = "\N{GREEK SMALL LETTER GAMMA}"
+NARROW_METRICS = {  # their labels in a text table, which says what they stand for
+    "decode_tokens_per_s": "tok/s",
+    "net_speedup": "net",
+    "acceptance_rate": "accept",
+    "roofline_fraction": "roof",
+}
+NARROW_LABELS = LABELS | {"gamma": GAMMA} | NARROW_METRICS
+NARROW_SPREAD = ("speedup", "acceptance_rate")  # whose interval has room in a text table
+ENDS = (f"{SUFFIX}_low", f"{SUFFIX}_high")  # of an interval, behind the name of its metric
+
+
+@dataclass(frozen=True)
+class Listing:
+    """The rows of a table. `columns` are keys of the rows, in order. If the user chose them, all
+    are shown as they are."""
+
+    columns: Sequence[str]
+    rows: list[Row]
+    is_chosen: bool = False
+
+    def table(self, form: str) -> Table:
+        """The table. As CSV it has every column. Otherwise a setting that is the same in every row
+        is said in a line of text, and a column without a value is left out. As text it is narrow;
+        in every other form a metric has its interval in columns of its own."""
+        listing, line = (self, "") if form == "csv" or self.is_chosen else self._varying()
+        if form == "text":
+            table = (listing if self.is_chosen else listing._compact())._as_text()
+            return replace(table, above=[*([line] if line else []), *table.above])
+        keys = listing._with_intervals(form == "csv")
+        return Table(
+            [Column(_label(key), key in TEXT_COLUMNS, key) for key in keys],
+            [[Shown(_cell(key, row), row.get(key)) for key in keys] for row in listing.rows],
+            below=[line] if line else [],
+            is_framed=False,
+        )
+
+    def _varying(self) -> tuple[Listing, str]:
+        """The columns in which rows differ, and a line with the settings that they share."""
+        rows = [row | _own_dtype(row) for row in self.rows]
+        values = {key: {row[key] for row in rows} for key in self.columns}
+        drafting = [row for row in rows if row["draft_model"] is not None]
+        for key in OF_DRAFT:  # which only runs with a draft model have
+            of_drafts = {row[key] for row in drafting}
+            values[key] = of_drafts if len(of_drafts) > 1 else {None}
+        varying = ("status", *METRICS) if len(rows) == 1 else METRICS
+        same = [key for key in self.columns if len(values[key]) == 1 and key not in varying]
+        constants = {key: v for key in same for v in values[key] if v is not None}
+        columns = [key for key in self.columns if key not in constants and values[key] != {None}]
+        texts = [f"{LABELS.get(key, key)} {v}" for key, v in constants.items()]
+        return Listing(columns, rows), f"in every row: {', '.join(texts)}" if texts else ""
+
+    def _compact(self) -> Listing:
+        """Fewer columns for the same: the draft is a model or what else drafts, its low-bit weights
+        stand behind it, and the budget behind its policy. Columns that are not all there stay as
+        they are."""
+        columns, rows = self.columns, self.rows
+        if {"draft_model", "drafter"} <= {*columns}:
+            columns = [key for key in columns if key != "drafter"]
+            rows = [row | {"draft_model": row["draft_model"] or row["drafter"]} for row in rows]
+        for first, second in (("draft_model", "draft_weights"), ("kv_policy", "budget")):
+            if {first, second} <= {*columns}:
+                columns = [key for key in columns if key != second]
+                pairs = [[row[key] for key in (first, second)] for row in rows]
+                texts = [" ".join(str(each) for each in pair if each is not None) for pair in pairs]
+                rows = [row | {first: text} for row, text in zip(rows, texts, strict=True)]
+        return Listing(columns, rows)
+
+    def _as_text(self) -> Table:
+        """A narrow table, below a line that says what its short labels stand for."""
+        meanings = [
+            f"{label}: {LABELS[key]}"
+            for key, label in NARROW_METRICS.items()
+            if key in self.columns
+        ]
+        cells = [[_narrow_cell(key, row) for key in self.columns] for row in self.rows]
+        if any("±" in cell for row in cells for cell in row):
+            meanings.append("±: half of the 95 % interval")
+        return Table(
+            [Column(NARROW_LABELS.get(k, k), k in TEXT_COLUMNS, k) for k in self.columns],
+            cells,
+            above=["; ".join(meanings)] if meanings else [],
+            is_framed=False,
+        )
+
+    def _with_intervals(self, has_ends: bool) -> list[str]:
+        """The columns, each metric before its interval if any row has one: in a column, or with
+        `has_ends` in two, whether a row has it or not."""
+        keys = list[str]()
+        for key in self.columns:
+            keys.append(key)
+            low, high = (f"{key}{end}" for end in ENDS)
+            if has_ends and hasattr(Metrics, f"{key}{SUFFIX}"):
+                keys += [low, high]
+            elif any(row.get(low) is not None for row in self.rows):
+                keys.append(f"{key}{SUFFIX}")
+        return keys
+
+
+def _own_dtype(row: Row) -> Row:
+    """The dtype of the weights if it is not that of the activations."""
+    return {"target_dtype": None if row["target_dtype"] == row["dtype"] else row["target_dtype"]}
+
+
+def list_records(
+    records: Iterable[RunRecord],
+    columns: Sequence[str] = (),
+    sort_by: Sequence[str] = (),
+    is_reversed: bool = False,
+) -> Listing:
+    """A row for each record, in their order; the runs of a study are in the order of its settings.
+    `columns` are shown in place of the usual ones. `sort_by` has the columns by which rows are
+    sorted, the first one first; rows without a value come last."""
+    metrics = tuple(dict.fromkeys((*METRICS, *filter(DESCRIBED.get, (*columns, *sort_by)))))
+    rows, studies = list[Row](), list[str]()
+    for r in records:
+        values = {name: getattr(r.metrics, name, None) for name in metrics}
+        rows.append(settings(r) | values | _intervals(r.metrics, metrics))
+        studies.append(_study_of(r))
+    for row in rows:
+        row["drafter"] = row["drafter"] or "none"
+    rows = _by_study(rows, studies)
+    for key in reversed(sort_by):
+        present = [row for row in rows if row[key] is not None]
+        present.sort(key=lambda row, key=key: rank(row[key]), reverse=is_reversed)  # type: ignore[misc]
+        rows = present + [row for row in rows if row[key] is None]
+    usual = (*SETTINGS[:-1], *METRICS, SETTINGS[-1])
+    return Listing(columns or usual, rows, bool(columns))
+
+
+def _intervals(metrics: Metrics | None, names: Iterable[str]) -> Row:
+    """The ends of the interval of each of these metrics that can have one."""
+    row: Row = {}
+    for name in names:
+        if hasattr(Metrics, f"{name}{SUFFIX}"):
+            low, high = getattr(metrics, f"{name}{SUFFIX}", None) or (None, None)
+            row |= dict(zip((f"{name}{end}" for end in ENDS), (low, high), strict=True))
+    return row
+
+
+def _study_of(record: RunRecord) -> str:
+    """The command of the study that a run is part of; empty for a run of its own."""
+    command = " ".join(record.environment.argv)
+    return command if command.startswith("magicdec sweep ") else ""
+
+
+def _by_study(rows: Sequence[Row], studies: Sequence[str]) -> list[Row]:
+    """A study goes through its runs in a random order (`bench/study/plan.py`). Here they stand
+    where the first of them stands, in the order of their settings: numbers by size, and names as
+    the command has them."""
+    first = {study: number for number, study in reversed([*enumerate(studies)])}
+
+    def place(number: int) -> tuple[Any, ...]:
+        study, row = studies[number], rows[number]
+        if not study:
+            return (number,)
+        words = [word.removeprefix("model:") for word in study.split()]
+        named = {word: at for at, word in reversed([*enumerate(words)])}
+        ranks = (rank(row[key]) for key in SETTINGS)
+        return first[study], *((text, size, named.get(name, 0), name) for text, size, name in ranks)
+
+    return [rows[number] for number in sorted(range(len(rows)), key=place)]
+
+
+def _label(key: str) -> str:
+    """The label of a column; without a limit of width, that of an interval names its metric."""
+    metric = key.removesuffix(SUFFIX)
+    return f"{LABELS[metric]}, 95 % interval" if metric != key else LABELS.get(key, key)
+
+
+def _cell(key: str, row: Row) -> str:
+    """The text of a cell: a metric as the table of its run shows it, and an interval with both of
+    its ends."""
+    metric, value = key.removesuffix(SUFFIX), row.get(key)
+    if metric != key:
+        about, ends = DESCRIBED[metric], [row[f"{metric}{end}"] for end in ENDS]
+        return "" if None in ends else about.show_interval(*ends)
+    if value is None:
+        return ""
+    return DESCRIBED[key].show(value) if key in DESCRIBED else str(value)
+
+
+def _narrow_cell(key: str, row: Row) -> str:
+    """The same in fewer characters: without unit and separators, and half of the interval behind
+    those metrics for which there is room."""
+    value = row[key]
+    if value is None or key not in DESCRIBED:
+        return "" if value is None else str(value)
+    about = DESCRIBED[key]
+    low, high = (row.get(f"{key}{end}") for end in ENDS)
+    if key == "roofline_fraction":
+        return f"{value:.0%}"
+    if low is None or key not in NARROW_SPREAD:
+        return f"{value * about.scale:.{about.digits}f}"
+    return f"{value:.2f}±{(high - low) / 2:.2f}"

@@ -1,0 +1,228 @@
+"""Writes a report: one HTML page that needs no network, with its figures inside, and beside it the
+figures as PNG and SVG and every table as CSV. `page.html` is the template."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+import pandas as pd
+
+from magicdec.bench.report.figures.panels import Drawn, LeftOut
+from magicdec.bench.report.figures.passes import (
+    READ,
+    draw_by_acceptance,
+    draw_by_budget,
+    draw_by_position,
+    draw_pareto,
+    draw_phases,
+    draw_roofline,
+    draw_speedup,
+)
+from magicdec.bench.report.figures.served import draw_served, tables_of
+from magicdec.bench.report.frame import ENVIRONMENT, Row, columns_of
+from magicdec.bench.report.tables import (
+    PageTable,
+    commands_table,
+    environments_table,
+    frame_csv,
+    runs_table,
+)
+from magicdec.names import BASELINE
+from magicdec.output.figures import styled
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+ABOUT = ("run", "command", "file")  # columns of every record, beside its environment
+DOTS_PER_INCH = 160
+ID = re.compile(r'(\bid="|xlink:href="#|url\(#)')
+PAGE, RERUN = "index.html", "rerun.sh"
+RERUN_HEAD = """#!/usr/bin/env bash
+# Runs every command of the report again, from the root of the repository.
+set -u
+"""
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Section:
+    """The figures and the tables of one kind of record."""
+
+    title: str
+    summary: list[str]
+    outcomes: list[Drawn | LeftOut]
+    tables: list[PageTable]
+
+    @property
+    def figures(self) -> list[Drawn]:
+        return [outcome for outcome in self.outcomes if isinstance(outcome, Drawn)]
+
+    @property
+    def left_out(self) -> list[LeftOut]:
+        return [outcome for outcome in self.outcomes if isinstance(outcome, LeftOut)]
+
+
+@dataclass(frozen=True)
+class Report:
+    """What the page shows. `command` wrote it. `has_figure_files`: beside it, as PNG and SVG."""
+
+    command: str
+    has_figure_files: bool
+    sections: list[Section]
+    tables: list[PageTable]  # of all sections together
+    commands: list[str]  # of the records
+    revisions: list[str]  # the commits that they were made with
+    num_records: int
+
+
+def make_report(
+    command: Sequence[str],
+    has_figure_files: bool,
+    rows: Iterable[Row],
+) -> Report:
+    """Draw the figures and make the tables of records: rows of `report_rows`."""
+    frame = pd.DataFrame(columns_of(rows), dtype=object)  # records have no NaN
+    runs = frame[frame.get("is_run", pd.Series(False, frame.index)).fillna(False).astype(bool)]
+    served = frame[frame["kind"] == "serving"]
+    sections = []
+    if not runs.empty:
+        outcomes = draw_runs(frame)
+        lines = [*summary(runs), *stalls_line(frame[frame["kind"] == "run"])]
+        sections.append(Section("Runs", lines, outcomes, [runs_table(runs)]))
+    if not served.empty:
+        lines = [f"{len(served):,} passes: {', '.join(served['pass'].unique())}."]
+        tables = tables_of(served)
+        sections.append(Section("Requests that were served", lines, draw_served(served), tables))
+    about = [name for name in frame if name.startswith(ENVIRONMENT) or name in ABOUT]
+    of_records = pd.concat([runs[about], served[about]])
+    tables = [environments_table(of_records), commands_table(of_records)]
+    commands = list(of_records["command"].unique())
+    revisions = sorted(of_records["environment.revision"].dropna().unique())
+    return Report(
+        shlex.join(command), has_figure_files, sections, tables, commands, revisions,
+        num_records=int(frame["run"].max()),
+    )  # fmt: skip
+
+
+def draw_runs(frame: pd.DataFrame) -> list[Drawn | LeftOut]:
+    """Draw every figure that the passes of runs with a result can feed."""
+    # Of all columns those that figures need, because they are copied for each of them.
+    frame = frame[[name for name in frame if "." not in name or name == READ]]
+    frame = frame[frame["has_result"].astype(bool)]
+    passes = frame[frame["kind"] == "run"]
+    runs = passes[passes["is_run"].astype(bool)]
+    with styled():
+        return [
+            draw_speedup(runs),
+            draw_pareto(frame),
+            draw_by_acceptance(runs),
+            draw_by_budget(runs),
+            draw_by_position(runs),
+            draw_phases(runs),
+            draw_roofline(passes),
+        ]
+
+
+def write_report(out: Path, report: Report) -> None:
+    """Write all files into the directory `out`, which is made if it is missing. Raises ValueError,
+    naming the file, if one cannot be written."""
+    figures = [figure for section in report.sections for figure in section.figures]
+    tables = [table for section in report.sections for table in section.tables]
+    files = {f"{table.name}.csv": table.csv() for table in (*tables, *report.tables) if table.rows}
+    for figure in figures:
+        files[f"{figure.name}.csv"] = frame_csv(figure.table)
+    files[RERUN] = "\n".join([RERUN_HEAD, *report.commands, ""])
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        svg = {f.name: save_figure(f, out if report.has_figure_files else None) for f in figures}
+        for name, text in (files | {PAGE: render(report, svg)}).items():
+            (out / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        place = error.filename or out
+        raise ValueError(f"--out {place}: {error.strerror}; name a directory to write to") from None
+
+
+def save_figure(drawn: Drawn, directory: Path | None) -> str:
+    """Write the figure as PNG and as SVG into the directory, if there is one, and return the SVG
+    for a page. Raises OSError."""
+    with TemporaryDirectory() as folder:
+        png, svg = (Path(directory or folder, f"{drawn.name}{end}") for end in (".png", ".svg"))
+        with styled(drawn.name):
+            draw_once(drawn.figure, png, svg, {"Title": drawn.title, "Date": None})
+        return inline(svg.read_text(encoding="utf-8"), drawn.name)
+
+
+def draw_once(figure: Figure, png: Path, svg: Path, about: dict[str, Any]) -> None:
+    """Write the figure in both formats. `Figure.savefig` would draw it twice for each of them, to
+    find the places of its parts."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.backends.backend_svg import FigureCanvasSVG
+
+    figure.set_dpi(DOTS_PER_INCH)
+    FigureCanvasAgg(figure).print_png(png)  # this finds the places, too
+    figure.set_layout_engine("none")
+    FigureCanvasSVG(figure).print_svg(svg, metadata=about)
+
+
+def inline(svg: str, name: str) -> str:
+    """An SVG document as an element of a page: without its head, as wide as the page lets it be,
+    and with ids of its own, because a page has one space of ids."""
+    element = svg[svg.index("<svg") :]
+    head, rest = element.split(">", 1)
+    head = re.sub(r' (width|height)="[^"]*"', "", head)
+    return ID.sub(rf"\g<1>{name}-", f'{head} aria-hidden="true">{rest}')
+
+
+def render(report: Report, svg: Mapping[str, str]) -> str:
+    """The page. `svg` holds each figure as an element of it, by name."""
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
+    loader = FileSystemLoader(HERE)
+    engine = Environment(
+        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        lstrip_blocks=True,
+    )  # fmt: skip
+    return engine.get_template("page.html").render(
+        report=report, svg=svg, rerun=RERUN,
+        style=(HERE / "page.css").read_text(encoding="utf-8"),
+        script=(HERE / "page.js").read_text(encoding="utf-8"),
+    )  # fmt: skip
+
+
+def stalls_line(passes: pd.DataFrame) -> list[str]:
+    """How many steps of all passes stalled, and the one that lost most; nothing if none did."""
+    stalled = passes[passes["stalled_steps"].fillna(0).astype(int) > 0]
+    if stalled.empty:
+        return []
+    ms, median = (stalled[f"longest_stall_{name}ms"].astype(float) for name in ("", "median_"))
+    worst = (ms - median).idxmax()
+    return [
+        f"{stalled['stalled_steps'].sum():,} of {passes['num_steps'].dropna().sum():,} decode "
+        f"steps stalled, which count as the median of their kind in the speedup of decode steps. "
+        f"The longest took {ms[worst]:.3g} ms where the median is {median[worst]:.2g}: run "
+        f"{stalled.loc[worst, 'run']}, {stalled.loc[worst, 'pass']}."
+    ]
+
+
+def summary(runs: pd.DataFrame) -> list[str]:
+    """What the runs are and the range of what they reached, in sentences."""
+    states = ", ".join(f"{n} {status}" for status, n in runs["status"].value_counts().items())
+    models = sorted(map(str, runs["model"].unique()))
+    lines = [f"{len(runs):,} runs ({states}) of {', '.join(models)}."]
+    kinds = {"speedup": "decode steps", "net_speedup": "all the time after prefill (net)"}
+    for name, of in kinds.items():
+        values = runs[name].dropna().astype(float)
+        if not values.empty:
+            best = runs.loc[values.idxmax()]
+            lines.append(
+                f"Speedup over {BASELINE} decoding, of {of}: {values.min():.2f}x to "
+                f"{values.max():.2f}x. The largest is run {best['run']}: {best['method']}, "
+                f"B {best['B']}, prefix {best['prefix_len']}."
+            )
+    return lines

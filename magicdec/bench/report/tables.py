@@ -1,0 +1,187 @@
+"""The tables of a report: the runs, the passes that served requests, their environments and their
+commands."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, fields
+from io import StringIO
+from pathlib import Path
+
+import pandas as pd
+
+from magicdec.bench.report.frame import ENVIRONMENT, Row, frame_of
+from magicdec.bench.report.listing import LABELS, OF_DRAFT, SETTINGS
+from magicdec.names import BASELINE
+from magicdec.output.tables import Shown, Table, write_csv_columns
+from magicdec.records.fields import Recorded, described_fields
+from magicdec.records.performance import SUFFIX, Metrics
+
+MOST_ROWS = 1000  # on the page; the CSV files have all
+SHOWN_METRICS = (
+    *("decode_tokens_per_s", "speedup", "net_speedup", "acceptance_rate", "acceptance_length"),
+    *("p50_tpot_ms", "mean_ttft_ms", "roofline_fraction", "stalled_steps"),
+)
+# Metrics that are one number.
+METRICS = tuple(f.name for f in fields(Metrics) if "list" not in str(f.type))
+PER_RUN = (
+    *("time_utc", "argv", "host_load", "read_bandwidth_bytes_per_s", "gpu_sm_mhz"),
+    *("gpu_most_sm_mhz", "gpu_slowed_by", "cores_others", "cores_stolen", "cores_waited"),
+    "cores_taken",
+    "instructions",  # too many for a cell; the file has them
+)
+MISSING = Shown("", -1e300)  # a metric without a value is sorted before all others
+COMMANDS = {"run": "run", "environment.time_utc": "start", "environment.revision": "commit",
+            "command": "command", "file": "file"}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class PageTable(Table):
+    """A table on the page. `note` is printed above it. `name` is that of its CSV file, which has
+    `frame` or, without it, what the page has."""
+
+    name: str = ""
+    note: str = ""
+    frame: pd.DataFrame | None = None
+    anchors: Sequence[Sequence[int]] = ()  # by row: the runs that links to it are about
+
+    def csv(self) -> str:
+        """All rows, also those that the page leaves out."""
+        if self.frame is None:
+            return super().csv()
+        return frame_csv(self.frame)
+
+    @classmethod
+    def of(cls, title: str, name: str, frame: pd.DataFrame) -> PageTable:
+        """The first rows of a frame."""
+        rows, note = frame[:MOST_ROWS].to_numpy().tolist(), _note([], len(frame))
+        return cls(list(frame), rows, title, name=name, note=note, frame=frame)
+
+    @property
+    def cells(self) -> Iterator[list[tuple[str, object]]]:
+        """The text of each cell, and the value that it is sorted by."""
+        for texts, row in zip(self.body, self.rows, strict=True):
+            values = [cell.value if isinstance(cell, Shown) else cell for cell in row]
+            yield [(t, "" if v is None else v) for t, v in zip(texts, values, strict=True)]
+
+
+def frame_csv(frame: pd.DataFrame) -> str:
+    """A frame as CSV, in which a missing value is an empty field."""
+    text = StringIO()
+    # What is not equal to itself is NaN.
+    columns = [[None if v != v else v for v in frame[name].tolist()] for name in frame]
+    write_csv_columns(text, map(str, frame), columns)
+    return text.getvalue()
+
+
+def runs_table(runs: pd.DataFrame) -> PageTable:
+    """One row for each run. Settings that are the same in all runs are said in the note."""
+    counts = runs[list(SETTINGS[:-1])].nunique(dropna=False)
+    same = [key for key in SETTINGS[:-1] if counts[key] == 1 and len(runs) > 1]
+    of_draft = runs.loc[runs["draft_model"].notna(), list(OF_DRAFT)].nunique(dropna=False)
+    keys = [key for key in SETTINGS[:-1] if key not in same and runs[key].notna().any()]
+    keys = [key for key in keys if of_draft.get(key, 2) > 1]
+    first = runs.iloc[0]
+    said = [f"{LABELS.get(key, key)} {first[key]}" for key in same if first[key] is not None]
+    metrics = [m for m in described_fields(Metrics)
+               if m[0] in SHOWN_METRICS and runs[m[0]].notna().any()]  # fmt: skip
+    metrics.sort(key=lambda metric: SHOWN_METRICS.index(metric[0]))
+    has_errors = bool(runs["error"].notna().any())
+    rows = [
+        [run["run"], *(run[key] or _without_draft(key) for key in keys),
+         *(metric_cell(run, name, described) for name, _, described in metrics), run["status"],
+         *([run["error"]] if has_errors else [])]
+        for run in runs[:MOST_ROWS].to_dict("records")
+    ]  # fmt: skip
+    labels = [LABELS.get(key, key) for key in keys]
+    columns = ["run", *labels, *(described.label for _, _, described in metrics), "status"]
+    columns += ["error"] * has_errors
+    ends = [name for name in runs if name.endswith((f"{SUFFIX}_low", f"{SUFFIX}_high"))]
+    shown = [name for name in ends if name.startswith(SHOWN_METRICS)]
+    notes = ["In brackets: 95 % intervals"] if runs[shown].notna().any(axis=None) else []
+    notes += [f"In every run: {', '.join(said)}"] if said else []
+    last = ["environment.time_utc", "environment.revision", "command", "error", "file"]
+    frame = runs[["run", *SETTINGS, *METRICS, *ends, *last]]
+    frame = frame.rename(columns=lambda name: name.removeprefix(ENVIRONMENT))
+    note = _note(notes, len(runs))
+    return PageTable(columns, rows, "Runs", name="runs", note=note, frame=frame)
+
+
+def environments_table(every: pd.DataFrame) -> PageTable:
+    """One row for each machine, software and launch."""
+    names = [name.removeprefix(ENVIRONMENT) for name in every if name.startswith(ENVIRONMENT)]
+    names = [name for name in names if name not in PER_RUN]
+    keys = [f"{ENVIRONMENT}{name}" for name in names]
+    rows = []
+    # Lists, which cannot be grouped by, are shown as text.
+    every = every.assign(**{key: every[key].map(_listed) for key in keys})
+    for _, of in every.groupby(keys, dropna=False, sort=False):
+        load, read, times = (
+            of[f"{ENVIRONMENT}{name}"].dropna()
+            for name in ("host_load", "read_bandwidth_bytes_per_s", "time_utc")
+        )
+        rows.append([
+            ranges(of["run"].tolist()), *of.iloc[0][keys], extent(load), extent(read / 1e9),
+            times.min(), times.max(),
+        ])  # fmt: skip
+    labels = [name.replace("_", " ") for name in names]
+    columns = ["runs", *labels, "host load", "read, GB/s", "first start", "last start"]
+    frame = frame_of(dict(zip(columns, row, strict=True)) for row in rows)
+    return PageTable.of("Environments", "environments", frame)
+
+
+def _listed(value: object) -> object:
+    return ", ".join(map(str, value)) if isinstance(value, list | tuple) else value
+
+
+def commands_table(every: pd.DataFrame) -> PageTable:
+    """The exact command of every run, with its commit and start. The page has each command once,
+    and the names of files without their folders."""
+    frame = every.rename(columns=COMMANDS)[list(COMMANDS.values())]
+    rows, anchors = list[Sequence[object]](), list[list[int]]()
+    for names, of in frame.groupby(["command", "commit", "file"], dropna=False, sort=False):
+        command, commit, file = names
+        numbers = of["run"].unique().tolist()
+        anchors.append(numbers)
+        revision = commit if isinstance(commit, str) else "unknown"
+        rows.append([
+            Shown(ranges(numbers), numbers[0]), command, revision, of["start"].min(),
+            of["start"].max(), Path(file).name,
+        ])  # fmt: skip
+    note = _note([], len(rows))
+    columns = ("runs", "command", "commit", "first start", "last start", "file")
+    return PageTable(
+        columns, rows[:MOST_ROWS], "Commands", name="commands", note=note, frame=frame,
+        anchors=anchors[:MOST_ROWS],
+    )  # fmt: skip
+
+
+def _without_draft(key: str) -> str | None:
+    """What the table says in a column that has no value."""
+    return BASELINE if key == "drafter" else None
+
+
+def metric_cell(run: Row, name: str, described: Recorded) -> Shown:
+    value, low = run[name], run.get(f"{name}{SUFFIX}_low")
+    if value is None:
+        return MISSING
+    ends = None if low is None else [low, run[f"{name}{SUFFIX}_high"]]
+    return Shown(described.show_between(value, ends), value)
+
+
+def ranges(numbers: Sequence[int]) -> str:
+    """Numbers in short, in their order, such as `1-3, 7`."""
+    ordered = pd.Series(sorted(numbers))
+    groups = ordered.groupby(ordered - ordered.index)
+    return ", ".join(f"{of.min()}-{of.max()}" if len(of) > 1 else f"{of.min()}" for _, of in groups)
+
+
+def extent(values: pd.Series) -> str:
+    """The smallest and the largest value; empty without values."""
+    ends = [f"{value:.1f}" for value in (values.min(), values.max())] if len(values) else []
+    return " to ".join(dict.fromkeys(ends))
+
+
+def _note(parts: Sequence[str], total: int) -> str:
+    cut = f"The first {MOST_ROWS:,} of {total:,}; the CSV file has all"
+    return " ".join(f"{part}." for part in (*parts, *([cut] if total > MOST_ROWS else [])))

@@ -1,0 +1,128 @@
+"""Checks whether two ways of decoding emitted the same tokens and, if they did not, whether the
+rounding of this run explains the difference.
+
+Nothing is replayed if all tokens are equal. Otherwise the run measures its own rounding
+(`rounding`), and a sequence that differs is excused as a tie only if all of this holds:
+
+1. No more sequences differ than this rounding explains.
+2. Every token of both versions is within the largest rounding error, `margin_bound`, of the wider
+   model's largest logit, given the tokens before it.
+3. The sequences that differ do not fall short of the wider model's choices at more tokens than
+   the baseline's versions of them.
+
+A computation whose bits do not depend on the shape has no rounding to measure, and excuses nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+
+from magicdec.bench.run.rounding import (
+    WiderView,
+    chances_to_differ,
+    is_by_chance,
+    largest_error,
+    measure_gaps,
+    most_by_chance,
+    sequences_to_measure,
+    view_of,
+)
+from magicdec.records.correctness import Correctness, Divergence
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Request
+
+WIDER = {"float32": "float64", "bfloat16": "float32"}
+
+
+def differences(expected: Sequence[Request], found: Sequence[Request]) -> list[Divergence]:
+    """Where the two outputs of each prompt differ first, without margins, if they do."""
+    firsts: list[Divergence] = []
+    for sequence, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
+        tokens = enumerate(zip_longest(ours.output_ids, theirs.output_ids))
+        firsts += [Divergence(sequence, index, a, b) for index, (a, b) in tokens if a != b][:1]
+    return firsts
+
+
+def uncompared(requests: Sequence[Request]) -> Correctness:
+    """The result for outputs that were compared with nothing."""
+    return Correctness(num_tokens=sum(len(r.output_ids) for r in requests))
+
+
+def identical(reference: str, requests: Sequence[Request]) -> Correctness:
+    """The result for outputs that are all equal to those of the reference."""
+    result = uncompared(requests)
+    return replace(result, reference=reference, identical=True, num_excused=0, num_diverged=0)
+
+
+@dataclass(frozen=True)
+class Replays:
+    """What the check needs to judge differences. Nothing of it is used if there are none."""
+
+    runner: ModelRunner  # that of the run; what its cache holds is lost
+    make_wider: Callable[[], ModelRunner]  # makes a runner of one row in the wider dtype
+    num_drafts: int  # the most draft tokens of a step
+    prefill_chunk: int
+
+
+def check_outputs(
+    reference: str, expected: Sequence[Request], found: Sequence[Request], replays: Replays
+) -> Correctness:
+    """Compare the outputs prompt by prompt. Every rank of the group must call this with the same
+    requests.
+
+    If anything differs, this costs about as much as the run's prefill and baseline pass once more
+    (`measure_gaps`), and for each sequence that differs two prefills in the wider dtype
+    (`view_of`). If more sequences differ than rounding explains, only the first is replayed there.
+    A few other sequences are replayed too if the errors would be measured over few tokens.
+    """
+    differing = differences(expected, found)
+    if not differing:
+        return identical(reference, found)
+    gaps = measure_gaps(replays.runner, expected, replays.num_drafts, replays.prefill_chunk)
+    chances = chances_to_differ(gaps)
+    most = most_by_chance(chances)
+    judged = differing if len(differing) <= most else differing[:1]
+    wider, chunk = replays.make_wider(), replays.prefill_chunk
+    measured = sequences_to_measure([d.sequence for d in judged], expected)
+    own_views = [view_of(wider, expected[i], chunk, gaps[i].pairs) for i in measured]
+    views = [view_of(wider, found[d.sequence], chunk) for d in judged]
+    bound = largest_error([gaps[i] for i in measured], own_views)
+    own_views = own_views[: len(judged)]
+    margins = [
+        max(margin(expected[d.sequence], ours), margin(found[d.sequence], theirs))
+        for d, ours, theirs in zip(judged, own_views, views, strict=True)
+    ]
+    num_short = [sum(int((v.shortfalls > 0).sum()) for v in side) for side in (own_views, views)]
+    diverged = [i for i, value in enumerate(margins) if not value <= bound]
+    is_excusable = len(differing) <= most and is_by_chance(*num_short)
+    num_diverged = len(diverged) if is_excusable else len(differing)
+    worst = diverged[0] if diverged else 0
+    value = margins[worst]
+    return replace(
+        uncompared(found),
+        reference=reference,
+        identical=False,
+        first_divergence=replace(judged[worst], margin=None if math.isinf(value) else value),
+        num_excused=len(differing) - num_diverged,
+        num_diverged=num_diverged,
+        margin_bound=bound,
+        expected_differing=sum(chances),
+        most_differing=most,
+        num_short=num_short[1],
+        num_short_reference=num_short[0],
+    )
+
+
+def margin(request: Request, view: WiderView) -> float:
+    """How far the output of `request` is from a greedy output of the wider model: its largest
+    shortfall, in logits. It is infinite if the output does not end where its sampling parameters
+    say. It is also infinite with penalties, because the replay does not apply them; a difference
+    between such outputs is therefore never excused."""
+    if not request.sampling.is_plain:
+        return math.inf
+    output, ends = request.output_ids, request.sampling.ends
+    ended = [n for n, token in enumerate(output, 1) if ends(n, token)]
+    return float(view.shortfalls.max()) if ended == [len(output)] else math.inf

@@ -1,0 +1,254 @@
+"""The second part of the verdict: whether the forwards of the requested pass are as right as those
+of the baseline, by the logits that both have computed after the same text.
+
+Where all bits are equal, they are. Elsewhere a wider model says how large the errors of both are at
+each position (`wider`). By rounding alone, the errors of a verification are those of a decode step,
+up to chance and up to ALLOWED, because kernels for other shapes add in another order. Three limits
+follow, which honest forwards exceed with a probability of ALARM together: of the mean ratio of the
+errors, of the largest ratio, and of the number of positions at which the largest logit is another.
+
+Owns these statistics. Must not know how the logits were computed.
+Shapes: P positions, R rows, V vocabulary (rows on this rank until they are gathered).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import NormalDist
+
+import torch
+from torch import Tensor
+
+from magicdec.bench.run.judgement import walks
+from magicdec.bench.run.rounding import changes, most_by_chance
+from magicdec.bench.run.wider import WiderTexts
+from magicdec.kv.cache import upload
+from magicdec.records.correctness import ForwardErrors
+from magicdec.records.intervals import quantile
+from magicdec.runner.model_runner import ModelRunner, gather_vocab
+from magicdec.runner.request import Request
+from magicdec.speculation.steps.witness import Witness
+
+ALARM = 1e-3  # the probability that honest forwards exceed one of the limits
+EACH = ALARM / 3
+SEEN = 0.99  # the probability that errors above `hidden_error` exceed a limit
+ALLOWED = {"float32": 3.0, "bfloat16": 1.25}  # by what factor errors of honest kernels differ
+BLOCK = 8  # neighbouring positions of a row, whose errors have causes in common
+FEWEST_BLOCKS = 4
+MOST_POSITIONS = 1024  # that are measured: as many rows as have so many together, at least 4
+FEWEST_ROWS = 4
+MOST_SHIFTS = 16  # by which the errors of positions are subtracted from each other
+SMALLEST = 1e-30  # error, so that ratios are finite
+FLOAT = torch.float64
+
+Kept = dict[int, Tensor]
+"""This rank's logits [V] after an output token, by its index."""
+
+
+@dataclass(frozen=True)
+class Pair:
+    """The logits [V] of both passes after the same text, whose last token is output token `index`
+    of sequence `place`."""
+
+    place: int
+    index: int
+    decode: Tensor
+    verify: Tensor
+
+
+@dataclass(frozen=True)
+class Errors:
+    """float64, in logits. In order of rows, and in these of positions."""
+
+    places: Sequence[int]  # the sequence of each position
+    decode: Tensor  # [P]: root of the mean square, over the vocabulary, of the error
+    verify: Tensor  # [P]
+    is_changed: Tensor  # [P]: 1 where the largest logits of the passes are those of other tokens
+    gap: Tensor  # [P]: between the two largest logits of the decode step, there
+    wider_gap: Tensor  # [P]: between these two tokens, in the wider model
+
+
+@torch.inference_mode()
+def measure_forwards(
+    decode: tuple[Witness, Sequence[Request]],
+    verify: tuple[Witness, Sequence[Request]],
+    runner: ModelRunner,
+    make_texts: Callable[[], WiderTexts],
+    dtype: str,
+) -> ForwardErrors:
+    """Compare what was kept of the baseline's pass and of the requested one, over the batch whose
+    prompts the cache of `runner` holds.
+
+    Costs a forward of at most about MOST_POSITIONS tokens in the wider dtype, and reading the
+    weights for it, unless all bits are equal. Every rank of the group must call this.
+    """
+    pairs = list(pairs_of(decode, verify, runner))
+    num_unequal = count_unequal(pairs, runner)
+    if num_unequal == 0:
+        return ForwardErrors(num_positions=len(pairs), num_unequal=0)
+    texts = make_texts()
+    longest = max(len(request.prompt_ids) + len(request.output_ids) for request in decode[1])
+    measured = chosen(pairs, decode[1], texts.most_rows(longest))
+    errors = errors_of(measured, decode[1], texts)
+    return judge_errors(errors, len(pairs), num_unequal, ALLOWED[dtype])
+
+
+def count_unequal(pairs: Sequence[Pair], runner: ModelRunner) -> int:
+    """At how many positions a bit differs, on any rank."""
+    flags = [int(not torch.equal(pair.decode, pair.verify)) for pair in pairs]
+    of_ranks = runner.group.all_gather(upload(flags, runner.device))
+    return int(of_ranks.amax(dim=0).sum())
+
+
+def pairs_of(
+    decode: tuple[Witness, Sequence[Request]],
+    verify: tuple[Witness, Sequence[Request]],
+    runner: ModelRunner,
+) -> Iterator[Pair]:
+    """Where logits of both passes were kept after the same text."""
+    ours, theirs = (kept_logits(witness, runner) for witness, _ in (decode, verify))
+    for place, (one, two) in enumerate(zip(decode[1], verify[1], strict=True)):
+        kept, others = ours.get(one.request_id, {}), theirs.get(two.request_id, {})
+        tokens = zip(one.output_ids, two.output_ids, strict=False)
+        for index, (expected, found) in enumerate(tokens):
+            if expected != found:
+                break
+            if index in kept and index in others:
+                yield Pair(place, index, kept[index], others[index])
+
+
+def kept_logits(witness: Witness, runner: ModelRunner) -> dict[int, Kept]:
+    """By the id of each request: the logits along its output. Of a step that has emitted other
+    tokens than its logits say, those up to there."""
+    found = dict[int, Kept]()
+    for step in witness.steps:
+        for walk in walks(step, runner):
+            request, first = step.requests[walk.row], step.num_output[walk.row]
+            of_request = found.setdefault(request.request_id, {})
+            text = request.output_ids[first:]
+            for count, node in enumerate(walk.nodes):
+                if walk.tokens[:count] != text[:count]:
+                    break
+                of_request[first + count - 1] = step.logits[walk.row, node]
+    return found
+
+
+def chosen(pairs: Sequence[Pair], requests: Sequence[Request], most_rows: int) -> list[Pair]:
+    """Those of the first tokens of some rows, at most `most_rows`, where there are more than
+    MOST_POSITIONS."""
+    longest = max(len(request.output_ids) for request in requests)
+    count = min(most_rows, max(FEWEST_ROWS, MOST_POSITIONS // longest))
+    places = sorted({pair.place for pair in pairs})[:count]
+    length = MOST_POSITIONS // len(places)
+    return [pair for pair in pairs if pair.place in places and pair.index < length]
+
+
+def errors_of(pairs: Sequence[Pair], requests: Sequence[Request], texts: WiderTexts) -> Errors:
+    """The errors of both passes at these positions. `requests` are the baseline's."""
+    runner, places = texts.source, sorted({pair.place for pair in pairs})
+    length = 1 + max(pair.index for pair in pairs)
+    ids = [(requests[place].output_ids[:length] + [0] * length)[:length] for place in places]
+    rows = [row for place in places if (row := requests[place].row) is not None]
+    prompt_lens = [len(requests[place].prompt_ids) for place in places]
+    measured = list[tuple[int, int, Tensor]]()
+    for first, wider in texts.logits(rows, prompt_lens, upload(ids, runner.device)):
+        here = [pair for pair in pairs if first <= pair.index < first + wider.shape[1]]
+        if here:
+            of_wider = [wider[places.index(pair.place), pair.index - first] for pair in here]
+            numbers = compare(here, of_wider, runner)
+            measured += [(p.place, p.index, row) for p, row in zip(here, numbers, strict=True)]
+    measured.sort(key=lambda each: each[:2])
+    numbers = torch.stack([row for _, _, row in measured])
+    return Errors([place for place, _, _ in measured], *numbers.unbind(1))
+
+
+def compare(pairs: Sequence[Pair], wider: Sequence[Tensor], runner: ModelRunner) -> Tensor:
+    """The five numbers of `Errors` for each position: [P, 5], on the host."""
+    shares = [[pair.decode for pair in pairs], [pair.verify for pair in pairs], wider]
+    stacked = torch.stack([torch.stack(list(each)).to(FLOAT) for each in shares])  # [3, P, V]
+    decode, verify, true = gather_vocab(stacked, runner.vocab_places, runner.group)
+    best = decode.topk(2).indices
+    columns = [
+        root_mean_square(decode, true),
+        root_mean_square(verify, true),
+        (decode.argmax(dim=-1) != verify.argmax(dim=-1)).to(FLOAT),
+        *(each.gather(-1, best).diff(dim=-1).neg()[:, 0] for each in (decode, true)),
+    ]
+    return torch.stack(columns, dim=1).cpu()
+
+
+def root_mean_square(logits: Tensor, true: Tensor) -> Tensor:
+    """Of the differences between logits [P, V]: [P]. Equal ones may be infinite."""
+    return torch.where(logits == true, 0.0, logits - true).square().mean(dim=-1).sqrt()
+
+
+def judge_errors(
+    errors: Errors, num_positions: int, num_unequal: int, allowed: float
+) -> ForwardErrors:
+    """What was found, beside the limits. `num_unequal` of all `num_positions` differ in a bit."""
+    decode, verify = (each.clamp(min=SMALLEST).log() for each in (errors.decode, errors.verify))
+    ratios, chances = verify - decode, chances_to_change(errors)
+    most, seen = mean_limits(block_means(ratios, errors.places), allowed)
+    largest, typical = largest_limit(ratios, allowed), decode.mean().exp().item()
+    return ForwardErrors(
+        num_positions=num_positions,
+        num_unequal=num_unequal,
+        num_measured=len(ratios),
+        decode_error=typical,
+        verify_error=verify.mean().exp().item(),
+        error_ratio=ratios.mean().exp().item(),
+        most_error_ratio=None if most is None else math.exp(most),
+        largest_error_ratio=ratios.max().exp().item(),
+        most_largest_error_ratio=None if largest is None else math.exp(largest),
+        num_changed=int(errors.is_changed.sum()),
+        expected_changed=sum(chances),
+        most_num_changed=most_by_chance(chances, 1 - EACH),
+        hidden_error=None if seen is None else typical * math.sqrt(math.expm1(2 * seen)),
+    )
+
+
+def block_means(values: Tensor, places: Sequence[int]) -> Tensor:
+    """The mean of each BLOCK neighbours of a row. The fewer at its end count if they are at least
+    half as many."""
+    means = list[Tensor]()
+    for place in sorted(set(places)):
+        row = values[[i for i, each in enumerate(places) if each == place]]
+        parts = [part for part in row.split(BLOCK) if 2 * len(part) >= BLOCK]
+        means += [part.mean() for part in parts]
+    return torch.stack(means) if means else values.new_empty(0)
+
+
+def mean_limits(blocks: Tensor, allowed: float) -> tuple[float | None, float | None]:
+    """The largest mean of the logarithms of ratios that is no alarm, and the true mean that exceeds
+    it with the probability SEEN, by one-sided t tests of the means of blocks. None of too few."""
+    freedom = len(blocks) - 1
+    if len(blocks) < FEWEST_BLOCKS:
+        return None, None
+    error = blocks.std().item() / math.sqrt(len(blocks))
+    limit = math.log(allowed) + quantile(freedom, 1 - 2 * EACH) * error
+    return limit, limit + quantile(freedom, 2 * SEEN - 1) * error
+
+
+def largest_limit(ratios: Tensor, allowed: float) -> float | None:
+    """The logarithm of the largest ratio of all positions that is no alarm, if they are normal. How
+    far they spread is taken from the smaller half, which faults do not widen. None of too few."""
+    if len(ratios) < FEWEST_BLOCKS * BLOCK:
+        return None
+    middle = ratios.median()
+    spread = (middle - ratios[ratios <= middle]).square().mean().sqrt().item()
+    return math.log(allowed) + NormalDist().inv_cdf(1 - EACH / len(ratios)) * spread
+
+
+def chances_to_change(errors: Errors) -> list[float]:
+    """The probability of each position that its largest logit is another in a verification, which
+    moves the gap of the decode step by the difference of two errors. Each of them is as large as
+    any that decode steps have made, or normal, whichever gives the larger probability."""
+    of_gaps = errors.gap - errors.wider_gap
+    shifts = range(1, min(len(of_gaps), MOST_SHIFTS))
+    moves = [torch.zeros(1, dtype=FLOAT), *((of_gaps - of_gaps.roll(s)).abs() for s in shifts)]
+    measured = changes(torch.cat(moves).sort().values, errors.gap.contiguous())
+    spread = of_gaps.square().mean().mul(2).sqrt().clamp(min=SMALLEST)  # of a move
+    normal = torch.special.ndtr(-errors.gap / spread)
+    return torch.maximum(measured, normal).tolist()

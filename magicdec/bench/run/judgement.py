@@ -1,0 +1,125 @@
+"""The first part of the verdict: steps of a pass are judged again, from the logits that they were
+judged by, in a few lines of plain torch, without tolerance.
+
+A step of greedy rows is right if it has emitted the largest logit after the newest token, then
+after each draft that equals the one before, and nothing more; and if a request has ended exactly
+where its end tokens and its length say. Must not know how the decoding judges.
+
+Shapes: R rows, K drafts, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magicdec.records.correctness import JudgedAgain, Misjudged
+from magicdec.runner.model_runner import ModelRunner, gather_vocab
+from magicdec.runner.request import Request
+from magicdec.speculation.steps.witness import KeptStep, Witness
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What a row should have emitted in a step, and the nodes after which: 0 is the newest token,
+    and n is draft n."""
+
+    row: int  # among the rows of the step
+    tokens: list[int]
+    nodes: list[int]
+
+
+@torch.inference_mode()
+def judge_again(witness: Witness, requests: Sequence[Request], runner: ModelRunner) -> JudgedAgain:
+    """Judge the steps of a pass again that `witness` has kept; `requests`, all of the pass, have
+    ended. Every rank of the group must call this."""
+    wrong, num_tokens = list[Misjudged](), 0
+    for step in witness.steps:
+        for walk in walks(step, runner):
+            num_tokens += len(walk.tokens)
+            wrong += first_wrong(step, walk)
+    wrong += [each for request in requests for each in ends_elsewhere(request)]
+    return JudgedAgain(
+        num_steps=len(witness.steps),
+        num_steps_of_all=witness.num_seen,
+        num_tokens=num_tokens,
+        num_wrong=len(wrong),
+        first_wrong=wrong[0] if wrong else None,
+    )
+
+
+def walks(step: KeptStep, runner: ModelRunner) -> Iterator[Walk]:
+    """For each row of the step, from its logits alone."""
+    logits = gather_vocab(step.logits, runner.vocab_places, runner.group)
+    best, drafts = logits.argmax(dim=-1).tolist(), step.drafts.tolist()
+    for row, request in enumerate(step.requests):
+        tree, count = step.tree, step.counts[row]
+        parents = list(range(count)) if tree is None else list(tree.parents)
+        text, node, nodes = request.output_ids[: step.num_output[row]], 0, [0]
+        tokens = list[int]()
+        while True:
+            token = best[row][node]
+            if request.sampling.has_penalties:
+                token = best_after(logits[row, node], request, [*text, *tokens])
+            tokens.append(token)
+            following = [
+                draft
+                for draft, parent in enumerate(parents, 1)
+                if parent == node and drafts[row][draft - 1] == token
+            ]
+            if not following:
+                break
+            node = following[0]
+            nodes.append(node)
+        yield Walk(row, tokens, nodes)
+
+
+def best_after(logits: Tensor, request: Request, output: Sequence[int]) -> int:
+    """The token with the largest of logits [V] after the penalties of a request for its prompt and
+    this output."""
+    scores, sampling, size = logits.float(), request.sampling, len(logits)
+    out = torch.zeros(size, dtype=torch.bool)
+    out[[token for token in output if token < size]] = True
+    seen = out.clone()
+    seen[[token for token in request.distinct_prompt_ids if token < size]] = True
+    out, seen = out.to(logits.device), seen.to(logits.device)
+    penalty = sampling.repetition_penalty
+    weakened = torch.where(scores < 0, scores * penalty, scores / penalty)
+    scores = torch.where(seen, weakened, scores) - sampling.presence_penalty * out
+    return int(scores.argmax())
+
+
+def first_wrong(step: KeptStep, walk: Walk) -> list[Misjudged]:
+    """The first token of a row that should have been another, if there is one: in what the step
+    has decided, or in what the request has got of that."""
+    request, before = step.requests[walk.row], step.num_output[walk.row]
+    accepted, *ids = step.verdicts[walk.row]
+    decided = ids[: 1 + accepted]
+    got = request.output_ids[before : before + len(walk.tokens)]
+    should = walk.tokens[: len(got)]
+    is_right = decided == walk.tokens and got == should
+    is_right &= len(got) == len(walk.tokens) or request.sampling.ends(before + len(got), got[-1])
+    if is_right:
+        return []
+    found = decided if decided != walk.tokens else got
+    index = next(
+        (i for i, pair in enumerate(zip(walk.tokens, found, strict=False)) if len(set(pair)) > 1),
+        min(len(walk.tokens), len(found)),
+    )
+    expected_id, found_id = (
+        ids[index] if index < len(ids) else None for ids in (walk.tokens, found)
+    )
+    return [Misjudged(request.request_id, before + index, expected_id, found_id)]
+
+
+def ends_elsewhere(request: Request) -> list[Misjudged]:
+    """Where a request should have ended, unless it has ended there."""
+    output, ends = request.output_ids, request.sampling.ends
+    ended = [count for count, token in enumerate(output, 1) if ends(count, token)]
+    if ended == [len(output)]:
+        return []
+    index = ended[0] if ended else len(output)
+    return [Misjudged(request.request_id, index, None, output[index] if ended else None)]

@@ -1,0 +1,350 @@
+"""Is this the model that the directory holds? What the loader made of a checkpoint in a few lines,
+and a comparison of its logits and greedy tokens with those of `transformers`, in float32 on the
+CPU, as a run computes them: the prompt in chunks, then one token after the other.
+
+Owns the texts, the limit and the time of that comparison. `model/checkpoint/checked.py` remembers
+how it ended.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import chain, islice, repeat
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import (
+    DecodingSection,
+    ModelSection,
+    ParallelSection,
+    WorkloadSection,
+)
+from magicdec.distributed.groups import Group, Launch
+from magicdec.model.checkpoint.checked import (
+    DIFFERS,
+    EQUAL,
+    NOT_COMPARED,
+    is_exempt,
+    remember,
+)
+from magicdec.model.checkpoint.hub import with_local_models
+from magicdec.model.checkpoint.source import ModelSource
+from magicdec.model.checkpoint.weight_files import WEIGHT_FILES
+from magicdec.model.config import ModelConfig
+from magicdec.model.tokenizer import Tokenizer
+from magicdec.names import BASELINE
+from magicdec.output.console import Silent
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.setup.autotune import settle
+from magicdec.setup.loading import LoadedModels, make_runner
+from magicdec.setup.memory_check import free_device_memory
+from magicdec.setup.model_plan import ModelPlan
+from magicdec.setup.prepare import SetupCache, find, find_tokenizer
+from magicdec.workload.books import read_books
+
+SHORT, USUAL, BEYOND = 16, 200, 64  # tokens of the texts; the last behind a window or a switch
+NUM_NEW = 8  # greedy tokens after each text
+KEPT = 16  # last positions of a text whose logits are compared
+CHUNK = 512
+# Of the largest logit, how much two implementations may differ by the rounding of float32.
+TOLERANCE = 2e-4
+SIDES = 2  # this project computes each text too, in about the same time
+READ_BY_OTHERS = tuple(name for name in WEIGHT_FILES if not name.endswith(".pth"))
+
+
+@dataclass
+class ModelCheck:
+    """`outcome` is EQUAL, DIFFERS or NOT_COMPARED. `lines` say what was found; `say` gets each of
+    them as soon as it is known."""
+
+    say: Callable[[str], None] = lambda line: None
+    outcome: str = NOT_COMPARED
+    lines: list[str] = field(default_factory=list)
+
+    @property
+    def failed(self) -> bool:
+        return self.outcome == DIFFERS
+
+    def tell(self, line: str) -> None:
+        self.lines.append(line)
+        self.say(line)
+
+
+@dataclass(frozen=True)
+class Continued:
+    """The logits [N, V] of the last KEPT tokens of a text and of the greedy tokens after it but the
+    last, float32; and the seconds that this took."""
+
+    logits: Tensor
+    tokens: list[int]
+    seconds: float
+
+
+def check_model(
+    name: str, most_s: float, say: Callable[[str], None] = lambda line: None
+) -> ModelCheck:
+    """Describe the model of that name, compare it with that of transformers, and remember how that
+    ended. `say` gets each line of the result as soon as it is known. A text with which the
+    comparison would take more than about `most_s` seconds is left out. Raises ValueError in the
+    same cases as a run of the model."""
+    cache, check = SetupCache(), ModelCheck(say)
+    config = with_local_models(config_of(name, "auto", USUAL))
+    name, source = config.model.model, find(config, Launch(), cache).source
+    _, tokenizer = find_tokenizer(source, cache)
+    for line in describe(source, tokenizer):
+        check.tell(line)
+    why = obstacle(source)
+    if why is None:
+        compare(check, source, name, tokenizer, most_s)
+    else:
+        check.tell(f"not compared with transformers: {why}")
+    if not is_exempt(source):
+        remember(source, check.outcome)
+    return check
+
+
+def config_of(name: str, dtype: str, longest: int) -> RunConfig:
+    """One row of at most so many tokens, decoded on the CPU."""
+    return RunConfig(
+        model=ModelSection(name, dtype),
+        parallel=ParallelSection(device="cpu"),
+        decoding=DecodingSection(strategy=BASELINE),
+        workload=WorkloadSection(batch_size=1, prefix_len=longest, gen_len=1),
+    )
+
+
+def describe(source: ModelSource, tokenizer: Tokenizer) -> list[str]:
+    """What the loader made of config and tokenizer."""
+    c, tensors = source.config, source.tensors.values()
+    dtypes, files = sorted({each.dtype for each in tensors}), {each.file for each in tensors}
+    num_parameters = sum(torch.Size(each.shape).numel() for each in tensors)
+    biases = {
+        "q, k, v": c.qkv_bias,
+        "output": c.output_bias,
+        "MLP": c.mlp_bias,
+        "head": c.head_bias,
+    }
+    norm = {"rms": "RMS norm", "layer": "layer norm"}[c.norm]
+    word = "How to check a model."
+    ids = tokenizer.encode(word)
+    lines = {
+        "model": f"{c.architecture}, {num_parameters:,} numbers in {len(tensors)} tensors, "
+        f"{' and '.join(dtypes)}, {len(files)} file{'s' * (len(files) != 1)}",
+        "layers": f"{c.num_layers} of width {c.hidden_size}, "
+        f"{c.residual.replace('_', ' ')} residuals",
+        "attention": f"{c.num_heads} heads of {c.head_dim}, {c.num_kv_heads} KV heads"
+        + (", norms on q and k" if c.qk_norm else ""),
+        "MLP": f"width {c.intermediate_size}, {c.activation}, {'a' if c.gated_mlp else 'no'} gate",
+        "norm": f"{norm}, epsilon {c.norm_eps:g}"
+        + (", one behind the embedding" * c.embedding_norm),
+        "biases": ", ".join(part for part, is_there in biases.items() if is_there) or "none",
+        "positions": describe_positions(c),
+        "window": "none" if c.sliding_window is None else f"{c.sliding_window} tokens, all layers",
+        "vocabulary": f"{c.vocab_size}, {'tied head' if c.tie_word_embeddings else 'own head'}, "
+        f"BOS {c.bos_token_id}, EOS {' '.join(map(str, c.eos_token_ids)) or None}",
+        "tokenizer": f"{tokenizer.path.name}, {tokenizer.vocab_size} ids; {word!r} is {ids}",
+    }
+    return [f"{label:<10} {text}" for label, text in lines.items()]
+
+
+def describe_positions(c: ModelConfig) -> str:
+    longest = f"at most {c.max_length} tokens"
+    if c.positions != "rope":
+        return f"{c.positions}, {longest}"
+    r = c.rope
+    text = f"rotary, theta {r.theta:g}"
+    if r.rope_type != "default":
+        text += f", {r.rope_type} by {r.factor:g}"
+    if switch_of(c) is not None:
+        text += f", trained with {r.original_max_position_embeddings}"
+    if r.rotary_dim is not None:
+        text += f", on {r.rotary_dim} dimensions of a head"
+    return f"{text}, {longest}"
+
+
+def switch_of(c: ModelConfig) -> int | None:
+    """The length from which on a text has positions that the model's scaling of RoPE is for."""
+    if c.positions != "rope" or c.rope.rope_type not in ("llama3", "yarn"):
+        return None
+    return c.rope.original_max_position_embeddings
+
+
+def obstacle(source: ModelSource) -> str | None:
+    """Why nothing can be compared; None if it can."""
+    if importlib.util.find_spec("transformers") is None:
+        return "it is not installed (pip install transformers)"
+    import transformers
+
+    path, architecture = source.weights.path, source.config.architecture
+    if source.is_random or path is None:
+        return "random weights are in no file"
+    if getattr(transformers, architecture, None) is None:
+        return f"it has no class {architecture}"
+    if source.is_int8:
+        return "it does not read the int8 weights of this project; check what they were made from"
+    if path.name not in READ_BY_OTHERS:
+        return f"it does not read {path.name}; check the directory that it was made from"
+    num_bytes, free = _float32_bytes(source), free_device_memory("cpu", 0)
+    if free is not None and num_bytes > free:
+        return f"in float32 it takes {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
+    return None
+
+
+def _float32_bytes(source: ModelSource) -> int:
+    """The weights, and beside them the largest tensor and what a forward needs."""
+    sizes = [4 * torch.Size(each.shape).numel() for each in source.tensors.values()]
+    return sum(sizes) + 2 * max(sizes)
+
+
+def text_lengths(c: ModelConfig) -> list[int]:
+    """The usual text, a short one, and one that goes past the window and the switch of RoPE."""
+    most = c.max_length - NUM_NEW
+    edges = [edge for edge in (c.sliding_window, switch_of(c)) if edge is not None]
+    lengths = [USUAL, SHORT, *([max(edges) + BEYOND] if edges else [])]
+    return list(dict.fromkeys(min(length, most) for length in lengths))
+
+
+def compare(
+    check: ModelCheck, source: ModelSource, name: str, tokenizer: Tokenizer, most_s: float
+) -> None:
+    """Tell how far the logits of each text differ, and set the outcome. The two models are in
+    memory one after the other."""
+    import transformers
+
+    check.tell(f"compared with transformers {transformers.__version__}, float32, CPU:")
+    with quiet(transformers):
+        model, why = load_reference(transformers, source)
+        if why is not None:
+            check.tell(f"not compared: {why}")
+            return
+        expected = continue_texts(check, model, source, tokenizer, most_s)
+        del model
+    runner, worst = make_checked_runner(name, max(map(len, expected)) + NUM_NEW), 0.0
+    for ids, theirs in expected.items():
+        ours = continued(runner, ids, theirs.tokens)
+        error, limit = difference(ours, theirs)
+        if not math.isfinite(error):
+            worst = math.inf
+            check.tell(f"text of {len(ids)} tokens: the logits are not finite numbers")
+            continue
+        worst = max(worst, error / limit)
+        num_equal = sum(a == b for a, b in zip(ours.tokens, theirs.tokens, strict=True))
+        check.tell(
+            f"text of {len(ids)} tokens: {num_equal} of {NUM_NEW} greedy tokens are equal, logits "
+            f"differ by {error:.2g} at most (rounding: less than {limit:.2g})"
+        )
+    check.outcome = EQUAL if worst <= 1 else DIFFERS
+    is_equal = check.outcome == EQUAL
+    check.tell(f"{name} {'is' if is_equal else 'is NOT'} computed as transformers computes it")
+
+
+def load_reference(transformers: Any, source: ModelSource) -> tuple[Any, str | None]:
+    """The model of transformers, or why there is none."""
+    kind, directory = getattr(transformers, source.config.architecture), source.tokenizer_directory
+    try:
+        model, info = kind.from_pretrained(
+            directory, dtype=torch.float32, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # of a library that may raise anything
+        return None, f"transformers cannot load it: {' '.join(str(error).split())[:200]}"
+    if missing := sorted(info["missing_keys"]):
+        return None, f"transformers does not find {', '.join(missing[:3])}"
+    return model.eval(), None
+
+
+def continue_texts(
+    check: ModelCheck, model: Any, source: ModelSource, tokenizer: Tokenizer, most_s: float
+) -> dict[tuple[int, ...], Continued]:
+    """Each text with what transformers makes of it, as far as the time allows; at least the first
+    one."""
+    texts, left_s, rate = dict[tuple[int, ...], Continued](), most_s, 0.0
+    for length in text_lengths(source.config):
+        needed_s = SIDES * rate * length
+        if needed_s > left_s:
+            check.tell(f"text of {length} tokens: left out, it would take {needed_s:.0f} s")
+            continue
+        ids = text_of(tokenizer, source.config, length)
+        texts[ids] = theirs = continued_by_others(model, ids)
+        left_s -= SIDES * theirs.seconds
+        rate = max(rate, theirs.seconds / length)
+    return texts
+
+
+@contextmanager
+def quiet(transformers: Any) -> Iterator[None]:
+    """transformers says nothing meanwhile: no bars, no warnings."""
+    verbosity = transformers.logging.get_verbosity()
+    shows_bars = transformers.logging.is_progress_bar_enabled()
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+        if shows_bars:
+            transformers.logging.enable_progress_bar()
+
+
+def text_of(tokenizer: Tokenizer, config: ModelConfig, length: int) -> tuple[int, ...]:
+    """The first `length` tokens of the packaged text, again from its beginning if it is shorter."""
+    start = [] if config.bos_token_id is None else [config.bos_token_id]
+    words = tokenizer.encode(next(iter(read_books("demo", 1)))[: 16 * length])
+    return tuple(islice(chain(start, chain.from_iterable(repeat(words))), length))
+
+
+@torch.inference_mode()
+def continued_by_others(model: Any, ids: Sequence[int]) -> Continued:
+    """By a model of transformers, with its cache."""
+    started, new = time.perf_counter(), list[int]()
+    out = model(torch.tensor([list(ids)]), use_cache=True, logits_to_keep=min(KEPT, len(ids)))
+    parts = [out.logits[0].float()]
+    while True:
+        new.append(int(parts[-1][-1].argmax()))
+        if len(new) == NUM_NEW:
+            return Continued(torch.cat(parts), new, time.perf_counter() - started)
+        past = out.past_key_values
+        out = model(torch.tensor([new[-1:]]), past_key_values=past, use_cache=True)
+        parts.append(out.logits[0].float())
+
+
+def make_checked_runner(name: str, longest: int) -> ModelRunner:
+    """A runner of the model in float32, with the kernels that a run on this CPU takes."""
+    run = find(config_of(name, "float32", longest), Launch(), SetupCache())
+    group, device = Group((0,), 0), torch.device("cpu")
+    torch.set_num_threads(run.config.parallel.threads)
+    config = settle(run.config, run.source.config, None, group, device)
+    plan = ModelPlan(config, run.source.config, group.ranks, 0, row_tokens=longest)
+    return make_runner(plan, run.source, group, LoadedModels(device, Silent()))
+
+
+@torch.inference_mode()
+def continued(runner: ModelRunner, ids: Sequence[int], following: Sequence[int]) -> Continued:
+    """By this project, where the tokens after the text are `following`. `tokens` are its own
+    choices in their places."""
+    started = time.perf_counter()
+    runner.cache.release(0)
+    runner.allocate(0)
+    first = len(ids) % CHUNK or CHUNK  # the last chunk is whole, or the only one
+    starts = [0, *range(first, len(ids), CHUNK)]
+    for start, stop in zip(starts, [*starts[1:], len(ids)], strict=True):
+        kept = min(KEPT, stop - start)
+        parts = [runner.forward([ids[start:stop]], [0], num_outputs=kept)[0]]
+    for token in following[:-1]:
+        parts.append(runner.forward([[token]], [0])[0])
+    logits = torch.cat(parts).float()
+    tokens = logits[-NUM_NEW:].argmax(dim=1).tolist()
+    return Continued(logits, tokens, time.perf_counter() - started)
+
+
+def difference(found: Continued, expected: Continued) -> tuple[float, float]:
+    """The largest difference of two logits, and how large it may be."""
+    limit = TOLERANCE * float(expected.logits.abs().max())
+    return float((found.logits - expected.logits).abs().max()), limit

@@ -1,0 +1,107 @@
+"""Outcome: what a run ends with. Its record has metrics only if the check of the tokens passed, and
+of a run that Ctrl-C has ended it has the batches that were done by then.
+
+Owns what of a run goes into its record. Must not measure anything; `records/metrics.py` computes.
+Nothing here needs the other ranks, which may have ended.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.names import BASELINE
+from magicdec.records.correctness import Correctness
+from magicdec.records.environment import Environment
+from magicdec.records.metrics import run_metrics
+from magicdec.records.record import RunRecord
+from magicdec.records.samples import PassSamples, PrefillSamples
+from magicdec.runner.request import Request
+from magicdec.setup.memory_sampler import NOT_MEASURED, MemoryTaken, describe_memory
+from magicdec.setup.prepare import Prepared
+from magicdec.workload.answers import answer_scores
+
+
+@dataclass
+class Outcome:
+    """The record of a run, and its finished requests in the order of the prompts."""
+
+    record: RunRecord
+    requests: list[Request] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The measurements of a run, for all ranks together. The last pass is the requested strategy.
+    If the baseline was decoded too, it comes before that."""
+
+    samples: dict[str, PassSamples]  # for each pass
+    finished: dict[str, list[Request]]  # for each pass, the requests in the order of the prompts
+    prefill: PrefillSamples
+    memory: MemoryTaken
+
+    @property
+    def strategy(self) -> str:
+        return list(self.samples)[-1]
+
+    @property
+    def requests(self) -> list[Request]:
+        """Those that the requested strategy has finished."""
+        return self.finished[self.strategy]
+
+
+def make_record(
+    prepared: Prepared, measured: Measured, correctness: Correctness, environment: Environment
+) -> RunRecord:
+    """The record of a run. It has metrics only if the check of the tokens passed."""
+    strategy, passed, is_random = measured.strategy, correctness.passed, prepared.is_random
+    bandwidth = environment.read_bandwidth_bytes_per_s
+    assert bandwidth is not None, "measured in every run"
+    # The answers of a target with random weights would say nothing.
+    answers = None if prepared.source.is_random else prepared.workload.answers
+    for name, samples in measured.samples.items():
+        requests = measured.finished[name]
+        samples.answer_scores = answer_scores(answers, requests, prepared.tokenizer)
+        samples.output_hashes = [hash_output(r.output_ids) for r in requests]
+    metrics = run_metrics(measured.samples, measured.prefill, bandwidth, is_random)
+    return RunRecord(
+        status=correctness.status,
+        config=prepared.config.to_dict(),
+        environment=environment,
+        workload=prepared.describe_workload(),
+        correctness=correctness,
+        metrics=metrics[strategy] if passed else None,
+        baseline_metrics=metrics.get(BASELINE) if passed and strategy != BASELINE else None,
+        samples={
+            name: samples.to_record(is_drafting=name != BASELINE, is_random=is_random)
+            for name, samples in measured.samples.items()
+        },
+        prefill_samples=measured.prefill,
+        memory=describe_memory(
+            prepared.plan, prepared.free, measured.memory if passed else NOT_MEASURED
+        ),
+    )
+
+
+def unfinished_record(
+    config: ResolvedConfig,
+    prepared: Prepared | None,
+    environment: Environment,
+    error: str,
+) -> RunRecord:
+    """The record of a run that has failed. `prepared` is None if it was refused before."""
+    return RunRecord(
+        status="failed",
+        config=config.to_dict(),
+        environment=environment,
+        error=error,
+        workload=None if prepared is None else prepared.describe_workload(),
+        memory=None if prepared is None else describe_memory(prepared.plan, prepared.free),
+    )
+
+
+def hash_output(token_ids: Sequence[int]) -> str:
+    """The hash of an output, as a record holds it (`SamplesRecord.output_hashes`)."""
+    return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()[:16]

@@ -1,0 +1,191 @@
+"""What a rank keeps in memory from one run of a study to the next: loaded models, and the prompts
+of a run in KV caches, from which every pass starts.
+
+Owns which caches there are (one that the batches take in turn, or one for each batch, so that the
+runs of a study which share their prompts prefill them once) and when models and caches are dropped.
+A run outside a study has a `Resident` of its own, which ends with it. Must not know how tokens are
+decoded.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.sections import KVSection
+from magicdec.engine.engine import Engine
+from magicdec.output.console import Progress
+from magicdec.records.correctness import JudgedAgain
+from magicdec.records.samples import PassSamples
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Request, SamplingParams
+from magicdec.runner.sampling.sampling import make_params
+from magicdec.setup.loading import LoadedModels
+from magicdec.setup.model_plan import max_tokens
+from magicdec.setup.prepare import Prepared
+from magicdec.speculation.policies.policy import keep_queries, make_policy
+
+
+@dataclass(frozen=True)
+class Prefilled:
+    """A batch whose prompts are in the cache of the engine's runner. Every pass rewinds the engine
+    to `snapshots`."""
+
+    engine: Engine
+    snapshots: list[Request]
+    seconds: float  # of the prefill
+
+
+@dataclass(frozen=True)
+class MeasuredBatch:
+    """What a pass over one batch has left: its samples, its requests, which have ended, and how
+    its steps were judged again, if tokens are compared."""
+
+    samples: PassSamples
+    requests: list[Request]
+    judged: JudgedAgain | None
+
+
+class Prompts:
+    """Prefills batches on request. If they are kept, each has a runner of its own. `baselines` are
+    the passes without drafts over the batches so far, where runs share one."""
+
+    def __init__(
+        self, make_runner: Callable[[], ModelRunner], chunk: int, progress: Progress, is_kept: bool
+    ) -> None:
+        self.make_runner, self.chunk = make_runner, chunk
+        self.progress, self.is_kept = progress, is_kept
+        self.engine = Engine(make_runner(), chunk)
+        self._batches: dict[int, Prefilled] = {}
+        self._last: int | None = None  # the batch that is in the newest cache
+        self.baselines: dict[int, MeasuredBatch] = {}
+
+    def holds(self, index: int) -> bool:
+        """Whether the prompts of the batch are in a cache."""
+        return index in self._batches or index == self._last
+
+    def batch(self, index: int, prepared: Prepared) -> Prefilled:
+        """The batch of that number, prefilled now unless it was kept."""
+        if index in self._batches:
+            return self._batches[index]
+        if self.is_kept and index:
+            self.engine = Engine(self.make_runner(), self.chunk)
+        self._last = None
+        batch = self._prefill(index, prepared)
+        self._last = index
+        if self.is_kept:
+            self._batches[index] = batch
+        return batch
+
+    def forget(self) -> None:
+        """The caches no longer hold the prompts."""
+        self._batches.clear()
+        self._last = None
+
+    def _prefill(self, index: int, prepared: Prepared) -> Prefilled:
+        w, engine = prepared.config.workload, self.engine
+        if index == 0 and engine.runner.device.type == "cuda":
+            warm_up_prefill(engine, prepared.workload.prompts[0], self.chunk)
+        requests = make_requests(prepared, index)
+        started = time.perf_counter()
+        name = f"prefill, batch {index + 1} of {w.num_batches}"
+        with self.progress.task(name, w.batch_size * w.prefix_len) as advance:
+            snapshots = engine.prefill(requests, advance)
+        return Prefilled(engine, snapshots, time.perf_counter() - started)
+
+
+def warm_up_prefill(engine: Engine, prompt: Sequence[int], chunk: int) -> None:
+    """Prefill one full chunk of a prompt and one chunk as short as its last, so that kernels that
+    are built at their first call exist before a prefill is timed. The request ends with its first
+    token, so the engine is free again afterwards."""
+    beginning = tuple(prompt[: min(len(prompt), chunk + len(prompt) % chunk)])
+    engine.prefill([Request(-1, beginning, SamplingParams(max_new_tokens=1))])
+
+
+def make_requests(prepared: Prepared, batch: int) -> list[Request]:
+    """The requests of a batch, numbered through all batches."""
+    config, w = prepared.config, prepared.config.workload
+    eos = () if config.decoding.ignore_eos else prepared.source.config.eos_token_ids
+    first = batch * w.batch_size
+    prompts = prepared.workload.prompts[first : first + w.batch_size]
+    return [
+        Request(first + i, prompt, make_params(config.sampling, w.num_new_tokens, eos, first + i))
+        for i, prompt in enumerate(prompts)
+    ]
+
+
+@dataclass(frozen=True)
+class Room:
+    """What the caches of runs that share their prompts must offer: tokens of a row, and the KV
+    section whose policy needs the queries of most prompt tokens. `is_kept`: every batch keeps a
+    cache of its own, so that the prompts are prefilled once for all these runs."""
+
+    max_tokens: int
+    kv: KVSection | None
+    is_kept: bool = False
+
+    @classmethod
+    def of(cls, configs: Sequence[ResolvedConfig], is_kept: bool = False) -> Room:
+        longest = max(max_tokens(config) for config in configs)
+        observing = [config.kv for config in configs if config.decoding.model_drafter == "self"]
+        most = max(observing, key=lambda kv: make_policy(kv).observed_tokens, default=None)
+        return cls(longest, most, is_kept)
+
+
+def prefill_key(config: ResolvedConfig) -> tuple[Any, ...]:
+    """Equal for two runs if the state after prefill is the same: the first tokens, and what the
+    target's cache holds."""
+    model = config.model
+    return (
+        *(model.model, model.dtype, model.linear, model.elementwise, model.native_steps),
+        model.target_dtype,
+        config.parallel.rank_group,
+        config.parallel.device,
+        config.parallel.threads,
+        config.parallel.collectives,
+        config.attention.backend,
+        config.attention.prefill_chunk,
+        config.sampling,
+        config.decoding.ignore_eos,
+        replace(config.workload, warmup_batches=0),
+    )
+
+
+class Resident:
+    """Runs that are made for their counts (`is_counted`), whose times mean nothing, share one
+    baseline pass over their prompts, and log what they draft (`kv.draft_log`)."""
+
+    def __init__(self, device: torch.device, progress: Progress, is_counted: bool = False) -> None:
+        self.models = LoadedModels(device, progress)
+        self.progress, self.is_counted = progress, is_counted
+        self._prompts: Prompts | None = None
+        self._key: object = None
+
+    @property
+    def is_empty(self) -> bool:
+        return self._prompts is None and not len(self.models)
+
+    def prompts(
+        self, config: ResolvedConfig, room: Room, make_runner: Callable[[int], ModelRunner]
+    ) -> Prompts:
+        """The caches of a run, with what the last run left in them if it had the same prompts.
+        `make_runner` gets the tokens of a row."""
+        key = prefill_key(config), room
+        if self._prompts is None or key != self._key:
+            self._prompts = None  # before others take their memory
+
+            def make() -> ModelRunner:
+                runner = make_runner(room.max_tokens)
+                if room.kv is not None:
+                    keep_queries(runner, room.kv)
+                return runner
+
+            chunk = config.attention.prefill_chunk
+            self._prompts = Prompts(make, chunk, self.progress, room.is_kept)
+            self._key = key
+        return self._prompts

@@ -1,0 +1,404 @@
+"""One run on one rank: load the models, measure, check the tokens and make the record. All ranks of
+the group execute the same steps together.
+
+Owns the order of a run: each batch is prefilled once (`prompts`), every pass starts from the state
+after that prefill, and at the end the outputs of the two passes are compared. Must not know how a
+strategy decodes.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import chain
+from typing import Any, NamedTuple
+
+from magicdec.bench.run.check import WIDER, Replays, check_outputs, uncompared
+from magicdec.bench.run.forwards import measure_forwards
+from magicdec.bench.run.judgement import judge_again
+from magicdec.bench.run.outcome import (
+    Measured,
+    Outcome,
+    make_record,
+)
+from magicdec.bench.run.resident import MeasuredBatch, Prefilled, Resident, Room
+from magicdec.bench.run.roofline import bytes_read
+from magicdec.bench.run.wider import WiderTexts
+from magicdec.hardware.environment import watch_gpu
+from magicdec.hardware.other_load import LoadWatch
+from magicdec.hardware.threads import RankThreads, ThreadCount, check_threads
+from magicdec.hardware.timing import (
+    PhaseTimer,
+    peak_memory_bytes,
+    read_bandwidth,
+    reset_peak_memory,
+    synchronize,
+)
+from magicdec.kv.draft_log import DraftLog
+from magicdec.kv.forward_counts import ForwardCounts
+from magicdec.model.transformer import Transformer
+from magicdec.names import BASELINE, REFERENCE_BACKEND
+from magicdec.output.console import Progress, make_progress
+from magicdec.records.correctness import Correctness, ForwardErrors, JudgedAgain
+from magicdec.records.samples import PassSamples, PrefillSamples, to_ms
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Request, naming
+from magicdec.setup.autotune import settle
+from magicdec.setup.loading import (
+    copy_runner,
+    load_model,
+    make_backend,
+    make_draft,
+    runner_of,
+)
+from magicdec.setup.memory_sampler import MemoryTaken, MemoryWatch
+from magicdec.setup.model_plan import Kinds, ModelPlan, StagePart, max_tokens
+from magicdec.setup.prepare import Prepared
+from magicdec.setup.session import RankSession, session_of
+from magicdec.speculation.draft_length import make_draft_length
+from magicdec.speculation.steps.recorder import CudaGraphs, Eager, Recorder
+from magicdec.speculation.steps.strategy import DecodingStrategy, Setup, make_strategy
+from magicdec.speculation.steps.witness import Witness
+
+
+class RankCounts(NamedTuple):
+    """What a rank tells the others of a pass over a batch."""
+
+    bytes_read: int
+    peak_bytes: int
+    draft_kv_tokens: int
+    draft_rows: int
+    threads: RankThreads
+
+
+class Run:
+    """One rank's part of a run: its models and runners, and its measurements. In a study,
+    `resident` has what earlier runs have left, and `room` is that of all runs with these
+    prompts."""
+
+    def __init__(
+        self,
+        prepared: Prepared,
+        session: RankSession,
+        progress: Progress,
+        resident: Resident | None = None,
+        room: Room | None = None,
+    ) -> None:
+        self.prepared, self.progress = prepared, progress
+        self.groups, self.device = session.groups, session.device
+        self.config = prepared.config
+        d, group = self.config.decoding, self.groups.target
+        self.max_tokens = max_tokens(self.config)
+        self.memory = MemoryWatch(self.device)
+        self.gpu = watch_gpu(self.device)
+        self.load = LoadWatch(self.groups.rank == 0)
+        self.resident = resident or Resident(self.device, progress)
+        room = room or Room.of([self.config])
+        self.prompts = self.resident.prompts(self.config, room, self.make_runner)
+        self.is_counted = self.resident.is_counted
+        self.engine = self.prompts.engine
+        self.copies: dict[int, ModelRunner | None] = {}  # by the identity of the target's runner
+        self.draft = make_draft(prepared, self.groups, self.resident.models)
+        self.draft_length = make_draft_length(d, group, self.device)
+        has_baseline = d.baseline and d.strategy != BASELINE
+        self.passes = [BASELINE, d.strategy] if has_baseline else [d.strategy]
+        self.prefilled: list[Prefilled] = []  # the batches so far
+        self.measured: dict[str, list[MeasuredBatch]] = {name: [] for name in self.passes}
+        self.kept: dict[str, Witness] = {}  # of the last pass of each name
+        self.warmup_calibration_ms: float | None = None
+        self.is_timed = self.device.type == "cpu" or self.config.output.benchmark
+
+    @property
+    def runner(self) -> ModelRunner:
+        """The runner that holds the current batch."""
+        return self.engine.runner
+
+    def make_runner(self, max_tokens: int) -> ModelRunner:
+        """A runner for the batches of this run, and of others with these prompts."""
+        source, group, plan = self.prepared.source, self.groups.target, self.plan_of(max_tokens)
+        model = self.resident.models.get(source, group, plan.kinds)
+        # Before the cache takes memory.
+        self.resident.models.get_copy(source, group, plan)
+        return runner_of(plan, model, group)
+
+    def plan_of(self, max_tokens: int) -> ModelPlan:
+        """What this rank holds of the target, in rows of so many tokens."""
+        return ModelPlan(
+            self.config, self.prepared.source.config, self.groups.target.ranks, self.groups.rank,
+            row_tokens=max_tokens,
+        )  # fmt: skip
+
+    def use(self, prefilled: Prefilled) -> None:
+        """Decode this batch from now on. Its runner, which runs with other drafts share, drafts
+        with the copy of this run."""
+        self.engine = prefilled.engine
+        runner, plan = self.runner, self.plan_of(self.max_tokens)
+        if id(runner) not in self.copies:
+            copy = self.resident.models.get_copy(self.prepared.source, self.groups.target, plan)
+            self.copies[id(runner)] = copy_runner(plan, runner, copy)
+        runner.drafting = self.copies[id(runner)]
+
+    def load_wider(self, part: StagePart = StagePart()) -> Transformer:
+        """This rank's weights of the target, or of a part of it, in a wider dtype, for torch's own
+        operators alone."""
+        dtype = WIDER[self.config.model.dtype]
+        weights = "int8" if self.config.model.target_dtype == "int8" else dtype
+        source, group, kinds = self.prepared.source, self.groups.target, Kinds(dtype, weights)
+        return load_model(source, group, kinds, self.device, self.progress, part)
+
+    def make_reference(self) -> ModelRunner:
+        """A runner of the whole target in a wider dtype."""
+        model, backend = self.load_wider(), make_backend(REFERENCE_BACKEND)
+        return ModelRunner(model, backend, self.groups.target, 1, self.max_tokens)
+
+    def make_witness(self, name: str) -> Witness | None:
+        """Who keeps logits of the next pass of that name; None if nothing is compared."""
+        if not self.is_compared:
+            return None
+        w, most = self.config.workload, self.config.decoding.most_draft_tokens
+        seed, num_drafts = f"{w.seed} {len(self.measured[name])}", 0 if name == BASELINE else most
+        return Witness.of(self.runner, w.batch_size, num_drafts, w.num_new_tokens, seed, most)
+
+    def make_strategy(
+        self, name: str, timer: PhaseTimer, witness: Witness | None = None
+    ) -> DecodingStrategy:
+        captures = self.config.decoding.cuda_graphs == "on"
+        recorder: Recorder = CudaGraphs(self.device) if captures else Eager()
+        setup = Setup(
+            self.runner, self.config.decoding, self.config.kv, self.draft, self.prepared.corpus,
+            timer, self.draft_length, recorder, witness=witness,
+        )  # fmt: skip
+        return make_strategy(name, setup)
+
+    def runners(self) -> list[ModelRunner]:
+        """The runners of this rank: the target's, and the draft's if this rank has a shard of
+        it."""
+        draft = self.runner.drafting if self.draft is None else self.draft.runner
+        return [self.runner] if draft is None else [self.runner, draft]
+
+    @property
+    def num_forwards(self) -> int:
+        """The forwards of this rank's runners so far, which the host has counted itself."""
+        return sum(runner.counts.num_forwards for runner in self.runners())
+
+    def measure(self) -> None:
+        """Measure every batch."""
+        for batch in range(self.config.workload.num_batches):
+            with naming(f"batch {batch}"):
+                self.measure_batch(batch)
+
+    def measure_batch(self, batch: int) -> None:
+        """Every pass starts from the state after the prefill of the batch."""
+        prefilled = self.prompts.batch(batch, self.prepared)
+        self.prefilled.append(prefilled)
+        self.use(prefilled)
+        if batch == 0:
+            self.warm_up(prefilled.snapshots)
+        # The passes take turns at going first, so that a drift in the machine's speed favours
+        # neither of them.
+        for name in self.passes if batch % 2 == 0 else reversed(self.passes):
+            if name == BASELINE and self.is_counted and batch in self.prompts.baselines:
+                self.measured[name].append(self.prompts.baselines[batch])
+                continue
+            with naming(name):
+                self.measure_pass(name, prefilled.snapshots)
+            if name == BASELINE and self.is_counted:
+                self.prompts.baselines[batch] = self.measured[name][-1]
+
+    def warm_up(self, snapshots: list[Request], passes: Sequence[str] | None = None) -> None:
+        """Decode the first batch with every strategy, or with these, as often as the config
+        says."""
+        rounds, names = self.config.workload.warmup_batches, list(passes or self.passes)
+        with self.progress.task("warm-up", rounds * len(names)) as advance:
+            for name in names * rounds:
+                self.decode_unmeasured(name, snapshots, PhaseTimer(self.device, enabled=False))
+                advance()
+        warmup_s = self.draft_length.calibration_s
+        self.warmup_calibration_ms = None if warmup_s is None else to_ms(warmup_s)
+        # So that calibration is part of the first measured batch and its net speedup.
+        self.draft_length.forget_times()
+
+    def decode_unmeasured(self, name: str, snapshots: list[Request], timer: PhaseTimer) -> None:
+        """A pass that changes no number in the record. Like the measured ones, it starts from the
+        state after prefill."""
+        self.engine.rewind(snapshots)
+        with naming(f"warm-up, {name}"):
+            strategy = self.make_strategy(name, timer)
+            self.engine.begin(strategy)
+            self.engine.decode(strategy)
+
+    def measure_pass(self, name: str, snapshots: list[Request]) -> None:
+        """Measure a pass over the batch in use. One that is interrupted leaves nothing."""
+        samples, w, threads = PassSamples.empty(), self.config.workload, ThreadCount()
+        timer, witness = PhaseTimer(self.device, self.is_timed), self.make_witness(name)
+        self.engine.rewind(snapshots)
+        log = DraftLog() if self.is_counted and name != BASELINE else None
+        for runner in self.runners():
+            runner.draft_log = log
+        strategy = self.make_strategy(name, timer, witness)
+        threads.note()
+        self.begin(name, strategy, samples)
+        if witness is not None:
+            witness.is_watching = True
+        before = [runner.counts.copy() for runner in self.runners()]
+        self.memory.note()
+        reset_peak_memory(self.device)
+        samples.begin_batch()
+        so_far = [self.num_forwards]
+        started = time.perf_counter()
+        with self.progress.task(name, w.batch_size * w.num_new_tokens) as advance:
+
+            def observe(output: Any, seconds: float) -> None:
+                so_far.append(self.num_forwards)
+                samples.observe(output, seconds, so_far[-1] - so_far[-2])
+                advance(output.num_tokens)
+
+            finished = self.engine.decode(strategy, observe)
+        samples.end_batch(finished, started)
+        threads.note()
+        self.memory.note()
+        self.gpu.read()
+        samples.observe_phases(timer.seconds)
+        self.gather_counts(name, samples, before, threads)
+        requests, judged = [r.snapshot() for r in finished], None
+        if witness is not None:
+            judged, self.kept[name] = judge_again(witness, finished, self.runner), witness
+        self.measured[name].append(MeasuredBatch(samples, requests, judged))
+
+    def gather_counts(
+        self,
+        name: str,
+        samples: PassSamples,
+        before: Sequence[ForwardCounts],
+        threads: ThreadCount,
+    ) -> None:
+        """Add what all ranks have counted in a pass over one batch; `before` are the counts of this
+        rank's runners before it. Raises AssertionError if a rank has computed with other threads
+        than its config says."""
+        rank = self.groups.rank
+        pairs = zip(self.runners(), before, strict=True)
+        used = [(runner.model, runner.counts.minus(counts)) for runner, counts in pairs]
+        of_rank = RankCounts(
+            sum(bytes_read(model, counts) for model, counts in used),
+            peak_memory_bytes(self.device),
+            sum(counts.draft_kv_tokens_read for _, counts in used),
+            sum(counts.draft_rows for _, counts in used),
+            threads.of_rank(rank, self.config.parallel.threads),
+        )
+        read, peak, draft_tokens, draft_rows, of_threads = zip(
+            *self.groups.target.all_gather_values(of_rank, RankCounts), strict=True
+        )
+        samples.bytes_read.append(list(read))
+        samples.peak_memory_bytes.append(list(peak))
+        samples.threads.append(check_threads(name, of_threads))
+        # The same on all ranks that draft; 0 on others.
+        samples.draft_kv_tokens.append(max(draft_tokens))
+        samples.draft_rows.append(max(draft_rows))
+
+    def begin(self, name: str, strategy: DecodingStrategy, samples: PassSamples) -> None:
+        """Let the strategy prepare, and note how long that took and how much was calibration."""
+        calibrated_s = self.draft_length.calibration_s
+        self.groups.target.barrier()
+        started = time.perf_counter()
+        self.engine.begin(strategy)
+        synchronize(self.device)
+        self.groups.target.barrier()
+        seconds, calibration_s = time.perf_counter() - started, None
+        if name != BASELINE and calibrated_s is not None:
+            calibration_s = (self.draft_length.calibration_s or 0.0) - calibrated_s
+        samples.observe_begin(seconds, calibration_s, self.draft is not None and name != BASELINE)
+
+    def merged(self, memory: MemoryTaken, num_batches: int | None = None) -> Measured:
+        """The measurements from which the record is made: those of the first batches, or of
+        all."""
+        batches = {name: each[:num_batches] for name, each in self.measured.items()}
+        samples = {
+            name: PassSamples.merged([batch.samples for batch in each])
+            for name, each in batches.items()
+        }
+        samples[self.passes[-1]].warmup_calibration_ms = self.warmup_calibration_ms
+        finished = {
+            name: list(chain(*(b.requests for b in each))) for name, each in batches.items()
+        }
+        prefill = PrefillSamples(prefill_ms=[], ttft_ms=[], num_tokens=[])
+        for prefilled in self.prefilled[:num_batches]:
+            prefill.observe(prefilled.snapshots, prefilled.seconds)
+        return Measured(samples, finished, prefill, memory)
+
+    @property
+    def is_compared(self) -> bool:
+        """Whether the outputs are compared with the baseline's. Sampled tokens differ between
+        passes, so they cannot be compared; the tests check that speculation keeps their
+        distribution."""
+        return BASELINE in self.passes[:-1] and self.config.sampling.temperature == 0
+
+    def check(self, measured: Measured, is_whole: bool = True) -> Correctness:
+        """Compare the tokens of the requested strategy with those of the baseline of this run, and
+        judge its steps and, if the last batch `is_whole`, its forwards. Those of a counted run are
+        not measured: it may have no baseline of its own, and every step of it is compared with an
+        earlier run's."""
+        requests = measured.requests
+        if not self.is_compared:
+            return uncompared(requests)
+        forwards = self.measure_forwards() if is_whole and not self.is_counted else None
+        replays = Replays(
+            self.runner, self.make_reference, self.config.decoding.most_draft_tokens,
+            self.config.attention.prefill_chunk,
+        )  # fmt: skip
+        correctness = check_outputs(BASELINE, measured.finished[BASELINE], requests, replays)
+        if not correctness.identical:
+            self.prompts.forget()  # the replays have taken the place of a batch
+        judged = [each.judged for batches in self.measured.values() for each in batches]
+        return replace(
+            correctness,
+            judged_again=JudgedAgain.sum_of([each for each in judged if each is not None]),
+            forwards=forwards,
+        )
+
+    def measure_forwards(self) -> ForwardErrors:
+        """Of the last batch, by what was kept of both passes over it."""
+        last = len(self.measured[BASELINE]) - 1
+        if not self.prompts.holds(last):
+            self.use(self.prompts.batch(last, self.prepared))
+        decode, verify = (
+            (self.kept[name], self.measured[name][last].requests) for name in self.passes
+        )
+        dtype = self.config.model.dtype
+        return measure_forwards(decode, verify, self.runner, self.make_wider_texts, dtype)
+
+    def make_wider_texts(self) -> WiderTexts:
+        return WiderTexts(self.runner, self.load_wider, partial(make_backend, REFERENCE_BACKEND))
+
+
+def execute(prepared: Prepared, is_leader: bool) -> Outcome:
+    """Execute the run on this rank. Exceptions propagate; the caller writes them to a record."""
+    with session_of(prepared) as session:
+        return execute_in(session, prepared, make_progress(is_leader))
+
+
+def execute_in(
+    session: RankSession,
+    prepared: Prepared,
+    progress: Progress,
+    resident: Resident | None = None,
+    room: Room | None = None,
+) -> Outcome:
+    """As `execute`, in a session that is open. `resident` and `room` as in `Run`."""
+    models, group, device = prepared.models, session.groups.target, session.device
+    was_in_use = resident is not None and not resident.is_empty
+    config = settle(prepared.config, models.target, models.draft, group, device)
+    run = Run(replace(prepared, config=config), session, progress, resident, room)
+    bandwidth = read_bandwidth(group, device)
+    run.load.begin()
+    run.measure()
+    run.load.end()
+    # The larger of two measurements counts, because a busy host rarely slows down both.
+    bandwidth = max(bandwidth, read_bandwidth(group, device))
+    taken = run.memory.measured(group)
+    measured = run.merged(replace(taken, process=None) if was_in_use else taken)
+    correctness = run.check(measured)
+    environment = run.load.add_to(run.gpu.add_to(session.describe_environment(bandwidth)))
+    record = make_record(run.prepared, measured, correctness, environment)
+    return Outcome(record, measured.requests)

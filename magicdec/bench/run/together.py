@@ -1,0 +1,203 @@
+"""Several runs at once that differ in their drafts alone: every batch is prefilled once, decoded
+once without drafts, and then with each draft, so that all drafts are compared with one baseline,
+measured in the same minute. All ranks execute the same steps together.
+
+Owns the order of the passes, and what is left when the time or the user ends the measuring: a run
+keeps the batches that are done. Must not know what the runs are for.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+from magicdec.bench.run.check import differences
+from magicdec.bench.run.outcome import make_record
+from magicdec.bench.run.resident import Prefilled, Resident, Room
+from magicdec.bench.run.run import Run
+from magicdec.hardware.other_load import LoadWatch
+from magicdec.hardware.timing import read_bandwidth
+from magicdec.names import BASELINE
+from magicdec.output.console import Progress
+from magicdec.records.record import RunRecord
+from magicdec.runner.request import naming
+from magicdec.setup.memory_sampler import NOT_MEASURED
+from magicdec.setup.prepare import Prepared
+from magicdec.setup.session import RankSession, Sessions
+
+SLOWEST = 1.5  # a pass with drafts is expected to take so many times as long as one without
+
+
+class Pace(Progress, Protocol):
+    """Watches the passes, shows their progress, and may end them."""
+
+    def begin(self, name: str) -> None:
+        """A pass of the run of that name begins, or of `BASELINE`."""
+
+    def end(self) -> None:
+        """It has ended."""
+
+    def has_time(self, seconds: float) -> bool:
+        """Whether something that takes so long may begin. The answer of the first rank counts."""
+
+    def is_interrupted(self) -> bool:
+        """Whether this rank was asked to stop, after the pass that runs."""
+
+
+class Interrupted(Exception):
+    """A rank was asked to stop, and all ranks know it."""
+
+
+class OutOfTime(Exception):
+    """A pass went on for longer than there was time; the progress of a pass may raise it on a
+    rank that is alone."""
+
+
+@dataclass
+class Drafted:
+    """One of the runs."""
+
+    name: str
+    run: Run
+    session: RankSession
+    pass_s: list[float] = field(default_factory=list)  # by batch
+
+    @property
+    def strategy(self) -> str:
+        return self.run.passes[-1]
+
+
+class Together:
+    """The runs of `prepared`, by their names, whose prompts are the same."""
+
+    def __init__(
+        self,
+        prepared: dict[str, Prepared],
+        sessions: Sessions,
+        resident: Resident,
+        pace: Pace,
+    ) -> None:
+        self.pace, self.is_interrupted = pace, False
+        self.error: Exception | None = None  # that has ended a pass
+        self.is_broken = False  # a pass has not come to its end
+        room = Room.of([each.config for each in prepared.values()])
+        self.drafted: list[Drafted] = []
+        for name, each in prepared.items():
+            session = sessions.begin(each)
+            run = Run(each, session, pace, resident, room)
+            self.drafted.append(Drafted(name, run, session))
+        self.lead, session = self.drafted[0].run, self.drafted[0].session
+        self.group, self.device = session.groups.target, session.device
+        self.load, self.bandwidth = LoadWatch(session.launch.rank == 0), 0.0
+        self.baseline_s, self.prefill_s = list[float](), 0.0
+        self.left_out: list[str] = []  # the names of the runs for which there was no time
+
+    @property
+    def num_batches(self) -> int:
+        """The batches that are done, for at least one of the drafts."""
+        return max((self.num_done(each) for each in self.drafted), default=0)
+
+    def num_done(self, each: Drafted) -> int:
+        """The batches that are done with this draft and without one."""
+        return min(len(self.lead.measured[BASELINE]), len(each.run.measured[each.strategy]))
+
+    def measure(self) -> None:
+        """Measure batch after batch, until all are done or the pace ends it."""
+        self.bandwidth = read_bandwidth(self.group, self.device)
+        self.load.begin()
+        try:
+            for batch in range(self.lead.config.workload.num_batches):
+                if batch and not self.may_begin(self.expected_s):
+                    break
+                self.measure_batch(batch)
+        except (KeyboardInterrupt, Interrupted):
+            self.is_interrupted = self.is_broken = True
+        except OutOfTime:
+            self.is_broken = True
+        except Exception as error:
+            # With several ranks, whose states may differ now, nothing more can be made of it.
+            if self.group.size > 1 or not self.num_batches:
+                raise
+            self.error, self.is_broken = error, True
+        self.load.end()
+        if not self.is_broken:
+            self.bandwidth = max(self.bandwidth, read_bandwidth(self.group, self.device))
+
+    @property
+    def expected_s(self) -> float:
+        """The seconds of a further batch, from those of the last one."""
+        drafts_s = sum(each.pass_s[-1] for each in self.drafted)
+        return self.prefill_s + self.baseline_s[-1] + drafts_s
+
+    def measure_batch(self, batch: int) -> None:
+        """Measure all passes over a batch. In the first one, a draft for which there is no time is
+        left out; the baseline, which begins, says how long a pass may take."""
+        self.pace.begin(BASELINE)
+        prefilled = self.lead.prompts.batch(batch, self.lead.prepared)
+        self.prefill_s = prefilled.seconds
+        order: list[Drafted | None] = [None, *self.drafted]
+        # The passes take turns at going first, as in a run.
+        for each in order if batch % 2 == 0 else reversed(order):
+            if each is None:
+                self.baseline_s.append(self.measure_pass(None, prefilled, batch))
+            elif batch or self.may_begin(self.most_s):
+                each.pass_s.append(self.measure_pass(each, prefilled, batch))
+            else:
+                self.left_out.append(each.name)
+        self.drafted = [each for each in self.drafted if each.name not in self.left_out]
+
+    @property
+    def most_s(self) -> float:
+        """The most seconds that the first pass with a draft is expected to take with its
+        warm-up."""
+        return (1 + self.lead.config.workload.warmup_batches) * SLOWEST * self.baseline_s[-1]
+
+    def measure_pass(self, each: Drafted | None, prefilled: Prefilled, batch: int) -> float:
+        """Measure a pass, in the first batch after a warm-up. Returns the seconds of the pass."""
+        if any(self.group.all_gather_values(self.pace.is_interrupted(), bool)):
+            raise Interrupted
+        run, name = (self.lead, BASELINE) if each is None else (each.run, each.strategy)
+        self.pace.begin(BASELINE if each is None else each.name)
+        run.use(prefilled)
+        if batch == 0:
+            with naming("batch 0"):
+                run.warm_up(prefilled.snapshots, [name])
+        started = time.perf_counter()
+        with naming(f"batch {batch}"), naming(name):
+            run.measure_pass(name, prefilled.snapshots)
+        seconds = time.perf_counter() - started
+        if each is not None:
+            run.prefilled.append(prefilled)
+        self.pace.end()
+        return seconds
+
+    def may_begin(self, seconds: float) -> bool:
+        """Whether something that takes so long may begin, on all ranks as the first one has it."""
+        return self.group.all_gather_values(self.pace.has_time(seconds), bool)[0]
+
+    def records(self) -> dict[str, RunRecord]:
+        """A record of each run, of the batches that are done. A run without one has none."""
+        records = {each.name: self.record(each) for each in self.drafted if self.num_done(each)}
+        return {name: record for name, record in records.items() if record is not None}
+
+    def record(self, each: Drafted) -> RunRecord | None:
+        """None if tokens differ, and a pass that has not come to its end is in the way of judging
+        that."""
+        run, num_batches = each.run, self.num_done(each)
+        run.measured[BASELINE], run.kept[BASELINE] = (
+            self.lead.measured[BASELINE], self.lead.kept[BASELINE],
+        )  # fmt: skip
+        taken = NOT_MEASURED
+        if not self.is_broken:
+            taken = replace(run.memory.measured(self.group), process=None)
+        measured = run.merged(taken, num_batches)
+        if self.is_broken and differences(measured.finished[BASELINE], measured.requests):
+            return None
+        environment = run.gpu.add_to(each.session.describe_environment(self.bandwidth))
+        return make_record(
+            run.prepared.first_batches(num_batches),
+            measured,
+            run.check(measured, is_whole=not self.is_broken),
+            self.load.add_to(environment),
+        )

@@ -1,0 +1,107 @@
+"""WiderTexts: what the model says in a wider dtype, by torch's own operators, about texts whose
+prompts are in a cache of the run.
+
+K and V of the prompts are taken from that cache, because the passes share their prefill: what is
+measured is the error of their own forwards. A part of the layers is loaded at a time, so that this
+takes little memory, and the weights are read once.
+
+Shapes: R rows, N tokens after the prompt, V vocabulary rows on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magicdec.attention.backend import AttentionBackend
+from magicdec.hardware.costs import linear_parameters
+from magicdec.kv.cache import upload
+from magicdec.model.transformer import Transformer
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.setup.model_plan import StagePart
+
+PART_BYTES = 1 << 30  # of layers, with K and V, that are in memory together, unless one is larger
+LOGIT_BYTES = 1 << 26  # of the logits that are computed together, unless one position has more
+NUMBER_BYTES = 8  # of a weight, a logit, or a number of K and V, at most
+TILE_TOKENS = 1024  # of a prompt that are copied together
+
+
+@dataclass(frozen=True)
+class WiderTexts:
+    """`source` is the runner of the run; `load` loads this rank's shard of a part of the model in
+    the wider dtype."""
+
+    source: ModelRunner
+    load: Callable[[StagePart], Transformer]
+    make_backend: Callable[[], AttentionBackend]
+
+    def kv_bytes(self, num_tokens: int) -> int:
+        """Of the K and V of so many tokens in one layer."""
+        shape = self.source.cache.shape
+        return 2 * NUMBER_BYTES * shape.num_kv_heads * shape.head_dim * num_tokens
+
+    def most_rows(self, num_tokens: int) -> int:
+        """Of so many tokens each, whose K and V in one layer take at most PART_BYTES."""
+        return max(1, PART_BYTES // self.kv_bytes(num_tokens))
+
+    def parts(self, num_tokens: int) -> list[StagePart]:
+        """The parts of the model that are loaded in turn, for so many tokens in all rows."""
+        model = self.source.model
+        num_layers = model.config.num_layers
+        weights = NUMBER_BYTES * linear_parameters(model.config, model.shard) // num_layers
+        layer_bytes = weights + self.kv_bytes(num_tokens)
+        size = max(1, min(num_layers, PART_BYTES // layer_bytes))
+        if size == num_layers:
+            return [StagePart()]
+        starts = range(0, num_layers, size)
+        return [StagePart(range(at, min(at + size, num_layers))) for at in starts]
+
+    @torch.inference_mode()
+    def logits(
+        self, rows: Sequence[int], prompt_lens: Sequence[int], ids: Tensor
+    ) -> Iterator[tuple[int, Tensor]]:
+        """This rank's logits after each of the tokens ids [R, N], which follow the prompts that
+        `rows` of the cache begin with, in chunks: (first token, [R, n, V]). Every rank of the
+        group must take all of them."""
+        x, (first, last) = ids, self.source.model.head_rows
+        step = max(1, LOGIT_BYTES // (NUMBER_BYTES * len(rows) * (last - first)))
+        num_tokens = len(rows) * (max(prompt_lens) + ids.shape[1])
+        for part in self.parts(num_tokens):
+            model = self.load(part)
+            runner = self.runner_of(model, rows, prompt_lens, ids.shape[1])
+            places, hidden = list(range(len(rows))), list[Tensor]()
+            for at in range(0, ids.shape[1], step):
+                out = runner.forward(x[:, at : at + step], places)
+                if model.is_last:
+                    yield at, out
+                else:
+                    hidden.append(out)
+            del model, runner
+            x = x if not hidden else torch.cat(hidden, dim=1)
+
+    def runner_of(
+        self, model: Transformer, rows: Sequence[int], prompt_lens: Sequence[int], num_new: int
+    ) -> ModelRunner:
+        """A runner of a part of the model whose rows hold the prompts."""
+        longest = max(prompt_lens) + num_new
+        runner = ModelRunner(model, self.make_backend(), self.source.group, len(rows), longest)
+        for place, (row, length) in enumerate(zip(rows, prompt_lens, strict=True)):
+            runner.allocate(place)
+            for layer in range(len(model.layers)):
+                self._copy(runner, layer, place, row, length)
+            runner.cache.advance([place], length)
+        return runner
+
+    def _copy(self, runner: ModelRunner, layer: int, place: int, row: int, length: int) -> None:
+        """Copy K and V of a prompt in one layer from the cache of the run."""
+        source, target, device = self.source.cache, runner.cache, self.source.device
+        of_model = runner.model.layers[layer] - self.source.model.layers.start
+        for at in range(0, length, TILE_TOKENS):
+            positions = torch.arange(at, min(at + TILE_TOKENS, length), device=device)[None]
+            slots = source.slots(upload([row], device), positions)
+            k, v = source.read(of_model, slots)  # [1, G, tokens, D] each
+            k, v = (each.transpose(1, 2).to(target.k.dtype) for each in (k, v))
+            target.write(layer, target.slots(upload([place], device), positions), k, v)

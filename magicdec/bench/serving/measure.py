@@ -1,0 +1,256 @@
+"""Measures the modes of `magicdec serve`: serves the same requests in each of them, compares their
+tokens with those of the first, and makes a record of each. This is the same for every system.
+
+Owns the order: a system is open while modes follow each other that it serves in, every mode serves
+a few shortened requests first, unmeasured, and ranks that have no part in a mode wait until it is
+over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from magicdec.bench.serving.metrics import serving_metrics
+from magicdec.bench.serving.prepare import PreparedServing
+from magicdec.bench.serving.record import (
+    FAILED,
+    ServingRecord,
+    describe_requests,
+    differing,
+    occupancy_of,
+    parts_of,
+    status_of,
+)
+from magicdec.distributed.start import close_groups, start_process_group
+from magicdec.distributed.values import all_gather_values
+from magicdec.hardware.environment import release_memory
+from magicdec.hardware.other_load import LoadWatch
+from magicdec.hardware.threads import RankThreads, check_threads
+from magicdec.hardware.timing import peak_memory_bytes, reset_peak_memory
+from magicdec.output.console import make_progress
+from magicdec.runner.request import UNKNOWN_ID, NotFinite, Request, naming
+from magicdec.setup.session import RankSession
+from magicdec.systems.modes import SPECULATIVE, Pass
+from magicdec.systems.system import Extras, System, Trace, Watch, make_requests, shortened
+from magicdec.workload.request_shapes import RequestShape
+
+
+@dataclass(frozen=True)
+class Served:
+    """The requests of a pass, which have ended, in the order of arrival, and what was measured
+    meanwhile. `peak_memory` is that of all ranks together, `threads` has those of each,
+    `load` what other programs did."""
+
+    each: Pass
+    requests: list[Request]
+    watch: Watch
+    extras: Extras
+    threads: list[int]
+    peak_memory: int | None
+    load: LoadWatch
+
+
+@dataclass
+class Measured:
+    """What a command has measured so far, on the first rank."""
+
+    records: list[ServingRecord] = field(default_factory=list)
+    traces: list[Trace | None] = field(default_factory=list)  # of each record
+
+
+def measure(prepared: PreparedServing, keep: Callable[[ServingRecord], None]) -> Measured:
+    """`keep` gets each record as soon as its pass is done, so that what ends a later pass costs
+    only that one. All ranks call it; only the first makes records. Raises PeerLost, or the
+    RuntimeError of a collective, if another rank has ended."""
+    launch, options = prepared.launch, prepared.options
+    session = RankSession(launch, prepared.run.config.parallel)
+    session.begin()
+    start_process_group(launch, session.device)
+    experiment = Experiment(prepared, session, keep)
+    for each in options.passes:
+        experiment.measure(each)
+    experiment.close()
+    close_groups()
+    return experiment.measured
+
+
+class Experiment:
+    """The passes of one command on this rank."""
+
+    def __init__(
+        self,
+        prepared: PreparedServing,
+        session: RankSession,
+        keep: Callable[[ServingRecord], None],
+    ) -> None:
+        self.prepared, self.session, self.keep = prepared, session, keep
+        self.launch, self.measured = prepared.launch, Measured()
+        self.progress = make_progress(self.launch.rank == 0)
+        self.system: System | None = None
+        self.reference: Served | None = None
+
+    def measure(self, each: Pass) -> None:
+        """Serve all requests in the pass and make its record."""
+        system, shapes = self.open(each), self.prepared.options.shapes
+        num_tokens = sum(shape.output_len for shape in shapes)
+        try:
+            with naming(f"{each.name}: warm-up"):
+                self._warm_up(each, system.warm_up_rows(each))
+            with self.progress.task(each.name, num_tokens) as advance, naming(each.name):
+                served = self.serve(each, shapes, Watch(tokens=advance, is_measured=True))
+        except NotFinite as error:
+            if self.launch.rank == 0:
+                self.keep(self.describe_failed(each, str(error)))
+            raise
+        if self.reference is None:
+            self.reference = served
+            self._tell_outputs(served)
+        if self.launch.rank == 0:
+            record = self.describe(served)
+            self.measured.records.append(record)
+            self.measured.traces.append(served.extras.trace)
+            self.keep(record)
+
+    def open(self, each: Pass) -> System:
+        """The system of the pass, with what the pass needs and with its number of threads. A
+        system that serves no longer gives its memory back before."""
+        system = self.prepared.system_of(each)
+        if system is not self.system:
+            self.close()
+            if self.launch.world_size > 1:  # all ranks have given back what they do not use
+                torch.distributed.barrier()
+            self.system = system
+            torch.set_num_threads(system.run.config.parallel.threads)
+        system.open(each, self.session.device, self.progress)
+        return system
+
+    def close(self) -> None:
+        if self.system is not None:
+            self.system.close()
+            release_memory(self.session.device)
+        self.system = None
+
+    def serve(self, each: Pass, shapes: Sequence[RequestShape], watch: Watch) -> Served:
+        """Serve requests of these shapes, of which the first arrives now. Raises AssertionError if
+        a rank has computed with other threads than its config says."""
+        system, run, device = self.prepared.system_of(each), self.prepared.run, self.session.device
+        config, launch = run.config, self.launch
+        ends = () if config.decoding.ignore_eos else run.source.config.eos_token_ids
+        is_coupled = self.prepared.options.is_coupled and not rejects_drafts(each)
+        is_reset = reset_peak_memory(device)
+        is_watching = launch.rank == 0 and watch.is_measured and not system.is_external
+        load = LoadWatch(is_watching)
+        load.begin()
+        now_s = system.now()
+        prompts = self.prepared.run.workload.prompts
+        requests = make_requests(prompts, shapes, now_s, config.sampling, ends, is_coupled)
+        extras = system.serve(each, requests, watch)
+        load.end()
+        expected = system.expected_threads
+        peak = peak_memory_bytes(device) if is_reset else None
+        ours = watch.threads.of_rank(launch.rank, expected), peak
+        by_rank = all_gather_values(ours, tuple[RankThreads, int | None], launch.world_size)
+        threads = check_threads(each.name, [each_rank for each_rank, _ in by_rank])
+        peaks = [peak for rank_threads, peak in by_rank if rank_threads.expected]
+        known = [peak for peak in peaks if peak is not None]
+        total = sum(known) if known and None not in peaks else None
+        return Served(each, requests, watch, extras, threads, total, load)
+
+    def describe_failed(self, each: Pass, error: str) -> ServingRecord:
+        """The record of a pass that has failed."""
+        system, first = self.prepared.system_of(each), self.prepared.options.passes[0]
+        prompts = replace(system.run, workload=self.prepared.run.workload)
+        return ServingRecord(
+            status=FAILED,
+            name=each.name,
+            config=self.describe_config(each),
+            environment=self.session.describe_environment(),
+            threads=[],
+            workload=prompts.describe_workload(),
+            reference=first.name if len(self.prepared.options.passes) > 1 else None,
+            num_differing=None,
+            metrics=None,
+            ring=None,
+            speculation=None,
+            occupancy=None,
+            requests=[],
+            error=error,
+        )
+
+    def describe(self, served: Served) -> ServingRecord:
+        """The record of a pass, which has metrics only if its tokens are not known to be wrong."""
+        each, reference, requests = served.each, self.reference, served.requests
+        assert reference is not None, "there is a first pass"
+        system, session = self.prepared.system_of(each), self.session
+        options = self.prepared.options
+        has_others = len(options.passes) > 1
+        num_differing, temperature = None, system.run.config.sampling.temperature
+        pair = (*reference.requests, *requests)
+        has_ids = not any(UNKNOWN_ID in request.output_ids for request in pair)
+        if has_others and has_ids and is_comparable(each, reference.each, temperature):
+            num_differing = len(differing(reference.requests, requests))
+        config = system.config_of(each)
+        is_external = system.is_external or self.prepared.system_of(reference.each).is_external
+        status = status_of(num_differing, config["model"]["dtype"], is_external)
+        is_right, counts = status != "diverged", served.watch.counts
+        trace = served.extras.trace
+        goodput, prompts = options.goodput or {}, self.prepared.run.workload
+        return ServingRecord(
+            status=status,
+            name=each.name,
+            config=self.describe_config(each),
+            environment=served.load.add_to(session.describe_environment()),
+            threads=served.threads,
+            workload=replace(system.run, workload=prompts).describe_workload(),
+            reference=reference.each.name if has_others else None,
+            num_differing=num_differing,
+            metrics=serving_metrics(requests, counts, goodput, served.peak_memory)
+            if is_right
+            else None,
+            ring=served.extras.ring if is_right else None,
+            speculation=served.extras.speculation if is_right else None,
+            occupancy=occupancy_of(trace.spans) if is_right and trace is not None else None,
+            requests=describe_requests(requests, counts.moves, requests[0].arrived_s),
+        )
+
+    def describe_config(self, each: Pass) -> dict[str, Any]:
+        """The resolved config of a pass, and the flags of the command."""
+        system, options = self.prepared.system_of(each), self.prepared.options
+        config, prompts = system.config_of(each), self.prepared.run.workload
+        settings = {"dataset": system.run.config.workload.dataset, "seed": prompts.seed}
+        settings |= options.describe() | {"mode": each.mode}
+        splits = [each.layer_split for each in (system, *self.prepared.systems)]
+        chosen = next((split for split in splits if split is not None), options.layer_split)
+        settings["layer_split"] = chosen
+        has_draft = each.is_drafting and bool(config["decoding"]["drafter"] or config["draft"])
+        return parts_of(config, has_draft) | {"workload": settings}
+
+    def _warm_up(self, each: Pass, num_requests: int) -> None:
+        """Serve the first requests once, shortened, so that what happens once is not measured."""
+        chunk = self.prepared.system_of(each).run.config.attention.prefill_chunk
+        shapes = self.prepared.options.shapes[:num_requests]
+        self.serve(each, shortened(shapes, chunk), Watch())
+
+    def _tell_outputs(self, served: Served) -> None:
+        """Let an emulated drafter know what the first pass emitted."""
+        if self.prepared.options.emulate_acceptance is None:
+            return
+        outputs = [request.output_ids for request in served.requests]
+        expected = all_gather_values(outputs, list[list[int]], self.launch.world_size)[0]
+        for system in self.prepared.systems:
+            system.expected = None if self.prepared.options.emulate_stage_ms else expected
+
+
+def rejects_drafts(each: Pass) -> bool:
+    """Whether sampled drafts are rejected at random, so that tokens differ from those of a pass
+    that drafts nothing, while their distribution is the same."""
+    return each.is_drafting and each.system != SPECULATIVE
+
+
+def is_comparable(each: Pass, first: Pass, temperature: float) -> bool:
+    """Whether both passes should emit the same tokens."""
+    return temperature == 0 or each == first or not (rejects_drafts(each) or rejects_drafts(first))

@@ -1,0 +1,179 @@
+"""ServingMetrics: how long requests waited and how many were served, computed from the time stamps
+of the requests and from what the scheduler's `StepCounts` counted. The names are those of serving
+benchmarks such as vLLM's.
+
+Owns the definition of every metric. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from magicdec.engine.scheduler import StepCounts
+from magicdec.records.fields import Part, recorded
+from magicdec.records.metrics import mean, percentile
+from magicdec.runner.request import Moves, Request
+
+OF_SERVER = "of `endpoint`"  # another program counts these
+ONE_TOKEN = "if every request has a single output token"
+of_request = partial(recorded, unit="ms", digits=1)
+of_later = partial(recorded, unit="ms", digits=2, null=ONE_TOKEN)  # tokens after the first
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingMetrics(Part):
+    """The metrics of one pass. Percentiles are interpolated linearly, as in numpy."""
+
+    makespan_s: float = recorded(
+        "time from the first arrival to the end of the last request", "s",
+        label="makespan, s", digits=2,
+    )  # fmt: skip
+    request_throughput: float = recorded(
+        "requests divided by the makespan", "requests/s", label="requests/s", digits=2
+    )
+    output_throughput: float = recorded(
+        "output tokens divided by the makespan", "tokens/s", label="output tokens/s", digits=1
+    )
+    request_goodput: float | None = recorded(
+        "requests that kept every bound of `--goodput`, divided by the makespan; a request with "
+        "one output token keeps any bound of `tpot`",
+        "requests/s", label="goodput, requests/s", digits=2, null="without `--goodput`",
+    )  # fmt: skip
+    arrival_rate: float | None = recorded(
+        "requests after the first one divided by the time from the first arrival to the last",
+        "requests/s", label="arrivals/s", digits=2, null="if all arrive at once",
+    )  # fmt: skip
+    mean_ttft_ms: float = of_request(
+        "time to first token: from the arrival of a request to its first output token; mean over "
+        "the requests",
+        label="TTFT mean, ms",
+    )
+    p50_ttft_ms: float = of_request("median of the same", label="TTFT p50, ms")
+    p90_ttft_ms: float = of_request("its 90th percentile", label="TTFT p90, ms")
+    p99_ttft_ms: float = of_request("its 99th percentile", label="TTFT p99, ms")
+    mean_tpot_ms: float | None = of_later(
+        "time per output token: from the first output token of a request to its last, divided by "
+        "the number of tokens after the first; mean over the requests that have such tokens",
+        label="TPOT mean, ms",
+    )
+    p50_tpot_ms: float | None = of_later("median of the same", label="TPOT p50, ms")
+    p90_tpot_ms: float | None = of_later("its 90th percentile", label="TPOT p90, ms")
+    p99_tpot_ms: float | None = of_later("its 99th percentile", label="TPOT p99, ms")
+    mean_itl_ms: float | None = of_later(
+        "inter-token latency: the time between two steps that emitted tokens of the same request; "
+        "mean over all of them",
+        label="ITL mean, ms",
+    )
+    p50_itl_ms: float | None = of_later("median of the same", label="ITL p50, ms")
+    p90_itl_ms: float | None = of_later("its 90th percentile", label="ITL p90, ms")
+    p99_itl_ms: float | None = of_later("its 99th percentile", label="ITL p99, ms")
+    mean_e2el_ms: float = of_request(
+        "end-to-end latency: from the arrival of a request to its last output token; mean over the "
+        "requests",
+        label="E2EL mean, ms",
+    )
+    p50_e2el_ms: float = of_request("median of the same", label="E2EL p50, ms")
+    p90_e2el_ms: float = of_request("its 90th percentile", label="E2EL p90, ms")
+    p99_e2el_ms: float = of_request("its 99th percentile", label="E2EL p99, ms")
+    request_tokens_per_s: float | None = recorded(
+        "tokens of a request after its first, divided by the time from the first to the last; mean "
+        "over the requests that have such tokens",
+        "tokens/s", label="tokens/s of a request", digits=2, null=ONE_TOKEN,
+    )  # fmt: skip
+    prefill_tokens_per_s: float = recorded(
+        "prompt tokens of a request divided by the time from when it first got a row, or a lane of "
+        "pipelined speculation, to its first token; mean over the requests",
+        "tokens/s", label="prefill, tokens/s of a request", digits=1,
+    )  # fmt: skip
+    mean_in_flight: float | None = recorded(
+        "requests that a step prefills or decodes; mean over the steps",
+        "requests", label="in flight, mean", digits=2,
+        null=f"in pipelined speculation, whose runs are of one request, or {OF_SERVER}",
+    )  # fmt: skip
+    num_steps: int | None = recorded(
+        "steps of the engine or of the lanes of a ring, or runs of pipelined speculation",
+        label="steps", null=OF_SERVER,
+    )  # fmt: skip
+    num_preemptions: int | None = recorded(
+        "times that a request gave its KV cache back before its end, because no block was free",
+        label="preemptions", null=OF_SERVER,
+    )  # fmt: skip
+    peak_memory_bytes: int | None = recorded(
+        "largest memory use of each rank while the requests were served, summed over ranks: "
+        "resident memory on a CPU, allocated device memory on CUDA",
+        "bytes", label="peak memory, GB", digits=2, scale=1e-9,
+        null=f"if the system does not let a process reset its own peak, or {OF_SERVER}",
+    )  # fmt: skip
+
+
+def serving_metrics(
+    requests: Sequence[Request],
+    counts: StepCounts,
+    goodput: Mapping[str, float] = {},
+    peak_memory_bytes: int | None = None,
+) -> ServingMetrics:
+    """The metrics of finished requests. `goodput` has the most ms for some of `GOODPUT_OF`."""
+    times = [request_ms(request) for request in requests]
+    begin_s = min(request.arrived_s for request in requests)
+    makespan_s = max(_finished_s(request) for request in requests) - begin_s
+    good = [all(of[name] <= most for name, most in goodput.items() if name in of) for of in times]
+    return ServingMetrics(
+        makespan_s=makespan_s,
+        request_throughput=len(requests) / makespan_s,
+        output_throughput=sum(len(r.output_ids) for r in requests) / makespan_s,
+        request_goodput=sum(good) / makespan_s if goodput else None,
+        arrival_rate=rate_of([request.arrived_s for request in requests]),
+        request_tokens_per_s=mean([1e3 / of["tpot"] for of in times if of.get("tpot")]),
+        prefill_tokens_per_s=statistics.fmean(
+            prefill_speed(request, counts.moves[request.request_id]) for request in requests
+        ),
+        mean_in_flight=counts.num_in_flight / counts.num_steps if counts.num_in_flight else None,
+        num_steps=counts.num_steps or None,
+        num_preemptions=counts.num_preemptions if counts.num_steps else None,
+        peak_memory_bytes=peak_memory_bytes,
+        **summary("ttft", [of["ttft"] for of in times]),
+        **summary("tpot", [of["tpot"] for of in times if "tpot" in of]),
+        **summary("itl", [gap for request in requests for gap in request.gaps_ms()]),
+        **summary("e2el", [of["e2el"] for of in times]),
+    )
+
+
+def prefill_speed(request: Request, moves: Moves) -> float:
+    """The prompt tokens of a finished request, divided by the seconds from when it first got a row
+    to its first token."""
+    assert request.first_token_s is not None, "what has ended has a first token"
+    return len(request.prompt_ids) / max(request.first_token_s - moves.joined_s[0], 1e-9)
+
+
+def rate_of(times_s: Sequence[float]) -> float | None:
+    """Events a second between the first and the last of these times; None if they are equal."""
+    span = max(times_s) - min(times_s)
+    return (len(times_s) - 1) / span if span else None
+
+
+def request_ms(request: Request) -> dict[str, float]:
+    """The `ttft` and `e2el` of a finished request in ms, and its `tpot` if it has more than one
+    output token."""
+    first_s, last_s = request.first_token_s, _finished_s(request)
+    num_later = len(request.output_ids) - 1
+    assert first_s is not None, "what has ended has a first token"
+    times_ms = {"ttft": 1e3 * (first_s - request.arrived_s)}
+    times_ms["e2el"] = 1e3 * (last_s - request.arrived_s)
+    if num_later:
+        times_ms["tpot"] = 1e3 * (last_s - first_s) / num_later
+    return times_ms
+
+
+def summary(name: str, values: Sequence[float]) -> dict[str, Any]:
+    """The mean and the percentiles of `values` as fields of `ServingMetrics`."""
+    percentiles = {f"p{p}_{name}_ms": percentile(values, p) for p in (50, 90, 99)}
+    return {f"mean_{name}_ms": mean(values), **percentiles}
+
+
+def _finished_s(request: Request) -> float:
+    assert request.finished_s is not None, "metrics are of requests that have ended"
+    return request.finished_s

@@ -1,0 +1,187 @@
+"""ServingRecord: the requests of one command, served in one of its modes, one JSON line that is
+appended and never rewritten. Imports no torch. docs/serving.md documents the schema and is made
+from these classes.
+
+A run's record (`records/record.py`) has two passes over whole batches, and this one requests with
+their arrivals. Like that one, it has metrics only if its tokens are not known to be wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from magicdec.bench.serving.metrics import ServingMetrics
+from magicdec.records.fields import Part, recorded
+from magicdec.records.record import MeasuredRecord
+from magicdec.records.workload import WorkloadRecord
+from magicdec.runner.request import Moves, Request
+from magicdec.systems.stages.metrics import RingMetrics, SpeculationMetrics
+
+if TYPE_CHECKING:
+    from magicdec.systems.stages.spans import Span
+
+PARTS = ("model", "parallel", "attention", "decoding", "sampling")  # of a config that are recorded
+OF_DRAFTS = ("draft", "kv")  # and those of a pass with drafts
+UNCHECKED = "unchecked"
+FAILED = "failed"
+STATUSES = ("ok", "differs", "diverged", UNCHECKED, FAILED)
+WITHOUT_METRICS = ("diverged", FAILED)
+NO_STAGES = "of other modes, or if `diverged` or `failed`"
+WORK = ("STAGE", "DRAFT", "HEAD")  # spans in which a stage is busy
+NUM_PARTS = 100  # of the time of a pass, in which the share that stages are busy is recorded
+EXACT_DTYPE = "float32"  # in which every request emits the same tokens in every pass
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord(Part):
+    """The lengths and time stamps of one request. Times count from the first arrival."""
+
+    arrival_ms: float = recorded("when the request arrived", "ms")
+    joined_ms: list[float] = recorded(
+        "when it got a row of the running batch: once, and again after each preemption", "ms"
+    )
+    preempted_ms: list[float] = recorded("when it gave its row back before its end", "ms")
+    prefilled_ms: list[float] = recorded(
+        "when the next output token after each of `joined_ms` was known", "ms"
+    )
+    first_token_ms: float = recorded("when its first output token was known", "ms")
+    finished_ms: float = recorded("when its last output token was known", "ms")
+    prompt_len: int = recorded("length of its prompt", "tokens")
+    output_len: int = recorded("length of its output", "tokens")
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServingRecord(MeasuredRecord):
+    """The requests of one command, served in one of its modes, and how their tokens compare with
+    those of the first one."""
+
+    kind: Literal["serving"] = recorded("`serving`", default="serving")
+    status: str = recorded(
+        "`ok`: every request has the tokens that it has in `reference`; `differs`: some have "
+        f"others, in a dtype other than {EXACT_DTYPE} or in another program, whose rounding may be "
+        f"the reason; `diverged`: some have others in {EXACT_DTYPE}; `{UNCHECKED}`: there is no "
+        "other mode, a server sent no token ids, or drafts were sampled, which keeps only the "
+        f"distribution; `{FAILED}`: the logits of a request were not finite numbers, so that no "
+        "token followed from them",
+        choices=STATUSES,
+    )
+    name: str = recorded("the mode as `--modes` names it, such as `inflight` or `inflight+draft`")
+    config: dict[str, Any] = recorded(
+        "the resolved configuration as in a run's record, in which no value is `auto`; of stages, "
+        "that of the first; `workload` has the flags of the command; `draft` and `kv` are there "
+        "with drafts only"
+    )
+    threads: list[int] = recorded(
+        "CPU threads as measured in this pass, in the order of all ranks; 0 for a rank that "
+        f"waited; none if `{FAILED}`"
+    )
+    workload: WorkloadRecord = recorded(
+        "the prompts and the models; `prefix_len` is the length of the longest prompt"
+    )
+    reference: str | None = recorded("the first mode of the command", null="if it is the only one")
+    num_differing: int | None = recorded(
+        "requests with tokens other than those in `reference`",
+        null=f"if `{UNCHECKED}` or `{FAILED}`",
+    )
+    metrics: ServingMetrics | None = recorded("its metrics", null=f"if `diverged` or `{FAILED}`")
+    ring: RingMetrics | None = recorded("how the stages of a ring spent their time", null=NO_STAGES)
+    speculation: SpeculationMetrics | None = recorded(
+        "what pipelined speculation launched and skipped", null=NO_STAGES
+    )
+    occupancy: list[list[float]] | None = recorded(
+        "the share of each of "
+        f"{NUM_PARTS} equal parts of the pass, from the first work of a stage to the last, in "
+        "which each stage of a ring, or each rank of pipelined speculation, computed, drafted or, "
+        "as the head of a ring, chose tokens",
+        "0 to 1",
+        null=NO_STAGES,
+    )
+    requests: list[RequestRecord] = recorded(
+        f"the requests in the order of arrival; none if `{FAILED}`"
+    )
+    error: str | None = recorded(
+        "what has ended the pass, with the step", null=f"unless `{FAILED}`", default=None
+    )
+
+    def __post_init__(self) -> None:
+        known = {UNCHECKED: None, FAILED: None, "ok": 0}
+        expected = known.get(self.status, self.num_differing or -1)
+        assert self.status in STATUSES, f"status is {self.status}"
+        assert self.num_differing == expected, "its status contradicts num_differing"
+        has_none = self.status in WITHOUT_METRICS
+        assert (self.metrics is None) == has_none, "metrics contradict status"
+        assert (self.error is None) == (self.status != FAILED), "an error belongs to `failed`"
+
+
+def parts_of(config: Mapping[str, Any], has_drafts: bool) -> dict[str, Any]:
+    """The parts of a resolved config that are recorded."""
+    return {name: config[name] for name in ((*PARTS, *OF_DRAFTS) if has_drafts else PARTS)}
+
+
+def status_of(num_differing: int | None, dtype: str, is_external: bool) -> str:
+    """The status of a pass. `num_differing` is None if tokens cannot be compared. `is_external`:
+    another program made some of them."""
+    if num_differing is None:
+        return UNCHECKED
+    if num_differing == 0:
+        return "ok"
+    return "diverged" if dtype == EXACT_DTYPE and not is_external else "differs"
+
+
+def differing(expected: Sequence[Request], others: Sequence[Request]) -> list[int]:
+    """The ids of the requests whose output tokens are not the same."""
+    pairs = zip(expected, others, strict=True)
+    return [a.request_id for a, b in pairs if a.output_ids != b.output_ids]
+
+
+def occupancy_of(spans: Sequence[Sequence[Span]]) -> list[list[float]]:
+    """[stages, NUM_PARTS] the share of each part of the time in which each stage was busy, from
+    what the stages did when."""
+    working = [
+        sorted((s.begin_s, s.end_s) for s in of_stage if s.what.name in WORK) for of_stage in spans
+    ]
+    times = [np.array(each).reshape(-1, 2).T for each in working]
+    edges = np.linspace(
+        min(begins_s.min(initial=np.inf) for begins_s, _ in times),
+        max(ends_s.max(initial=-np.inf) for _, ends_s in times),
+        NUM_PARTS + 1,
+    )
+    shares = []
+    for begins_s, ends_s in times:
+        until_s = np.maximum.accumulate(ends_s)  # what overlaps counts once
+        from_s = np.maximum(begins_s, np.concatenate(([-np.inf], until_s))[: len(begins_s)])
+        inside_s = np.minimum(until_s[:, None], edges[1:]) - np.maximum(from_s[:, None], edges[:-1])
+        shares.append(inside_s.clip(min=0).sum(axis=0) / (edges[1] - edges[0]))
+    return [share.clip(max=1).round(3).tolist() for share in shares]
+
+
+def describe_requests(
+    requests: Sequence[Request], moves: Mapping[int, Moves], begin_s: float
+) -> list[RequestRecord]:
+    """The time stamps of finished requests, of which the first arrived at `begin_s`. `moves` has
+    those of each request by its id."""
+
+    def ms(at_s: float | None) -> float:
+        assert at_s is not None, "the request has ended"
+        return 1e3 * (at_s - begin_s)
+
+    def after(request: Request, at_s: float) -> float:
+        return ms(next((t for t in request.token_times_s if t >= at_s), None))
+
+    return [
+        RequestRecord(
+            arrival_ms=ms(request.arrived_s),
+            joined_ms=[ms(at_s) for at_s in moves[request.request_id].joined_s],
+            preempted_ms=[ms(at_s) for at_s in moves[request.request_id].preempted_s],
+            prefilled_ms=[after(request, at_s) for at_s in moves[request.request_id].joined_s],
+            first_token_ms=ms(request.first_token_s),
+            finished_ms=ms(request.finished_s),
+            prompt_len=len(request.prompt_ids),
+            output_len=len(request.output_ids),
+        )
+        for request in requests
+    ]

@@ -1,0 +1,336 @@
+"""What `magicdec serve` shows: a line for each mode, which says whether its tokens are right, a
+table with a column for each mode and one of the stages of each ring; and pictures of requests and
+stages over time. Imports no torch, and matplotlib only to draw.
+
+Must not know how a metric is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from magicdec.bench.serving.metrics import ServingMetrics
+from magicdec.bench.serving.record import FAILED, WITHOUT_METRICS, RequestRecord, ServingRecord
+from magicdec.output import gantt
+from magicdec.output.gantt import Bar, Look, Panel
+from magicdec.output.tables import Column, Heading, Line, Shown, Table
+from magicdec.records.metric_tables import fixed, has_enough, metric_rows
+from magicdec.systems.stages.metrics import RingMetrics, SpeculationMetrics
+
+if TYPE_CHECKING:
+    from magicdec.systems.system import Trace
+
+
+def tables(records: Sequence[ServingRecord]) -> list[Table]:
+    """Of the modes that one command measured."""
+    return [
+        modes_table(records, rows_of(records)),
+        *(stage_table(record.name, record.ring) for record in records if record.ring is not None),
+    ]
+
+
+# The metrics of requests in groups, as serving benchmarks have them.
+GROUPS = {
+    "Throughput": (
+        *("makespan_s", "request_throughput", "output_throughput", "request_goodput"),
+        "arrival_rate",
+    ),
+    "Time to first token": tuple(f"{of}_ttft_ms" for of in ("mean", "p50", "p90", "p99")),
+    "Time per output token": tuple(f"{of}_tpot_ms" for of in ("mean", "p50", "p90", "p99")),
+    "Inter-token latency": tuple(f"{of}_itl_ms" for of in ("mean", "p50", "p90", "p99")),
+    "End-to-end latency": tuple(f"{of}_e2el_ms" for of in ("mean", "p50", "p90", "p99")),
+    "Speed of one request": ("request_tokens_per_s", "prefill_tokens_per_s"),
+    "Steps and memory": (*("mean_in_flight", "num_steps", "num_preemptions", "peak_memory_bytes"),),
+}
+OF_SPECULATION = "Pipelined speculation"
+RUNS = (
+    "a run: tokens of one request that pass the stages together, such as a token and its drafts; "
+    "cancelled: the token that it was drafted after has turned out to be another one"
+)
+
+
+def rows_of(records: Sequence[ServingRecord]) -> list[list[object]]:
+    """The rows of the table, each group below its heading. A percentile has one only where the
+    requests are enough for it."""
+    rows, count = list[list[object]](), min(len(record.requests) for record in records)
+    metrics = [record.metrics for record in records]
+    for heading, keys in GROUPS.items():
+        shown = [key for key in keys if has_enough(key, count)]
+        group = metric_rows(ServingMetrics, metrics, shown)
+        if heading == "Throughput" and len(records) > 1:
+            group.insert(3, [times_of(records[0]), *times_first(records)])
+        rows += [[Heading(heading), *[None] * len(records)], *group] if group else []
+    own = metric_rows(SpeculationMetrics, [record.speculation for record in records])
+    return rows + ([[Heading(OF_SPECULATION), *[None] * len(records)], *own] if own else [])
+
+
+def times_of(first: ServingRecord) -> Shown:
+    """The label of the ratios to the first record, and its key."""
+    return Shown(f"  times {first.name}", f"times_{first.name}")
+
+
+def times_first(records: Sequence[ServingRecord]) -> list[Shown | None]:
+    """The output tokens/s of each record over those of the first."""
+    speeds = [record.metrics and record.metrics.output_throughput for record in records]
+    return [fixed(speed / speeds[0], 2, "x") if speed and speeds[0] else None for speed in speeds]
+
+
+def winner(records: Sequence[ServingRecord]) -> list[str]:
+    """A line that says which mode has the most output tokens/s, beside the first; none if nothing
+    can be compared."""
+    first = records[0]
+    able = [(r.metrics, r.name) for r in records if r.metrics is not None]
+    if len(able) < 2 or first.metrics is None:
+        return []
+    best, name = max(able, key=lambda each: each[0].output_throughput)
+    text = f"{name} has the most output tokens/s, {best.output_throughput:,.1f}"
+    if best is first.metrics:
+        return [text]
+    ratios = [
+        f"{mine / theirs:.2f} times its {label}"
+        for label, mine, theirs in (
+            ("mean TTFT", best.mean_ttft_ms, first.metrics.mean_ttft_ms),
+            ("mean TPOT", best.mean_tpot_ms, first.metrics.mean_tpot_ms),
+        )
+        if mine and theirs
+    ]
+    speed = best.output_throughput / first.metrics.output_throughput
+    return [", ".join([f"{text}: {speed:.2f} times those of {first.name}", *ratios])]
+
+
+def modes_table(records: Sequence[ServingRecord], rows: Sequence[Sequence[object]]) -> Table:
+    """A table with a column for each mode, below whether its tokens are right."""
+    newest = records[-1]
+    model, workload = newest.config["model"], newest.config["workload"]
+    count = workload["num_requests"]
+    output = "" if workload["gen_len"] is None else f", output length {workload['gen_len']}"
+    return Table(
+        [Column("", is_text=True, key="metric"), *(record.name for record in records)],
+        rows,
+        title=f"{model['model']} ({model['dtype']}), {newest.workload.text}: "
+        f"{count} request{'s' * (count != 1)}, arrival {workload['arrival']}{output}, "
+        f"--B {workload['batch_size']}",
+        above=[
+            Line(verdict(record), "bold red" if record.status in WITHOUT_METRICS else "bold")
+            for record in records
+        ],
+        below=[*winner(records), *([RUNS] if any(r.speculation for r in records) else [])],
+    )
+
+
+def verdict(record: ServingRecord) -> str:
+    """Whether the tokens are those of the reference, in a line."""
+    name, total = record.name, len(record.requests)
+    if record.status == FAILED:
+        return f"{name}: FAILED, {(record.error or '').removeprefix(f'{name}: ')}"
+    if record.reference is None:
+        return f"{name}: its tokens are not checked, because there is no other pass"
+    if name == record.reference:
+        return f"{name}: the reference of the others"
+    if record.num_differing is None and record.config["sampling"]["temperature"] == 0:
+        return f"{name}: not compared, because a server sent no token ids"
+    if record.num_differing is None:
+        return f"{name}: sampled, so the tokens of drafts are not compared"
+    if record.num_differing == 0:
+        subject = "its request has" if total == 1 else f"all {total} requests have"
+        return f"{name}: {subject} the tokens of {record.reference}"
+    noun = "request differs" if total == 1 else "requests differ"
+    text = f"{record.num_differing} of {total} {noun} from {record.reference}"
+    why = "; rounding may be the reason" if record.status == "differs" else ""
+    return f"{name}: {record.status.upper()}, {text}{why}"
+
+
+def stage_table(name: str, ring: RingMetrics) -> Table:
+    """A row for each stage, and the round as predicted and as measured."""
+    decode_ms: Sequence[float | None] = ring.decode_ms or [None] * len(ring.busy)
+    numbers = zip(
+        *(ring.num_layers, ring.busy, decode_ms, ring.queue_depth),
+        *(ring.sent_messages, ring.sent_bytes),
+        strict=True,
+    )
+    labels = "stage", "layers", "busy", "idle", "ms a message", "queue depth", "messages"
+    return Table(
+        [*labels, "bytes a message"],
+        [
+            (stage, layers, fixed(busy, 0, "%", 100), fixed(1 - busy, 0, "%", 100), fixed(ms, 2),
+             fixed(depth, 2), fixed(messages, 0), fixed(num_bytes / messages, 0))
+            for stage, (layers, busy, ms, depth, messages, num_bytes) in enumerate(numbers)
+        ],
+        title=name,
+        below=describe_round(ring),
+    )  # fmt: skip
+
+
+def describe_round(ring: RingMetrics) -> list[str]:
+    """The link, and the round as predicted and as measured."""
+    lines = []
+    if ring.link_ms is not None:
+        lines.append(f"link: {1e3 * ring.link_ms:.0f} us for {ring.decode_hop_bytes:,} bytes")
+    if ring.acceptance_rate is not None:
+        lines.append(
+            f"drafts: {ring.num_accepted:,} of {ring.num_drafted:,} accepted "
+            f"({ring.acceptance_rate:.0%}), {ring.tokens_per_round:.2f} tokens a round, drafted in "
+            f"{ring.draft_ms:.2f} ms a message"
+        )
+    if ring.measured_round_ms is not None and ring.predicted_round_ms is not None:
+        lines.append(
+            f"round of {ring.num_lanes} lane{'s' * (ring.num_lanes != 1)}: predicted "
+            f"{ring.predicted_round_ms:.2f} ms, measured {ring.measured_round_ms:.2f} ms"
+        )
+    return lines
+
+
+WAITING, PREFILL, DECODE = "waiting", "prefill", "decode"
+LOOKS = {WAITING: Look("#cccccc"), PREFILL: Look("#D55E00"), DECODE: Look("#0072B2")}
+RequestSpan = tuple[str, float, float]  # the kind, its begin and its length in seconds
+DECODING, PROMPT, HEAD, DRAFT = "decoding run", "prompt", "head", "drafting"
+SPAN_LOOKS = {"HEAD": HEAD, "DRAFT": DRAFT}
+OF_STAGES = {
+    DECODING: Look("#d9d9d9"),
+    PROMPT: Look("#d9d9d9", hatch="////"),
+    HEAD: Look("#555555", height=0.3),
+    DRAFT: Look("#999999", height=0.5),
+}
+# Light, so that the text on a bar can be read.
+LIGHT = (
+    *("#8ecae6", "#ffb703", "#95d5b2", "#f4a6a0", "#c8b6ff", "#d4a373", "#ffd6a5", "#a3cef1"),
+    *("#e9c46a", "#b5e48c"),
+)
+SHOWN_SPANS = 60  # of the slowest stage, of runs that decode: what a chart shows
+SHOWN_BEFORE = 0.25  # of that is shown before the last stage computes the first of these
+NUM_NAMES = 10  # rows of the picture whose request is named, at least
+
+
+def spans_of(request: RequestRecord) -> list[RequestSpan]:
+    """What happened to a request from its arrival to its end. After a preemption it waits again,
+    and its text is prefilled again."""
+    spans, left_ms = list[RequestSpan](), request.arrival_ms
+    ends = [*request.preempted_ms, request.finished_ms]
+    for joined, prefilled, end in zip(request.joined_ms, request.prefilled_ms, ends, strict=True):
+        ready = min(prefilled, end)
+        parts = ((WAITING, left_ms, joined), (PREFILL, joined, ready), (DECODE, ready, end))
+        spans += [(kind, a / 1e3, (b - a) / 1e3) for kind, a, b in parts if b > a]
+        left_ms = end
+    return spans
+
+
+def timeline(record: ServingRecord, end_s: float) -> Panel:
+    """The panel of a record, with a row for each request."""
+    count, own_end_s = len(record.requests), max(r.finished_ms for r in record.requests) / 1e3
+    every = max(1, count // NUM_NAMES)
+    return Panel(
+        f"{record.name}: {own_end_s:.2f} s",
+        [f"request {row}" if row % every == 0 else "" for row in range(count)],
+        [
+            Bar(row, begin_s, begin_s + length_s, LOOKS[kind])
+            for row, request in enumerate(record.requests)
+            for kind, begin_s, length_s in spans_of(request)
+        ],
+        end_s,
+        marks_s=[own_end_s],
+        row_inches=min(4.0, max(1.4, 0.07 * count + 0.6)) / (count + gantt.TITLE_ROWS),
+    )
+
+
+def draw_timeline(
+    records: Sequence[ServingRecord],
+    traces: Sequence[Trace | None],
+    path: Path,
+    plot_ms: float | None = None,
+) -> None:
+    """Draw when each request waited, was prefilled and decoded, with a panel for each record; below
+    that of a mode with stages, which of them computed what when, for `plot_ms` from its first token
+    on. The format is that which the name of `path` ends in."""
+    end_s = max(request.finished_ms for each in records for request in each.requests) / 1e3
+    panels = []
+    for record, trace in zip(records, traces, strict=True):
+        panels.append(timeline(record, end_s))
+        if trace is not None:
+            panels.append(stages_panel(record.name, trace, plot_ms))
+    legend = LOOKS if all(trace is None for trace in traces) else LOOKS | OF_STAGES
+    gantt.draw("--plot", path, panels, legend)
+
+
+def stages_panel(name: str, trace: Trace, plot_ms: float | None) -> Panel:
+    """What the stages did in the time that is shown, each message or run in the colour of its first
+    request, where that is known, or of its number."""
+    origin_s = origin_of(trace)
+    begin_s, until_s = decoding_window(trace, plot_ms)
+    error = f" (clocks within {1e3 * trace.clock_error_s:.2f} ms)" if trace.clock_error_s else ""
+    return Panel(
+        f"{name}: stages{error}",
+        trace.rows,
+        [
+            bar for bar in bars_of(trace, origin_s)
+            if bar.begin_s < until_s - origin_s and bar.end_s > begin_s - origin_s
+        ],
+        until_s - origin_s,
+        begin_s=begin_s - origin_s,
+    )  # fmt: skip
+
+
+def bars_of(trace: Trace, origin_s: float) -> Iterator[Bar]:
+    """The bars of the spans that take time."""
+    for row, spans in enumerate(trace.spans):
+        for span in spans:
+            requests = trace.requests.get(span.run, ())
+            of_run = PROMPT if span.run in trace.prompts else DECODING
+            kind = SPAN_LOOKS.get(span.what.name, of_run)
+            look = OF_STAGES[kind]
+            if kind == of_run:
+                place = requests[0] if requests else span.run
+                look = replace(look, colour=LIGHT[place % len(LIGHT)])
+            text = ",".join(map(str, requests)) if kind != HEAD else ""
+            if span.end_s > span.begin_s:
+                yield Bar(row, span.begin_s - origin_s, span.end_s - origin_s, look, text)
+
+
+def decoding_window(trace: Trace, plot_ms: float | None) -> tuple[float, float]:
+    """When the time that is shown begins and ends: from a little before the last stage computes the
+    first run that decodes, for some rounds of the slowest stage or for `plot_ms`."""
+    stages = [[span for span in spans if span.what.name == "STAGE"] for spans in trace.spans]
+    stages = [spans for spans in stages if spans]
+    decoding = [[s for s in spans if s.run not in trace.prompts] or spans for spans in stages]
+    mean_s = max(sum(span.seconds for span in spans) / len(spans) for spans in decoding)
+    length_s = SHOWN_SPANS * mean_s if plot_ms is None else plot_ms / 1e3
+    first_s = min(spans[0].begin_s for spans in stages)
+    begin_s = max(first_s, decoding[-1][0].begin_s - SHOWN_BEFORE * length_s)
+    end_s = max(span.end_s for spans in trace.spans for span in spans)
+    return begin_s, min(begin_s + length_s, end_s)
+
+
+def trace_events(
+    records: Sequence[ServingRecord], traces: Sequence[Trace | None]
+) -> list[dict[str, object]]:
+    """The requests of each record and what its stages did, as events of the Chrome trace format.
+    The requests of a mode, and each of its stages, are a process."""
+    processes: dict[str, list[tuple[int, str, float, float]]] = {}  # thread, name, begin, length
+    for record, trace in zip(records, traces, strict=True):
+        processes[f"{record.name}: requests"] = [
+            (row, *span)
+            for row, request in enumerate(record.requests)
+            for span in spans_of(request)
+        ]
+        if trace is not None:
+            origin_s = origin_of(trace)
+            for name, spans in zip(trace.rows, trace.spans, strict=True):
+                processes[f"{record.name}: {name}"] = [
+                    (int(s.what), f"{s.what.name.lower()} {s.run}", s.begin_s - origin_s, s.seconds)
+                    for s in spans
+                ]
+    events: list[dict[str, object]] = []
+    for number, (name, spans_of_process) in enumerate(processes.items()):
+        events.append({"ph": "M", "name": "process_name", "pid": number, "args": {"name": name}})
+        events += [
+            {"ph": "X", "name": what, "pid": number, "tid": thread, "ts": 1e6 * at, "dur": 1e6 * s}
+            for thread, what, at, s in spans_of_process
+        ]
+    return events
+
+
+def origin_of(trace: Trace) -> float:
+    """When the first span begins."""
+    return min(span.begin_s for spans in trace.spans for span in spans)

@@ -1,0 +1,127 @@
+"""Cells: the runs of a study, resolved and checked, with the refusals of those that cannot run.
+
+Owns what of a cell is known before anything is loaded, and by what a cell is recognised among
+records. Every rank makes the same cells.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from magicdec.bench.run.resident import prefill_key
+from magicdec.config.run_config import RunConfig
+from magicdec.distributed.groups import Launch
+from magicdec.output.files import MOST_LINE_BYTES, exists, lines_of, open_regular
+from magicdec.records.reading import Unreadable, parse_line, read_records
+from magicdec.records.record import RunRecord
+from magicdec.setup.model_plan import max_tokens
+from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, complete, find
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of a study. `prepared` is None if it was refused, for the reason in `refusal`.
+    `names` has a `name_of` for each way in which the study writes it."""
+
+    resolved: ResolvedRun
+    names: tuple[str, ...]
+    prepared: Prepared | None = None
+    refusal: str = ""
+
+    @cached_property
+    def key(self) -> str:
+        return config_key(self.resolved.config.to_dict())
+
+    @cached_property
+    def prompts_key(self) -> object:
+        """Equal for cells that can share a prefill. What a draft may choose in a model's sliding
+        window follows from the room of a row, so that there this must be equal too."""
+        config, window = self.resolved.config, self.resolved.source.config.sliding_window
+        return prefill_key(config), None if window is None else max_tokens(config)
+
+    @property
+    def model_key(self) -> object:
+        """Equal for cells whose target is loaded once."""
+        model, parallel = self.resolved.config.model, self.resolved.config.parallel
+        kind = model.dtype, model.target_dtype, model.linear, model.elementwise
+        return model.model, kind, parallel.rank_group, parallel.threads
+
+
+def config_key(config: dict[str, Any]) -> str:
+    """Equal for records of one resolved config. Where results go, and the reasons of choices, do
+    not matter; nor does a null, which an older record may lack. On CUDA, a choice that was left to
+    a measurement counts as left to it."""
+    sections: dict[str, Any] = {}
+    for name, section in config.items():
+        if name == "output" or section is None:
+            continue
+        values = {k: v for k, v in section.items() if not k.endswith("_reason") and v is not None}
+        is_measured = str(section.get("backend_reason")).startswith("auto")
+        if "backend" in values and is_measured and config["parallel"]["device"] == "cuda":
+            values["backend"] = "auto"
+        sections[name] = values
+    return json.dumps(sections, sort_keys=True)
+
+
+def make_cells(configs: Iterable[RunConfig], launch: Launch) -> list[Cell]:
+    """The cells, each once. Raises ValueError for what keeps a cell from having a resolved config,
+    such as a model that does not exist."""
+    cache, cells = SetupCache(), dict[str, Cell]()
+    for config in configs:
+        resolved = find(config, launch, cache)
+        try:
+            # Each rank checks alone: the ranks of a study agree on all refusals at once.
+            prepared, refusal = complete(resolved, cache, lambda launch, check: check()), ""
+            resolved = replace(resolved, config=prepared.config)  # with the batches that it has
+        except ValueError as error:
+            prepared, refusal = None, " ".join(str(error).split())
+        cell = Cell(resolved, (name_of(config),), prepared, refusal)
+        known = cells.get(cell.key)
+        cells[cell.key] = replace(known, names=known.names + cell.names) if known else cell
+    return list(cells.values())
+
+
+def name_of(config: RunConfig) -> str:
+    """Names a run by what the user wrote, before anything is resolved: `auto` may become something
+    else on another machine."""
+    sections = asdict(config) | {"output": None}
+    text = json.dumps(sections, sort_keys=True, default=str)
+    return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def file_of(results: Path, name: str) -> Path:
+    """The file of a run that is measured in a job. No other job writes to it, so that a file system
+    without locks will do."""
+    return Path(f"{results}.jobs") / f"{name}.jsonl"
+
+
+def whole_records(path: Path) -> list[RunRecord]:
+    """The records of such a file, without a line that a killed job has left unfinished, or that is
+    just being written."""
+    records = list[RunRecord]()
+    if not exists(path):
+        return records
+    with open_regular(path) as file:
+        for _, line in lines_of(file):
+            with suppress(Unreadable):
+                if line.endswith(b"\n"):
+                    records.append(parse_line(line, RunRecord))
+    return records
+
+
+def results_in(path: Path) -> list[RunRecord]:
+    """The records of runs in a results file, in its order; none if there is no file, or if it ends
+    within its first line. Raises ValueError for a file of something else."""
+    if not path.is_file():
+        return []
+    with open_regular(path) as file:
+        if not file.readline(MOST_LINE_BYTES).endswith(b"\n"):
+            return []
+    return list(read_records(path, RunRecord))

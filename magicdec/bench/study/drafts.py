@@ -1,0 +1,213 @@
+"""Measures several drafts of one model beside each other, within a given time if there is one.
+
+Owns which runs share their prompts and their baseline, and what a workload is cut down to. Must not
+know why the drafts are compared. All ranks execute this together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from statistics import median
+
+from magicdec.bench.run.resident import Resident
+from magicdec.bench.run.run import execute_in
+from magicdec.bench.run.together import SLOWEST, Together
+from magicdec.bench.study.cells import Cell
+from magicdec.bench.study.plan import grouped
+from magicdec.bench.study.progress import PassProgress
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DecodingSection, WorkloadSection
+from magicdec.distributed.groups import Launch
+from magicdec.names import BASELINE
+from magicdec.records.record import RunRecord
+from magicdec.setup.autotune import settle
+from magicdec.setup.memory_check import needed
+from magicdec.setup.prepare import Prepared, SetupCache, check_agreement, complete, find
+from magicdec.setup.session import Sessions
+
+TRIAL_PREFIX, TRIAL_OUTPUT = 128, 9
+SHARE = 0.8  # of the time that is left, for what is expected
+# What lengths and batches are cut down to, never to less than these.
+LEAST_PREFIX, LEAST_OUTPUT, LEAST_BATCHES = 256, 16, 3
+
+
+@dataclass
+class Found:
+    """The records of the drafts by name, and what has none, or has less than was asked for, in
+    words. `error` is what ended a pass."""
+
+    records: dict[str, RunRecord] = field(default_factory=dict)
+    left_out: list[str] = field(default_factory=list)
+    is_interrupted: bool = False
+    is_broken: bool = False  # a pass has not come to its end
+    error: Exception | None = None
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Seconds of a prompt token in prefill and of a step without drafts."""
+
+    prefill_s: float
+    step_s: float
+
+    def seconds(self, w: WorkloadSection, num_drafts: int) -> float:
+        """What this workload is expected to take with so many drafts."""
+        passes_s = (1 + SLOWEST * num_drafts) * w.num_new_tokens * self.step_s
+        batch_s = w.batch_size * w.prefix_len * self.prefill_s + passes_s
+        return w.most_batches * batch_s + w.warmup_batches * passes_s
+
+
+class DraftTrials:
+    """One rank's part. `pace` shows the progress and has the time."""
+
+    def __init__(self, launch: Launch, pace: PassProgress) -> None:
+        self.launch, self.pace = launch, pace
+        self.cache, self.sessions = SetupCache(), Sessions()
+        self.resident: Resident | None = None
+
+    def trial(self, config: RunConfig) -> Rates:
+        """The rates of a short run without drafts, on the first rank."""
+        w = replace(
+            config.workload, prefix_len=TRIAL_PREFIX, gen_len=TRIAL_OUTPUT, num_batches=1,
+            warmup_batches=1,
+        )  # fmt: skip
+        alone = replace(config, decoding=DecodingSection(BASELINE), draft=None, workload=w)
+        run = find(alone, self.launch, self.cache)
+        check_agreement(run)
+        prepared = complete(run, self.cache)
+        session, resident = self.sessions.begin(prepared), self._resident(prepared)
+        record = execute_in(session, prepared, self.pace, resident).record
+        assert record.samples is not None and record.prefill_samples is not None
+        prefill, (steps_ms,) = record.prefill_samples, record.samples[BASELINE].step_ms
+        rates = Rates(
+            prefill.prefill_ms[0] / 1e3 / prefill.num_tokens[0],
+            median(steps_ms or [0.0]) / 1e3,
+        )
+        return session.groups.target.all_gather_values(rates, Rates)[0]
+
+    def measure(self, configs: Mapping[str, RunConfig]) -> Found:
+        """Measure the drafts, by their names. Raises ValueError if none of them can run."""
+        found = Found()
+        prepared = self._prepare(configs, found)
+        groups = self._groups(prepared)
+        self.pace.expect(
+            sum((1 + len(group)) * group_batches(group) for group in groups), len(groups)
+        )
+        for group in groups:
+            if found.is_interrupted or found.error:
+                break
+            self.pace.next_group()
+            together = Together(
+                group, self.sessions, self._resident(next(iter(group.values()))), self.pace
+            )
+            together.measure()
+            found.records |= together.records()
+            found.is_interrupted |= together.is_interrupted
+            found.is_broken |= together.is_broken
+            found.error = together.error
+            asked = group_batches(group)
+            if 0 < together.num_batches < asked:
+                found.left_out.append(f"{asked - together.num_batches} of {asked} batches")
+        found.left_out += [name for name in prepared if name not in found.records]
+        return found
+
+    def _resident(self, prepared: Prepared) -> Resident:
+        session = self.sessions.begin(prepared)
+        self.resident = self.resident or Resident(session.device, self.pace)
+        return self.resident
+
+    def _prepare(self, configs: Mapping[str, RunConfig], found: Found) -> dict[str, Prepared]:
+        """What can run. What cannot is left out, unless nothing is left: then ValueError is
+        raised, as for a single run."""
+        prepared, refusals = dict[str, Prepared](), list[str]()
+        for name, config in configs.items():
+            run = find(config, self.launch, self.cache)
+            check_agreement(run)
+            try:
+                prepared[name] = complete(run, self.cache)
+            except ValueError as error:
+                refusals.append(str(error))
+                found.left_out.append(f"{name}: {error}")
+        if not prepared:
+            raise ValueError(refusals[0])
+        return prepared
+
+    def _groups(self, prepared: Mapping[str, Prepared]) -> list[dict[str, Prepared]]:
+        """The runs that are measured together: with the same state after prefill, and, where the
+        memory has no room for all drafts at once, with the same draft."""
+        cells = [
+            Cell(settled, (name,), settled)
+            for name, each in prepared.items()
+            for settled in [self._settled(each)]
+        ]
+        groups = grouped(cells, lambda cell: (cell.model_key, cell.prompts_key))
+        parts = [
+            part
+            for group in groups
+            for part in ([group] if has_room(group) else grouped(group, draft_of))
+        ]
+        return [{c.names[0]: c.prepared for c in part if c.prepared} for part in parts]
+
+    def _settled(self, prepared: Prepared) -> Prepared:
+        """With the backend that a measurement chooses, if it was left to one."""
+        session, models = self.sessions.begin(prepared), prepared.models
+        group = session.groups.target
+        config = settle(prepared.config, models.target, models.draft, group, session.device)
+        return replace(prepared, config=config)
+
+
+def group_batches(group: Mapping[str, Prepared]) -> int:
+    return next(iter(group.values())).config.workload.num_batches
+
+
+def draft_of(cell: Cell) -> object:
+    """Equal for runs whose drafts need the same weights."""
+    config = cell.resolved.config
+    return config.low_bit, None if config.draft is None else config.draft.model
+
+
+def has_room(cells: Sequence[Cell]) -> bool:
+    """Whether the free memory has room for the drafts of all these runs beside one target."""
+    assert cells[0].prepared is not None
+    free = cells[0].prepared.free
+    if free is None:
+        return True
+    plans = {
+        repr(draft_of(cell)): needed(
+            cell.resolved.config, cell.resolved.models, cell.resolved.launch
+        )
+        for cell in cells
+    }
+    most = max(plan.total - plan.draft_weights for plan in plans.values())
+    return most + sum(plan.draft_weights for plan in plans.values()) <= free
+
+
+def fitting(
+    asked: WorkloadSection, fixed: frozenset[str], rates: Rates, num_drafts: int, seconds: float
+) -> WorkloadSection:
+    """The largest workload, of at most what was asked for, that is expected to end in so many
+    seconds; the smallest one if none is. The settings in `fixed` stay."""
+    smallest = asked
+    for smallest in smaller(asked, fixed):
+        if rates.seconds(smallest, num_drafts) <= SHARE * seconds:
+            break
+    return smallest
+
+
+def smaller(asked: WorkloadSection, fixed: frozenset[str]) -> Iterator[WorkloadSection]:
+    """Workloads that become smaller: outputs first, then batches, then contexts, which say most of
+    what is asked about."""
+
+    def halves(name: str, value: int, least: int) -> list[int]:
+        values = [value]
+        while name not in fixed and values[-1] > least:
+            values.append(max(least, values[-1] // 2))
+        return values
+
+    for prefix_len in halves("prefix_len", asked.prefix_len, LEAST_PREFIX):
+        for num_batches in halves("num_batches", asked.most_batches, LEAST_BATCHES):
+            for gen_len in halves("gen_len", asked.num_new_tokens, LEAST_OUTPUT):
+                yield replace(
+                    asked, prefix_len=prefix_len, num_batches=num_batches, gen_len=gen_len
+                )

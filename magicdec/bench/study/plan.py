@@ -1,0 +1,145 @@
+"""StudyPlan: which cells of a study run, in which order, and whether their caches stay in memory.
+All ranks agree on it before anything is loaded.
+
+Cells with one target run one after the other, so that it is loaded once; among these, cells with
+the same prompts, so that they are prefilled once. The order of targets, of prompts, and of the
+cells with the same prompts is random, from the study's seed: no setting is always measured early or
+late.
+
+Owns the agreement. The leading rank alone reads the results file.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TypeVar
+
+from magicdec.bench.run.resident import Room
+from magicdec.bench.study.cells import (
+    Cell,
+    config_key,
+    file_of,
+    make_cells,
+    results_in,
+    whole_records,
+)
+from magicdec.bench.study.study import Settings
+from magicdec.config.run_config import RunConfig
+from magicdec.distributed.groups import Launch, exchange_texts
+from magicdec.records.record import RunRecord
+from magicdec.setup.memory_check import needed
+from magicdec.setup.prepare import check_agreement
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class StudyPlan:
+    """`order` has every run of the study, those included that are done. `todo` are their numbers
+    that are left."""
+
+    order: list[Cell]
+    todo: list[int]
+    rooms: dict[str, Room]  # of the caches, by the key of the cell
+    files: dict[str, list[Path]]  # to which its records are appended, by the key of the cell
+
+
+def make_plan(
+    configs: Iterable[RunConfig],
+    settings: Settings,
+    launch: Launch,
+    retries_failed: bool,
+    is_job: bool = False,
+) -> StudyPlan:
+    """In a job, each run has a results file of its own. Raises ValueError as `make_cells` does, and
+    for a results file that cannot be read."""
+    cells, results = make_cells(configs, launch), Path(settings.out)
+    for cell in {id(each.resolved.source): each for each in cells}.values():  # one for each target
+        check_agreement(cell.resolved, {"runs of the study": [c.names for c in cells]})
+    order = in_order(cells, settings)
+    rooms = make_rooms(cells)
+    files = {c.key: [file_of(results, n) for n in c.names] if is_job else [results] for c in cells}
+    todo: list[int] = []
+    if launch.rank == 0:
+        written = [whole_records(paths[0]) for paths in files.values() if is_job]
+        records = [r for of_run in written for r in of_run] if is_job else results_in(results)
+        todo = left(order, records, retries_failed)
+    mine = {
+        "refusals": {cell.key: cell.refusal for cell in cells},
+        "kept": [key for key, room in rooms.items() if room.is_kept],
+        "todo": todo,
+    }
+    facts = [json.loads(text) for text in exchange_texts(launch, json.dumps(mine))]
+    agreed = {}
+    for cell in cells:
+        refusal = next(filter(None, (of_rank["refusals"][cell.key] for of_rank in facts)), "")
+        agreed[cell.key] = replace(cell, prepared=None, refusal=refusal) if refusal else cell
+    kept_keys = set.intersection(*(set(of_rank["kept"]) for of_rank in facts))
+    rooms = {key: replace(room, is_kept=key in kept_keys) for key, room in rooms.items()}
+    return StudyPlan([agreed[cell.key] for cell in order], facts[0]["todo"], rooms, files)
+
+
+def in_order(cells: Sequence[Cell], settings: Settings) -> list[Cell]:
+    """Every cell as often as it is to be repeated, in as many rounds."""
+    rng, order = random.Random(settings.order_seed), list[Cell]()
+    for _ in range(settings.repeats):
+        models = grouped(cells, lambda c: c.model_key)
+        rng.shuffle(models)
+        for of_model in models:
+            groups = grouped(of_model, lambda c: c.prompts_key)
+            rng.shuffle(groups)
+            for group in groups:
+                rng.shuffle(group)
+                order += group
+    return order
+
+
+def grouped(cells: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
+    groups: dict[Hashable, list[T]] = {}
+    for cell in cells:
+        groups.setdefault(repr(key(cell)), []).append(cell)
+    return list(groups.values())
+
+
+def left(order: Sequence[Cell], records: Sequence[RunRecord], retries_failed: bool) -> list[int]:
+    """The numbers of the runs that have not run to their end. Of equal ones, the first count as
+    done. A failure is an end, unless it is to be tried again."""
+    done = Counter(config_key(r.config) for r in records if is_done(r, retries_failed))
+    numbers = []
+    for number, cell in enumerate(order):
+        done[cell.key] -= 1
+        if done[cell.key] < 0:
+            numbers.append(number)
+    return numbers
+
+
+def is_done(record: RunRecord, retries_failed: bool) -> bool:
+    """Whether the run has run to its end. A failure is an end, unless it is to be tried again."""
+    return not (retries_failed and record.status == "failed")
+
+
+def make_rooms(cells: Sequence[Cell]) -> dict[str, Room]:
+    """The room of the caches while each cell runs, by the key of the cell. Every batch keeps its
+    cache where the memory has room for that; otherwise batches take turns in one."""
+    rooms = dict[str, Room]()
+    able = [cell for cell in cells if cell.prepared is not None]
+    for group in grouped(able, lambda c: (c.model_key, c.prompts_key)):
+        is_kept = len(group) > 1 and all(has_room(cell) for cell in group)
+        room = Room.of([cell.resolved.config for cell in group], is_kept)
+        rooms |= dict.fromkeys((cell.key for cell in group), room)
+    return rooms
+
+
+def has_room(cell: Cell) -> bool:
+    """Whether the free memory has room for a cache of each batch."""
+    assert cell.prepared is not None, "only cells that can run are planned"
+    free, config, w = cell.prepared.free, cell.resolved.config, cell.resolved.config.workload
+    if free is None:
+        return True
+    config = replace(config, workload=replace(w, batch_size=w.batch_size * w.num_batches))
+    return needed(config, cell.resolved.models, cell.resolved.launch).total <= free

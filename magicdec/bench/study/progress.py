@@ -1,0 +1,177 @@
+"""What the user sees of a study, or of runs that are measured together: a line for what has ended,
+the progress of the current cell or pass, and an estimate of the time that is left.
+
+Owns the estimate. Must not know how a cell is measured.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from statistics import fmean
+from typing import Any
+
+from magicdec.bench.run.together import OutOfTime
+from magicdec.bench.study.cells import Cell
+from magicdec.bench.study.plan import StudyPlan
+from magicdec.distributed.groups import Launch
+from magicdec.output.console import LINE_EVERY_S, Advance, Progress
+from magicdec.records.record import RunRecord
+from magicdec.records.table import method_of
+
+
+class Estimate:
+    """The time that is left if the other parts of a whole take as long as those before them did in
+    the mean."""
+
+    def __init__(self, num_left: int) -> None:
+        self.num_left, self.seconds = num_left, list[float]()
+        self.started = time.monotonic()
+
+    def begin(self) -> None:
+        self.started = time.monotonic()
+
+    def end(self) -> None:
+        self.num_left -= 1
+        self.seconds.append(time.monotonic() - self.started)
+
+    def __str__(self) -> str:
+        """The time until all is done; empty before the first part is."""
+        if not self.seconds or self.num_left <= 0:
+            return ""
+        seconds = self.num_left * fmean(self.seconds)
+        unit, length = ("min", 60) if seconds >= 60 else ("s", 1)
+        return f", about {seconds / length:.0f} {unit} left"
+
+
+class Labelled:
+    """The progress of something, between what matters most of what it belongs to and the rest,
+    which a narrow terminal cuts."""
+
+    def __init__(self, inner: Progress) -> None:
+        self.inner = inner
+        self.label = ""
+        self.rest = ""
+
+    @contextmanager
+    def task(self, name: str, total: int) -> Iterator[Advance]:
+        with self.inner.task(self.label + name + self.rest, total) as advance:
+            yield advance
+
+
+class StudyProgress(Labelled):
+    """The progress of the cell that runs, after its number and the time that is left."""
+
+    def __init__(self, inner: Progress, plan: StudyPlan) -> None:
+        super().__init__(inner)
+        self.num_runs = len(plan.order)
+        self.left = Estimate(len(plan.todo))
+        self.name = ""
+
+    def begin(self, number: int, cell: Cell) -> None:
+        self.left.begin()
+        count = f"{number + 1}/{self.num_runs}"
+        what = describe(cell.resolved.config.to_dict())
+        self.name = f"{count} {what}"
+        self.label = f"{count}{self.left}; "
+        self.rest = f"; {what}"
+
+    def end(self, record: RunRecord) -> None:
+        self.left.end()
+        say(f"{self.name}: {shown(record)}{self.left}")
+
+
+class PassProgress(Labelled):
+    """The progress of the pass that runs, after its number and the time that is left; and the time
+    until which passes may begin, if there is one. It is the pace of runs that are measured
+    together (`bench/run/together.py`). Where there is no terminal, a line now and then says it. A
+    rank that is alone ends the pass that runs when the time is over."""
+
+    def __init__(
+        self,
+        inner: Progress,
+        launch: Launch,
+        deadline_s: float | None = None,
+        is_interrupted: Callable[[], bool] = lambda: False,
+    ) -> None:
+        super().__init__(inner)
+        self.is_talking, self.is_alone = launch.rank == 0, launch.world_size == 1
+        self.is_interrupted = is_interrupted
+        self.deadline_s = self.until_s = deadline_s
+        self.num_passes, self.num_groups = 0, 1
+        self.left, self.said_s = Estimate(0), time.monotonic()
+
+    def expect(self, num_passes: int, num_groups: int) -> None:
+        """So many passes are to come, in so many groups, which share the time."""
+        self.num_passes, self.num_groups, self.left = num_passes, num_groups, Estimate(num_passes)
+
+    def next_group(self) -> None:
+        """The next group begins, and gets an equal share of the time that is left."""
+        if self.deadline_s is not None:
+            now = time.monotonic()
+            self.until_s = now + (self.deadline_s - now) / self.num_groups
+        self.num_groups -= 1
+
+    def begin(self, name: str) -> None:
+        self.left.begin()
+        number = min(self.num_passes - self.left.num_left + 1, self.num_passes)
+        self.label = f"{number}/{self.num_passes}{self.left}: {name}; "
+
+    def end(self) -> None:
+        self.left.end()
+        now = time.monotonic()
+        if self.is_talking and now - self.said_s >= LINE_EVERY_S:
+            self.said_s = now
+            say(f"{self.num_passes - self.left.num_left}/{self.num_passes}{self.left}")
+
+    @contextmanager
+    def task(self, name: str, total: int) -> Iterator[Advance]:
+        with super().task(name, total) as advance:
+
+            def in_time(amount: int = 1) -> None:
+                advance(amount)
+                if self.is_alone and not self.has_time(0.0):
+                    raise OutOfTime
+
+            yield in_time
+
+    def has_time(self, seconds: float) -> bool:
+        return self.until_s is None or time.monotonic() + seconds <= self.until_s
+
+
+def describe(config: dict[str, Any]) -> str:
+    """What a resolved config runs, in a few words."""
+    w = config["workload"]
+    return (
+        f"{config['model']['model']}, {method_of(config)}, B {w['batch_size']}, "
+        f"prefix {w['prefix_len']}"
+    )
+
+
+def shown(record: RunRecord) -> str:
+    """What a cell came to, in a few words."""
+    if record.metrics is None:
+        return record.status if record.error is None else f"{record.status}: {record.error}"
+    metrics, parts = record.metrics, [record.status]
+    if metrics.decode_tokens_per_s is not None:
+        parts.append(f"{metrics.decode_tokens_per_s:.1f} tokens/s")
+    if metrics.speedup is not None:
+        parts.append(f"speedup {metrics.speedup:.2f}x")
+    return ", ".join(parts)
+
+
+def print_order(plan: StudyPlan) -> None:
+    """Every run in its order, with its name for `--only` and with what keeps it from running."""
+    todo = set(plan.todo)
+    for number, cell in enumerate(plan.order):
+        state = "" if number in todo else " (done)"
+        refusal = f" (cannot run: {cell.refusal})" if cell.refusal else ""
+        what = f"{describe(cell.resolved.config.to_dict())}; {cell.names[0]}"
+        print(f"{number + 1}/{len(plan.order)} {what}{state}{refusal}")
+
+
+def say(line: str) -> None:
+    """Tell the user of the study's progress."""
+    print(line, file=sys.stderr, flush=True)

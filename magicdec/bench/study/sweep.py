@@ -1,0 +1,112 @@
+"""Runs the cells of a study, one record each: every rank executes this together. At the end it says
+what has become of the study.
+
+Owns what happens between cells: what is dropped, when to stop, and what a failure leaves behind.
+Must not know what a cell measures.
+"""
+
+from __future__ import annotations
+
+import datetime
+from pathlib import Path
+
+from magicdec.bench.run.outcome import unfinished_record
+from magicdec.bench.run.resident import Resident
+from magicdec.bench.run.run import execute_in
+from magicdec.bench.study.cells import Cell
+from magicdec.bench.study.plan import StudyPlan
+from magicdec.bench.study.progress import StudyProgress, say
+from magicdec.bench.study.study import Settings
+from magicdec.distributed.groups import Launch
+from magicdec.distributed.ranks import INTERRUPTED
+from magicdec.distributed.start import close_groups
+from magicdec.distributed.watching.watch import stop_watching
+from magicdec.hardware.environment import describe_environment
+from magicdec.hardware.other_load import warn_of_load
+from magicdec.output.console import make_progress
+from magicdec.records.record import RunRecord, append_record
+from magicdec.setup.session import RankSession, Sessions
+
+
+class Sweep:
+    """One rank's part of a study."""
+
+    def __init__(self, plan: StudyPlan, launch: Launch, progress: StudyProgress) -> None:
+        self.plan, self.launch = plan, launch
+        self.progress, self.is_leader = progress, launch.rank == 0
+        self.sessions = Sessions()
+        self.resident: Resident | None = None
+        self.records: list[RunRecord] = []
+
+    def run(self) -> None:
+        """Run what is left. Raises KeyboardInterrupt on Ctrl-C, OSError if a record cannot be
+        written."""
+        for number in self.plan.todo:
+            cell = self.plan.order[number]
+            self.progress.begin(number, cell)
+            if cell.prepared is None:
+                record = self.failed(cell, cell.refusal)
+            else:
+                record = self.run_cell(cell, self.sessions.begin(cell.prepared))
+            if self.is_leader:
+                self.append(cell, record)
+                self.progress.end(record)
+            self.records.append(record)
+        close_groups()
+
+    def run_cell(self, cell: Cell, session: RankSession) -> RunRecord:
+        """The record of a cell. With one rank, a failure is a record and nothing of it stays; with
+        several, whose states may differ after it, the exception ends the study."""
+        assert cell.prepared is not None
+        resident = self.resident = self.resident or Resident(session.device, self.progress)
+        resident.models.drop_others(cell.resolved.source, cell.resolved.draft_source)
+        try:
+            return execute_in(
+                session, cell.prepared, self.progress, resident, self.plan.rooms[cell.key]
+            ).record
+        except Exception as error:
+            self.resident = None
+            record = self.failed(cell, f"{type(error).__name__}: {error}")
+            if self.launch.world_size > 1:
+                if self.is_leader:
+                    self.append(cell, record)
+                raise
+            return record
+
+    def append(self, cell: Cell, record: RunRecord) -> None:
+        for path in self.plan.files[cell.key]:
+            append_record(path, record)
+
+    def failed(self, cell: Cell, error: str) -> RunRecord:
+        """The record of a cell that did not run to its end."""
+        config = cell.resolved.config
+        now = datetime.datetime.now(datetime.UTC)
+        environment = describe_environment(self.launch, config.parallel.device, now)
+        return unfinished_record(config, cell.prepared, environment, error)
+
+
+def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:
+    """Run what is left, report it, and return the exit code: 0 if nothing failed, 1 if something
+    did, 130 on Ctrl-C."""
+    is_leader, path = launch.rank == 0, Path(settings.out)
+    sweep = Sweep(plan, launch, StudyProgress(make_progress(is_leader), plan))
+    if is_leader:
+        say(f"{len(plan.order)} runs, {len(plan.order) - len(plan.todo)} of them done before")
+    is_interrupted = False
+    try:
+        sweep.run()
+    except KeyboardInterrupt:
+        stop_watching()
+        is_interrupted = True
+    except OSError as error:
+        if is_leader:
+            say(f"--out {path}: {error.strerror}; the record of the last run is lost")
+        return 1
+    bad = [record for record in sweep.records if not record.passed]
+    if is_leader:
+        warn_of_load([record.environment for record in sweep.records], "runs")
+        num_left = len(plan.todo) - len(sweep.records)
+        end = f"; {num_left} left, which the same command runs" if num_left else ""
+        failed = f", {len(bad)} of the last {len(sweep.records)} without success" if bad else ""
+        say(f"{len(plan.order) - num_left} of {len(plan.order)} runs done{failed}{end}: {path}")
+    return INTERRUPTED if is_interrupted else int(bool(bad))

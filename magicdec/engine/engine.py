@@ -1,0 +1,204 @@
+"""Engine: repeats schedule, execute and commit until no request is left.
+
+Owns this loop. Must not know how a strategy decodes or what is measured: the strategy is an
+argument, and the time is read around each step.
+
+A batch that is prefilled at once and decoded to its end (`prefill`, `begin`, `decode`) and requests
+that join a running batch (`serve`) are steps of the same kind. In the first case rows keep their
+memory until the next batch, so that another strategy can decode the same prompts.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from itertools import takewhile
+
+from magicdec.engine.scheduler import Scheduler
+from magicdec.hardware.timing import Clock, RealClock
+from magicdec.kv.cache import upload
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.prefill import prefill
+from magicdec.runner.request import Batch, NotFinite, Request, Status, StepOutput, naming
+from magicdec.runner.step_plan import Limits, Part, Plan, Watcher
+from magicdec.speculation.steps.strategy import DecodingStrategy
+
+Observer = Callable[[StepOutput, float], None]
+"""A function that is called after every decode step, with the tokens that it appended to the
+requests and its time in seconds."""
+
+
+class Engine:
+    """With `limits`, requests may join a running batch, and a row is free again when its request
+    has ended."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        prefill_chunk: int,
+        limits: Limits | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self.runner, self.prefill_chunk = runner, prefill_chunk
+        self.is_in_flight, self.clock = limits is not None, clock or RealClock()
+        self.is_alone = runner.group.size == 1  # no other rank must plan alike
+        self.scheduler = Scheduler(runner.num_rows, limits or Limits())
+        self.requests: list[Request] = []  # of the batch that was prefilled last
+        self.num_steps = 0  # decode steps since `begin`
+
+    def prefill(
+        self, requests: Sequence[Request], progress: Callable[[int], None] = lambda n: None
+    ) -> list[Request]:
+        """Admit `requests`, prefill their prompts and emit their first tokens. Returns the state to
+        which `rewind` can go back."""
+        assert len(requests) <= self.runner.num_rows and not self.scheduler.running
+        for row in range(self.runner.num_rows):
+            self.runner.cache.release(row)
+        self.requests = list(requests)
+        self.scheduler.add(requests, self.clock.now())
+        if (plan := self.scheduler.schedule()) is not None:
+            self._reserve(plan)
+            self._prefill(plan.parts, progress)
+        return [request.snapshot() for request in self.requests]
+
+    def begin(self, strategy: DecodingStrategy) -> None:
+        """Let `strategy` prepare for the requests that were just prefilled."""
+        running, self.num_steps = tuple(self.scheduler.running), 0
+        if running:
+            strategy.admit(Batch(running))
+
+    def decode(
+        self, strategy: DecodingStrategy, observe: Observer = lambda o, s: None
+    ) -> list[Request]:
+        """Run `strategy`, after `begin`, until every request has ended. Returns the requests."""
+        while (plan := self.scheduler.schedule()) is not None:
+            self.execute(plan, strategy, observe)
+        return self.requests
+
+    def serve(
+        self,
+        strategy: DecodingStrategy,
+        requests: Sequence[Request],
+        observe: Callable[[int], None] = lambda num_tokens: None,
+        watch: Watcher = lambda plan: None,
+    ) -> None:
+        """Serve `requests`, each from its `arrived_s` on, until all have ended. A request that may
+        not wait yet, because too many do, is submitted later. Raises ValueError, before the first
+        step, if one of them can never be served. `observe` is called with the number of tokens of
+        every decode step. On several ranks, all must have the same requests; the clock of the first
+        rank counts."""
+        for request in requests:
+            self.scheduler.limits.check(request)
+        arrivals = deque(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
+        while (plan := self._next(arrivals)) is not None:
+            watch(plan)
+            self.execute(plan, strategy, lambda output, s: observe(output.num_tokens))
+            self.clock.after_step()
+
+    def execute(
+        self, plan: Plan, strategy: DecodingStrategy, observe: Observer = lambda o, s: None
+    ) -> None:
+        """One step. What a strategy measures when requests are admitted appends tokens to all rows,
+        so it comes before the decoding, for which the rows have room."""
+        try:
+            if plan.preempted or plan.cancelled:
+                self._free([row for _, row in (*plan.preempted, *plan.cancelled)], strategy)
+            if plan.admitted or plan.reserved:
+                self._reserve(plan)
+            if plan.parts:
+                new = self._prefill(plan.parts)
+                ready = tuple(r for r in new if r.status is Status.RUNNING)
+                self._free([r.row for r in new if r.status is Status.FINISHED], strategy)
+                if ready:
+                    strategy.admit(Batch(ready))
+            if plan.decoding is not None:
+                self._decode(plan.decoding, strategy, observe)
+            self.runner.flush()
+        finally:
+            self.runner.deferred.clear()  # of a step that has failed
+
+    def rewind(self, snapshots: Sequence[Request]) -> None:
+        """Go back to the state just after prefill, so that another strategy can decode the same
+        prompts without a second prefill."""
+        self.requests = [snapshot.snapshot() for snapshot in snapshots]
+        self.scheduler.rewind(self.requests)
+        for runner in (self.runner, self.runner.drafting):
+            if runner is not None:
+                runner.has_flaws = False  # what another strategy has found
+        rows = [r.row for r in snapshots if r.row is not None]
+        self.runner.truncate(rows, [len(r.prompt_ids) for r in snapshots])
+
+    def _next(self, arrivals: deque[Request]) -> Plan | None:
+        """The next step, after a wait for the next request if there is nothing to do now. All ranks
+        decide alike, because they let the same requests wait and emit the same tokens."""
+        while True:
+            for _ in range(self._count_arrived(arrivals)):
+                request = arrivals.popleft()
+                self.scheduler.add([request], request.arrived_s)
+            plan = self.scheduler.schedule()
+            if plan is not None or not arrivals:
+                return plan
+            if self.runner.group.index == 0:
+                self.clock.wait_until(arrivals[0].arrived_s)
+
+    def _count_arrived(self, arrivals: deque[Request]) -> int:
+        """How many of `arrivals` may wait for a row from now on, by the clock of the first rank.
+        Raises RuntimeError on a rank whose running batch is not that of the first."""
+        now = self.clock.now()
+        count = len(list(takewhile(lambda request: request.arrived_s <= now, arrivals)))
+        if self.is_alone:
+            return count
+        state = self.scheduler.digest()
+        shared = self.runner.group.broadcast(upload([count, state], self.runner.device), 0)
+        count, expected = shared.tolist()
+        if state != expected:
+            raise RuntimeError(
+                f"the ranks disagree about the running batch: the first is in state {expected:x}, "
+                f"and this rank is in state {state:x}"
+            )
+        return count
+
+    def _decode(self, batch: Batch, strategy: DecodingStrategy, observe: Observer) -> None:
+        started = self.clock.now()
+        output = self._step(batch, strategy)
+        now = self.clock.now()
+        observe(self.scheduler.commit(batch, output, now), now - started)
+        ended_rows = [r.row for r in batch.requests if r.status is Status.FINISHED]
+        if ended_rows:
+            self._free(ended_rows, strategy)
+
+    def _step(self, batch: Batch, strategy: DecodingStrategy) -> StepOutput:
+        self.num_steps += 1
+        try:
+            return strategy.step(batch)
+        except NotFinite as error:
+            raise NotFinite(f"decode step {self.num_steps}: {error}") from None
+
+    def _prefill(
+        self, parts: Sequence[Part], progress: Callable[[int], None] = lambda n: None
+    ) -> list[Request]:
+        """Prefill `parts`. Returns the requests whose texts are complete now."""
+        complete = [part.request for part in parts if part.is_last]
+        with naming("prefill"):
+            output = prefill(self.runner, parts, self.prefill_chunk, progress)
+        if self.is_in_flight:  # whose first tokens are known when all parts are prefilled
+            output = replace(output, emitted_s=None)
+        self.scheduler.commit(Batch(tuple(complete)), output, self.clock.now())
+        return complete
+
+    def _reserve(self, plan: Plan) -> None:
+        """Give rows the blocks that they need for a step. Without a limit of blocks, a row gets all
+        that it can need at once."""
+        if self.scheduler.limits.num_blocks is None:
+            for _, row in plan.admitted:
+                self.runner.allocate(row)
+        for row, num_tokens in plan.reserved:
+            self.runner.cache.allocate(row, num_tokens)
+
+    def _free(self, rows: Sequence[int | None], strategy: DecodingStrategy) -> None:
+        taken_rows = [row for row in rows if row is not None]
+        strategy.release(taken_rows)
+        if self.is_in_flight:
+            for row in taken_rows:
+                self.runner.cache.release(row)

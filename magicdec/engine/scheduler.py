@@ -1,0 +1,297 @@
+"""Scheduler: decides what each step does, and counts the blocks of the KV cache that each row holds
+(`RowBlocks`; the cache itself gives the blocks). No other code changes the state of a request.
+What it decides depends on no clock; `StepCounts` counts it. Imports no torch.
+
+Requests join the running batch at the boundary between two steps, when a row and enough blocks of
+the KV cache are free, and leave it when they have ended (Orca, Yu et al. 2022). Where all requests
+are added at once and each has a row, this is static batching. Blocks are taken as tokens come. When
+none is free, the youngest request is preempted: its blocks are freed, and its text is prefilled
+again later (PagedAttention, Kwon et al. 2023, section 4.5).
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import zlib
+from array import array
+from bisect import insort
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+
+from magicdec.runner.request import Batch, Moves, Request, Status, StepOutput
+from magicdec.runner.step_plan import Limits, Part, Plan
+
+
+class Scheduler:
+    """Admits waiting requests to rows of the KV cache, and appends the tokens that steps emit. A
+    step costs the scheduler a constant time for each request that runs, and none for those that
+    wait."""
+
+    def __init__(
+        self,
+        num_rows: int,
+        limits: Limits = Limits(),
+        waiting: list[Request] | None = None,
+    ) -> None:
+        """`waiting` is an empty list that several schedulers share, each with rows of its own. By
+        default it is this scheduler's."""
+        self.num_rows, self.limits = num_rows, limits
+        self.waiting: list[Request] = [] if waiting is None else waiting  # in order of admission
+        self.rows: list[Request | None] = [None] * num_rows
+        self.blocks = RowBlocks(num_rows, limits)
+        self._prefilled: dict[Request, int] = {}  # tokens so far, of texts that are not complete
+        self._cancelled: set[Request] = set()
+        self._repeated: Plan | None = None  # the plan of each step until something changes
+
+    @property
+    def running(self) -> list[Request]:
+        """The requests that have a row, in row order."""
+        return [request for request in self.rows if request is not None]
+
+    def add(self, requests: Sequence[Request], now: float) -> None:
+        """Let `requests`, which arrived at `now`, wait for rows. Raises ValueError if one of them
+        can never be served."""
+        for request in requests:
+            self.limits.check(request)
+        for request in requests:
+            request.arrived_s = now
+            self._wait(request)
+
+    def cancel(self, request: Request) -> None:
+        """End a request early. Its row is freed in the next step."""
+        if request in self.waiting:
+            self.waiting.remove(request)
+            request.status = Status.CANCELLED
+        elif request.status is Status.RUNNING:
+            self._cancelled.add(request)
+            self._repeated = None
+
+    def schedule(self) -> Plan | None:
+        """The next step, which is taken to happen. None if no request waits or runs."""
+        may_admit = self.waiting and None in self.rows
+        if self._repeated is not None and not self.blocks.short and not may_admit:
+            return self._repeated
+        if not self.waiting and not any(self.rows):
+            return None
+        plan = self._decide()
+        self._apply(plan)
+        # Requests that wait for a row, and not for blocks, wait until another request leaves.
+        is_waiting = self.waiting and None in self.rows
+        self._repeated = None  # of before: who joins now decodes in the next step
+        if not (is_waiting or plan.parts or plan.cancelled or plan.preempted):
+            self._repeated = Plan(plan.decoding) if plan.reserved else plan
+        return plan
+
+    def _apply(self, plan: Plan) -> None:
+        for request, row in (*plan.preempted, *plan.cancelled):
+            self._leave(row)
+            request.row, request.status = None, Status.CANCELLED
+        for request, _ in plan.preempted:
+            request.status = Status.WAITING
+            self._wait(request)
+        for request, row in plan.admitted:
+            self.waiting.remove(request)
+            self.rows[row], self._prefilled[request] = request, 0
+            request.row, request.status = row, Status.RUNNING
+        for row, num_tokens in plan.reserved:
+            self.blocks.reserve(row, num_tokens)
+        for part in plan.parts:
+            self._prefilled[part.request] = part.stop
+            if part.is_last:
+                del self._prefilled[part.request]
+
+    def commit(self, batch: Batch, output: StepOutput, now: float) -> StepOutput:
+        """Append the emitted tokens to each request, up to its own end token or length limit.
+        Returns the output with the tokens that were appended."""
+        appended, times = [], output.emitted_s or [now] * len(batch.requests)
+        for request, tokens, at in zip(batch.requests, output.token_ids, times, strict=True):
+            new_tokens = request.append(tokens, at)
+            appended.append(new_tokens)
+            if request.row is None:
+                continue
+            if request.status is Status.FINISHED:
+                self._leave(request.row)
+            elif new_tokens:
+                self.blocks.grow(request.row, request.num_cached)
+        return replace(output, token_ids=appended)
+
+    def rewind(self, requests: Sequence[Request]) -> None:
+        """Go on with `requests`, which have rows. Nothing else waits or runs."""
+        self.waiting.clear()
+        self._prefilled.clear()
+        self.rows = [None] * self.num_rows
+        for request in requests:
+            if request.status is Status.RUNNING and request.row is not None:
+                self.rows[request.row] = request
+        self._repeated = None
+
+    def digest(self) -> int:
+        """A hash of the running batch and its tokens. It is equal on all ranks."""
+        state = [
+            (r.request_id, len(r.output_ids), r.output_ids[-1] if r.output_ids else 0, num_blocks)
+            for r, num_blocks in zip(self.rows, self.blocks.held, strict=True)
+            if r is not None
+        ]
+        return zlib.crc32(array("q", [number for of_row in state for number in of_row]).tobytes())
+
+    def _wait(self, request: Request) -> None:
+        """First come, first served; of requests that arrived at once, the smallest id is first."""
+        insort(self.waiting, request, key=lambda r: (r.arrived_s, r.request_id))
+
+    def _leave(self, row: int) -> None:
+        request = self.rows[row]
+        assert request is not None, "a request leaves its row once"
+        self._prefilled.pop(request, None)
+        self._cancelled.discard(request)
+        self.rows[row], self._repeated = None, None
+        self.blocks.release(row)
+
+    def _decide(self) -> Plan:
+        running = self.running
+        cancelled = [r for r in running if r in self._cancelled] if self._cancelled else []
+        preempted, reserved = self._grow(cancelled)
+        leaving = cancelled + preempted
+        # A request that was just preempted would come back at once.
+        admitted = [] if preempted else self._admit(leaving, reserved)
+        decoding = tuple(r for r in running if r not in self._prefilled and r not in leaving)
+        return Plan(
+            Batch(decoding) if decoding else None, _with_rows(preempted), _with_rows(cancelled),
+            tuple(admitted), tuple(sorted(reserved.items())), self._prefill(leaving, admitted),
+        )  # fmt: skip
+
+    def _grow(self, cancelled: Sequence[Request]) -> tuple[list[Request], dict[int, int]]:
+        """The requests to preempt, the youngest first, and the tokens for which rows that decode
+        must have room in the next step, where these need more blocks."""
+        blocks, preempted, reserved = self.blocks, list[Request](), dict[int, int]()
+        if not blocks.short:
+            return preempted, reserved
+        free = blocks.free(_rows_of(cancelled))
+        survivors = sorted(
+            (r for r in self.running if r not in cancelled),
+            key=lambda r: (r.arrived_s, r.request_id),
+        )
+        for request in survivors.copy():  # the oldest first
+            assert request.row is not None, "what runs has a row"
+            if request in preempted or request.row not in blocks.short:
+                continue
+            num_tokens = blocks.short[request.row]
+            lacking = blocks.lacking(request.row, num_tokens)
+            while lacking > free and request not in preempted:
+                preempted.append(survivors.pop())
+                free += sum(blocks.held[row] for row in _rows_of(preempted[-1:]))
+            if request not in preempted:
+                reserved[request.row], free = num_tokens, free - lacking
+        return preempted, reserved
+
+    def _admit(
+        self, leaving: Sequence[Request], reserved: dict[int, int]
+    ) -> list[tuple[Request, int]]:
+        """The requests that get a row in the next step, in the order of admission; none overtakes
+        one that has no room yet. A request needs blocks for its text so far and for one step, which
+        are added to `reserved`."""
+        limits, blocks, admitted = self.limits, self.blocks, list[tuple[Request, int]]()
+        if not self.waiting:
+            return admitted
+        free_rows = [r for r, one in enumerate(self.rows) if one is None or one in leaving]
+        free = 0
+        if blocks.is_limited:
+            free = blocks.free(_rows_of(leaving))
+            free -= sum(blocks.lacking(row, num_tokens) for row, num_tokens in reserved.items())
+        for request, row in zip(self.waiting, free_rows, strict=False):
+            tokens = request.num_cached + limits.step_tokens
+            if blocks.is_limited:
+                free -= limits.num_blocks_of(tokens)
+                if free < 0:
+                    break
+                reserved[row] = tokens
+            admitted.append((request, row))
+        return admitted
+
+    def _prefill(
+        self, leaving: Sequence[Request], admitted: Sequence[tuple[Request, int]]
+    ) -> tuple[Part, ...]:
+        """The parts of texts that the next step prefills, as many tokens as a step may: first those
+        of the requests that were admitted first."""
+        room, parts = self.limits.prefill_tokens, []
+        unfinished = [
+            (r, r.row, num_done) for r, num_done in self._prefilled.items() if r not in leaving
+        ]
+        for request, row, num_done in [*unfinished, *((r, row, 0) for r, row in admitted)]:
+            assert row is not None, "what is prefilled has a row"
+            stop = request.num_cached if room is None else min(request.num_cached, num_done + room)
+            if stop > num_done:
+                parts.append(Part(request, row, num_done, stop))
+                room = None if room is None else room - (stop - num_done)
+        return tuple(sorted(parts, key=lambda part: part.row))
+
+
+@dataclass
+class StepCounts:
+    """What is counted of the steps while requests are served. `now` is the clock of their
+    arrivals."""
+
+    now: Callable[[], float] = field(default=lambda: time.perf_counter(), compare=False)
+    num_steps: int = 0
+    num_preemptions: int = 0
+    num_in_flight: int = 0  # summed over the steps
+    moves: dict[int, Moves] = field(default_factory=lambda: defaultdict(Moves))
+
+    def watch(self, plan: Plan) -> None:
+        """Count one step, which begins now. A request is either prefilled or decoded in it."""
+        now = self.now()
+        decoding = () if plan.decoding is None else plan.decoding.requests
+        self.num_steps += 1
+        self.num_preemptions += len(plan.preempted)
+        self.num_in_flight += len(decoding) + len(plan.parts)
+        for request, _ in plan.preempted:
+            self.moves[request.request_id].preempted_s.append(now)
+        for request, _ in plan.admitted:
+            self.moves[request.request_id].joined_s.append(now)
+
+
+class RowBlocks:
+    """The blocks that each row holds, and which rows need more. Without `Limits.num_blocks` every
+    row has room for its whole request, and nothing is counted."""
+
+    def __init__(self, num_rows: int, limits: Limits) -> None:
+        self.limits, self.is_limited = limits, limits.num_blocks is not None
+        self.held = [0] * num_rows
+        # The most cached tokens of a row for which its blocks have room for one more step.
+        self._enough = [0 if self.is_limited else sys.maxsize] * num_rows
+        self.short: dict[int, int] = {}  # row: the tokens that it must have room for; it has not
+
+    def free(self, leaving: Collection[int] = ()) -> int:
+        """The blocks that no row holds when the rows that are `leaving` have given theirs back."""
+        assert self.limits.num_blocks is not None, "asked only if blocks are limited"
+        return self.limits.num_blocks - sum(self.held) + sum(self.held[row] for row in leaving)
+
+    def lacking(self, row: int, num_tokens: int) -> int:
+        """The blocks that a row lacks for `num_tokens` tokens."""
+        return self.limits.num_blocks_of(num_tokens) - self.held[row]
+
+    def grow(self, row: int, num_cached: int) -> None:
+        """A row holds `num_cached` tokens before its next step."""
+        if num_cached > self._enough[row]:
+            self.short[row] = num_cached + self.limits.step_tokens
+
+    def reserve(self, row: int, num_tokens: int) -> None:
+        """The row gets the blocks that `num_tokens` tokens take."""
+        self.held[row] = num_blocks = self.limits.num_blocks_of(num_tokens)
+        self._enough[row] = num_blocks * self.limits.block_size - self.limits.step_tokens
+        self.short.pop(row, None)
+
+    def release(self, row: int) -> None:
+        """The row gives all its blocks back."""
+        self.held[row] = 0
+        self.short.pop(row, None)
+
+
+def _rows_of(requests: Sequence[Request]) -> list[int]:
+    return [request.row for request in requests if request.row is not None]
+
+
+def _with_rows(requests: Sequence[Request]) -> tuple[tuple[Request, int], ...]:
+    """The requests with their rows, in row order."""
+    return tuple(sorted(zip(requests, _rows_of(requests), strict=True), key=lambda p: p[1]))

@@ -1,0 +1,103 @@
+"""Draft lengths by batch size and context as other programs take them: the configuration of vLLM's
+dynamic speculative decoding, and CSV for people. Imports no torch.
+
+An entry of vLLM is `[bs_lo, bs_hi, ctx_lo, ctx_hi, K]` (its pull request 48944), or
+`[bs_lo, bs_hi, K]` where no contexts are told apart, as its releases have it. Bounds are inclusive.
+The entries are a grid: all ranges of batch sizes have the same ranges of contexts. Both kinds of
+ranges begin at 1 and have neither gaps nor overlaps. Beyond the last range vLLM keeps its K.
+
+What is predicted for a batch size and a context holds up to the next one, as more context seldom
+makes speculation worse. So the first of both is 1.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+
+from magicdec.output.tables import csv_text
+from magicdec.predict.curves import Drafting, drafting_of
+from magicdec.predict.plan import PlanCell
+from magicdec.records.record import RunRecord
+
+Run = tuple[int, int, float]  # gamma, budget and speedup of steps
+COLUMNS = (
+    *("bs_lo", "bs_hi", "ctx_lo", "ctx_hi", "K", "batch_size", "prefix_len", "budget"),
+    *("predicted_speedup", "predicted_net_speedup", "measured_K", "measured_budget"),
+    "measured_speedup",
+)
+
+
+@dataclass(frozen=True)
+class DraftTable:
+    """`cells` predict every batch size with every context, in rising order of both; the model
+    supports contexts of `max_length`. `draft` are the keys with which vLLM names the draft, and
+    `measured` has the fastest run at a batch size and a context."""
+
+    cells: Sequence[PlanCell]
+    max_length: int
+    draft: Mapping[str, str] = field(default_factory=dict)
+    measured: Mapping[tuple[int, int], Run] = field(default_factory=dict)
+
+    def ranges(self) -> list[tuple[int, ...]]:
+        """`bs_lo`, `bs_hi`, `ctx_lo` and `ctx_hi` of each cell."""
+        rows, columns = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+        for cell in self.cells:
+            rows[cell.batch_size].append(cell.gamma)
+            columns[cell.prefix_len].append(cell.gamma)
+        batches, contexts = merge(rows, 1), merge(columns, self.max_length)
+        return [(*batches[cell.batch_size], *contexts[cell.prefix_len]) for cell in self.cells]
+
+    def vllm(self) -> str:
+        """JSON for `vllm serve --speculative-config`."""
+        ranges, gammas = self.ranges(), [cell.gamma for cell in self.cells]
+        used = 4 if len({ctx_lo for _, _, ctx_lo, _ in ranges}) > 1 else 2
+        entries = dict(zip((each[:used] for each in ranges), gammas, strict=True))
+        config = dict(self.draft) | {
+            "num_speculative_tokens": max(1, *gammas),  # vLLM refuses 0
+            "num_speculative_tokens_per_batch_size": [[*key, K] for key, K in entries.items()],
+        }
+        return json.dumps(config) + "\n"
+
+    def csv(self) -> str:
+        """A line for each cell: the ranges in which it lies, the prediction and the measurement."""
+        rows: list[Sequence[object]] = [COLUMNS]
+        for cell, bounds in zip(self.cells, self.ranges(), strict=True):
+            place = cell.batch_size, cell.prefix_len
+            predicted = cell.gamma, *place, cell.budget, cell.speedup, cell.net_speedup
+            rows.append([*bounds, *predicted, *self.measured.get(place, (None,) * 3)])
+        return csv_text(rows)
+
+
+FORMATS = {"vllm": DraftTable.vllm, "csv": DraftTable.csv}
+
+
+def merge(gammas: Mapping[int, Sequence[int]], end: int) -> dict[int, tuple[int, int]]:
+    """The range of each value of one axis, from its draft lengths along the other axis. Neighbours
+    with equal draft lengths share a range. The last range goes up to `end` at least."""
+    groups = [list(group) for _, group in groupby(gammas, key=gammas.__getitem__)]
+    highs = [*(group[0] - 1 for group in groups[1:]), max(end, groups[-1][-1])]
+    bounds = [(group[0], high) for group, high in zip(groups, highs, strict=True)]
+    return {value: each for group, each in zip(groups, bounds, strict=True) for value in group}
+
+
+def fastest_runs(
+    records: Sequence[RunRecord], target: Mapping[str, str], draft: str | None, like: Drafting
+) -> dict[tuple[int, int], Run]:
+    """Of the runs among `records` with these settings of the model, the fastest at each batch size
+    and context, if they drafted as `like` says, with the standalone draft of that name, if any, and
+    always as many tokens."""
+    runs: dict[tuple[int, int], Run] = {}
+    for record in records:
+        config, workload = record.config, record.config["workload"]
+        gamma, metrics = config["decoding"]["num_draft_tokens"], record.metrics
+        speedup, own = (metrics and metrics.speedup) or 0.0, (config["draft"] or {}).get("model")
+        place = workload["batch_size"], workload["prefix_len"]
+        is_like = target.items() <= config["model"].items() and drafting_of(config) == like
+        is_like = is_like and own == draft and gamma != "auto"
+        if is_like and speedup > runs.get(place, (0, 0, 0.0))[2]:
+            runs[place] = gamma, config["kv"]["budget"], speedup
+    return runs

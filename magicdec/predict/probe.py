@@ -1,0 +1,233 @@
+"""Measures the ceilings of a machine on all ranks together, for a machine file: memory bandwidth,
+GEMM rate, all-reduce, attention over a long KV cache, and the overhead of a forward. All ranks
+measure at the same time, as they work in a run. A probe that was interrupted keeps the dtypes that
+are done.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+
+from magicdec.config.machine import Machine
+from magicdec.config.resolve import resolve, with_steps
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.sections import ModelSection
+from magicdec.distributed.groups import Group, Launch
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.hardware.ceiling_file import BY_DTYPE, Hardware, Link, MachineFile
+from magicdec.hardware.costs import attention_flops, kv_bytes_per_token
+from magicdec.hardware.other_load import LoadWatch
+from magicdec.hardware.timing import read_bandwidths, seconds_of
+from magicdec.model.checkpoint.random_weights import RandomWeights
+from magicdec.model.checkpoint.source import ModelSource, find_model
+from magicdec.model.checkpoint.weight_map import expected_shapes
+from magicdec.model.config import ModelConfig
+from magicdec.names import ATTENTION_BACKENDS, DTYPES, load_named
+from magicdec.runner.model_runner import ModelRunner, greedy
+from magicdec.setup.loading import load_kind, make_executor
+from magicdec.setup.model_plan import Kinds
+from magicdec.setup.session import RankSession
+
+SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 24  # all-reduces bound by latency and by bandwidth
+STRETCHES = 5
+# Calls in a stretch: as many as take STRETCH_S seconds, but between these two.
+FEWEST_ROUNDS, ROUNDS, STRETCH_S = 5, 30, 0.5
+CACHED, CONTEXT = 32, 8192  # cached tokens per row: attention takes almost no time, or most of it
+# New tokens per row in a verification of the 8 drafts of a plan. With fewer, attention still waits
+# for memory, whose rate would be taken for the most that attention computes.
+MANY = 9
+# Models whose layers take hardly any time but their overhead: they have 28,672 weights each.
+FEW, SEVERAL = (ModelConfig("small", 64, layers, 64, 64, 1, 1, 64, 64) for layers in (2, 10))
+
+
+class Spreads(dict[str, float]):
+    """How far the repetitions of each measurement lie apart, by its name: slowest over fastest,
+    minus 1, without the first repetition, which warms up."""
+
+    def note(self, name: str, values: Sequence[float]) -> None:
+        """`values` are times or rates; the spread is the same."""
+        later = values[1:] or values
+        self[name] = max(later) / min(later) - 1
+
+
+def measure_hardware(
+    group: Group, device: torch.device, dtype: str, bandwidth: float, spreads: Spreads
+) -> Hardware:
+    """Bandwidth and GEMM rate of the slowest rank in `dtype`; `measure_forwards` adds the rest."""
+    rates = gemm_rates(getattr(torch, dtype), device)
+    spreads.note(f"flops_per_s {dtype}", rates)
+    return Hardware(bandwidth, min(group.all_gather_values(max(rates), float)))
+
+
+def gemm_rates(dtype: torch.dtype, device: torch.device, size: int | None = None) -> list[float]:
+    """FLOP/s of several square GEMMs."""
+    size = size or (8192 if device.type == "cuda" else 1024)
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in "ab")
+    return [2 * size**3 / seconds_of(lambda: a @ b, device) for _ in range(8)]
+
+
+def measure_link(group: Group, device: torch.device, spreads: Spreads) -> Link | None:
+    """Latency from a small all-reduce, and bandwidth from the additional time of a large one. None
+    for one rank."""
+    if group.size == 1:
+        return None
+    small, large = (torch.zeros(n // 4, device=device) for n in (SMALL_BYTES, LARGE_BYTES))
+    latencies = stretch_seconds(lambda: group.all_reduce(small), group, device)
+    spreads.note("link", latencies)
+    latency = min(latencies)
+    seconds = min(stretch_seconds(lambda: group.all_reduce(large), group, device))
+    num_bytes = 2 * (group.size - 1) / group.size * LARGE_BYTES
+    return Link(latency, num_bytes / max(seconds - latency, 1e-9))
+
+
+def stretch_seconds(call: Callable[[], Any], group: Group, device: torch.device) -> list[float]:
+    """Seconds of a call in each of several stretches: the median of several rounds on the slowest
+    rank. Their minimum is used, because other load on the host rarely slows all stretches. A first
+    call warms up, a second one says how many make a stretch; all ranks make equally many."""
+    call()
+    once = max(group.all_gather_values(seconds_of(call, device), float))
+    rounds = min(ROUNDS, max(FEWEST_ROUNDS, int(STRETCH_S / once)))
+    medians = []
+    for _ in range(STRETCHES):
+        samples = [seconds_of(call, device) for _ in range(rounds)]
+        medians.append(max(group.all_gather_values(statistics.median(samples), float)))
+    return medians
+
+
+def measure_forwards(
+    group: Group,
+    device: torch.device,
+    hardware: Hardware,
+    kinds: Kinds,
+    backend: str,
+    spreads: Spreads,
+) -> Hardware:
+    """`hardware` with attention's rates of reading and computing over a long KV cache and the
+    overheads of a layer. The rates are measured in forwards of the demo model. Its own overheads
+    cannot be: where a cache of the processor holds its weights, its forwards take less time than
+    the memory takes to read these. They are the time that `SEVERAL` takes longer than `FEW`. All
+    models are whole on each rank."""
+    num_rows = 32 if device.type == "cuda" else 4  # their KV exceeds the last-level cache
+    place = group, device, kinds, backend
+    demo = load_runner(*place, find_model("--model", "demo"), num_rows, CONTEXT + MANY)
+    small = [
+        load_runner(*place, random_model(config), num_rows, CACHED + MANY)
+        for config in (FEW, SEVERAL)
+    ]
+    config, size = demo.model.config, demo.cache.k.element_size()
+
+    def fastest(name: str, runner: ModelRunner, num_rows: int, cached: int, num_new: int) -> float:
+        """The fastest stretch of these forwards; its spread is noted under a name that is given."""
+        stretches = forward_stretches(runner, range(num_rows), cached, num_new, group)
+        if name:
+            spreads.note(f"{name} {kinds.dtype}", stretches)
+        return min(stretches)
+
+    short = fastest("", demo, num_rows, CACHED, 1)
+    long = fastest("kv_bytes_per_s", demo, num_rows, CONTEXT, 1)
+    kv_bytes = num_rows * (CONTEXT - CACHED) * kv_bytes_per_token(config, Shard(), size)
+    # Noise must not make attention look faster than memory.
+    rate = min(hardware.read_bytes_per_s, kv_bytes / max(long - short, 1e-9))
+    short = fastest("", demo, num_rows, CACHED, MANY)
+    long = fastest("attention_flops_per_s", demo, num_rows, CONTEXT, MANY)
+    flops = [num_rows * attention_flops(config, Shard(), MANY, n) for n in (CACHED, CONTEXT)]
+    each = SEVERAL.num_layers - FEW.num_layers
+    few, several = (fastest("layer_overhead_s", runner, 1, CACHED, 1) for runner in small)
+    layer_s = max(0.0, several - few) / each
+    few, several = (fastest("", runner, num_rows, CACHED, MANY) for runner in small)
+    more_s = max(0.0, (several - few) / each - layer_s)
+    return replace(
+        hardware, kv_bytes_per_s=rate,
+        attention_flops_per_s=(flops[1] - flops[0]) / max(long - short, 1e-9),
+        layer_overhead_s=layer_s, token_overhead_s=more_s / (num_rows * MANY - 1),
+    )  # fmt: skip
+
+
+def random_model(config: ModelConfig) -> ModelSource:
+    weights = RandomWeights(expected_shapes(config))
+    return ModelSource(config.name, config, weights, tokenizer_directory=None, is_random=True)
+
+
+def load_runner(
+    group: Group,
+    device: torch.device,
+    kinds: Kinds,
+    backend: str,
+    source: ModelSource,
+    num_rows: int,
+    max_tokens: int,
+) -> ModelRunner:
+    """A model, whole on this rank, whose cache is full of equal numbers."""
+    model = load_kind(source, Shard(), kinds, device)
+    alone = Group((group.ranks[group.index],), 0)
+    runner = ModelRunner(
+        model, load_named(ATTENTION_BACKENDS, backend)(), alone, num_rows, max_tokens,
+        executor=make_executor(kinds, model, alone),
+    )  # fmt: skip
+    for row in range(num_rows):
+        runner.allocate(row)
+    for pool in (runner.cache.k, runner.cache.v):
+        pool.fill_(0.1)
+    return runner
+
+
+def forward_stretches(
+    runner: ModelRunner, rows: Sequence[int], cached: int, num_new: int, group: Group
+) -> list[float]:
+    """`stretch_seconds` of a forward of `num_new` tokens for each of `rows`, which hold `cached`
+    tokens, including greedy sampling."""
+    runner.truncate(rows, [0] * len(rows))
+    runner.cache.advance(rows, cached)
+    new = torch.ones(len(rows), num_new, dtype=torch.long, device=runner.device)
+
+    def step() -> None:
+        logits = runner.forward(new, rows)
+        greedy(logits, runner.model.head_rows[0], runner.group)[0].tolist()
+        runner.truncate(rows, [cached] * len(rows))
+
+    return stretch_seconds(step, group, runner.device)
+
+
+def measure(config: ResolvedConfig, machine: Machine, launch: Launch) -> MachineFile:
+    """Measure all ceilings. All ranks must go through this together."""
+    with RankSession(launch, config.parallel) as session:
+        return measure_in(session, config, machine)
+
+
+def measure_in(session: RankSession, config: ResolvedConfig, machine: Machine) -> MachineFile:
+    """As `measure`, in a session that is open."""
+    spreads, by_dtype = Spreads(), dict[str, Hardware]()
+    group, device, launch = session.groups.target, session.device, session.launch
+    load = LoadWatch(launch.rank == 0)
+    load.begin()
+    rates = read_bandwidths(group, device)
+    spreads.note("read_bytes_per_s", rates)
+    bandwidth = max(rates) / group.size  # of one rank, while all read
+    link = measure_link(group, device, spreads)
+    # Between ranks of several hosts, the all-reduce was limited by their network.
+    spans_nodes = launch.world_size > launch.local_world_size
+    for dtype in DTYPES:
+        hardware = measure_hardware(group, device, dtype, bandwidth, spreads)
+        run_config = replace(config.run_config, model=ModelSection(dtype=dtype))
+        alone = with_steps(resolve(run_config, machine), machine, (None, None))
+        kinds = replace(Kinds.of(alone), weights=dtype)
+        by_dtype[dtype] = measure_forwards(
+            group, device, hardware, kinds, config.attention.backend, spreads
+        )
+    load.end()
+    description = asdict(load.add_to(session.describe_environment()))
+    description["collectives"] = config.parallel.collectives
+    del description["read_bandwidth_bytes_per_s"]  # a record's, of all ranks together
+    by_name: dict[str, Any] = {
+        name: {dtype: getattr(ceilings, name) for dtype, ceilings in by_dtype.items()}
+        for name in BY_DTYPE
+    }
+    return MachineFile(
+        description, bandwidth, link=None if spans_nodes else link,
+        node_link=link if spans_nodes else None, spreads=dict(spreads), **by_name,
+    )  # fmt: skip

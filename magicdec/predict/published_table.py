@@ -1,0 +1,288 @@
+"""The published tables of MagicDec that are reproduced: CSV files of published numbers, with the
+columns `predicted`, `measured`, `interval` and `exists`, which `magicdec reproduce` fills in. For
+each line: the command that measures it, the same line at the size of the packaged models, and what
+the cost model predicts for it. Commands run one after the other, each in a process of its own.
+
+A line is a `Row`: its texts by column, empty where nothing is published. A new table is a line in
+`TABLES` and a file in `results/paper/`. Source: MagicDec's project page. A table is saved after
+each command, so that a command that fails or Ctrl-C loses nothing that was measured before.
+"""
+
+from __future__ import annotations
+
+import csv
+import json
+import sys
+import tempfile
+from io import StringIO
+from pathlib import Path
+
+from magicdec.distributed.ranks import run_command
+from magicdec.model.presets.presets import PRESETS, find_config
+from magicdec.output.files import read_text
+from magicdec.output.tables import Column, Table, csv_text
+from magicdec.output.writing import append_file, write_text
+
+Row = dict[str, str]
+# `draft` is `self`, `none` or a model; `budget` is the KV budget of the draft.
+COLUMNS = (
+    *("model", "draft", "hardware", "ranks", "budget", "prefix_len", "batch_size", "gamma"),
+    "quantity",
+)
+# The metric of the last pass of a run that a quantity is, and the digits that it is written with.
+QUANTITIES = {
+    "speedup": ("speedup", 3),
+    "conditional_acceptance": ("acceptance_rate", 3),  # from which it is converted
+    "tpot_ms": ("mean_tpot_ms", 2),
+    "tokens_per_s": ("decode_tokens_per_s", 1),
+}
+CONDITIONAL = "conditional_acceptance"  # the rate of MagicDec's formula for the expected tokens
+TABLES = {
+    "magicdec_acceptance": "acceptance of Llama-3.1-8B by prefix length",
+    "magicdec_speedups_a100": "speedups on 8 A100",
+    "magicdec_speedups_h100": "speedups on 8 H100",
+    "magicdec_speedups_h100_early": "speedups on H100, from an early draft",
+    "magicdec_speedups_budget512": "speedups by batch size at KV budget 512",
+    "magicdec_throughput_latency": "throughput against time per token on 8 A100",
+}
+"""What each table shows."""
+PACKAGED = Path(__file__).with_name("published")
+DEMO, DEMO_DRAFT = "demo", "demo-draft"  # the packaged models
+OWN_CACHE = ("self", "none")  # the drafts that are no model
+# Published peak rates of one GPU in bfloat16 (bytes/s, operations/s), and assumed links (bytes/s).
+GPUS = {"A100": (2039e9, 312e12, 300e9), "H100": (3352e9, 989e12, 450e9)}
+LATENCY_S, OVERHEAD_S = 15e-6, 160e-6 / 32  # of a link and of one of 32 layers; as in docs/plan.md
+
+
+def file_of(folder: Path, table: str) -> Path:
+    """The file of a table in the folder, or the packaged one where the folder has none."""
+    path = folder / f"{table}.csv"
+    return path if path.exists() else PACKAGED / path.name
+
+
+class Missing(Exception):
+    """A number does not exist. The message says why."""
+
+
+def at_demo_size(row: Row) -> Row:
+    """The setting of the line for the packaged models on one rank without a GPU: shorter prefixes
+    and smaller batches."""
+    return {name: row[name] for name in COLUMNS} | {
+        "model": DEMO,
+        "draft": row["draft"] if row["draft"] in OWN_CACHE else DEMO_DRAFT,
+        "hardware": "CPU",
+        "ranks": "1",
+        "budget": "129",
+        "prefix_len": str(min(4096, max(512, int(row["prefix_len"]) // 16))),
+        "batch_size": str(max(1, int(row["batch_size"] or 32) // 32)),
+    }
+
+
+def command_of(row: Row) -> str:
+    """The words after `magicdec`, without `--out`, with enough batches for intervals."""
+    draft, is_demo = row["draft"], row["model"] == DEMO
+    drafter = draft if draft in OWN_CACHE else f"model:{hub_name(draft)}"
+    drafting = f"--budget {row['budget']} --gamma {gamma_of(row)} " * (draft != "none")
+    return (
+        f"run --model {hub_name(row['model'])} --draft {drafter} --nproc {row['ranks'] or 1} "
+        f"--B {row['batch_size'] or 1} --prefix_len {row['prefix_len']} --gen_len 64 "
+        f"--num_batches 4 {drafting}--dataset {'demo' if is_demo else 'pg19'}"
+    )
+
+
+def gamma_of(row: Row) -> int:
+    """Draft tokens of a step of the command of a line."""
+    return int(row["gamma"] or 4)
+
+
+def hub_name(model: str) -> str:
+    """What a published model is called on the hub; others keep their names."""
+    return PRESETS[model].repo_id if model in PRESETS else model
+
+
+def read_measured(row: Row, records: Path) -> tuple[str, str]:
+    """The number of a line in the file that its command wrote, and its 95 % interval, empty if it
+    has none. Raises Missing if the records do not have the number."""
+    from magicdec.predict.curves import conditional_rate
+    from magicdec.records.performance import SUFFIX as INTERVAL
+
+    name, digits = QUANTITIES[row["quantity"]]
+    metrics = json.loads(records.read_text(encoding="utf-8").splitlines()[-1])["metrics"]
+    if metrics is None:
+        raise Missing("the tokens of its run were wrong")
+    if metrics[name] is None:
+        raise Missing(f"the run has no {name}")
+    numbers = [metrics[name], *(metrics.get(f"{name}{INTERVAL}") or ())]
+    if row["quantity"] == CONDITIONAL:
+        numbers = [conditional_rate(rate, gamma_of(row)) for rate in numbers]
+    value, *ends = (f"{number:.{digits}f}" for number in numbers)
+    return value, " to ".join(ends)
+
+
+def predict(row: Row, folder: Path) -> str:
+    """The prediction of `magicdec plan`, with the tables in `folder`. The published acceptance is
+    taken as a conditional rate, as in the formula of the paper. Raises Missing if there is none."""
+    from magicdec.hardware.ceiling_file import Hardware, Link
+    from magicdec.hardware.costs import Deployment
+    from magicdec.predict.speculation import Speculation
+
+    lines = StringIO(read_text(file_of(folder, "magicdec_acceptance")), newline="")
+    place = {"model": row["model"], "prefix_len": row["prefix_len"]}.items()
+    rates = [r["published"] for r in csv.DictReader(lines) if r["published"] and place <= r.items()]
+    if row["quantity"] == CONDITIONAL:
+        raise Missing("the plan takes acceptance as given")
+    if not row["ranks"]:
+        raise Missing("the number of GPUs is not published")
+    if row["draft"] != "none" and (row["draft"] != "self" or not rates):
+        raise Missing("no acceptance is published for this pair and prefix")
+    bandwidth, flops, link_bandwidth = GPUS[row["hardware"]]
+    gpu = Hardware(bandwidth, flops, OVERHEAD_S, link=Link(LATENCY_S, link_bandwidth))
+    target = Deployment(find_config("--model", row["model"]), gpu, 2, int(row["ranks"]))
+    S, B = int(row["prefix_len"]), int(row["batch_size"])
+    if row["draft"] == "none":
+        step_s = target.seconds(B, 1, S)
+        return f"{1e3 * step_s if row['quantity'] == 'tpot_ms' else B / step_s:.2f}"
+    speculation = Speculation(target, target, int(row["budget"]), float(rates[-1]))
+    return f"{speculation.predict_step(B, S, int(row['gamma'])).speedup:.2f}"
+
+
+FLAG = "--tables"  # names the folder
+DEMO_SIZE = "demo size"  # the source of a line that was not published
+NUMBERS = ("published", "predicted", "measured")
+FILLED = (*NUMBERS, "interval", "exists", "source")  # the columns after those of the setting
+ALL_COLUMNS = (*COLUMNS, *FILLED)
+SHORT = {"prefix_len": "prefix", "batch_size": "B"}
+
+
+class PublishedTable:
+    """The table `name` of the folder. Its rows have `COLUMNS`, which say what was measured, and
+    those of `FILLED`: a number that does not exist is empty, `exists` says why, and `interval` is
+    the 95 % interval of what was measured. Raises ValueError if its file cannot be read, or has
+    other columns."""
+
+    def __init__(self, name: str, folder: Path) -> None:
+        self.name, self.folder, self.path = name, folder, folder / f"{name}.csv"
+        self.about = TABLES[name]
+        try:
+            reader = csv.DictReader(StringIO(read_text(file_of(folder, name)), newline=""))
+            self.rows: list[Row] = list(reader)
+        except (OSError, UnicodeDecodeError, csv.Error) as error:
+            why = getattr(error, "strerror", None) or error
+            raise ValueError(f"{FLAG} {folder}: {self.path.name}: {why}") from None
+        if tuple(reader.fieldnames or ()) != ALL_COLUMNS:
+            expected = ",".join(ALL_COLUMNS)
+            raise ValueError(f"{FLAG} {folder}: {self.path.name} needs the columns {expected}")
+
+    def part(self, is_demo: bool) -> list[Row]:
+        """The lines at demo size, or those that were published."""
+        return [row for row in self.rows if (row["source"] == DEMO_SIZE) == is_demo]
+
+    def predict(self) -> None:
+        """Predict every published line anew."""
+        for row in self.part(is_demo=False):
+            self.refresh(row)
+
+    def make_demo(self) -> None:
+        """Make the lines at demo size from the published ones. Lines that become equal are one;
+        what was measured before stays until it is measured again."""
+        published, old_rows = self.part(is_demo=False), self.part(is_demo=True)
+        demo: list[Row] = []
+        for setting in map(at_demo_size, published):
+            if any(setting.items() <= row.items() for row in demo):
+                continue
+            new_row = setting | dict.fromkeys(FILLED, "") | {"source": DEMO_SIZE}
+            demo.append(next((r for r in old_rows if setting.items() <= r.items()), new_row))
+            self.refresh(demo[-1])
+        self.rows = [*published, *demo]
+
+    def refresh(self, row: Row, unmeasured: str = "") -> None:
+        """Predict a line anew, and write into `exists` which numbers it has and why it lacks
+        others; `unmeasured` says why its command measured nothing."""
+        is_demo = row["source"] == DEMO_SIZE
+        needs = "a run" if is_demo else f"{row['ranks']} {row['hardware']} GPUs".lstrip()
+        reasons = {
+            "published": "the packaged models are not of the paper",
+            "predicted": "the plan needs a probe of this machine",
+            "measured": unmeasured or f"it needs {needs}",
+        }
+        if not is_demo:
+            try:
+                row["predicted"] = predict(row, self.folder)
+            except Missing as reason:
+                row["predicted"], reasons["predicted"] = "", str(reason)
+        existing = ", ".join(name for name in NUMBERS if row[name])
+        missing = [f"not {name}: {why}" for name, why in reasons.items() if not row[name]]
+        row["exists"] = "; ".join(filter(None, [existing, *missing]))
+
+    def commands(self, is_demo: bool) -> list[str]:
+        """The words after `magicdec` that measure that part; lines may share a run."""
+        return list(dict.fromkeys(command_of(row) for row in self.part(is_demo)))
+
+    def measure(self, is_demo: bool, out: Path) -> int:
+        """Measure one part of the table and save it. Every record is appended to `out`. Returns how
+        many commands failed. Raises ValueError if a file cannot be written."""
+        commands, num_failed = self.commands(is_demo), 0
+        for number, command in enumerate(commands, start=1):
+            print(f"{number}/{len(commands)}  magicdec {command}", file=sys.stderr, flush=True)
+            with tempfile.TemporaryDirectory() as folder:
+                records = Path(folder, "records.jsonl")
+                ended = run_command([*command.split(), "--out", records])
+                error = f"its run ended with {ended.code}: {ended.error}" if ended.code else ""
+                for row in self.part(is_demo):
+                    if command_of(row) == command:
+                        self.enter(row, records, error)
+                append_file("--out", records, out)
+            self.save()
+            if error:
+                print(f"  {error}", file=sys.stderr, flush=True)
+                num_failed += 1
+        return num_failed
+
+    def enter(self, row: Row, records: Path, error: str) -> None:
+        """Fill in what the command of a line measured: the file that it wrote, or why it failed."""
+        row["measured"] = row["interval"] = ""
+        try:
+            if not error:
+                row["measured"], row["interval"] = read_measured(row, records)
+        except Missing as reason:
+            error = str(reason)
+        self.refresh(row, error)
+
+    def save(self) -> None:
+        """Raises ValueError if the file cannot be written."""
+        rows = [[row[name] for name in ALL_COLUMNS] for row in self.rows]
+        write_text(FLAG, self.path, csv_text([ALL_COLUMNS, *rows]))
+
+    def print(self) -> None:
+        """What was published, and below it what was measured with the packaged models."""
+        print(f"{self.name}: {self.about}")
+        for is_demo in (False, True):
+            if rows := self.part(is_demo):
+                print()
+                self._as_table("the packaged models" if is_demo else "published size", rows).print()
+
+    def _as_table(self, what: str, rows: list[Row]) -> Table:
+        """The settings that differ between the lines, and the numbers; the settings that have one
+        value in all lines stand in the title, such as `: ranks 8`."""
+        values = {name: {row[name] for row in rows} for name in ALL_COLUMNS}
+        shared = [name for name in COLUMNS if len(values[name]) == 1]
+        settings_of_all = ", ".join(f"{name} {rows[0][name]}" for name in shared if rows[0][name])
+        numbers = [name for name in (*NUMBERS, "interval") if values[name] != {""}]
+        names = [*(name for name in COLUMNS if name not in shared), *numbers]
+        return Table(
+            [Column(SHORT.get(name, name), name in ("model", "draft"), name) for name in names],
+            [[row[name] for name in names] for row in rows],
+            above=[f"{what}: {settings_of_all}" if settings_of_all else what],
+            is_framed=False,
+        )
+
+
+def print_tables(folder: Path) -> None:
+    """Two lines for each table: what it shows, and how many of its lines have which numbers.
+    Raises ValueError if one cannot be read."""
+    for name in TABLES:
+        table = PublishedTable(name, folder)
+        published = table.part(is_demo=False)
+        counts = [f"{sum(bool(row[number]) for row in published)} {number}" for number in NUMBERS]
+        num_demo = sum(bool(row["measured"]) for row in table.part(is_demo=True))
+        print(f"{name}: {table.about}\n    {', '.join(counts)}; {num_demo} at demo size")

@@ -1,0 +1,278 @@
+"""One simulated run: the way to decode, what comes out, and its record. Imports no torch.
+
+The ways to decode on a pipeline stand side by side on the same simulated machine. All of them are
+the same scheduler.
+
+- `iterative`: one request, one token after the other.
+- `sync`: drafts, then one run that verifies them, then drafts again.
+- `async`: pipelined speculation.
+- `ring`: recurrent pipeline parallelism (Macario et al. 2025, MDI-LLM): as many requests as stages
+  or more, without drafts, so that every stage works on a different one.
+
+The names and definitions of metrics are those of the records of real runs where there is such a
+metric. Nothing has run, so the record has no environment. docs/pipelined_speculation.md documents
+the schema and is made from these classes. Tables of modes and of clusters, and a Gantt chart of
+what the drafter and every stage computed when, show it; matplotlib is imported only to draw.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby, pairwise
+from pathlib import Path
+from typing import Any, Literal
+
+from magicdec.output import gantt
+from magicdec.output.gantt import Bar, Look, Panel
+from magicdec.output.tables import Column, Table
+from magicdec.predict.simulator.simulation import Machine, Simulation, TextModels, Trace
+from magicdec.records.fields import Part, recorded
+from magicdec.records.metric_tables import fixed, metric_columns
+from magicdec.records.metrics import mean, percentile
+from magicdec.records.record import Record
+from magicdec.systems.pipeinfer.options import Options
+from magicdec.systems.pipeinfer.scheduler import Counts, PipelinedScheduler
+
+MODES = ("iterative", "sync", "async", "ring")
+WITHOUT_DRAFTS = ("iterative", "ring")  # every token takes as long as the one before
+STEADY_TOKENS = 4  # that tell their speed
+PROMPT = (0,)  # a stage takes as long for it as for one row
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is decoded: by position of the output, whether the draft's candidate is right there."""
+
+    is_right: Sequence[bool]
+    gen_len: int
+    num_requests: int = 1  # of iterative, sync and async
+    ring_requests: int | None = None  # None: as many as stages
+
+
+def run_mode(
+    mode: str, machine: Machine, options: Options, work: Work
+) -> tuple[Trace, SimulatedMetrics]:
+    """Simulate one mode of `MODES`."""
+    is_ring = mode == "ring"
+    requests = (work.ring_requests or machine.num_stages) if is_ring else work.num_requests
+    kind = "iterative" if is_ring else mode
+    scheduler = PipelinedScheduler(replace(options, mode=kind, lanes=requests))
+    # Every request has another part of `is_right`, which is taken in a circle.
+    starts = (index * work.gen_len % len(work.is_right) for index in range(requests))
+    models = TextModels([[*work.is_right[start:], *work.is_right[:start]] for start in starts])
+    simulation = Simulation(machine, scheduler, models, is_ring)
+    trace = simulation.run([PROMPT] * requests, work.gen_len)
+    return trace, measure(machine, trace, scheduler.counts)
+
+
+ONE_TOKEN = "if no request has a token after its first"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulatedMetrics(Part):
+    """Of all requests together. Shares are of the time between the first token and the last."""
+
+    tokens_per_s: float = recorded(
+        "tokens of a request after its first, divided by the time that they took; sum over the "
+        "requests", "tokens/s", label="tok/s", digits=2,
+    )  # fmt: skip
+    ttft_ms: float = recorded(
+        "time to first token; mean over the requests", "ms", label="TTFT", digits=1
+    )
+    mean_itl_ms: float | None = recorded(
+        "time between two commits of a request; mean over all of them", "ms",
+        label="ITL", digits=1, null=ONE_TOKEN,
+    )  # fmt: skip
+    p99_itl_ms: float | None = recorded(
+        "its 99th percentile", "ms", label="p99", digits=1, null=ONE_TOKEN
+    )
+    busy: float = recorded(
+        "share of time in which a stage computes; mean over the stages",
+        label="busy", digits=1, scale=100, suffix="%",
+    )  # fmt: skip
+    useful: float = recorded(
+        "the same, without runs that were cancelled",
+        label="useful", digits=1, scale=100, suffix="%",
+    )  # fmt: skip
+    draft_busy: float = recorded("share of time in which the drafter computes")
+    mean_in_flight: float = recorded("runs that are under way; mean over the time")
+    acceptance_rate: float | None = recorded(
+        "accepted divided by launched draft tokens", label="accept", digits=2, null="without drafts"
+    )
+    runs: int = recorded("runs that were launched, prompts included", label="runs")
+    invalid_runs: int = recorded("cancelled, because none of their rows could be right any more")
+    layers_computed: int = recorded("layers that stages computed for runs")
+    layers_skipped: int = recorded("layers that they skipped")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SimulationRecord(Record):
+    """One mode on one machine."""
+
+    kind: Literal["simulation"] = recorded("`simulation`", default="simulation")
+    status: Literal["simulated"] = recorded("`simulated`: nothing has run", default="simulated")
+    config: dict[str, Any] = recorded(
+        "`mode`, `nodes` (null where the stages were given by themselves), `machine` in seconds "
+        "and bytes, `options` of the scheduler, `work`, and the `flags` of the command"
+    )
+    metrics: SimulatedMetrics = recorded("what came out")
+
+
+def measure(machine: Machine, trace: Trace, counts: Counts) -> SimulatedMetrics:
+    times: dict[int, list[float]] = {}
+    for at, commit in trace.commits:
+        times.setdefault(commit.request, []).extend([at] * len(commit.tokens))
+    first, last = min(t[0] for t in times.values()), max(t[-1] for t in times.values())
+    # Tokens of one commit came at the same time.
+    itl_ms = [1e3 * (b - a) for each in times.values() for a, b in pairwise(sorted(set(each)))]
+    window = (last - first) or math.inf
+    rates = [(len(t) - 1) / (t[-1] - t[0]) if t[-1] > t[0] else 0.0 for t in times.values()]
+    in_flight = sum(_within(f.launched_s, f.home_s, first, last) for f in trace.flights)
+    drafting = sum(_within(begin, end, first, last) for begin, end in trace.drafts)
+    busy_s = {
+        flight.launch.run: sum(
+            _within(begin, end, first, last)
+            for begin, end in zip(flight.start_s, flight.end_s, strict=True)
+        )
+        for flight in trace.flights
+    }
+    useful_s = sum(s for run, s in busy_s.items() if run not in trace.cancelled)
+    computed = sum(sum(flight.layers) for flight in trace.flights)
+    total = len(trace.flights) * machine.num_stages * machine.layers
+    return SimulatedMetrics(
+        tokens_per_s=sum(rates),
+        ttft_ms=1e3 * sum(each[0] for each in times.values()) / len(times),
+        mean_itl_ms=mean(itl_ms),
+        p99_itl_ms=percentile(itl_ms, 99),
+        busy=sum(busy_s.values()) / machine.num_stages / window,
+        useful=useful_s / machine.num_stages / window,
+        draft_busy=drafting / window,
+        mean_in_flight=in_flight / window,
+        acceptance_rate=counts.accepted / counts.drafted if counts.drafted else None,
+        runs=counts.runs,
+        invalid_runs=counts.invalid_runs,
+        layers_computed=computed,
+        layers_skipped=total - computed,
+    )
+
+
+def _within(begin: float, end: float, first: float, last: float) -> float:
+    return max(0.0, min(end, last) - max(begin, first))
+
+
+MOST_LINES = 40
+NOTES = (
+    "ratio: tok/s over those of iterative. TTFT, ITL and p99 (of the ITL) are in ms.",
+    "busy: share of time in which a stage computes; useful: without cancelled runs.",
+    "accept: accepted / launched draft tokens.",
+)
+
+
+def tables(records: Sequence[SimulationRecord]) -> list[Table]:
+    """Of the modes on one machine, or of several machines."""
+    machines = {str(_machine(record)): _machine(record) for record in records}
+    return [_modes(records) if len(machines) == 1 else _clusters(records)]
+
+
+def _machine(record: SimulationRecord) -> tuple[int | None, dict[str, Any]]:
+    return record.config["nodes"], record.config["machine"]
+
+
+def _modes(records: Sequence[SimulationRecord]) -> Table:
+    """A row for each mode."""
+    machine = records[0].config["machine"]
+    metrics = {record.config["mode"]: record.metrics for record in records}
+    stage_ms = sorted({round(1e3 * time, 3) for time in machine["stage_s"]})
+    times = " to ".join(f"{ms:g}" for ms in dict.fromkeys((stage_ms[0], stage_ms[-1])))
+    columns, rows = metric_columns(SimulatedMetrics, list(metrics.values()))
+    base = metrics.get("iterative")
+    notes = list(NOTES)
+    if (m := metrics.get("async")) is not None:
+        notes += [
+            f"async: {m.invalid_runs} runs invalid, {m.mean_in_flight:.1f} in flight;",
+            f"{m.layers_skipped} of {m.layers_skipped + m.layers_computed} layers skipped.",
+        ]
+    if "ring" in metrics:
+        notes.append("ring: tok/s of all its requests together.")
+    ratios = [base and fixed(m.tokens_per_s / base.tokens_per_s, 2) for m in metrics.values()]
+    return Table(
+        [Column("mode", is_text=True), columns[0], "ratio", *columns[1:]],
+        [
+            (mode, row[0], ratio, *row[1:])
+            for mode, row, ratio in zip(metrics, rows, ratios, strict=True)
+        ],
+        f"{len(machine['stage_s'])} stages of {times} ms, links {1e3 * machine['link_s']:g} ms, "
+        f"draft {1e3 * machine['draft_s']:g} ms a step",
+        below=notes,
+        is_framed=False,
+    )
+
+
+def _clusters(records: Sequence[SimulationRecord]) -> Table:
+    """A row for each cluster; if these are many, the best of each number of nodes by the mode that
+    speculates asynchronously, or else by the first mode."""
+    modes = list(dict.fromkeys(record.config["mode"] for record in records))
+    ranked = "async" if "async" in modes else modes[0]
+    clusters: dict[str, dict[str, SimulationRecord]] = {}
+    for record in records:
+        clusters.setdefault(str(_machine(record)), {})[record.config["mode"]] = record
+    rows = [_cluster(modes, members) for members in clusters.values()]
+    above = []
+    if len(rows) > MOST_LINES:
+        place = 3 + modes.index(ranked)
+        above = [f"Of {len(rows)} clusters, the fastest {ranked} one of each size; --out has all."]
+        groups = groupby(rows, key=lambda row: row[0])
+        rows = [max(group, key=lambda row: row[place].value) for _, group in groups]
+    return Table(
+        ["nodes", "stages", "stage ms", *modes],
+        rows,
+        above=above,
+        is_framed=False,
+        below=["Tokens a second; of the ring, those of all its requests together."],
+    )
+
+
+def _cluster(modes: Sequence[str], members: dict[str, SimulationRecord]) -> list[Any]:
+    nodes, machine = _machine(next(iter(members.values())))
+    num_stages = len(machine["stage_s"])
+    rates = [fixed(members[mode].metrics.tokens_per_s, 2) for mode in modes]
+    return [nodes or num_stages, num_stages, fixed(max(machine["stage_s"]), 2, scale=1e3), *rates]
+
+
+DRAFT = "draft step"
+LOOKS = {
+    DRAFT: Look("#9e9e9e"),
+    "prompt": Look("#5c6bc0"),
+    "newest token": Look("#2e7d32"),
+    "drafted tokens, needed": Look("#80c784"),
+    "drafted tokens, cancelled": Look("#e57373"),
+}
+
+
+def draw_chart(
+    flag: str, path: Path, traces: Mapping[str, Trace], until_s: float | None = None
+) -> None:
+    """Draw one panel for each trace, up to a time. Raises ValueError, naming the flag,
+    if there are too many stages or the file cannot be written."""
+    panels = [panel_of(mode, trace) for mode, trace in traces.items()]
+    gantt.draw(flag, path, panels, LOOKS, until_s)
+
+
+def panel_of(mode: str, trace: Trace) -> Panel:
+    stages = len(trace.flights[0].start_s)
+    rows = [f"stage {stage}" for stage in range(stages)] + ["draft"] * bool(trace.drafts)
+    bars = [*_bars(trace), *(Bar(stages, *span, LOOKS[DRAFT]) for span in trace.drafts)]
+    return Panel(mode, rows, bars, trace.end_s, [at_s for at_s, _ in trace.commits])
+
+
+def _bars(trace: Trace) -> Iterator[Bar]:
+    for flight in trace.flights:
+        kind = "drafted tokens, needed" if flight.launch.is_speculative else "newest token"
+        if flight.is_prompt:
+            kind = "prompt"
+        elif flight.launch.run in trace.cancelled:
+            kind = "drafted tokens, cancelled"
+        for stage, span in enumerate(zip(flight.start_s, flight.end_s, strict=True)):
+            yield Bar(stage, *span, LOOKS[kind])

@@ -1,0 +1,65 @@
+"""DeviceBatch: the requests of a decoding step as tensors on the device.
+
+Owns the tensors that stay from step to step: rows, newest tokens and sampling metadata. A step
+updates them on the device. The host loads them again only when the batch has changed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magicdec.kv.cache import BatchRows, upload
+from magicdec.runner.request import Batch, Request
+from magicdec.runner.sampling.metadata import SamplingMetadata
+
+NEWEST = 2  # tokens that a draft model may lack after a step: the newest one and the last draft
+
+
+@dataclass(frozen=True)
+class DeviceBatch:
+    """The tensors hold all tokens that were emitted so far. `requests` may lack those that were
+    emitted since the batch was made."""
+
+    requests: tuple[Request, ...]
+    rows: BatchRows
+    newest: Tensor  # int64 [B, NEWEST]: the last tokens of prompt and output
+    sampling: SamplingMetadata
+
+    @classmethod
+    def of(
+        cls,
+        batch: Batch,
+        vocab_size: int,
+        device: torch.device,
+        max_tail: int | None = None,
+        has_flaws: bool = True,
+    ) -> DeviceBatch:
+        """`vocab_size` is the largest vocabulary of the models that choose tokens. `max_tail` is
+        for steps that are captured; see `BatchRows`. `has_flaws` as in `SamplingMetadata.of`."""
+        rows = BatchRows.of(batch.rows, device, max_tail)
+        newest = upload([last_tokens(r, NEWEST) for r in batch.requests], device)
+        sampling = SamplingMetadata.of(batch.requests, vocab_size, device, has_flaws)
+        return cls(batch.requests, rows, newest, sampling)
+
+    def load(self, batch: Batch) -> None:
+        """Load the newest tokens and the outputs of `batch`, which has some or all of the requests.
+        From now on only the rows of `batch` are active."""
+        device, request_of = self.newest.device, {r.row: r for r in batch.requests}
+        requests = [request_of.get(row) for row in self.rows.numbers]
+        self.rows.active.copy_(upload([int(r is not None) for r in requests], device))
+        tokens = [[0] * NEWEST if r is None else last_tokens(r, NEWEST) for r in requests]
+        self.newest.copy_(upload(tokens, device))
+        self.sampling.load(requests)
+
+
+def last_tokens(request: Request, count: int) -> list[int]:
+    """The last `count` tokens of prompt and output. A shorter text is padded with zeros in
+    front."""
+    of_prompt = count - len(request.output_ids)
+    if of_prompt <= 0:
+        return request.output_ids[-count:]
+    tokens = [*request.prompt_ids[-of_prompt:], *request.output_ids]
+    return [0] * (count - len(tokens)) + tokens

@@ -1,0 +1,364 @@
+"""ModelRunner: one model with its KV cache and its attention backend, on one rank group.
+
+Owns a forward of the model over the cache, and what all ranks of the group know of its logits. Must
+not know what the tokens are for: drafting, verification and decoding make the same call, with
+another KV policy or another T.
+
+Shapes: B rows, T new tokens, V vocabulary rows on this rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Concatenate, ParamSpec
+
+import torch
+from torch import Tensor
+
+from magicdec.attention.backend import AttentionBackend, check_trees
+from magicdec.distributed.groups import Group
+from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows, upload
+from magicdec.kv.draft_log import DraftLog
+from magicdec.kv.forward_counts import ForwardCounts
+from magicdec.kv.kernel_view import make_kernel_view
+from magicdec.kv.pool import CacheShape
+from magicdec.kv.prompt_queries import PromptQueries
+from magicdec.kv.tree import DraftTree
+from magicdec.kv.view import FULL, Visible, make_view
+from magicdec.model.transformer import Transformer
+from magicdec.runner.native_steps.executor import Cancellation, Cancelled, Executor, Forward, Watch
+
+Tokens = Tensor | Sequence[Sequence[int]]
+"""Token ids [B, T], on the device or on the host, or hidden states [B, T, hidden]."""
+
+
+P = ParamSpec("P")
+
+
+def at_once(
+    defer: Callable[Concatenate[ModelRunner, P], Forward],
+) -> Callable[Concatenate[ModelRunner, P], Tensor]:
+    """As `ModelRunner.defer`, but it returns what was computed."""
+
+    def forward(runner: ModelRunner, *args: P.args, **kwargs: P.kwargs) -> Tensor:
+        deferred = defer(runner, *args, **kwargs)
+        if deferred.out is None:
+            runner.flush()
+        assert deferred.out is not None, "it has just been computed"
+        return deferred.out
+
+    return forward
+
+
+@dataclass
+class ModelRunner:
+    """Runs `model` for `num_rows` sequences of at most `max_tokens` cached tokens each, of which at
+    most `max_following` follow the prompt.
+
+    `offsets` [num_rows] is the difference between the position of a row's next token and the number
+    of its tokens in the cache. It is not 0 if the cache holds only selected tokens of a longer
+    context. `window` is the model's sliding window; None if no sequence can become longer than it.
+    The cache keeps the tokens before the window, although they are not read, because another pass
+    may go back to the end of the prompts.
+    """
+
+    model: Transformer
+    backend: AttentionBackend
+    group: Group
+    num_rows: int
+    max_tokens: int
+    policy: Visible = FULL  # which tokens a forward sees by default
+    executor: Executor | None = None  # computes a forward in one native call, if the model has one
+    block_tokens: int | None = None  # about the tokens of a block; default: the backend's choice
+    num_blocks: int | None = None  # of the pool; default: as many as all rows can need
+    max_following: int | None = None  # drafts included; default: as many as a row holds
+    prompt_queries: PromptQueries | None = field(init=False, default=None)  # for prefill to fill
+    drafting: ModelRunner | None = field(init=False, default=None)  # see `with_model`
+    cache: KVCache = field(init=False)
+    counts: ForwardCounts = field(init=False)
+    deferred: list[Forward] = field(init=False, default_factory=list)  # by `defer`
+    has_flaws: bool = field(init=False, default=False)  # native calls computed NaN or infinity
+    draft_log: DraftLog | None = field(init=False, default=None)  # None: none is kept
+
+    def __post_init__(self) -> None:
+        weight = next(self.model.parameters())
+        self.device, dtype = weight.device, weight.dtype
+        config = self.model.config
+        block_size, blocks_per_row, num_blocks = self.storage()
+        _, (first, last) = self.model.shard.heads(config.num_heads, config.num_kv_heads)
+        shape = CacheShape(
+            num_layers=len(self.model.layers),
+            num_kv_heads=last - first,
+            head_dim=config.cached_head_dim,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            layout=self.backend.layout(dtype),
+        )
+        window = config.sliding_window
+        self.window = None if window is None or window >= self.max_tokens else window
+        self.cache = KVCache(shape, self.num_rows, blocks_per_row, dtype, self.device)
+        self.model.set_positions(self.max_tokens, self.device)
+        self.counts = self._make_counts()
+        self.offsets: Tensor | None = None
+
+    def _make_counts(self) -> ForwardCounts:
+        with torch.inference_mode(False):  # counts change outside inference mode
+            on_device = torch.zeros(2, self.num_rows, 2, dtype=torch.int64, device=self.device)
+        return ForwardCounts(bytes_per_token=self.cache.bytes_per_token, on_device=on_device)
+
+    @cached_property
+    def vocab_places(self) -> list[tuple[int, int]]:
+        """The range of vocabulary ids of each rank's logits, in the order in which the group
+        gathers. Shards may be uneven. The first use is a collective: all ranks must take part."""
+        return self.group.all_gather_range(self.model.head_rows, self.device)
+
+    def with_cache(self, max_tokens: int) -> ModelRunner:
+        """A runner for the same model with its own cache of `max_tokens` tokens for each row. Both
+        runners share their counts."""
+        runner = replace(
+            self, backend=copy(self.backend), max_tokens=max_tokens,
+            block_tokens=None, num_blocks=None,
+        )  # fmt: skip
+        runner.counts, runner.draft_log = self.counts, self.draft_log
+        runner.offsets = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)
+        return runner
+
+    def with_model(self, model: Transformer, executor: Executor | None) -> ModelRunner:
+        """A runner of a low-bit copy of the model, by which it drafts for itself over this cache.
+        It counts its own forwards."""
+        runner = copy(self)
+        runner.model, runner.executor, runner.backend = model, executor, copy(self.backend)
+        runner.deferred, runner.has_flaws = [], False
+        runner.counts = self._make_counts()
+        model.set_positions(self.max_tokens, self.device)
+        return runner
+
+    @property
+    def drafter(self) -> ModelRunner:
+        """What drafts in self-speculation: this runner, or that of a low-bit copy."""
+        if self.drafting is None:
+            return self
+        self.drafting.prompt_queries = self.prompt_queries
+        return self.drafting
+
+    def storage(self) -> tuple[int, int, int]:
+        """(tokens in a block, blocks of a row, blocks of the pool). A row can hold `max_tokens`
+        tokens; all rows can at one time, unless the pool was given fewer blocks."""
+        block_size = self.backend.block_size(self.block_tokens or self.max_tokens)
+        blocks_per_row = -(-self.max_tokens // block_size)
+        return block_size, blocks_per_row, self.num_blocks or self.num_rows * blocks_per_row
+
+    def allocate(self, row: int) -> None:
+        """Allocate `max_tokens` tokens in a row that was released before."""
+        self.cache.allocate(row, self.max_tokens)
+
+    @torch.inference_mode()
+    def defer(
+        self,
+        x: Tokens,
+        rows: Rows,
+        policy: Visible | None = None,
+        committed: Lengths | Sequence[int] | None = None,
+        num_outputs: int | None = None,
+        watch: Watch | None = None,
+        watch_queries: Watch | None = None,
+        is_draft: bool = False,
+        tree: DraftTree | None = None,
+        cancellation: Cancellation | None = None,
+    ) -> Forward:
+        """Append the tokens of x to `rows`. What `Transformer.forward` returns is in `out`: this
+        rank's logits [B, T, V], or [B, num_outputs, V] of the last tokens, or hidden states of a
+        model's part. It may be computed together with the next forward, of other rows, so that the
+        weights are read once for both; `flush` computes it at the latest. Until then nothing may
+        touch its rows. It is computed now unless a forward is one native call.
+
+        `policy` (default: the runner's own) chooses the visible tokens among the first `committed`
+        tokens of each row (default: all tokens of the row). What draft forwards (`is_draft`) read
+        is counted separately as well. `watch` is called with each layer and its attention weights
+        [B, G, blocks], `watch_queries` with its queries [B, T, H, D] after RoPE. Raises Cancelled
+        if the `cancellation` is set before a layer; nothing is appended then.
+
+        With a `tree`, the tokens are its last T nodes, and logits [B, T, V] are those of the nodes.
+        The rows become longer by T tokens all the same, so that `cache.keep_path` or `truncate`
+        must follow. Raises ValueError if the attention backend does not support trees.
+        """
+        x = x if isinstance(x, Tensor) else upload(x, self.device)
+        num_new, rows = x.shape[1], BatchRows.of(rows, self.device)
+        if tree is not None:
+            check_trees(self.backend.capabilities.name)
+        policy = policy or self.policy
+        committed = self.make_room(rows, num_new, policy, committed, tree)
+        make = make_kernel_view if self.model.elementwise.has_views else make_view
+        view = make(self.cache, rows, policy, num_new, committed, self.window, tree, self.offsets)
+        if is_draft and self.draft_log is not None:
+            self.draft_log.is_complete &= not rows.is_captured
+            self.draft_log.read(view, self.offsets)
+        if num_outputs is None or not self.model.is_last:
+            num_outputs = num_new
+        forward = Forward(x, rows, view, num_outputs, watch, watch_queries, is_draft, cancellation)
+        if self.executor is not None and self.executor.serves(forward):
+            self.deferred.append(forward)
+        else:
+            self._run_layers(forward)
+        return forward
+
+    forward = at_once(defer)
+
+    @torch.inference_mode()
+    def flush(self) -> None:
+        """Compute what was deferred and is not computed yet, in one native call."""
+        if not self.deferred:
+            return
+        assert self.executor is not None, "only its forwards are deferred"
+        forwards, self.deferred = self.deferred, []
+        keys, is_finite = self.executor.forward(forwards, self.offsets)
+        self.has_flaws |= not is_finite
+        self.counts.num_forwards += 1
+        for each, num_keys in zip(forwards, keys, strict=True):
+            num_new, num_rows = each.view.num_new, len(each.rows)
+            self.cache.advance(each.rows, num_new)
+            self.counts.count(0, num_new * num_rows, num_keys, num_rows * each.is_draft)
+
+    def make_room(
+        self,
+        rows: BatchRows,
+        num_new: int,
+        policy: Visible,
+        committed: Lengths | Sequence[int] | None,
+        tree: DraftTree | None,
+    ) -> Lengths | Sequence[int] | None:
+        """Called before each forward, whose `committed` it returns. Here rows have their blocks
+        already."""
+        return committed
+
+    def _run_layers(self, forward: Forward) -> None:
+        """Compute one layer after the other, with the attention backend. What the layers have read
+        only the device knows in a captured forward."""
+        view, rows, first = forward.view, forward.rows, self.model.layers.start
+        self.backend.plan(view)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            index = layer - first
+            if forward.watch_queries is not None:
+                forward.watch_queries(index, q)
+            if forward.watch is None:
+                return self.backend.run(index, q, k, v, view)
+            out, weights = self.backend.run_with_weights(index, q, k, v, view)
+            forward.watch(index, weights)
+            return out
+
+        def before_layer(layer: int) -> None:
+            if forward.cancellation is not None and forward.cancellation.is_set():
+                raise Cancelled(layer - first)
+
+        forward.out = self.model(
+            forward.x, view.positions(), attend, self.group.all_reduce, forward.num_outputs,
+            before_layer,
+        )  # fmt: skip
+        self.cache.advance(rows, view.num_new)
+        counts, num_tokens = self.counts, view.num_new * len(rows)
+        counts.num_forwards += 1
+        counts.num_tokens += num_tokens
+        if rows.is_captured:
+            assert counts.on_device is not None
+            counts.on_device[int(forward.is_draft)].index_add_(0, rows.index, view.reads(rows))
+            return
+        # As `counts.count`, which would be another file on the way of a token.
+        keys = sum(view.num_visible) + num_tokens
+        counts.kv_tokens_read += keys
+        counts.kv_bytes_read += keys * counts.bytes_per_token
+        counts.draft_kv_tokens_read += keys * forward.is_draft
+        counts.draft_rows += len(rows) * forward.is_draft
+
+    @property
+    def finds_flaws(self) -> bool:
+        """Whether `has_flaws` tells of all logits from which tokens are chosen, those of other
+        ranks included. Then nobody else needs to look at them."""
+        return self.executor is not None and self.group.size == 1
+
+    @property
+    def can_chain(self) -> bool:
+        """Whether `draft` can be called."""
+        return self.executor is not None
+
+    @torch.inference_mode()
+    def draft(
+        self,
+        token_ids: Tensor,
+        rows: Rows,
+        policy: Visible,
+        committed: Lengths | Sequence[int],
+        count: int,
+        pa: float = 0.0,
+    ) -> Tensor:
+        """The ids [B, K] of at most `count` draft tokens that are chosen greedily one after the
+        other, as by calls of `forward`: the first with token_ids [B, T], the others with the newest
+        draft. All tokens but the last draft are appended to `rows`. The chains stop at `pa` as
+        those of `draft_chain` do."""
+        assert self.executor is not None, "asked of a runner that can chain"
+        num_new, rows = token_ids.shape[1], BatchRows.of(rows, self.device)
+        view = make_view(self.cache, rows, policy, num_new, committed, self.window)
+        drafts, keys, is_finite = self.executor.draft(token_ids, view, self.offsets, count, pa)
+        self.has_flaws |= not is_finite
+        count = drafts.shape[1]
+        if self.draft_log is not None:
+            self.draft_log.read(view, self.offsets, count)
+        self.cache.advance(rows, num_new + count - 1)
+        self.counts.count(count, (num_new + count - 1) * len(rows), keys, count * len(rows))
+        return drafts
+
+    def truncate(self, rows: Rows, lengths: Lengths | Sequence[int]) -> None:
+        """Remove the tokens of `rows` after the first `lengths` tokens."""
+        self.cache.truncate(rows, lengths)
+
+
+def greedy(
+    logits: Tensor, first_row: int, group: Group, flaws: Tensor | None = None
+) -> tuple[Tensor, Tensor | None]:
+    """The ids of the largest logits over a vocabulary that is sharded over ranks: [B, T, V] ->
+    int64 [B, T]; and, for those who keep `flaws` (`SamplingMetadata`), numbers [B, T] that are
+    finite if the logits of all ranks are. Both are the same on every rank.
+
+    `first_row` is the vocabulary id of this rank's first row. This takes one collective: values and
+    ids are sent as pairs of float64, which hold both exactly. Among equal values the smaller id
+    wins, as with argmax on one rank. A rank whose logits or `flaws` are not finite sends NaN.
+    """
+    value, index = logits.max(dim=-1)
+    sums = None if flaws is None else sums_of(logits)
+    if group.size == 1:
+        return index, sums
+    value = value.double()
+    if sums is not None and flaws is not None:
+        value = value + (sums - sums) + flaws.sum()  # plus 0 or NaN
+    pair = torch.stack([value, (index + first_row).double()], dim=-1)  # [B, T, 2]
+    values, ids = group.all_gather(pair).unbind(-1)  # [ranks, B, T] each
+    best = values.max(dim=0).values
+    # No value is below NaN, so that the ids are those of tokens even then.
+    chosen = torch.where(values < best, float("inf"), ids).min(dim=0).values.long()
+    return chosen, None if flaws is None else best
+
+
+def sums_of(logits: Tensor) -> Tensor:
+    """The sum of the logits [B, T, V] at each position, float32 [B, T]. It is finite if they all
+    are; of logits beyond 1e33, which no model has, it may not be."""
+    return logits.sum(dim=-1, dtype=torch.float32)
+
+
+def gather_vocab(logits: Tensor, places: Sequence[tuple[int, int]], group: Group) -> Tensor:
+    """Gather the logits of a vocabulary that is sharded over ranks: [B, T, columns of this rank] ->
+    [B, T, V] on every rank.
+
+    `places` are the half-open ranges of ids of every rank's columns, in the order in which the
+    group gathers (`Group.all_gather_range`). This takes one collective; every shard is padded to
+    the widest.
+    """
+    if group.size == 1:
+        return logits
+    widest = max(last - first for first, last in places)
+    padded = torch.nn.functional.pad(logits, (0, widest - logits.shape[-1]))
+    shards = zip(places, group.all_gather(padded), strict=True)
+    ordered = sorted(shards, key=lambda shard: shard[0])
+    return torch.cat([columns[..., : last - first] for (first, last), columns in ordered], dim=-1)

@@ -1,0 +1,298 @@
+"""Executor: a forward of a model or of some of its layers on a CPU, or a chain of greedy draft
+forwards, in one native call (`forward.cpp`), with no Python and no torch operator between its
+parts.
+
+Owns the calls, and how one learns between its layers that nobody needs it any more. The library
+calls the same kernels in the same order as `model.transformer` with native attention, so every
+token has the same bits either way.
+
+Shapes: B rows, T new tokens, K draft tokens, H query heads, G KV heads, D head size, V vocabulary
+rows of this rank.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from magicdec.attention.native import HEADERS as ATTENTION_HEADERS
+from magicdec.attention.native import STORAGE, kernel
+from magicdec.distributed.groups import Group
+from magicdec.distributed.shared_memory import HEADERS as EXCHANGE_HEADERS
+from magicdec.distributed.shared_memory import SLOT_BYTES, WAIT_MS, SharedMemoryExchange
+from magicdec.kernels.build import FAST_MATH, PREFILL_FROM, load_library, share_openmp
+from magicdec.kv.cache import BatchRows, KVCache
+from magicdec.kv.view import KVView
+from magicdec.model.block import Block
+from magicdec.model.elementwise.native import HEADERS as ELEMENTWISE_HEADERS
+from magicdec.model.linear.packed import HEADERS as LINEAR_HEADERS
+from magicdec.model.transformer import Transformer
+from magicdec.runner.native_steps.descriptions import (
+    CacheFields,
+    CallFields,
+    ExchangeFields,
+    KeepWaiting,
+    LayerFields,
+    ModelFields,
+    describe_cache,
+    describe_layer,
+    describe_model,
+    pointer,
+)
+from magicdec.runner.native_steps.interrupts import Interrupts
+
+
+class Cancellation(Protocol):
+    """Set once the int64 at `address` is `value` and the monotonic clock has reached the int64
+    behind it, in ns. A native forward reads these two itself."""
+
+    @property
+    def address(self) -> int: ...
+
+    @property
+    def value(self) -> int: ...
+
+    def is_set(self) -> bool: ...
+
+
+class Cancelled(Exception):
+    """A forward has ended after `num_layers` of its layers."""
+
+    def __init__(self, num_layers: int) -> None:
+        super().__init__(num_layers)
+        self.num_layers = num_layers
+
+
+SOURCE = Path(__file__).with_name("forward.cpp")
+HEADERS = (
+    SOURCE.with_suffix(".h"),
+    SOURCE.with_name("forward_part.h"),
+    *dict.fromkeys((*ATTENTION_HEADERS, *EXCHANGE_HEADERS, *ELEMENTWISE_HEADERS, *LINEAR_HEADERS)),
+)
+INTERRUPTED, UNKNOWN_TOKEN = 1, 2  # what the library returns; 0: done
+
+Watch = Callable[[int, Tensor], None]
+"""A function that is called for each layer of a forward with the layer and its attention weights
+[B, G, blocks], as `AttentionBackend.run_with_weights` returns them, or with its queries [B, T, H,
+D] after RoPE, before the layer computes attention."""
+
+
+@cache
+def library(head_size: int) -> ctypes.CDLL:
+    """The compiled library for one head size."""
+    share_openmp()
+    flags = (*FAST_MATH, "-fopenmp", f"-DHEAD_SIZE={head_size}")
+    native = load_library(SOURCE, flags, HEADERS)
+    native.magicdec_forward.restype = ctypes.c_int64
+    native.magicdec_forward.argtypes = (
+        ctypes.c_int,
+        ctypes.POINTER(ModelFields),
+        ctypes.POINTER(CacheFields),
+        ctypes.POINTER(ExchangeFields),
+        ctypes.POINTER(CallFields),
+        ctypes.c_int64,
+    )
+    return native
+
+
+@dataclass(eq=False)
+class Forward:
+    """A forward of `rows`, which have the same number of new tokens. It is computed by itself or
+    together with others. `x` are token ids [B, T] or hidden states [B, T, hidden], which are
+    appended to the cache. The logits or hidden states of the last `num_outputs` tokens of each row
+    are wanted. `watch` is called with each layer's attention weights [B, G, blocks],
+    `watch_queries` with its queries [B, T, H, D]. `out` is what `Transformer.forward` returns, [B,
+    outputs, V or hidden], once it is computed."""
+
+    x: Tensor
+    rows: BatchRows
+    view: KVView
+    num_outputs: int
+    watch: Watch | None = None
+    watch_queries: Watch | None = None
+    is_draft: bool = False
+    cancellation: Cancellation | None = None
+    out: Tensor | None = None
+
+
+class Executor:
+    """Runs `model`, whose weights are packed, with native attention over any cache of its shape.
+    `keys_read` is the number of keys that the kernels have read so far, counted by the kernels:
+    summed over forwards, layers, rows and KV heads of this rank."""
+
+    def __init__(self, model: Transformer, group: Group) -> None:
+        self.model, self.config = model, model.config
+        self.keys_read = 0
+        blocks = [block for block in model.blocks if isinstance(block, Block)]
+        attention = blocks[0].attention
+        self.num_heads, self.num_kv_heads = attention.num_heads, attention.num_kv_heads
+        self.dtype = blocks[0].attention_norm.weight.dtype
+        self.library = library(self.config.head_dim)
+        self.exchange: SharedMemoryExchange | None = None
+        if group.size > 1:
+            assert isinstance(group.exchange, SharedMemoryExchange), "checked before the run"
+            self.exchange = group.exchange
+        self._layers = (LayerFields * len(blocks))(*map(describe_layer, blocks))
+        self._model: ModelFields | None = None
+        self._rope: Tensor | None = None
+        self._error: BaseException | None = None
+        self._interrupts = Interrupts()
+        self._keep_waiting = KeepWaiting(self._may_wait)
+        segment = None if self.exchange is None else self.exchange.segment
+        self._peers = ExchangeFields(
+            segment, group.index, group.size, SLOT_BYTES, WAIT_MS, self._keep_waiting, 0
+        )
+
+    @staticmethod
+    def serves(forward: Forward) -> bool:
+        """Whether it can be computed here. A chunk of a prompt whose queries are watched is
+        computed layer by layer, because here they would be kept of all layers."""
+        return forward.watch_queries is None or forward.view.num_new < PREFILL_FROM
+
+    def forward(
+        self, forwards: Sequence[Forward], offsets: Tensor | None
+    ) -> tuple[list[int], bool]:
+        """Compute `forwards`, which have other rows each, in one call. Linear layers read their
+        weights once for all of them, and every token has the bits that it has in a forward of its
+        own. Returns for each the number of keys that one head saw, summed over its rows, and
+        whether all logits of this rank are finite. The last forward may be cancelled, with all of
+        them: raises Cancelled if that is set before a layer."""
+        model, layers, size = self.model, len(self.model.blocks), self.config.head_dim
+        counts = [len(each.x) * each.num_outputs for each in forwards]
+        out = torch.empty(sum(counts), model.width_out, dtype=self.dtype)
+        calls, watched = list[CallFields](), list[tuple[Watch, Tensor]]()
+        for each in forwards:
+            call = self._call(each.x, each.view, offsets, 1, each.num_outputs)
+            calls.append(call)
+            if each.watch is not None:
+                shape = layers, len(each.x), self.num_kv_heads, each.view.num_weight_blocks
+                weights = torch.empty(shape)
+                call.mass, call.num_blocks = weights.data_ptr(), weights.shape[3]
+                watched.append((each.watch, weights))
+            if each.watch_queries is not None:
+                queries = out.new_empty(layers, *each.x.shape[:2], self.num_heads, size)
+                call.queries = queries.data_ptr()
+                watched.append((each.watch_queries, queries))
+        if model.is_last and model.has_head:
+            calls[0].logits = out.data_ptr()
+        else:
+            calls[0].hidden_out = out.data_ptr()
+        cancellation = forwards[-1].cancellation
+        if cancellation is not None:
+            calls[0].cancelled = cancellation.address
+            calls[0].cancelled_value = cancellation.value
+        fields = self._run(forwards[0].view.cache, calls)
+        if cancellation is not None and fields[0].layers_done < layers:
+            raise Cancelled(fields[0].layers_done)
+        for layer in range(layers):
+            for watch, values in watched:
+                watch(layer, values[layer])
+        for each, own in zip(forwards, out.split(counts), strict=True):
+            each.out = own.view(len(each.x), each.num_outputs, model.width_out)
+        return [call.keys_seen for call in fields], not fields[0].not_finite
+
+    def draft(
+        self, token_ids: Tensor, view: KVView, offsets: Tensor | None, count: int, pa: float = 0.0
+    ) -> tuple[Tensor, int, bool]:
+        """At most `count` draft tokens of each row, int64 [B, K], chosen greedily one after the
+        other after token_ids [B, T]. All of these but the last are appended to the cache. A row
+        stops after a draft less probable than `pa`, the call when all rows have stopped. Also the
+        number of keys that one head saw, summed over rows and forwards, and whether the logits of
+        all ranks are finite."""
+        drafts = torch.empty(len(token_ids), count, dtype=torch.int64)
+        call = self._call(token_ids, view, offsets, count, 1)
+        call.drafts, call.pa = drafts.data_ptr(), pa
+        done = self._run(view.cache, [call])[0]
+        return drafts[:, : done.num_drafted], done.keys_seen, not done.not_finite
+
+    @staticmethod
+    def received(
+        cache: KVCache, layer: int, rows: Tensor, queries: Tensor, first: int, length: int
+    ) -> Tensor:
+        """The attention weights that the keys of rows [B] at positions `first` to `length` - 1
+        received from the newest tokens, whose queries are [B, T, H, D], summed over these and over
+        the query heads of a KV head: float32 [B, G, length - first]. The cache has the layout of
+        native attention."""
+        (num_rows, num_new, num_heads, size), shape = queries.shape, cache.shape
+        assert queries.dtype == cache.k.dtype and num_new <= length - first
+        queries, table = queries.contiguous(), cache.block_table
+        out = torch.empty(num_rows, shape.num_kv_heads, length - first)
+        numbers = (ctypes.c_int64 * 8)(
+            num_rows, num_new, num_heads, shape.num_kv_heads, shape.block_size, table.shape[1],
+            first, length,
+        )  # fmt: skip
+        kernel(size).magicdec_received(
+            STORAGE.index(cache.k.dtype), numbers, queries.data_ptr(),
+            cache.k[layer].data_ptr(), table.data_ptr(), rows.data_ptr(), out.data_ptr(),
+        )  # fmt: skip
+        return out
+
+    def _call(
+        self, x: Tensor, view: KVView, offsets: Tensor | None, steps: int, num_outputs: int
+    ) -> CallFields:
+        ranges = view.ranges.contiguous()  # [B, R, 2] or [L, B, G, R, 2]
+        tensors = [x.contiguous(), view.row_index, view.seq_lens, view.committed, ranges]
+        if offsets is not None:
+            tensors.append(offsets[view.row_index])
+        x_pointer, rows, seq_lens, committed, *_ = (tensor.data_ptr() for tensor in tensors)
+        tokens, hidden = (x_pointer, None) if self.model.has_embedding else (None, x_pointer)
+        call = CallFields(
+            *x.shape[:2], steps, tokens, rows, seq_lens, committed,
+            None if offsets is None else tensors[-1].data_ptr(), hidden, ranges.data_ptr(),
+            ranges.shape[0] if view.per_head else 1, ranges.shape[2] if view.per_head else 1,
+            ranges.shape[-2], view.window or 0, *map(pointer, view.nodes), view.num_nodes,
+            num_outputs,
+        )  # fmt: skip
+        call.kept = [tensors, view]  # the library reads them until it returns
+        return call
+
+    def _run(self, cache: KVCache, calls: Sequence[CallFields]) -> ctypes.Array[CallFields]:
+        """Returns the calls as the library has left them."""
+        peers, exchange, fields = self._peers, self.exchange, (CallFields * len(calls))(*calls)
+        if exchange is not None:
+            peers.turn = exchange.turn
+        arguments = (
+            STORAGE.index(cache.k.dtype), self._describe_model(), describe_cache(cache), peers,
+            fields, len(fields),
+        )  # fmt: skip
+        if exchange is None:  # nothing is called back
+            failed = self.library.magicdec_forward(*arguments)
+        else:
+            with self._interrupts.kept():
+                failed = self.library.magicdec_forward(*arguments)
+        self.keys_read += sum(call.keys_read for call in fields)
+        if exchange is not None:
+            exchange.turn = peers.turn
+        if failed == INTERRUPTED:
+            error, self._error = self._error, None
+            raise error or KeyboardInterrupt
+        if failed == UNKNOWN_TOKEN:
+            raise IndexError(f"a token id is not below {self.config.vocab_size}, the vocabulary")
+        return fields
+
+    def _may_wait(self, rank: int) -> int:
+        """Called when another rank is late. An exception cannot pass through the library, so it is
+        kept until the library has returned."""
+        try:
+            assert self.exchange is not None
+            self.exchange.check_alive(rank)
+        except BaseException as error:
+            self._error = error
+            return 0
+        return int(not self._interrupts.is_kept)
+
+    def _describe_model(self) -> ModelFields:
+        """Made again if a longer table of rotations has replaced the one before."""
+        if self._model is None or self._rope is not self.model.rope:
+            self._rope = self.model.rope
+            self._model = describe_model(
+                self.model, self.num_heads, self.num_kv_heads, self._layers
+            )
+        return self._model

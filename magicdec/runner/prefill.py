@@ -1,0 +1,113 @@
+"""Prefill: parts of texts are taken into the cache, in chunks, and each request whose prompt is
+complete gets its first token.
+
+Owns the order of the chunks and the time stamps of first tokens. Keeps the newest queries of each
+text if the runner has a place for them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from magicdec.kv.cache import BatchRows, upload
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import StepOutput
+from magicdec.runner.sampling.metadata import SamplingMetadata
+from magicdec.runner.sampling.model_tokens import next_tokens
+from magicdec.runner.step_plan import Part
+
+
+def prefill(
+    runner: ModelRunner,
+    parts: Sequence[Part],
+    chunk: int,
+    progress: Callable[[int], None] = lambda n: None,
+) -> StepOutput:
+    """Take `parts` into the cache, one after the other. Returns the first token of each request
+    whose text is complete with its part, in order; none for a request that has emitted tokens
+    before. The host reads nothing before the last chunk was started. Raises NotFinite if the logits
+    of a request are not finite.
+
+    `progress` is called with the number of tokens of each chunk; on CUDA when the chunk was
+    started, not when it is done.
+    """
+    lines, is_first, stamps = [], [], TimeStamps(runner.device)
+    for part in parts:
+        logits = take(runner, part, chunk, progress)
+        if logits is None:
+            continue
+        is_first.append(not part.request.output_ids)
+        if is_first[-1]:
+            vocab_size = runner.model.config.vocab_size
+            sampling = SamplingMetadata.of([part.request], vocab_size, runner.device)
+            lines.append(sampling.with_flaws([next_tokens(runner, logits, sampling)]))
+        stamps.mark()
+    read = iter(torch.cat(lines).tolist() if lines else [])
+    complete = [part.request for part in parts if part.is_last]
+    token_ids = list[list[int]]()
+    for request, one in zip(complete, is_first, strict=True):
+        line = next(read) if one else [0]
+        SamplingMetadata.check(request, line)
+        token_ids.append(line[1:])
+    return StepOutput(token_ids, emitted_s=stamps.seconds())
+
+
+def take(
+    runner: ModelRunner, part: Part, chunk: int, progress: Callable[[int], None] = lambda n: None
+) -> Tensor | None:
+    """Append the tokens of `part` to its row, which holds those before it. Returns this rank's
+    logits [1, 1, V] of the last one, if the text is complete with it. If it is not, the last chunk
+    may wait for the next forward (`ModelRunner.defer`)."""
+    text, row, num_left = part.request.cached_ids, part.row, part.request.num_cached - part.start
+    num_following = num_left - (part.stop - part.start)
+    ids = upload([text[part.start : part.stop]], runner.device)
+    rows, prompt_queries = BatchRows.of([row], runner.device), runner.prompt_queries
+    if prompt_queries is not None and part.start == 0:
+        prompt_queries.begin(row, num_left)
+    logits = None
+    for tokens in ids.split(chunk, dim=1):
+        num_left -= tokens.shape[1]
+        watch = None if prompt_queries is None else prompt_queries.watch(row, num_left)
+        if num_left == 0:
+            logits = runner.forward(tokens, rows, num_outputs=1, watch_queries=watch)
+        elif num_left > num_following:
+            runner.forward(tokens, rows, num_outputs=0, watch_queries=watch)
+        else:
+            runner.defer(tokens, rows, num_outputs=0, watch_queries=watch)
+        progress(tokens.shape[1])
+    return logits
+
+
+class TimeStamps:
+    """When the device had finished the work that was started before each mark. On CUDA these are
+    events on the stream, so that marking does not wait; elsewhere work is done when a call
+    returns."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._seconds: list[float] = []
+        self._events: list[torch.cuda.Event] | None = None
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+            self._events = []
+            self.mark()
+        self._started = time.perf_counter()
+
+    def mark(self) -> None:
+        if self._events is None:
+            self._seconds.append(time.perf_counter())
+            return
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        self._events.append(event)
+
+    def seconds(self) -> list[float]:
+        """The time of each mark, on the clock of `time.perf_counter`. Waits for the last mark."""
+        if self._events is None:
+            return self._seconds
+        first, *marks = self._events
+        self._events[-1].synchronize()
+        return [self._started + first.elapsed_time(event) / 1e3 for event in marks]

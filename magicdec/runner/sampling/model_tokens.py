@@ -1,0 +1,184 @@
+"""Turns a model's logits into tokens: the next token of each row, the next draft token, and the
+verification of a chain or a tree of draft tokens.
+
+Owns the step from logits that are sharded over ranks to tokens, with the sampling metadata of a
+batch. The arithmetic is in `sampling` and `verification`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from magicdec.config.tree_shape import TreeShape
+from magicdec.kv.cache import upload
+from magicdec.runner.model_runner import ModelRunner, gather_vocab, greedy
+from magicdec.runner.sampling.coupled import perturb
+from magicdec.runner.sampling.metadata import SamplingMetadata
+from magicdec.runner.sampling.randomness import Purpose
+from magicdec.runner.sampling.sampling import probabilities, process, sample
+from magicdec.runner.sampling.verification import (
+    Judgement,
+    ancestor_mask,
+    count_accepted,
+    longest_path,
+    verify,
+    verify_tree,
+)
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Draft tokens of a batch and the distributions they were drawn from.
+
+    `probabilities` is None if the drafts were not drawn at random: with greedy requests and with
+    prompt lookup. With a `tree`, the drafts are its nodes 1 to K, and the probabilities are those
+    after each of its E expanded nodes, from which their children were drawn without replacement.
+    With `counts`, rows have different numbers of drafts, and the rest of their K is padding.
+    """
+
+    ids: Tensor  # int64 [B, K]
+    probabilities: Tensor | None = None  # float64 [B, K or E, V] over the whole vocabulary
+    tree: TreeShape | None = None  # None: the drafts are a chain
+    counts: Sequence[int] | None = None  # None: K for each row
+
+    def first(self, count: int) -> Proposal:
+        """The first `count` drafts of each row of a chain."""
+        assert self.tree is None, "a tree is judged as a whole"
+        probs = self.probabilities
+        return Proposal(self.ids[:, :count], None if probs is None else probs[:, :count])
+
+
+def join(proposals: Sequence[Proposal | None], counts: Sequence[Sequence[int]]) -> Proposal | None:
+    """The chains of several batches, one batch after the other, as one proposal. `counts` are those
+    of the rows of each batch, for which nothing may be proposed."""
+    chains = [proposal for proposal in proposals if proposal is not None]
+    if not chains:
+        return None
+    width, all_ids, all_probs = max(each.ids.shape[1] for each in chains), [], list[Tensor]()
+    sizes = {each.probabilities.shape[2] for each in chains if each.probabilities is not None}
+    for proposal, of_rows in zip(proposals, counts, strict=True):
+        chain = proposal or Proposal(chains[0].ids.new_zeros(len(of_rows), 0))
+        room = width - chain.ids.shape[1]
+        all_ids.append(F.pad(chain.ids, (0, room)))
+        for size in sizes:
+            if chain.probabilities is None:  # not drawn at random
+                all_probs.append(F.one_hot(all_ids[-1], size).double())
+            else:
+                all_probs.append(F.pad(chain.probabilities, (0, 0, 0, room)))
+    probs = torch.cat(all_probs) if all_probs else None
+    return Proposal(torch.cat(all_ids), probs, counts=[n for each in counts for n in each])
+
+
+def greedy_tokens(
+    runner: ModelRunner,
+    logits: Tensor,
+    sampling: SamplingMetadata,
+    drafts: Tensor | None = None,
+    is_before: Tensor | None = None,
+    places: Tensor | None = None,
+) -> Tensor:
+    """The greedy token ids [B, T] from this rank's logits [B, T, V], which are noted
+    (`SamplingMetadata.note`). They are the same on every rank of the runner's group.
+    `sampling.process` explains the T positions and `drafts`, and `judge` explains `places`, which
+    are for logits without penalties."""
+    if sampling.penalties is None:
+        first_row, flaws = runner.model.head_rows[0], sampling.flaws
+        ids, sums = greedy(logits, first_row, runner.group, flaws)
+        if sums is not None:
+            sampling.note_sums(sums, places)
+        return ids if places is None else ids[0, places]
+    return whole_logits(runner, logits, sampling, drafts, is_before).argmax(dim=-1)
+
+
+def whole_logits(
+    runner: ModelRunner,
+    logits: Tensor,
+    sampling: SamplingMetadata,
+    drafts: Tensor | None = None,
+    is_before: Tensor | None = None,
+) -> Tensor:
+    """The logits over the whole vocabulary after each request's penalties, float32 [B, T, V]. They
+    are noted (`SamplingMetadata.note`), and the same on every rank."""
+    whole = gather_vocab(logits, runner.vocab_places, runner.group)
+    sampling.note(whole)
+    return process(whole, sampling.penalties, drafts, is_before)
+
+
+def next_tokens(runner: ModelRunner, logits: Tensor, sampling: SamplingMetadata) -> Tensor:
+    """The next token of each request, int64 [B, 1], from this rank's logits [B, 1, V]."""
+    draws = sampling.draws
+    if draws is None:
+        return greedy_tokens(runner, logits, sampling)
+    probs = probabilities(whole_logits(runner, logits, sampling), draws.filters)
+    if draws.prompt_lens is not None:
+        positions = (draws.prompt_lens + draws.emitted).unsqueeze(1)
+        scores = perturb(probs, draws.seeds, positions, draws.filters.temperature)
+        return scores.argmax(dim=-1)
+    u = draws.ahead(1, Purpose.RESAMPLE)
+    return sample(probs[:, 0], u[:, 0]).unsqueeze(1)
+
+
+def draft_token(
+    runner: ModelRunner, logits: Tensor, sampling: SamplingMetadata, drafts: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The next draft token after `drafts` [B, k], from this rank's logits [B, 1, V] of the drafting
+    model. Returns its ids [B, 1], and the probabilities [B, 1, V] from which it was drawn; None
+    instead of these if all requests are greedy."""
+    draws = sampling.draws
+    if draws is None:
+        return greedy_tokens(runner, logits, sampling, drafts), None
+    probs = probabilities(whole_logits(runner, logits, sampling, drafts), draws.filters)
+    u = draws.ahead(1, Purpose.DRAFT, skip=drafts.shape[1])
+    return sample(probs[:, 0], u[:, 0]).unsqueeze(1), probs
+
+
+def confidence(runner: ModelRunner, logits: Tensor) -> Tensor:
+    """The probability of the likeliest token of each row, float64 [B], from this rank's logits
+    [B, 1, V]: before penalties, temperature and filters. The same on every rank."""
+    most, total = logits.amax(dim=-1).double(), logits.double().logsumexp(dim=-1)
+    most, total = runner.group.all_gather(torch.stack([most, total], dim=-1)).unbind(-1)
+    return (most.amax(dim=0) - total.logsumexp(dim=0)).exp()[:, 0]
+
+
+def judge(
+    runner: ModelRunner,
+    sampling: SamplingMetadata,
+    proposal: Proposal,
+    logits: Tensor,
+    places: Tensor | None = None,
+) -> Judgement:
+    """Verify a proposal of K drafts with this rank's logits [B, K+1, V], those of the newest token
+    and of the K drafts, which `sampling` notes. If rows have different numbers of drafts, the
+    logits are [1, N, V], and `places` [B, K+1] says which of the N are those."""
+    draws, drafts, tree = sampling.draws, proposal.ids, proposal.tree
+    counts = None if proposal.counts is None else upload(proposal.counts, drafts.device)
+    # Where only the likeliest tokens are needed, no logits are copied.
+    is_copied = draws is not None or sampling.penalties is not None
+    if places is not None and is_copied:
+        logits = logits[0, places]
+    if drafts.shape[1] == 0:
+        token = next_tokens(runner, logits, sampling)
+        return Judgement(torch.zeros_like(token[:, 0]), token)
+    assert draws is None or draws.prompt_lens is None, "only pipelined speculation couples drafts"
+    is_before = None if tree is None else ancestor_mask(tree, drafts.device)[:, 1:]
+    if draws is None:
+        target = greedy_tokens(
+            runner, logits, sampling, drafts, is_before, None if is_copied else places
+        )
+        if tree is not None:
+            return longest_path(tree, drafts, target)
+        return Judgement(count_accepted(drafts, target, counts), target)
+    whole = whole_logits(runner, logits, sampling, drafts, is_before)
+    probs, drawn_from = probabilities(whole, draws.filters), proposal.probabilities
+    depth = drafts.shape[1] if tree is None else tree.depth
+    resample = draws.ahead(depth + 1, Purpose.RESAMPLE)
+    if tree is None:
+        accept = draws.ahead(depth, Purpose.ACCEPT)
+        return Judgement.of(drafts, *verify(drafts, drawn_from, probs, accept, resample, counts))
+    accept = draws.ahead(depth, Purpose.ACCEPT, branches=tree.most_children)
+    return verify_tree(tree, drafts, drawn_from, probs, accept, resample)

@@ -1,0 +1,219 @@
+"""How much memory is still free, on the host, in its container or on a GPU, and for which ranks;
+and whether the memory plan of a run fits, before anything is allocated. The user gets one line with
+the plan, or one line of refusal with the numbers and with what would fit.
+
+Every rank makes its own plan and reads its own free memory. The readings may differ, so if one rank
+refuses, all refuse with the same message.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import astuple, dataclass, replace
+from pathlib import Path
+
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.distributed.groups import Launch, first_refusal
+from magicdec.setup.memory_plan import MemoryPlan, Models, plan_rank
+
+ROOT = Path("/")
+
+
+def free_device_memory(kind: str, local_rank: int) -> int | None:
+    """Free bytes of this rank's device; on a CPU those of the host. None if they are not known.
+    Raises ValueError if a GPU has not even room for a process."""
+    if kind == "cuda":
+        import torch
+
+        from magicdec.hardware.environment import device_of
+
+        try:
+            return int(torch.cuda.mem_get_info(device_of(kind, local_rank))[0])
+        except RuntimeError as error:
+            why = str(error).splitlines()[0]
+            raise ValueError(f"--device cuda: {why}; free the GPU, or choose cpu") from error
+    return free_host_memory()
+
+
+def free_host_memory(root: Path = ROOT) -> int | None:
+    """Bytes that can be allocated without swapping; the file cache counts as free. This is the
+    smallest of the host's free memory and of what the memory limits of the enclosing control groups
+    leave. None if /proc/meminfo does not say."""
+    try:
+        lines = (root / "proc/meminfo").read_text().splitlines()
+    except OSError:
+        return None
+    fields = dict(line.split(":", 1) for line in lines)
+    if "MemAvailable" not in fields:
+        return None
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    return max(0, min([available, *_left_by_groups(root)]))
+
+
+def _left_by_groups(root: Path) -> Iterator[int]:
+    """Free bytes under the memory limit of each control group (version 2 or 1) that has one, from
+    this process's group up to the root. In a container, the path that the kernel names may not be
+    mounted, but the root of the container's groups is."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return
+    for line in lines:
+        _, controllers, place = line.split(":", 2)
+        if controllers == "":
+            mount, limit, usage = "sys/fs/cgroup", "memory.max", "memory.current"
+        elif "memory" in controllers.split(","):
+            mount, limit, usage = (
+                *("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+            )
+        else:
+            continue
+        top = root / mount
+        directory = top / place.strip("/")
+        while directory.is_relative_to(top):
+            num_bytes = _left(directory, limit, usage)
+            if num_bytes is not None:
+                yield num_bytes
+            directory = directory.parent
+
+
+def _left(directory: Path, limit_file: str, used_file: str) -> int | None:
+    """The limit minus the memory in use. File cache that can be dropped does not count as in
+    use."""
+    try:
+        limit = (directory / limit_file).read_text().strip()
+        usage = int((directory / used_file).read_text())
+        stat = (directory / "memory.stat").read_text().splitlines()
+    except OSError:
+        return None
+    if limit == "max":
+        return None
+    counts = dict(line.split() for line in stat)
+    cache = int(counts.get("inactive_file", 0)) + int(counts.get("active_file", 0))
+    return int(limit) - usage + cache
+
+
+@dataclass(frozen=True)
+class Room:
+    """`free` bytes are free for all `ranks` together; None if it is not known."""
+
+    ranks: tuple[int, ...]
+    place: str
+    free: int | None
+
+    def describe(self, plan: MemoryPlan, what: str = "") -> str:
+        """The line to print about a plan of all `ranks`. `what` says of what, as ` for NAME`."""
+        text = f"{plan.describe()} {self.place}{what}"
+        if self.free is None:
+            return f"{text}; how much is free is not known here"
+        return f"{text}; {self.free / 1e9:.2f} GB free"
+
+    def refusal(self, plan: MemoryPlan) -> str | None:
+        """How much the plan needs and how much is free; None if it fits or that is not known."""
+        if self.free is None or plan.total <= self.free:
+            return None
+        return f"{plan.describe()} {self.place}, {self.free / 1e9:.2f} GB are free"
+
+
+def describe_place(config: ResolvedConfig, launch: Launch) -> str:
+    if config.parallel.device != "cpu":
+        return "on a rank's GPU"
+    count = launch.local_world_size
+    return "on this host" if count == 1 else f"on this host's {count} ranks"
+
+
+def find_room(config: ResolvedConfig, launch: Launch, num_gpus: int) -> Room:
+    """The room of this rank, on a host with `num_gpus` GPUs."""
+    ranks = sharing_ranks(config.parallel.device, launch, num_gpus)
+    place = describe_place(config, launch)
+    free = free_device_memory(config.parallel.device, launch.local_rank)
+    if config.parallel.device != "cpu" and len(ranks) > 1:
+        place = f"on the GPU that {len(ranks)} ranks share"
+    return Room(ranks, place, free)
+
+
+def sharing_ranks(kind: str, launch: Launch, num_gpus: int) -> tuple[int, ...]:
+    """The ranks of this host that share this rank's memory: all of them on a CPU, on CUDA those
+    with the same GPU."""
+    ranks = tuple(launch.local_ranks)
+    if kind == "cpu":
+        return ranks
+    return tuple(rank for rank in ranks if (rank - launch.rank) % max(1, num_gpus) == 0)
+
+
+def check_together(launch: Launch, check: Callable[[], str], topic: str = "refusals") -> str:
+    """The line that `check` returns on this rank. Raises ValueError on every rank if `check` does
+    so on one. Ranks that check several things together have a topic for each."""
+    try:
+        line, refusal = check(), ""
+    except ValueError as error:
+        line, refusal = "", str(error)
+    refusal = first_refusal(launch, refusal, topic)
+    if refusal:
+        raise ValueError(refusal)
+    return line
+
+
+def check_memory(config: ResolvedConfig, models: Models, launch: Launch, free: int | None) -> str:
+    """The line to print. `config` is resolved. `free` bytes are free on this rank's GPU, or on the
+    host for all its ranks; None if it is not known. Raises ValueError if the plan needs more."""
+    plan = needed(config, models, launch)
+    room, w = Room(tuple(launch.local_ranks), describe_place(config, launch), free), config.workload
+    if free is not None and (refusal := room.refusal(plan)):
+        raise ValueError(
+            f"--B {w.batch_size} --prefix_len {w.prefix_len} needs {refusal}; "
+            f"{advice(config, models, launch, free)}"
+        )
+    return room.describe(plan)
+
+
+def needed(
+    config: ResolvedConfig, models: Models, launch: Launch, keeps_queries: bool = True
+) -> MemoryPlan:
+    """On a CPU, the plan of all ranks of this host together. On CUDA, the plan of the rank that
+    needs most, so that every rank comes to the same result. `keeps_queries` as in `plan_rank`."""
+    group = config.parallel.rank_group
+    if config.parallel.device != "cpu":
+        plans = [plan_rank(config, models, rank, keeps_queries) for rank in group]
+        return max(plans, key=lambda p: p.total)
+    return add_up([plan_rank(config, models, rank, keeps_queries) for rank in launch.local_ranks])
+
+
+def planned(config: ResolvedConfig, models: Models) -> MemoryPlan:
+    """The plan of all ranks of the run together."""
+    group = config.parallel.rank_group
+    return add_up([plan_rank(config, models, rank) for rank in group])
+
+
+def add_up(plans: Sequence[MemoryPlan]) -> MemoryPlan:
+    return MemoryPlan(*map(sum, zip(*map(astuple, plans), strict=True)))
+
+
+def advice(config: ResolvedConfig, models: Models, launch: Launch, free: int) -> str:
+    """The largest B at this prefix and the largest prefix at this B, or that there is none."""
+
+    def fits(batch_size: int, prefix_len: int) -> bool:
+        w = config.workload
+        smaller = replace(w, batch_size=batch_size, prefix_len=prefix_len)
+        changed = replace(config, workload=smaller)
+        return needed(changed, models, launch).total <= free
+
+    w = config.workload
+    B = largest(lambda b: fits(b, w.prefix_len), w.batch_size)
+    prefix = largest(lambda p: fits(w.batch_size, p), w.prefix_len)
+    if B and prefix:
+        return f"--B {B} at this prefix or --prefix_len {prefix} at this B would fit"
+    if B:
+        return f"--B {B} at this prefix would fit"
+    if prefix:
+        return f"--prefix_len {prefix} at this B would fit, at this prefix not even --B 1"
+    alone = largest(lambda p: fits(1, p), w.prefix_len)
+    if alone:
+        return f"--B 1 --prefix_len {alone} would fit"
+    return "no --B and --prefix_len would fit: choose a smaller model, or more ranks elsewhere"
+
+
+def largest(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest number below `limit` that fits, or 0. If a number fits, all smaller ones do."""
+    return bisect_left(range(1, limit), True, key=lambda number: not fits(number))

@@ -1,0 +1,186 @@
+"""The memory plan of a run: what each rank will hold, computed before any of it is allocated.
+Arithmetic on the resolved config and the models' shapes; allocates nothing.
+
+Weights and KV caches are exact: `tests/unit/test_memory.py` compares them with what is allocated.
+What is needed for a short time beside them (`working_bytes`) is an estimate from the shapes of the
+tensors of the largest forward. Two things are not in the plan: the interpreter with its libraries,
+which is in memory already when the plan is made, and the repetition in a wider dtype that settles a
+difference of outputs, which few runs need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple, dataclass
+
+from magicdec.attention.backend import CallSize, backend_class
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.sections import SELF
+from magicdec.hardware.costs import DTYPE_BYTES, stored_bytes
+from magicdec.hardware.timing import BANDWIDTH_BYTES, GPU_BANDWIDTH_BYTES
+from magicdec.model.checkpoint.weight_files import READ_ELEMENTS
+from magicdec.model.config import ModelConfig
+from magicdec.model.linear.packed import INT4
+from magicdec.setup.model_plan import ModelPlan, max_tokens
+from magicdec.speculation.observation import heads_at_once
+from magicdec.speculation.policies.policy import load_policy, make_policy
+
+LIBRARY_BYTES = 64 << 20  # that kernels, threads and libraries take on a CPU at their first use
+
+
+def working_bytes(plan: ModelPlan) -> int:
+    """The largest of these: the forward of a chunk of a prompt, of a verification, or of a policy's
+    first choice; reading and converting a matrix; the buffer that measures the bandwidth. The
+    rotary table and what libraries take at their first use come on top."""
+    config, w, longest = plan.config, plan.config.workload, max_tokens(plan.config)
+    chunk = min(config.attention.prefill_chunk, w.prefix_len)
+    T = 1 + longest - w.prefix_len - w.num_new_tokens
+    observes = config.decoding.model_drafter == SELF and load_policy(config.kv.policy).needs_weights
+    buffer = BANDWIDTH_BYTES // plan.shard.size
+    needs = (
+        forward_bytes(plan, (1, chunk, longest)),
+        forward_bytes(plan, (w.batch_size, T, longest), observes)
+        + _logits_bytes(plan, w.batch_size * T),
+        first_choice_bytes(plan),
+        _loading_bytes(plan),
+        buffer if config.parallel.device == "cpu" else GPU_BANDWIDTH_BYTES,
+    )
+    libraries = LIBRARY_BYTES if config.parallel.device == "cpu" else 0
+    return max(needs) + longest * plan.model.head_dim * 4 + libraries
+
+
+def first_choice_bytes(plan: ModelPlan) -> int:
+    """What a policy needs for its choice after prefill: to run the newest prompt tokens a second
+    time, or to score the keys of one layer by the queries that prefill kept."""
+    config, policy, w = plan.config, make_policy(plan.config.kv), plan.config.workload
+    if config.decoding.model_drafter != SELF:
+        return 0
+    B, S, T = w.batch_size, w.prefix_len, policy.rerun_tokens(w.prefix_len)
+    forward = forward_bytes(plan, (B, T, S), policy.needs_weights)
+    rerun = B * T * plan.bytes_per_token + forward if T else 0
+    call = _call_size(plan, (B, min(policy.observed_tokens, S), S))
+    if not call.T:
+        return rerun
+    num_layers = plan.part_model.num_layers
+    queries = num_layers * B * call.T * call.num_heads * call.head_dim * call.dtype_bytes
+    choosing = queries + call.kv_bytes  # K of a layer, twice
+    if not policy.is_copied:
+        choosing += 4 * B * S * call.num_kv_heads * call.head_dim  # and in float32
+    else:
+        per_head = call.num_heads // call.num_kv_heads * call.T * S
+        num_heads = min(heads_at_once(config.parallel.device, per_head), B * call.num_kv_heads)
+        # Scores, their softmax in float32, and its sums before and after pooling.
+        choosing += num_heads * per_head * (call.dtype_bytes + 4) + 8 * B * call.num_kv_heads * S
+    return max(rerun, choosing)
+
+
+def forward_bytes(plan: ModelPlan, shape: tuple[int, int, int], observes: bool = False) -> int:
+    """One layer of a forward of shape (B rows, T new tokens a row, S cached tokens a row): the
+    residual stream twice and normed; the larger of attention's and the MLP's tensors, or in one
+    native call both, with the inputs of a matrix in float32; and what the backend allocates, also
+    to return its attention weights if the forward `observes` them."""
+    model, backend = plan.model, backend_class(plan.config.attention.backend)
+    call = _call_size(plan, shape)
+    first, last = plan.shard.split(model.intermediate_size)
+    heads = call.num_heads + call.num_kv_heads
+    of_attention, of_mlp = 3 * heads * model.head_dim, 4 * (last - first)
+    layer = 3 * model.hidden_size + max(of_attention, of_mlp)
+    if plan.kinds.native_steps == "on":
+        widest = max(model.hidden_size, call.num_heads * model.head_dim, last - first)
+        layer += min(of_attention, of_mlp) + 4 * widest // call.dtype_bytes
+    layer *= call.B * call.T * call.dtype_bytes
+    return layer + backend.working_bytes(call) + observes * backend.weights_bytes(call)
+
+
+def _call_size(plan: ModelPlan, shape: tuple[int, int, int]) -> CallSize:
+    model = plan.model
+    queries, keys = plan.shard.heads(model.num_heads, model.num_kv_heads)
+    num_heads, num_kv_heads = queries[1] - queries[0], keys[1] - keys[0]
+    dtype_bytes = DTYPE_BYTES[plan.config.model.dtype]
+    return CallSize(*shape, num_heads, num_kv_heads, model.cached_head_dim, dtype_bytes)
+
+
+def _logits_bytes(plan: ModelPlan, num_tokens: int) -> int:
+    """This rank's logits; to sample, all logits in float32 and three times in float64."""
+    config, vocab_size = plan.config, plan.model.vocab_size
+    first, last = plan.shard.split(vocab_size)
+    sampled = 0 if config.sampling.temperature == 0 else vocab_size * (4 + 3 * 8)
+    return num_tokens * ((last - first) * DTYPE_BYTES[config.model.dtype] + sampled)
+
+
+def _loading_bytes(plan: ModelPlan) -> int:
+    """The largest matrix a second time, while it is packed or quantised, and the part that is being
+    read in float32; for int8 also divided by its scales and rounded. A low-bit copy is made of a
+    matrix as it was read, and has a byte for each number until it is packed; one of int4 for a
+    standalone draft is made of the whole model."""
+    model, shard = plan.model, plan.shard
+    vocab, ffn = shard.split(model.vocab_size), shard.split(model.intermediate_size)
+    largest = max(vocab[1] - vocab[0], 2 * (ffn[1] - ffn[0])) * model.hidden_size
+    size = DTYPE_BYTES[plan.kinds.dtype]
+    if plan.kinds.weights == "int8":
+        return largest + READ_ELEMENTS * (4 + 4 + 1)
+    if plan.kinds.weights == INT4:
+        return stored_bytes(plan.part_model, shard, size, False) + largest + READ_ELEMENTS * 16
+    copying = 0 if plan.copy_kinds is None else largest + READ_ELEMENTS * 16
+    return largest * size + max(READ_ELEMENTS * 4, copying)
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes of one rank, or of several together. `working` is needed for a short time, the rest is
+    held for the whole run."""
+
+    weights: int
+    kv: int
+    draft_weights: int = 0  # of a standalone draft, or of self-speculation's low-bit copy
+    draft_kv: int = 0  # a standalone draft's cache, or what self-speculation keeps of its own
+    working: int = 0
+
+    @property
+    def total(self) -> int:
+        return sum(astuple(self))
+
+    def describe(self) -> str:
+        names = ("weights", "KV", "draft weights", "draft KV", "working")
+        parts = zip(names, astuple(self), strict=True)
+        listing = ", ".join(f"{name} {size / 1e9:.2f}" for name, size in parts if size)
+        return f"{self.total / 1e9:.2f} GB" + f" ({listing})" * bool(listing)
+
+
+@dataclass(frozen=True)
+class Models:
+    """Shapes of the target and of the standalone draft, if the run has one."""
+
+    target: ModelConfig
+    draft: ModelConfig | None = None
+
+
+def model_plans_of(config: ResolvedConfig, models: Models, rank: int) -> list[ModelPlan]:
+    """What a rank of a run holds. `config` is resolved."""
+    draft = config.draft
+    plans = [ModelPlan(config, models.target, config.parallel.rank_group, rank)]
+    if draft is not None and models.draft is not None and rank in draft.rank_group:
+        plans.append(ModelPlan(config, models.draft, draft.rank_group, rank, is_draft=True))
+    return plans
+
+
+def plan_of(plans: Sequence[ModelPlan], keeps_queries: bool = True) -> MemoryPlan:
+    """The plan of one rank. `keeps_queries`: prompts are prefilled, and the queries that the KV
+    policy asks for are kept."""
+    targets = [each for each in plans if not each.is_draft]
+    drafts = [each for each in plans if each.is_draft]
+    kept = sum(each.policy_bytes + keeps_queries * each.query_bytes for each in plans)
+    return MemoryPlan(
+        sum(each.weight_bytes for each in targets),
+        sum(each.kv_bytes for each in targets),
+        sum(each.weight_bytes for each in drafts) + sum(each.copy_bytes for each in targets),
+        sum(each.kv_bytes for each in drafts) + kept,
+        max(map(working_bytes, targets or drafts), default=0),
+    )
+
+
+def plan_rank(
+    config: ResolvedConfig, models: Models, rank: int, keeps_queries: bool = True
+) -> MemoryPlan:
+    """The plan of one rank of a run."""
+    return plan_of(model_plans_of(config, models, rank), keeps_queries)

@@ -1,0 +1,252 @@
+"""ModelPlan: a model that a rank will hold, or the part of it that a stage has, with its KV cache.
+Lists of these say what the ranks of a command hold. The memory plan adds them up (`memory.plan`),
+and `setup.loading` loads them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from fractions import Fraction
+
+from magicdec.attention.backend import backend_class
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.sections import SELF
+from magicdec.distributed.tensor_parallel import Shard
+from magicdec.hardware.costs import (
+    DTYPE_BYTES,
+    OF_LOW_BIT,
+    kv_bytes_per_token,
+    low_bit_bytes,
+    matrices,
+    stored_bytes,
+)
+from magicdec.kv.view import WEIGHTS_BLOCK, SinksAndWindow
+from magicdec.model.config import ModelConfig
+from magicdec.model.linear.packed import TILE, WIDTH
+from magicdec.names import LOW_BIT
+from magicdec.speculation.policies.policy import make_policy
+from magicdec.speculation.rolling_runner import BLOCK_SIZE, blocks_held
+
+
+def max_tokens(config: ResolvedConfig) -> int:
+    """Cached tokens of a row at most. The newest token is never cached, but a verification caches
+    its draft tokens too."""
+    w, d = config.workload, config.decoding
+    num_drafts = 0 if d.strategy == "autoregressive" else d.most_draft_tokens
+    return w.prefix_len + w.num_new_tokens + num_drafts
+
+
+def max_following(config: ResolvedConfig, row_tokens: int) -> int:
+    """Tokens that follow a prompt at most in a row of `row_tokens`, drafts included. A short prompt
+    may be followed by more than the longest is."""
+    w = config.workload
+    return min(row_tokens, row_tokens - w.prefix_len + w.extra_new_tokens)
+
+
+@dataclass(frozen=True)
+class Kinds:
+    """How a model is stored and computed. Activations are in `dtype`, matrices in `weights` (either
+    `dtype`, int8 or, of a draft, int4). `linear` and `elementwise` name the kernels for matrix
+    products and for the elementwise operations; `native_steps` is on or off."""
+
+    dtype: str
+    weights: str
+    linear: str = "torch"
+    elementwise: str = "torch"
+    native_steps: str = "off"
+
+    @classmethod
+    def of(cls, config: ResolvedConfig, is_draft: bool = False) -> Kinds:
+        """Those of a run's target, or of its standalone draft."""
+        section = config.model
+        kinds = cls(
+            section.dtype, section.target_dtype, section.linear, section.elementwise,
+            section.native_steps,
+        )  # fmt: skip
+        if not is_draft:
+            return kinds
+        assert config.draft is not None, "the run has a draft"
+        draft = config.draft
+        return replace(kinds, weights=draft.draft_dtype, native_steps=draft.native_steps)
+
+
+@dataclass(frozen=True)
+class StagePart:
+    """What a stage of a pipeline has of a model: `layers` (None: all), and the embedding, the final
+    norm and the head if it `has_ends` (None: those of them that belong to its layers)."""
+
+    layers: range | None = None
+    has_ends: bool | None = None
+
+
+@dataclass(frozen=True)
+class ModelPlan:
+    """`ranks` share the layers of the target or, if it `is_draft`, of the standalone draft, of
+    which `rank` has its shard. A stage has a `part` of them.
+
+    Every row of the cache has room for `row_tokens` (default: those of the config).
+    `block_tokens` is the size of a block, and `cache_tokens` what the cache holds of all rows
+    together, each rounded up; by default the backend chooses, and there is room for all rows."""
+
+    config: ResolvedConfig
+    model: ModelConfig
+    ranks: tuple[int, ...]
+    rank: int
+    part: StagePart = StagePart()
+    is_draft: bool = False
+    row_tokens: int | None = None
+    block_tokens: int | None = None
+    cache_tokens: int | None = None
+
+    @property
+    def shard(self) -> Shard:
+        return Shard(self.ranks.index(self.rank), len(self.ranks))
+
+    @property
+    def kinds(self) -> Kinds:
+        return Kinds.of(self.config, self.is_draft)
+
+    @property
+    def copy_kinds(self) -> Kinds | None:
+        """Those of the low-bit copy with which the target drafts for itself; None if there is none.
+        Packed int8 layers are for bfloat16."""
+        weights, kinds = self.config.low_bit, self.kinds
+        if self.is_draft or weights is None:
+            return None
+        if weights == "int8" and kinds.dtype == "float32":
+            kinds = replace(kinds, linear="torch", native_steps="off")
+        return replace(kinds, weights=weights)
+
+    @property
+    def copy_bytes(self) -> int:
+        """Bytes of that copy."""
+        kinds = self.copy_kinds
+        if kinds is None:
+            return 0
+        own = low_bit_bytes(self.part_model, self.shard, kinds.weights)
+        return own + self.padding_bytes(kinds, True)
+
+    @property
+    def layers(self) -> range:
+        return range(self.model.num_layers) if self.part.layers is None else self.part.layers
+
+    @property
+    def part_model(self) -> ModelConfig:
+        """The model as if it had no other layers."""
+        return replace(self.model, num_layers=len(self.layers))
+
+    @property
+    def backend(self) -> str:
+        draft = self.config.draft if self.is_draft else None
+        return self.config.attention.backend if draft is None else draft.backend
+
+    @property
+    def num_rows(self) -> int:
+        return self.config.workload.batch_size
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a row at most."""
+        return self.row_tokens or max_tokens(self.config)
+
+    @property
+    def rolling_rule(self) -> SinksAndWindow | None:
+        """What a cache that forgets keeps; None if it keeps everything."""
+        policy = make_policy(self.config.kv)
+        if not (self.is_draft and policy.can_roll):
+            return None
+        assert isinstance(policy, SinksAndWindow), "the rule of a policy that can roll"
+        return policy
+
+    @property
+    def tail(self) -> int:
+        """Tokens after the window of a cache that forgets: a chunk of a prompt, or drafts."""
+        chunk = min(self.config.attention.prefill_chunk, self.config.workload.prefix_len)
+        return chunk + self.config.decoding.most_draft_tokens
+
+    def storage(self) -> tuple[int, int]:
+        """(tokens in a block, blocks) of the cache."""
+        if self.rolling_rule is not None:
+            num_blocks = blocks_held(self.tokens, self.rolling_rule, self.tail)
+            return BLOCK_SIZE, self.num_rows * num_blocks
+        size = backend_class(self.backend)().block_size(self.block_tokens or self.tokens)
+        if self.cache_tokens is not None:
+            return size, -(-self.cache_tokens // size)
+        return size, self.num_rows * -(-self.tokens // size)
+
+    @property
+    def ends(self) -> tuple[bool, bool]:
+        """Whether the part has the embedding, and whether it has the head."""
+        if self.part.has_ends is not None:
+            return self.part.has_ends, self.part.has_ends
+        return self.layers.start == 0, self.layers.stop == self.model.num_layers
+
+    @property
+    def weight_bytes(self) -> int:
+        kinds = self.kinds
+        own = stored_bytes(
+            self.part_model, self.shard, DTYPE_BYTES[kinds.dtype], kinds.linear == "packed",
+            kinds.weights if kinds.weights in LOW_BIT else None, *self.ends,
+        )  # fmt: skip
+        return own + self.padding_bytes(kinds, self.ends[1])
+
+    def padding_bytes(self, kinds: Kinds, has_head: bool) -> int:
+        """Bytes with which packed matrices are filled up: outputs to whole blocks, and inputs to
+        whole tiles in int8 and to pairs in bfloat16."""
+        if kinds.linear != "packed":
+            return 0
+        low_bit = kinds.weights if kinds.weights in LOW_BIT else None
+        size = Fraction(DTYPE_BYTES[kinds.dtype]) if low_bit is None else OF_LOW_BIT[low_bit]
+        part = TILE if low_bit == "int8" else 2 if low_bit is None and size == 2 else 1
+        shapes = matrices(self.part_model, self.shard)
+        numbers = sum(
+            -(-outputs // WIDTH) * WIDTH * -(-inputs // part) * part - outputs * inputs
+            for outputs, inputs in (shapes if has_head else shapes[:-1])
+        )
+        return int(numbers * size)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Bytes of the cache."""
+        size, num_blocks = self.storage()
+        return size * num_blocks * self.bytes_per_token
+
+    @property
+    def policy_bytes(self) -> int:
+        """Bytes of what the KV policy keeps beside the cache for drafts of this model: a copy of
+        what it chose, or what it chooses by."""
+        config, policy = self.config, make_policy(self.config.kv)
+        is_self = config.decoding.model_drafter == SELF
+        if not (self.is_draft or is_self):
+            return 0
+        if policy.is_copied:  # with room for the tokens that follow
+            chosen = policy.copied_tokens(config.workload.prefix_len)
+            copied = min(chosen + max_following(config, self.tokens), self.tokens)
+            block = backend_class(self.backend)().block_size(copied)
+            num_tokens = self.num_rows * -(-copied // block) * block
+            return num_tokens * self.bytes_per_token
+        if not is_self:
+            return 0
+        queries, (first, last) = self.shard.heads(self.model.num_heads, self.model.num_kv_heads)
+        group = (queries[1] - queries[0]) // (last - first)
+        blocks = -(-self.tokens // WEIGHTS_BLOCK)
+        numbers = policy.state_numbers(blocks, self.model.cached_head_dim, group)
+        return self.part_model.num_layers * self.num_rows * (last - first) * numbers * 4
+
+    @property
+    def query_bytes(self) -> int:
+        """Bytes of the queries of each prompt's newest tokens, which prefill keeps for the KV
+        policy."""
+        if not (self.is_draft or self.config.decoding.model_drafter == SELF):
+            return 0
+        w, heads = self.config.workload, (self.model.num_heads, self.model.num_kv_heads)
+        first, last = self.shard.heads(*heads)[0]
+        tokens = w.batch_size * min(make_policy(self.config.kv).observed_tokens, w.prefix_len)
+        numbers = self.part_model.num_layers * (last - first) * self.model.cached_head_dim
+        return tokens * numbers * DTYPE_BYTES[self.config.model.dtype]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of K and V of a token in the cache."""
+        size = DTYPE_BYTES[self.config.model.dtype]
+        return kv_bytes_per_token(self.part_model, self.shard, size)

@@ -1,0 +1,198 @@
+"""BlockSelection and BlockKV: a draft reads sinks, a window of the newest tokens, and between them
+the top-k blocks of the runner's own cache by a score; nothing is copied.
+
+Owns the arithmetic of this choice and the time at which it is made: once a step, so that all draft
+forwards between two verifications share it. The policy computes the scores.
+
+Shapes: L layers, B rows, G KV heads of this rank, R ranges.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from dataclasses import dataclass, replace
+from typing import ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from magicdec.config.sections import KVSection
+from magicdec.kv.cache import BatchRows, Lengths, Rows
+from magicdec.kv.view import WEIGHTS_BLOCK as BLOCK
+from magicdec.kv.view import ChosenRanges, Visible
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.speculation.block_choice import top_blocks
+from magicdec.speculation.draft_kv import AcceptedPath, DraftKV
+from magicdec.speculation.observation import sum_over_replicas
+from magicdec.speculation.policies.policy import KVPolicy, check_sinks
+
+Number = TypeVar("Number", int, Tensor)
+
+
+@dataclass(frozen=True)
+class BlockSelection(KVPolicy):
+    """At most `budget` committed tokens: `num_sink_tokens` sinks, the newest `window` and up to
+    BLOCK - 1 more, so that blocks end where the window begins, and blocks in between.
+
+    If the model has a `sliding_window`, nothing is chosen from before the window of the next token.
+    The few chosen tokens that leave the window during the drafts of a step are masked."""
+
+    settings: ClassVar[tuple[str, ...]] = ("budget", "num_sink_tokens", "recent_window")
+    needs_verification: ClassVar[bool] = True
+    num_sink_tokens: int
+    window: int
+    budget: int
+    sliding_window: int | None = None  # the model's, where texts get past it
+
+    def __post_init__(self) -> None:
+        room = self.budget - self.num_sink_tokens
+        if self.num_sink_tokens < 0 or not 1 <= self.window <= room:
+            raise ValueError(
+                f"KV budget {self.budget} has no room for {self.num_sink_tokens} sink tokens and "
+                f"a window of {self.window}"
+            )
+
+    @classmethod
+    def build(cls, kv: KVSection) -> BlockSelection:
+        return cls(kv.num_sink_tokens, kv.num_recent_tokens, kv.budget)
+
+    @classmethod
+    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str | None) -> None:
+        check_sinks(kv, flag)
+        if kv.num_sink_tokens + kv.num_recent_tokens > kv.budget:
+            raise ValueError(
+                f"--recent_window {kv.num_recent_tokens} does not fit "
+                f"{flag or '--budget'} {kv.budget} beside "
+                f"--num_sink_tokens {kv.num_sink_tokens}"
+            )
+
+    def draft_reads(self, context: int) -> tuple[int, Visible]:
+        return context, self
+
+    def sinks(self, committed: Number) -> tuple[Number, Number]:
+        """The range of the sinks that a row of that length can see."""
+        first = committed * 0
+        if self.sliding_window is not None:
+            first = _positive(committed + 1 - self.sliding_window)
+        return first, first + _positive(self.num_sink_tokens - first)
+
+    def split(self, committed: Number) -> tuple[Number, Number]:
+        """Where the window of a row of that length begins, and how many blocks are read before
+        it."""
+        first, last = self.sinks(committed)
+        room = self.budget - (last - first)
+        start = (committed - self.window) // BLOCK * BLOCK
+        # Conditions are factors, so that numbers and tensors of them are served alike.
+        is_long, is_short = committed - first > self.budget, committed - first <= self.budget
+        has_room = committed - start <= room
+        is_tight = committed - start > room  # too small a budget to begin with a block
+        begin = has_room * start + is_tight * (committed - room)
+        num_blocks = has_room * ((room - committed + start) // BLOCK)
+        return is_short * first + is_long * begin, is_long * num_blocks
+
+    def num_visible(self, committed: int) -> int:
+        start, num_blocks = self.split(committed)
+        first, last = self.sinks(committed)
+        return min(last, start) - first + num_blocks * BLOCK + committed - start
+
+    def most_visible(self, committed: int) -> int:
+        return min(committed, self.budget)
+
+    def ranges(self, committed: Tensor) -> Tensor:
+        """The newest blocks, while nothing is known of the attention."""
+        lengths = committed.tolist()
+        most = max(self.split(length)[1] for length in lengths)
+        recency = torch.arange(-(-max(lengths) // BLOCK), device=committed.device)
+        scores = recency.float().expand(1, len(lengths), 1, -1)
+        return self.top_blocks(committed, scores, most)[0, :, 0]
+
+    def top_blocks(self, committed: Tensor, scores: Tensor, most: int) -> Tensor:
+        """Ranges [L, B, G, R, 2] of rows with `committed` [B] tokens, given the scores [L, B, G,
+        blocks] of their blocks, 0 or more; no row takes more than `most` of them."""
+        firsts, lasts = self.sinks(committed)
+        starts, counts = self.split(committed)
+        block = torch.arange(scores.shape[3], device=scores.device)
+        eligible = block * BLOCK >= lasts.unsqueeze(1)  # [B, blocks]
+        eligible &= block < starts.unsqueeze(1) // BLOCK
+        eligible_scores = scores.masked_fill(~eligible[:, None], -1.0)
+        best = eligible_scores.topk(most, dim=3).indices  # [L, B, G, most], the best first
+        is_taken = torch.arange(most, device=scores.device) < counts.view(-1, 1, 1)
+        # What a row does not take becomes an empty range where its window begins.
+        begin = torch.where(is_taken, best * BLOCK, starts.view(-1, 1, 1)).sort(dim=3).values
+        stop = torch.minimum(begin + BLOCK, starts.view(-1, 1, 1))
+        always = torch.stack([firsts, torch.minimum(lasts, starts), starts, committed], dim=1)
+        always = always.view(-1, 1, 2, 2).expand(*begin.shape[:3], 2, 2)  # sinks and window
+        blocks = torch.stack([begin, stop], dim=4)
+        return torch.cat([always[..., :1, :], blocks, always[..., 1:, :]], dim=3)
+
+
+@dataclass(frozen=True)
+class BlockRanges(ChosenRanges):
+    """A policy whose choice of ranges for one batch is made."""
+
+    policy: BlockSelection
+    key_ranges: Tensor
+
+    def num_visible(self, committed: int) -> int:
+        return self.policy.num_visible(committed)
+
+    def most_visible(self, committed: int) -> int:
+        return self.policy.most_visible(committed)
+
+
+class BlockKV(DraftKV):
+    """A subclass says how blocks are scored, and keeps what it needs for that up to date."""
+
+    def __init__(self, runner: ModelRunner, policy: BlockSelection) -> None:
+        self.policy = replace(policy, sliding_window=runner.window)
+        super().__init__(runner, self.policy)
+        # Whole KV blocks: the bound of a row whose length only the device knows.
+        self.num_blocks = -(-runner.cache.tokens_per_row // BLOCK)
+        self._choice: tuple[Lengths, BlockRanges, tuple[int, ...]] | None = None
+
+    @abstractmethod
+    def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> tuple[Tensor, Tensor]:
+        """The score of the first `num_blocks` blocks of each row, or of more, by the query heads of
+        this rank, float32 [L, any, G, blocks]; and the index [B] of each of `rows` in the second
+        dimension, so that nothing need be copied."""
+
+    def select(self, rows: Rows, committed: Lengths) -> Visible:
+        rows = BatchRows.of(rows, self.runner.device)
+        if self._choice is None or not self._is_chosen_for(rows, committed):
+            chosen = BlockRanges(self.policy, self._choose(rows, committed))
+            self._choice = committed, chosen, rows.numbers
+        return self._choice[1]
+
+    def _choose(self, rows: BatchRows, committed: Lengths) -> Tensor:
+        """Ranges [L, B, G, R, 2]. The choice in native code, for a runner with native steps, may
+        take other blocks of equal scores, which are rare."""
+        runner, policy, lengths = self.runner, self.policy, committed.bounds
+        num_blocks = min(self.num_blocks, -(-max(lengths) // BLOCK))
+        most = policy.budget // BLOCK
+        if not rows.is_captured:
+            most = max(policy.split(length)[1] for length in lengths)
+        most = min(most, num_blocks)
+        scores, index = self.scores(rows, committed, num_blocks)
+        is_native = runner.executor is not None
+        if not is_native or runner.model.shard.replicates(runner.model.config.num_kv_heads):
+            scores = sum_over_replicas(runner, scores[:, index, :, :num_blocks])
+            index = torch.arange(len(rows))
+        if not is_native:
+            return policy.top_blocks(committed.tensor, scores, most)
+        sinks, splits = zip(*((policy.sinks(n), policy.split(n)) for n in lengths), strict=True)
+        split = (*zip(*sinks, strict=True), *zip(*splits, strict=True), lengths)
+        return top_blocks(scores, index, split, most)
+
+    def _is_chosen_for(self, rows: BatchRows, committed: Lengths) -> bool:
+        """Lengths that only the device knows are the same if they are one object."""
+        assert self._choice is not None, "asked of a choice"
+        lengths, _, numbers = self._choice
+        is_equal = not rows.is_captured and lengths.bounds == committed.bounds
+        return lengths is committed or (is_equal and numbers == rows.numbers)
+
+    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
+        self._choice = None
+
+
+def _positive(number: Number) -> Number:
+    return number * (number > 0)

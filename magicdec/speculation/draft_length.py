@@ -1,0 +1,302 @@
+"""DraftLength: how many tokens a speculative step drafts. The number is given, or it is the one
+that is expected to be fastest.
+
+Owns the choice; `forecast` counts acceptance and knows the time of a step. Must not
+know how anything is drafted or verified: its caller measures the steps.
+
+The objective is the time until every row of the batch has its tokens. To draft nothing is one of
+the choices. Rows that accept less end later, and the last steps serve only these rows, which costs
+about 5 % over 128 tokens of 8 rows. Source: Leviathan et al. 2023, section 3.5, with measured times
+instead of one cost ratio, and acceptance by position and row instead of one rate.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from statistics import median
+
+import torch
+
+from magicdec.config.sections import MOST_DRAFT_TOKENS, DecodingSection
+from magicdec.distributed.groups import Group
+from magicdec.kv.cache import upload
+from magicdec.runner.request import Batch
+from magicdec.speculation import forecast
+from magicdec.speculation.forecast import Acceptance, ChainLengths, StepTimes, tokens_of_steps
+
+Measure = Callable[[Batch], Sequence[float]]
+"""Gives the seconds of a step of the batch with 0, 1, 2, ... draft tokens. Changes nothing."""
+
+
+WINDOW = 32  # most steps between two decisions: a decision takes about 5 % of a short step
+MARGIN = 1.03  # predicted speedup needed to draft: the best of many predictions is too optimistic
+PROBE_COST = 0.005  # share of the time that may go into steps of the kind that was not chosen
+MIN_PROBE_STEPS = 32
+COST_UNIT = 10**4  # a cost of 1 as it is broadcast
+
+
+@dataclass(frozen=True)
+class DraftCost:
+    """What a step takes more for its drafts, in steps of decoding: a part of its own, and one for
+    each draft token of a row, its verification included."""
+
+    step: float
+    token: float
+
+    def __call__(self, tokens: float) -> float:
+        """The time of a step with so many draft tokens a row, in steps of decoding."""
+        return 1 + self.step + self.token * tokens
+
+
+LOOKUP = DraftCost(0.2, 0.15)  # of drafts that a lookup makes, as long as nothing is known
+
+
+class DraftLength(ABC):
+    """By default it measures nothing, and counts acceptance if it has something to count with."""
+
+    most: int
+    """The largest number of tokens that a step drafts."""
+    choices: Sequence[int]
+    """The numbers of tokens that a step may draft."""
+    calibration_s: float | None = None
+    """Seconds that `begin` has spent on measuring so far; None if it never measures."""
+
+    cost: DraftCost | None = None
+    """None if it is not known. The same on every rank."""
+    lookup_cost: DraftCost | None = None
+    """The cost of a step in which lookups alone draft, beside a model. None if it is not known. The
+    same on every rank."""
+    acceptance: Acceptance | None = None
+    """What was accepted of that which a model drafted, in earlier passes too; None if nobody needs
+    to know. The same on every rank."""
+
+    def begin(self, batch: Batch, measure: Measure) -> None:
+        """Prepare for decoding `batch`, in which some requests may have been running for a while.
+        The time of this call is not part of any decode step."""
+        if self.acceptance is not None:
+            # Of a request that begins, nothing is known yet: not what it accepted in another pass.
+            running = {r.request_id for r in batch.requests if len(r.output_ids) > 1}
+            self.acceptance.keep_rows(running)
+
+    def forget_times(self) -> None:
+        """Called after the warm-up: the next batch of each shape is measured again."""
+        return None
+
+    @abstractmethod
+    def lengths(self, batch: Batch) -> list[int]:
+        """The number of draft tokens of each row in the next step. The same on every rank."""
+
+    def observe(
+        self,
+        batch: Batch,
+        num_drafted: int,
+        accepted: Sequence[int],
+        seconds: float | None,
+        judged: Sequence[int],
+        verified: int | None = None,
+    ) -> None:
+        """A step, or a part of it, has drafted `num_drafted` tokens for each row of `batch`, which
+        may be fewer than `lengths` said, and has verified as many, or `verified` on average.
+        `seconds` is None if its time is not that of such a step alone. `accepted` is the number
+        that each row accepted, empty if nothing was drafted. `judged` are the tokens of each row
+        that say what is accepted: those that were asked of a model, also if it drafted fewer."""
+        if self.acceptance is not None and any(judged):
+            requests = [r.request_id for r in batch.requests]
+            self.acceptance.observe(requests, judged, accepted or [0] * len(requests))
+
+
+class FixedLength(DraftLength):
+    def __init__(self, most: int, acceptance: Acceptance | None = None) -> None:
+        self.most, self.choices, self.acceptance = most, (most,), acceptance
+
+    def lengths(self, batch: Batch) -> list[int]:
+        return [self.most] * len(batch.requests)
+
+
+class AutoLength(DraftLength):
+    """Chooses among chains every few steps on the first rank, which broadcasts the choice.
+
+    It is kept for all passes of a run. The times of a batch size and context length, and the
+    acceptance, are used for later batches too. With `per_row`, a step may draft for some rows and
+    not for others, if that yields more tokens a second although each group takes a forward.
+    (Padding costs as much as drafting for all rows.) With a `given` cost no time is measured, and
+    the choice follows from what was accepted alone.
+    """
+
+    acceptance: Acceptance
+
+    def __init__(
+        self,
+        most: int,
+        group: Group,
+        device: torch.device,
+        per_row: bool = False,
+        given: DraftCost | None = None,
+    ) -> None:
+        self.most, self.group, self.device = most, group, device
+        self.per_row, self.given = per_row, given
+        few = min(most, MOST_DRAFT_TOKENS)
+        # All that a model may draft, and few of the longer ones of a lookup: each takes time.
+        self.choices = sorted({*range(few + 1), *range(few, most, MOST_DRAFT_TOKENS), most})
+        # Acceptance of the tokens that were asked for, whether they were drafted or not: it does
+        # not depend on the draft length, while that of drafted tokens would be of confident ones.
+        self.acceptance, self.chains = Acceptance(most), ChainLengths(most)
+        self.calibration_s: float = 0.0
+        # By the rows in powers of 2, and the context in powers of sqrt(2).
+        self._times: dict[tuple[int, int], StepTimes] = {}
+        self._window, self._left, self._rows = 1, 0, 0
+        self._then = 0  # of all steps of the window but the first
+        self._split: dict[int, int] = {}  # draft tokens by request, if they differ
+        self._since = {False: 0, True: 0}  # steps since the last one without drafts, and with
+        # Of steps of lookups alone: their time in steps of decoding, and the drafts of a row.
+        self._lookups = deque[tuple[float, int]](maxlen=16)
+
+    def begin(self, batch: Batch, measure: Measure) -> None:
+        rows, longest = len(batch.requests), max(r.num_cached for r in batch.requests)
+        key = math.ceil(math.log2(rows)), round(2 * math.log2(max(longest, 1)))
+        known = self._times.get(key)
+        was_disturbed = upload([known is not None and known.was_disturbed], self.device)
+        if known is None or self.group.broadcast(was_disturbed, 0).item():
+            started = time.perf_counter()
+            measured = measure if self.given is None else self._given_seconds
+            of_all = measured(batch)
+            one = Batch(batch.requests[:1])
+            self._times[key] = StepTimes(rows, of_all, of_all if rows == 1 else measured(one))
+            self.calibration_s += time.perf_counter() - started
+        self.times = self._times[key]
+        self._left = 0
+        super().begin(batch, measure)
+
+    def _given_seconds(self, batch: Batch) -> list[float]:
+        assert self.given is not None
+        return [1.0, *map(self.given, range(1, self.most + 1))]
+
+    def forget_times(self) -> None:
+        self._times.clear()
+
+    def lengths(self, batch: Batch) -> list[int]:
+        count, ids = self._then, [r.request_id for r in batch.requests]
+        if self._left == 0 or len(ids) != self._rows:
+            self._rows, before = len(ids), (self._then, self._split)
+            decision = upload(self.decide(batch), self.device)
+            numbers = self.group.broadcast(decision, 0).tolist()
+            costs, (count, self._then, *split) = [n / COST_UNIT for n in numbers[:4]], numbers[4:]
+            self.cost, self.lookup_cost = DraftCost(*costs[:2]), DraftCost(*costs[2:])
+            self._split = dict(zip(ids, split, strict=True)) if any(split) else {}
+            # After a change the next decision comes soon, because the change may be wrong.
+            is_kept = before == (self._then, self._split)
+            self._left = self._window = min(2 * self._window, WINDOW) if is_kept else 2
+        self._left -= 1
+        by_request = self._split if count == self._then else {}
+        if count == 0 and not by_request:
+            return [0] * len(ids)
+        # A step with g drafts may emit g + 1 tokens: no more than the longest row still wants.
+        most = max(r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests) - 1
+        return [min(by_request.get(request, count), most) for request in ids]
+
+    def decide(self, batch: Batch) -> list[int]:
+        """`cost` and `lookup_cost` in whole numbers, the number of draft tokens of the next step,
+        of the steps after it, and what `_split_rows` returns. Sometimes the next step is of the
+        other kind (with or without drafts), to measure it."""
+        self.times.settle()
+        until_done = self.predict(batch)
+        drafting = min(self.choices[1:], key=until_done.__getitem__)
+        best = drafting if until_done[drafting] * MARGIN < until_done[0] else 0
+        rows, other = len(batch.requests), 0 if best else 1
+        seconds = {k: self.seconds(rows, k) for k in self.choices}
+        expected = [mean for mean, _ in tokens_of_steps(self.acceptance.rates())]
+        # The time of a step of the other kind, without the time that its tokens save.
+        lost_s = seconds[other] - expected[other] * seconds[best] / expected[best]
+        steps = max(MIN_PROBE_STEPS, lost_s / (PROBE_COST * seconds[best]))
+        # A step with drafts is useless if it would be slower with all its drafts accepted.
+        hope = max((k + 1) / self.times(rows, k) for k in self.choices)
+        useful = best > 0 or hope * seconds[0] > MARGIN
+        first = other if useful and self._since[other > 0] >= steps else best
+        few = min(self.most, MOST_DRAFT_TOKENS)
+        # A step of decoding that was disturbed takes longer than one with drafts.
+        token = max(0.0, seconds[few] - seconds[1]) / max(1, few - 1)
+        step = max(0.0, seconds[1] - token - seconds[0])
+        cost = DraftCost(step / seconds[0], token / seconds[0])
+        lookup = self._cost_of_lookup(cost)
+        costs = [cost.step, cost.token, lookup.step, lookup.token]
+        whole = [round(each * COST_UNIT) for each in costs]
+        return [*whole, first, best, *self._split_rows(batch, best, drafting)]
+
+    def _cost_of_lookup(self, cost: DraftCost) -> DraftCost:
+        """A lookup saves the draft, which is taken to be half of what a token costs."""
+        token = min(LOOKUP.token, cost.token / 2)
+        steps = [time - 1 - token * count for time, count in self._lookups]
+        return DraftCost(max(0.0, min(cost.step, median(steps or [LOOKUP.step]))), token)
+
+    def _split_rows(self, batch: Batch, best: int, count: int) -> list[int]:
+        """The number of draft tokens of each row, `count` or 0; all 0, or none, if each row is to
+        draft `best` tokens."""
+        if not self.per_row:
+            return []
+        rows = len(batch.requests)
+        rates = [self.acceptance.rates(r.request_id) for r in batch.requests]
+        tokens = [tokens_of_steps(of_row)[count][0] for of_row in rates]
+        uniform = (sum(tokens) if best else rows) / self.seconds(rows, best)
+        split = forecast.fastest_split(tokens, count, MARGIN * uniform, self.seconds)
+        return [count * is_drafting for is_drafting in split]
+
+    def predict(self, batch: Batch) -> dict[int, float]:
+        """Seconds until `batch` has all its tokens, by the number of draft tokens in each step."""
+        remaining = [r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests]
+        steps = [tokens_of_steps(self.acceptance.rates(r.request_id)) for r in batch.requests]
+        return {
+            count: forecast.seconds_until_done(
+                remaining, [of_row[count] for of_row in steps], partial(self.seconds, asked=count)
+            )
+            for count in self.choices
+        }
+
+    def seconds(self, rows: int, asked: int) -> float:
+        """The expected time of a step of which `asked` draft tokens are asked."""
+        return self.chains.mean(asked, partial(self.times, rows))
+
+    def observe(
+        self,
+        batch: Batch,
+        num_drafted: int,
+        accepted: Sequence[int],
+        seconds: float | None,
+        judged: Sequence[int],
+        verified: int | None = None,
+    ) -> None:
+        is_drafting = any(judged)
+        seconds = seconds if self.given is None else None
+        if num_drafted > 0 and not is_drafting:
+            if seconds is not None:
+                decode_s = self.times(len(batch.requests), 0)
+                self._lookups.append((seconds / decode_s, verified or num_drafted))
+            return
+        self._since[not is_drafting] += 1
+        self._since[is_drafting] = 0
+        if seconds is not None:
+            self.times.correct(len(batch.requests), verified or num_drafted, seconds)
+        if is_drafting:
+            self.chains.observe(max(judged), num_drafted)
+            super().observe(batch, num_drafted, accepted, seconds, judged)
+        elif self._split:  # so that these rows are tried again
+            self.acceptance.fade([r.request_id for r in batch.requests])
+
+
+def make_draft_length(
+    decoding: DecodingSection,
+    group: Group,
+    device: torch.device,
+    per_row: bool = False,
+) -> DraftLength:
+    """The draft length that `--gamma` asks for."""
+    if decoding.gamma == "auto":
+        given = None if decoding.step_cost is None else DraftCost(*decoding.step_cost)
+        return AutoLength(decoding.num_draft_steps, group, device, per_row, given)
+    most, is_mixed = decoding.num_draft_steps, decoding.looks_up and bool(decoding.model_drafter)
+    return FixedLength(most, Acceptance(most) if is_mixed else None)

@@ -1,0 +1,200 @@
+"""Drafters that run a model: the target itself, or a low-bit copy of its matrices, which reads only
+what a KV policy shows of its context; or another, smaller model on a group of ranks of its own.
+
+Self-speculation costs no second prefill. With a policy that is a view it costs no KV memory either:
+draft tokens' K and V land past the committed length, and verification overwrites them. Of another
+model, the drafter knows which tokens its cache holds and which it still lacks. Sources: MagicDec
+(Chen et al. 2024), section 4; TriForce (Sun et al. 2024), section 4.1; Leviathan et al. 2023,
+section 2.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from magicdec.config.sections import KVSection
+from magicdec.kv.cache import BatchRows, Lengths, upload
+from magicdec.runner.device_batch import NEWEST, DeviceBatch, last_tokens
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.prefill import prefill
+from magicdec.runner.request import Request
+from magicdec.runner.sampling.model_tokens import Proposal
+from magicdec.runner.step_plan import Part
+from magicdec.speculation.draft_kv import AcceptedPath, DraftKV, draft_chain
+from magicdec.speculation.draft_tree import draft_tree, fold
+from magicdec.speculation.drafter import Drafter, DraftModel, DraftSetup, DraftShape
+from magicdec.speculation.policies.policy import make_draft_kv
+
+STOPPED = -1  # no token: what stands behind a chain that has stopped
+
+
+def draft(
+    kv: DraftKV, batch: DeviceBatch, committed: Lengths, newest: Tensor, shape: DraftShape,
+    pa: float, vocab_size: int,
+) -> Proposal:  # fmt: skip
+    """Draft a chain or a tree with ids below `vocab_size`, after the newest tokens [B, T] of each
+    row, which `kv` does not hold, and the `committed` tokens, which it does. All but the last
+    drafts are appended, uncommitted."""
+    rows, sampling = batch.rows, batch.sampling
+    if shape.tree is not None:
+        return draft_tree(kv, rows, committed, newest, sampling, shape.tree, vocab_size)
+    proposal = draft_chain(kv, rows, committed, newest, sampling, shape.num_tokens, pa)
+    if kv.runner.model.config.vocab_size == vocab_size:
+        return proposal
+    probs = proposal.probabilities
+    return Proposal(
+        proposal.ids.clamp(max=vocab_size - 1), None if probs is None else fold(probs, vocab_size)
+    )
+
+
+class SelfDrafter(Drafter):
+    draft_kv: DraftKV
+
+    def __init__(self, draft_kv: DraftKV, pa: float = 0.0) -> None:
+        self.draft_kv, self.pa = draft_kv, pa
+        self.watch, self.watch_queries = draft_kv.watch, draft_kv.watch_queries
+
+    @classmethod
+    def build(cls, setup: DraftSetup) -> SelfDrafter:
+        kv = make_draft_kv(setup.runner.drafter, setup.kv)
+        return cls(kv, setup.decoding.pa or 0.0)
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        self.draft_kv.admit(requests)
+
+    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
+        self.draft_kv.prepare(requests, num_draft_tokens)
+        return 1
+
+    def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
+        kv = self.draft_kv
+        kv.follow(batch.rows, shape.num_tokens + 1)
+        committed, vocab_size = kv.lengths(batch.rows), kv.runner.model.config.vocab_size
+        newest = batch.newest[:, -1:]
+        proposal = draft(kv, batch, committed, newest, shape, self.pa, vocab_size)
+        kv.rewind(batch.rows, committed)
+        return proposal
+
+    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
+        self.draft_kv.commit(rows, lengths, path)
+
+    def release(self, rows: Sequence[int]) -> None:
+        self.draft_kv.release(rows)
+
+
+class ModelDrafter(Drafter):
+    """On ranks without the draft, `propose` receives the draft tokens, and the other methods do
+    nothing."""
+
+    # The draft's cache always lacks a row's newest token. If all drafts of the last step were
+    # accepted, it lacks the last draft too, because no draft forward has taken it.
+    pending = tuple(range(1, NEWEST + 1))
+
+    def __init__(
+        self, target: ModelRunner, draft: DraftModel, kv: KVSection, pa: float = 0.0
+    ) -> None:
+        self.target, self.draft, self.pa = target, draft, pa
+        self.vocab_size = target.model.config.vocab_size
+        self.draft_kv = None if draft.runner is None else make_draft_kv(draft.runner, kv)
+        self.can_capture = not draft.is_rolling
+
+    @classmethod
+    def build(cls, setup: DraftSetup) -> ModelDrafter:
+        assert setup.draft is not None, "a run with this drafter has a draft model"
+        return cls(setup.runner, setup.draft, setup.kv, setup.decoding.pa or 0.0)
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        """Prefill the texts into the draft's own cache."""
+        runner = self.draft.runner
+        if self.draft_kv is None or runner is None:
+            return
+        parts = Part.whole(requests)
+        for part in parts:
+            runner.cache.release(part.row)
+            runner.allocate(part.row)
+        prefill(runner, parts, self.draft.prefill_chunk)
+        self.draft_kv.admit(requests)
+
+    def release(self, rows: Sequence[int]) -> None:
+        if self.draft_kv is not None and self.draft.runner is not None:
+            self.draft_kv.release(rows)
+            for row in rows:
+                self.draft.runner.cache.release(row)
+
+    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
+        """After steps without drafts, the draft's cache lacks any number of tokens. This appends
+        all but the newest, together for rows that lack almost as many: a row that lacks fewer than
+        another is rewound and takes some again."""
+        kv = self.draft_kv
+        if kv is None:
+            return 1
+        lengths = kv.lengths([r.row for r in requests if r.row is not None]).bounds
+        text_lengths = [len(r.prompt_ids) + len(r.output_ids) for r in requests]
+        lacking = [text - held for text, held in zip(text_lengths, lengths, strict=True)]
+        by_lack = sorted(zip(lacking, requests, strict=True), key=lambda each: -each[0])
+        while by_lack and by_lack[0][0] > NEWEST:
+            most = by_lack[0][0]
+            group = [request for count, request in by_lack if most - count < NEWEST]
+            by_lack = by_lack[len(group) :]
+            self._append(kv, group, most)
+        return max([count for count, _ in by_lack], default=1)
+
+    def _append(self, kv: DraftKV, requests: Sequence[Request], most: int) -> None:
+        """Append the last `most` tokens of each text, but not the newest."""
+        rows, device = [r.row for r in requests if r.row is not None], kv.runner.device
+        lengths = [len(r.prompt_ids) + len(r.output_ids) - most for r in requests]
+        kv.rewind(rows, Lengths.of(lengths, device))
+        tokens = self._known(upload([last_tokens(r, most)[:-1] for r in requests], device))
+        for chunk in tokens.split(self.draft.prefill_chunk, dim=1):
+            kv.forward(chunk, rows, kv.lengths(rows), num_outputs=0)
+
+    def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
+        """As `Drafter.propose`. All draft tokens are in the target's vocabulary."""
+        group, source, kv = self.target.group, self.draft.source, self.draft_kv
+        if kv is not None:
+            # The target holds all tokens but the newest.
+            kv.rewind(batch.rows, self.target.cache.lengths_of(batch.rows).plus(1 - shape.pending))
+            newest = self._known(batch.newest[:, -shape.pending :])
+            committed = kv.lengths(batch.rows)
+            proposal = draft(kv, batch, committed, newest, shape, self.pa, self.vocab_size)
+        else:
+            proposal = self._room_for(batch, shape)
+        ids, probs = proposal.ids, proposal.probabilities
+        if self.pa > 0:  # every rank learns from padding where the chain has stopped
+            padding = shape.num_tokens - ids.shape[1]
+            ids = torch.nn.functional.pad(ids, (0, padding), value=STOPPED)
+        ids = group.broadcast(ids, source)
+        if self.pa > 0:
+            ids = ids[:, : int((ids[0] != STOPPED).sum())]
+            probs = None if probs is None else probs[:, : ids.shape[1]]
+        probs = None if probs is None else group.broadcast(probs, source)
+        return Proposal(ids, probs, shape.tree)
+
+    def _room_for(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
+        """Zeros, in whose place a rank without the draft receives the proposal."""
+        num_drafts, num_drawn, tree = shape.num_tokens, shape.num_tokens, shape.tree
+        if tree is not None:
+            num_drafts, num_drawn = tree.num_nodes, tree.num_expanded
+        ids, probs = batch.newest.new_zeros(len(batch.rows), num_drafts), None
+        if batch.sampling.draws is not None:
+            probs = ids.new_zeros(len(ids), num_drawn, self.vocab_size, dtype=torch.float64)
+        return Proposal(ids, probs)
+
+    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
+        """Forget rejected drafts. The policy's own `commit` is not called, because it would copy K
+        and V from the target, and the draft model has its own."""
+        if self.draft_kv is None:
+            return
+        if path is None:
+            self.draft_kv.rewind(rows, lengths)
+        else:  # the last level of the tree was not computed
+            self.draft_kv.keep_path(rows, path, path.nodes.shape[1] - 1)
+
+    def _known(self, token_ids: Tensor) -> Tensor:
+        """`token_ids` limited to the draft's vocabulary. The two models may pad their vocabularies
+        to different sizes; no text holds the padding."""
+        assert self.draft.runner is not None, "asked on ranks with the draft"
+        return token_ids.clamp(max=self.draft.runner.model.config.vocab_size - 1)

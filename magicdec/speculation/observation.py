@@ -1,0 +1,126 @@
+"""What the newest tokens of texts attend to in the cache: their queries, and the attention weights
+that the keys receive from these.
+
+Owns where the queries come from: prefill has kept them, or the tokens run once more.
+
+Shapes: B rows, W newest tokens, H query heads and G KV heads of this rank, D head size, S keys.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from magicdec.kv.cache import BatchRows, Rows, upload
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.native_steps.executor import Watch
+from magicdec.runner.request import Request
+
+# Scores that are computed at a time, unless one KV head of a row has more: on a CPU as many as its
+# cache holds, else enough to keep the device busy.
+CPU_SCORES, DEVICE_SCORES = 1 << 19, 1 << 26
+
+
+def newest_queries(runner: ModelRunner, requests: Sequence[Request], count: int) -> list[Tensor]:
+    """The queries [B, count, H, D] after RoPE, by layer, of the newest `count` cached tokens of
+    each request. They are those of prefill where it has kept them and the texts have not grown
+    since. Otherwise the tokens run once more."""
+    rows = [r.row for r in requests if r.row is not None]
+    lengths, prompt_queries = [r.num_cached for r in requests], runner.prompt_queries
+    queries = [] if prompt_queries is None else prompt_queries.newest(rows, lengths, count)
+    if not queries:
+        tokens = newest_cached(requests, count, runner.device)
+        rerun_tail(runner, rows, tokens, watch_queries=lambda layer, q: queries.append(q))
+    return queries
+
+
+@torch.inference_mode()
+def rerun_tail(
+    runner: ModelRunner,
+    rows: Rows,
+    token_ids: Tensor,
+    watch: Watch | None = None,
+    watch_queries: Watch | None = None,
+) -> None:
+    """Run the newest T tokens of `rows`, which are token_ids [B, T], once more to observe their
+    attention weights or queries.
+
+    A forward with another T may round K and V differently, so the old K and V are saved and
+    written back: the cache stays equal to the bit.
+    """
+    cache, rows = runner.cache, BatchRows.of(rows, runner.device)
+    before = cache.lengths_of(rows).plus(-token_ids.shape[1])
+    steps = torch.arange(token_ids.shape[1], device=runner.device)
+    slots = cache.slots(rows.index, before.tensor.unsqueeze(1) + steps)
+    entries = [cache.read(layer, slots) for layer in range(cache.shape.num_layers)]
+    cache.truncate(rows, before)
+    runner.forward(token_ids, rows, num_outputs=0, watch=watch, watch_queries=watch_queries)
+    for layer, (k, v) in enumerate(entries):
+        cache.write(layer, slots, k.transpose(1, 2), v.transpose(1, 2))
+
+
+def newest_cached(requests: Sequence[Request], count: int, device: torch.device) -> Tensor:
+    """The last `count` tokens of each request that are in the cache: int64 [B, count]."""
+    tokens = [(*r.prompt_ids, *r.output_ids)[r.num_cached - count : r.num_cached] for r in requests]
+    return upload(tokens, device)
+
+
+def weights_in_cache(
+    runner: ModelRunner, layer: int, rows: Tensor, queries: Tensor, first: int, length: int
+) -> Tensor:
+    """`received_weights` of the keys at positions `first` to `length` - 1 of rows [B] of a layer of
+    the cache. With native steps the library scores them where they are."""
+    if runner.executor is not None:
+        weights = runner.executor.received(runner.cache, layer, rows, queries, first, length)
+        return sum_over_replicas(runner, weights)
+    keys = runner.cache.first_keys(layer, rows, length)[:, :, first:]
+    return received_weights(runner, queries, keys)
+
+
+def received_weights(runner: ModelRunner, queries: Tensor, keys: Tensor) -> Tensor:
+    """The attention weights that each key received from the queries, summed over these and over all
+    query heads of its KV head, those of other ranks included: float32 [B, G, S].
+
+    queries [B, W, H, D] belong to the last W of keys [B, G, S, D].
+    """
+    # Of ALiBi the products hold a bias too, which needs more digits than bfloat16 has.
+    dtype = torch.float32 if runner.model.config.positions == "alibi" else keys.dtype
+    (rows, window, num_heads, size), (_, groups, num_keys, _) = queries.shape, keys.shape
+    packed = queries.view(rows, window, groups, num_heads // groups, size)
+    packed = packed.permute(0, 2, 3, 1, 4).flatten(2, 3)
+    packed, flat = packed.flatten(0, 1), keys.flatten(0, 1)  # [B * G, H/G * W, D], [B * G, S, D]
+    count = heads_at_once(runner.device.type, packed.shape[1] * num_keys)
+    parts = zip(packed.split(count), flat.split(count), strict=True)
+    weights = torch.cat([_received(q.to(dtype), k.to(dtype), window) for q, k in parts])
+    return sum_over_replicas(runner, weights.view(rows, groups, num_keys))
+
+
+def heads_at_once(device: str, scores_per_head: int) -> int:
+    """The number of KV heads whose scores are computed together on that kind of device."""
+    most = CPU_SCORES if device == "cpu" else DEVICE_SCORES
+    return max(1, most // scores_per_head)
+
+
+def _received(queries: Tensor, keys: Tensor, window: int) -> Tensor:
+    """queries [N, heads * window, D] and keys [N, S, D] to float32 [N, S]."""
+    num_keys, size = keys.shape[1:]
+    scores = (queries * size**-0.5) @ keys.mT
+    later = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)
+    newest = scores.unflatten(1, (-1, window))[..., num_keys - window :]
+    newest.masked_fill_(later, float("-inf"))
+    return scores.softmax(dim=-1, dtype=torch.float32).sum(dim=1)
+
+
+def sum_over_replicas(runner: ModelRunner, x: Tensor) -> Tensor:
+    """Sum x [..., G, N], with N numbers for each KV head of this rank, over the ranks that hold the
+    same KV heads. Where KV heads are replicated this is a collective: all ranks of the runner's
+    group must take part."""
+    config, shard = runner.model.config, runner.model.shard
+    if not shard.replicates(config.num_kv_heads):
+        return x
+    first, last = shard.heads(config.num_heads, config.num_kv_heads)[1]
+    of_all = x.new_zeros(*x.shape[:-2], config.num_kv_heads, x.shape[-1])
+    of_all[..., first:last, :] = x
+    return runner.group.all_reduce(of_all)[..., first:last, :]

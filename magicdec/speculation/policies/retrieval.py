@@ -1,0 +1,144 @@
+"""Retrieval: the blocks whose mean key the newest query points to.
+
+Source: TriForce (Sun et al. 2024), section 4: the context is cut into chunks, each is represented
+by the mean of its keys, and the chunks with the largest attention from the newest query are read,
+chosen again after each verification. Here a chunk is a block of WEIGHTS_BLOCK tokens, every KV head
+chooses for itself, and sinks and a window of the newest tokens are always read beside the chunks.
+
+Owns the mean keys and the newest query of each row. A verification shows its queries; no attention
+weights are needed, so that every attention backend serves.
+
+Shapes: L layers, B rows, T new tokens, H query heads, G KV heads of this rank, D head size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magicdec.kv.cache import BatchRows, Lengths, upload
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Request
+from magicdec.speculation.block_choice import add_mean_keys, score_blocks
+from magicdec.speculation.block_kv import BLOCK, BlockKV, BlockSelection
+from magicdec.speculation.draft_kv import AcceptedPath, DraftKV
+from magicdec.speculation.observation import newest_queries
+
+HIDDEN = -1e30  # score of a block that may not be chosen
+
+
+@dataclass(frozen=True)
+class Retrieval(BlockSelection):
+    """Blocks are scored by the attention of the newest query to their mean keys: the softmax over
+    blocks, summed over the query heads of a KV head."""
+
+    @property
+    def observed_tokens(self) -> int:
+        return 1
+
+    def state_numbers(self, num_blocks: int, head_dim: int, queries_per_head: int) -> int:
+        return (num_blocks + queries_per_head) * head_dim
+
+    def draft_kv(self, runner: ModelRunner) -> DraftKV:
+        return RetrievedBlocks(runner, self)
+
+
+class RetrievedBlocks(BlockKV):
+    """Keeps a mean key for each complete block, and the query of each row's newest cached token."""
+
+    def __init__(self, runner: ModelRunner, policy: BlockSelection) -> None:
+        super().__init__(runner, policy)
+        shape, model, rows = runner.cache.shape, runner.model.config, runner.num_rows
+        first, last = runner.model.shard.heads(model.num_heads, model.num_kv_heads)[0]
+        queries = shape.num_kv_heads, (last - first) // shape.num_kv_heads, shape.head_dim
+        keys = shape.num_kv_heads, self.num_blocks, shape.head_dim
+        self._query = torch.zeros(shape.num_layers, rows, *queries, device=runner.device)
+        self._mean_keys = torch.zeros(shape.num_layers, rows, *keys, device=runner.device)
+        self._committed = torch.zeros(rows, dtype=torch.int64, device=runner.device)
+        self._complete = [0] * rows  # blocks of each row whose mean key is known, on the host
+        self._seen: dict[int, Tensor] = {}  # layer -> queries [B, T, H, D] of the last verification
+
+    def watch_queries(self, layer: int, queries: Tensor) -> None:
+        self._seen[layer] = queries
+
+    @property
+    def state(self) -> list[Tensor]:
+        return [self._query, self._committed]
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        rows = [r.row for r in requests if r.row is not None]
+        index = upload(rows, self.runner.device)
+        for request, row in zip(requests, rows, strict=True):
+            self._complete[row] = 0
+            self._committed[row] = request.num_cached
+        for layer, queries in enumerate(newest_queries(self.runner, requests, 1)):
+            self._query[layer, index] = self._by_kv_head(queries[:, 0])
+        self._add_means(requests)
+        self._choice = None
+
+    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> None:
+        self._add_means(requests)
+
+    def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> tuple[Tensor, Tensor]:
+        """Softmax over the complete blocks of mean key . query / sqrt(D)."""
+        index = torch.arange(len(rows), device=self.runner.device)
+        if self.runner.executor is not None:
+            complete = [length // BLOCK for length in committed.bounds]
+            scores = score_blocks(self._query, self._mean_keys, rows.index, complete, num_blocks)
+            return scores, index
+        keys = self._mean_keys[:, rows.index, :, :num_blocks]  # [L, B, G, blocks, D]
+        query = self._query[:, rows.index] * keys.shape[-1] ** -0.5  # [L, B, G, H/G, D]
+        block = torch.arange(num_blocks, device=keys.device)
+        is_partial = block >= (committed.tensor // BLOCK).view(-1, 1, 1, 1)  # [B, 1, 1, blocks]
+        weights = (query @ keys.mT).masked_fill(is_partial, HIDDEN).softmax(dim=-1)
+        return weights.sum(dim=3), index
+
+    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
+        """Keep the query of the last committed token that a verification showed."""
+        before = self._committed[rows.index]
+        for layer, queries in self._seen.items():
+            newest = lengths.tensor - before - 1 if path is None else path.nodes[:, -1]
+            place = newest.clamp(0, queries.shape[1] - 1)
+            query = queries.gather(1, place.view(-1, 1, 1, 1).expand(-1, 1, *queries.shape[2:]))
+            self._query[layer].index_copy_(0, rows.index, self._by_kv_head(query[:, 0]))
+        self._seen.clear()
+        self._committed.index_copy_(0, rows.index, lengths.tensor)
+        super().commit(rows, lengths, path)
+
+    def _by_kv_head(self, queries: Tensor) -> Tensor:
+        """queries [B, H, D] to float32 [B, G, H/G, D]."""
+        return queries.unflatten(1, self._query.shape[2:4]).float()
+
+    def _add_means(self, requests: Sequence[Request]) -> None:
+        """The mean keys of blocks that have become complete."""
+        rows = [r.row for r in requests if r.row is not None]
+        num_known = [self._complete[row] for row in rows]
+        complete = [r.num_cached // BLOCK for r in requests]
+        count = max(new - old for new, old in zip(complete, num_known, strict=True))
+        if count <= 0:
+            return
+        if self.runner.executor is not None:
+            add_mean_keys(self.runner.cache, rows, num_known, complete, self._mean_keys)
+        else:
+            self._read_means(rows, num_known, count)
+        for row, number in zip(rows, complete, strict=True):
+            self._complete[row] = number
+
+    def _read_means(self, rows: Sequence[int], num_known: Sequence[int], count: int) -> None:
+        """The mean keys of the `count` blocks of each of `rows` after the first `num_known`."""
+        cache, device = self.runner.cache, self.runner.device
+        index, first = upload(rows, device), upload(num_known, device).unsqueeze(1)
+        # Rows with fewer new blocks add some that are not complete; these are added again later.
+        blocks = (first + torch.arange(count, device=device)).clamp(max=self.num_blocks - 1)
+        tokens = (blocks.unsqueeze(2) * BLOCK + torch.arange(BLOCK, device=device)).flatten(1)
+        tokens = tokens.clamp(max=cache.tokens_per_row - 1)
+        for layer in range(cache.shape.num_layers):  # keys [B, G, count * BLOCK, D]
+            if any(num_known):
+                keys, _ = cache.read(layer, cache.slots(index, tokens))
+            else:
+                keys = cache.first_keys(layer, index, count * BLOCK)
+            means = keys.unflatten(2, (-1, BLOCK)).mean(dim=3, dtype=torch.float32)
+            self._mean_keys[layer, index.unsqueeze(1), :, blocks] = means.transpose(1, 2)

@@ -1,0 +1,244 @@
+"""SnapKV: what the last prompt tokens attended to, chosen once for each KV head, and everything
+since. A draft reads a small cache of its own, filled with these entries of the model's full cache.
+
+Owns the choice, a pure function of attention weights, the copy and its upkeep. Source: SnapKV (Li
+et al. 2024), section 4; as a self-speculation draft: MagicDec (Chen et al. 2024), section 4.
+
+Shapes: B rows, G KV heads, S cached tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from magicdec.config.sections import MOST_DRAFT_TOKENS, KVSection
+from magicdec.kv.cache import BatchRows, Lengths, Rows
+from magicdec.kv.view import FULL, SinksAndWindow, Visible, first_key
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Request
+from magicdec.speculation.draft_kv import DraftKV
+from magicdec.speculation.observation import newest_queries, weights_in_cache
+from magicdec.speculation.policies.policy import KVPolicy
+
+KERNEL = 5  # neighbours that share a score: what is attended to is seldom a single token
+
+
+@dataclass(frozen=True)
+class SnapKV(KVPolicy):
+    """At most `budget` committed tokens. The choice keeps the newest `window_size` and, for each KV
+    head, those that they attended to most. Each later token replaces the one with the lowest score,
+    or the oldest if no chosen one is left. With `reselect_every` > 0 the choice is made anew after
+    so many tokens."""
+
+    settings: ClassVar[tuple[str, ...]] = ("budget", "window_size", "pooling", "reselect_every")
+    is_copied: ClassVar[bool] = True
+    budget: int
+    window_size: int
+    pooling: str = "avg"
+    reselect_every: int = 0
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.window_size < self.budget:
+            raise ValueError(
+                f"KV budget {self.budget} must be larger than a window of {self.window_size} >= 1"
+            )
+
+    @classmethod
+    def build(cls, kv: KVSection) -> SnapKV:
+        return cls(kv.budget, kv.window_size, kv.pooling, kv.reselect_every)
+
+    @classmethod
+    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str | None) -> None:
+        if kv.budget <= kv.window_size:
+            raise ValueError(
+                f"{flag or '--budget'} {kv.budget} must be larger than "
+                f"--window_size {kv.window_size}"
+            )
+
+    def draft_kv(self, runner: ModelRunner) -> DraftKV:
+        return CopiedKV(runner, self)
+
+    def draft_reads(self, context: int) -> tuple[int, Visible]:
+        return self.copied_tokens(context), FULL
+
+    def copied_tokens(self, context: int) -> int:
+        return min(self.budget, context)
+
+    @property
+    def observed_tokens(self) -> int:
+        return self.window_size
+
+    def rerun_tokens(self, context: int) -> int:
+        return min(self.window_size, context) if self.reselect_every else 0
+
+    def select(self, weights: Tensor, window: int) -> Tensor:
+        """Positions to keep, int64 [B, G, min(S, budget)], given the attention weights [B, G, S]
+        that all keys received from the newest `window` tokens: first the others, that with the
+        lowest score first, then these tokens."""
+        num_others = weights.shape[2] - window
+        newest = torch.arange(num_others, weights.shape[2], device=weights.device)
+        newest = newest.expand(*weights.shape[:2], -1)
+        if num_others == 0:
+            return newest
+        scores = self._pool(weights[:, :, :num_others])
+        best = scores.topk(min(num_others, self.budget - window), dim=2).indices
+        return torch.cat([best.flip(2), newest], dim=2)
+
+    def _pool(self, scores: Tensor) -> Tensor:
+        pool = F.avg_pool1d if self.pooling == "avg" else F.max_pool1d
+        return pool(scores, KERNEL, stride=1, padding=KERNEL // 2)
+
+
+class CopiedKV(DraftKV):
+    """`source` holds the whole context. `runner`, which drafts, holds the chosen tokens, the one
+    that matters least first, and after them those that the target has committed since. A draft
+    reads the newest `budget` entries of this order, so that an entry that matters little leaves for
+    each token that comes. A token keeps the rotation of its place in the context; only its address
+    is new.
+
+    If the model has a sliding window, a draft may read only what the target would see at the same
+    position. The chosen tokens leave the window in a different order in each head. Therefore only
+    tokens are chosen that stay in the window until the next choice or, if there is none, until the
+    end of the text."""
+
+    def __init__(self, source: ModelRunner, policy: SnapKV) -> None:
+        super().__init__(source, SinksAndWindow(0, policy.budget))
+        self.source, self.policy = source, policy
+        self.chosen_at = [0] * source.num_rows  # context length at the last choice
+        # Tokens at positions before this one see everything that was chosen.
+        self.lasts_until = [0] * source.num_rows
+        self.shifts = [0] * source.num_rows  # `runner.offsets` on the host
+
+    @property
+    def following(self) -> int:
+        """The most tokens that follow a prompt, drafts included."""
+        most = self.source.max_following
+        return self.source.max_tokens if most is None else most
+
+    @property
+    def row_tokens(self) -> int:
+        """Entries of a row of the copy: what is chosen of any text, and all that can follow, so
+        that the copy never has to grow while requests of other lengths come."""
+        return min(self.policy.budget + self.following, self.source.max_tokens)
+
+    @property
+    def _offsets(self) -> Tensor:
+        assert self.runner.offsets is not None, "a cache of its own has offsets"
+        return self.runner.offsets
+
+    def admit(self, requests: Sequence[Request]) -> None:
+        if self.runner is self.source:
+            self.runner = self.source.with_cache(self.row_tokens)
+        for request in requests:
+            assert request.row is not None, "an admitted request has a row"
+            self.runner.cache.release(request.row)
+            self.runner.cache.allocate(request.row, self.runner.max_tokens)
+        self._choose(requests)
+
+    def release(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self.runner.cache.release(row)
+
+    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> None:
+        """Copy what `follow` would not, and choose anew where that is due."""
+        rows = [request.row for request in requests if request.row is not None]
+        lengths = self.lengths(rows).bounds
+        behind = [r.num_cached - n for r, n in zip(requests, lengths, strict=True)]
+        # `follow` copies as many tokens of each row, and a row that is less far behind than others
+        # may have no room for so many.
+        for count in sorted({n for n in behind if n > num_draft_tokens + 1}):
+            equal = [row for row, n in zip(rows, behind, strict=True) if n == count]
+            self.follow(BatchRows.of(equal, self.source.device), count)
+        every, requests_due = self.policy.reselect_every, []
+        for request, row in zip(requests, rows, strict=True):
+            last = request.num_cached + num_draft_tokens
+            is_due = every and request.num_cached >= self.chosen_at[row] + every
+            if is_due or last > self.lasts_until[row]:
+                requests_due.append(request)
+        self._choose(requests_due, num_draft_tokens)
+
+    def follow(self, rows: BatchRows, most: int) -> None:
+        """Copy the target's own K and V of the tokens that it committed since the last draft."""
+        source, cache = self.source.cache, self.runner.cache
+        steps = torch.arange(most, device=source.k.device)
+        num_held = cache.seq_lens[rows.index].unsqueeze(1)
+        offsets = self._offsets[rows.index].unsqueeze(1)
+        # Rows with fewer new tokens copy past their end too: rejected drafts, forgotten right
+        # after.
+        cache.copy_from(
+            source,
+            source.slots(rows.index, num_held + offsets + steps),
+            cache.slots(rows.index, num_held + steps),
+        )
+        cache.advance(rows, most)
+        self.rewind(rows, source.lengths_of(rows))
+
+    def lengths(self, rows: Rows) -> Lengths:
+        rows = BatchRows.of(rows, self.source.device)
+        return self._shifted(rows, self.runner.cache.lengths_of(rows), 1)
+
+    def held(self, rows: Rows, committed: Lengths) -> Lengths:
+        return self._shifted(BatchRows.of(rows, self.source.device), committed, -1)
+
+    def _shifted(self, rows: BatchRows, lengths: Lengths, sign: int) -> Lengths:
+        shifts = [sign * self.shifts[row] for row in rows.numbers]
+        bounds = tuple(bound + n for bound, n in zip(lengths.bounds, shifts, strict=True))
+        return Lengths(lengths.tensor.add(self._offsets[rows.index], alpha=sign), bounds)
+
+    def _choose(
+        self, requests: Sequence[Request], num_draft_tokens: int = MOST_DRAFT_TOKENS
+    ) -> None:
+        """Fill the rows of `requests` anew from the source, which holds all their committed tokens.
+        Rows of the same length are chosen for together."""
+        by_length: dict[int, list[Request]] = {}
+        for request in requests:
+            by_length.setdefault(request.num_cached, []).append(request)
+        for length, equal in by_length.items():
+            rows = BatchRows.of([r.row for r in equal if r.row is not None], self.source.device)
+            until, first = self._reach(length, num_draft_tokens)
+            queries = []  # of a text of which nothing stays in the sliding window
+            if first < length:
+                queries = newest_queries(self.source, equal, min(self.policy.window_size, length))
+            count = self._copy_chosen(rows, length, first, queries)
+            for row in rows.numbers:
+                self._offsets[row] = self.shifts[row] = length - count
+                self.chosen_at[row], self.lasts_until[row] = length, until
+
+    def _copy_chosen(
+        self, rows: BatchRows, length: int, first: int, queries: Sequence[Tensor]
+    ) -> int:
+        """Replace what `rows` hold by the entries to keep of positions `first` to `length` - 1,
+        given the newest queries [B, W, H, D] of each layer. Returns the number of entries."""
+        source, cache = self.source, self.runner.cache
+        count = min(self.policy.budget, length - first)
+        places = torch.arange(count, device=source.device).expand(len(rows), -1)
+        target, chosen = cache.slots(rows.index, places), list[Tensor]()
+        for layer, newest in enumerate(queries):
+            window = min(newest.shape[1], length - first)
+            weights = weights_in_cache(
+                source, layer, rows.index, newest[:, newest.shape[1] - window :], first, length
+            )
+            positions = first + self.policy.select(weights, window)
+            k, v = source.cache.read(layer, source.cache.slots(rows.index, positions))
+            cache.write(layer, target, k.transpose(1, 2), v.transpose(1, 2))
+            chosen.append(positions)
+        if self.runner.draft_log is not None:
+            self.runner.draft_log.chose(cache, rows.numbers, chosen)
+        cache.truncate(rows, [0] * len(rows))
+        cache.advance(rows, count)
+        return count
+
+    def _reach(self, length: int, num_draft_tokens: int) -> tuple[int, int]:
+        """The position up to which a choice after `length` tokens is made, and the first position
+        that is still seen from there."""
+        until = min(self.source.max_tokens, length + self.following)
+        every = self.policy.reselect_every
+        if every and self.source.window is not None:
+            until = min(until, length + every + num_draft_tokens)
+        return until, min(length, first_key(until - 1, self.source.window))

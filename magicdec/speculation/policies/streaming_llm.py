@@ -1,0 +1,45 @@
+"""StreamingLLM: the first tokens (attention sinks) and a window of the newest.
+
+Source: Xiao et al. 2023, section 3.2; as a self-speculation draft: MagicDec (Chen et al. 2024),
+section 4. Here keys keep their original positions, since the draft reads the target's own cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from magicdec.config.sections import KVSection
+from magicdec.kv.view import SinksAndWindow, Visible
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.speculation.draft_kv import DraftKV
+from magicdec.speculation.policies.policy import KVPolicy, check_sinks
+
+
+@dataclass(frozen=True)
+class StreamingLLM(SinksAndWindow, KVPolicy):
+    """At most `budget` committed tokens: `num_sink_tokens` sinks and the newest `budget -
+    num_sink_tokens`."""
+
+    settings: ClassVar[tuple[str, ...]] = ("budget", "num_sink_tokens")
+    can_roll: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_sink_tokens < self.budget:
+            raise ValueError(
+                f"KV budget {self.budget} must be larger than {self.num_sink_tokens} sink tokens"
+            )
+
+    @classmethod
+    def build(cls, kv: KVSection) -> StreamingLLM:
+        return cls(kv.num_sink_tokens, kv.budget)
+
+    @classmethod
+    def check(cls, kv: KVSection, num_draft_tokens: int, flag: str | None) -> None:
+        check_sinks(kv, flag)
+
+    def draft_kv(self, runner: ModelRunner) -> DraftKV:
+        return DraftKV(runner, self)
+
+    def draft_reads(self, context: int) -> tuple[int, Visible]:
+        return context, self

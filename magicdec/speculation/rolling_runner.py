@@ -1,0 +1,137 @@
+"""RollingRunner: a ModelRunner under StreamingLLM whose storage is bounded by the budget, however
+long the text.
+
+Owns eviction from the window and the positions of the sinks.
+
+Source: Xiao et al. 2023, section 3.2: positions are those within the cache, not those in the text.
+Attention with RoPE depends only on the distance between query and key. Keys in the window therefore
+keep the rotation of their positions in the text. The few sinks are rotated to the positions
+directly before the window, each time from their original values, so that no error builds up. The
+distance between a query and a key is at most budget + new tokens, so a model that was trained on
+short texts can follow a long one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import cast
+
+import torch
+
+from magicdec.kv.cache import BatchRows, Lengths, upload
+from magicdec.kv.tree import DraftTree
+from magicdec.kv.view import SinksAndWindow, Visible
+from magicdec.model.elementwise.operators import apply_rope
+from magicdec.runner.device_batch import NEWEST
+from magicdec.runner.model_runner import ModelRunner
+
+BLOCK_SIZE = 64  # tokens: evicting is rare, and little is held past the window
+# Tokens that are kept before the window: a row may be rewound by so many if another lacks more.
+MOST_REWOUND = NEWEST - 1
+
+
+@dataclass
+class RollingRunner(ModelRunner):
+    """A row has at most `max_tokens` positions. It holds the sinks, the window, which ends with the
+    committed tokens, and at most `max_tail` tokens after it (a chunk of a prompt, or drafts)."""
+
+    max_tail: int = 0
+    block_size: int = BLOCK_SIZE
+
+    def __post_init__(self) -> None:
+        assert self.max_tail > 0
+        assert self.model.config.positions == "rope", "other positions cannot be turned"
+        self.rule = cast("SinksAndWindow", self.policy)
+        self.num_sinks, self.budget = self.rule.num_sink_tokens, self.rule.budget
+        super().__post_init__()
+        self.window = None  # of the model: the cache is no longer (`setup.model_checks`)
+        self.settled = [0] * self.num_rows  # committed tokens at which each row's window ends
+        self.evicted = [0] * self.num_rows  # blocks before this one are freed, except the sinks'
+        shape = self.cache.shape
+        size = (shape.num_layers, shape.num_kv_heads, self.num_sinks, shape.head_dim)
+        self.sinks = torch.zeros(self.num_rows, *size, dtype=self.cache.k.dtype, device=self.device)
+
+    @property
+    def can_chain(self) -> bool:
+        """False: the host allocates and frees blocks before each forward."""
+        return False
+
+    def storage(self) -> tuple[int, int, int]:
+        """As `ModelRunner.storage`, for the blocks that a row holds at one time. Neither the window
+        nor the sinks need to begin or end with a block."""
+        held = blocks_held(self.max_tokens, self.rule, self.max_tail, self.block_size)
+        return self.block_size, -(-self.max_tokens // self.block_size), self.num_rows * held
+
+    def allocate(self, row: int) -> None:
+        """Nothing is allocated yet: blocks are allocated as the row grows."""
+        assert not self.cache.blocks[row], "the row was released"
+        self.settled[row], self.evicted[row] = 0, self._sink_blocks()
+
+    def make_room(
+        self,
+        rows: BatchRows,
+        num_new: int,
+        policy: Visible,
+        committed: Lengths | Sequence[int] | None,
+        tree: DraftTree | None,
+    ) -> Lengths:
+        """The host evicts and allocates blocks, so that a forward cannot be captured."""
+        assert policy == self.policy, "evicted tokens cannot be shown"
+        assert not rows.is_captured, "blocks are allocated and freed by the host"
+        lengths = self.cache.lengths_of(rows)
+        before = lengths if tree is None else lengths.plus(-tree.num_cached(num_new))
+        bases = before if committed is None else Lengths.of(committed, self.device)
+        self._roll(rows.numbers, bases.bounds)
+        for row, length, start in zip(rows.numbers, lengths.bounds, bases.bounds, strict=True):
+            tail = length + num_new - start
+            assert tail <= self.max_tail, "the tail is as long as was announced"
+            self.cache.allocate(row, start + tail)
+        return bases
+
+    def _roll(self, rows: Sequence[int], settled: Sequence[int]) -> None:
+        """Move the window of each row so that it ends with its `settled` committed tokens. Blocks
+        that have left it are freed, and the sinks are rotated to the positions before it."""
+        moves = [(r, s) for r, s in zip(rows, settled, strict=True) if s != self.settled[r]]
+        rotations = [(r, s) for r, s in moves if max(s, self.settled[r]) > self.budget]
+        if rotations and self.num_sinks:
+            self._turn_sinks(rotations)
+        for row, length in moves:
+            self.settled[row] = length
+            start = max(self.num_sinks, length - (self.budget - self.num_sinks))
+            last = max(self.num_sinks, start - MOST_REWOUND) // self.block_size
+            gone = self.evicted[row]
+            is_there = gone * self.block_size <= start or gone == self._sink_blocks()
+            assert is_there, "the window was not evicted"
+            if last > gone:
+                self.cache.evict(row, gone, last)
+                self.evicted[row] = last
+
+    def _turn_sinks(self, rotations: Sequence[tuple[int, int]]) -> None:
+        """Rotate the sinks of each (row, settled tokens) to the positions before its window."""
+        rows = upload([row for row, _ in rotations], self.device)
+        places = torch.arange(self.num_sinks, device=self.device).expand(len(rotations), -1)
+        slots = self.cache.slots(rows, places)
+        # While a row fits the budget, its sinks have the positions at which they were written.
+        new = [i for i, (row, _) in enumerate(rotations) if self.settled[row] <= self.budget]
+        if new:
+            fresh = upload(new, self.device)
+            self.sinks[rows[fresh]] = self.cache.read_keys(slots[fresh])
+        by = upload([max(0, s - self.budget) for _, s in rotations], self.device)
+        original = self.sinks[rows]  # [B, layers, G, sinks, D]
+        interleaved = self.model.config.rope.interleaved
+        flat = original.float().view(len(rotations), 1, -1, original.shape[-1])
+        sinks = apply_rope(flat, self.model.rope[by].unsqueeze(1), interleaved).view_as(original)
+        self.cache.write_keys(slots, sinks.to(original.dtype))
+
+    def _sink_blocks(self) -> int:
+        return -(-self.num_sinks // self.block_size)
+
+
+def blocks_held(
+    max_tokens: int, policy: SinksAndWindow, max_tail: int, block_size: int = BLOCK_SIZE
+) -> int:
+    """The number of blocks that a row holds at one time."""
+    window = policy.budget - policy.num_sink_tokens + MOST_REWOUND + max_tail
+    num_blocks = -(-policy.num_sink_tokens // block_size) - (-window // block_size) + 1
+    return min(num_blocks, -(-max_tokens // block_size))

@@ -1,0 +1,234 @@
+"""CapturedSteps: decoding steps that are captured once and replayed (`recorder.CudaGraphs`).
+
+Owns what is captured, for which rows, and the tensors between a captured draft and the verification
+that follows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magicdec.config.tree_shape import TreeShape
+from magicdec.kv.cache import BatchRows, upload
+from magicdec.runner.device_batch import DeviceBatch
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Batch
+from magicdec.runner.sampling.model_tokens import Proposal
+from magicdec.speculation.drafter import Drafter, DraftShape
+from magicdec.speculation.steps.recorder import Recorder, Work, record
+from magicdec.speculation.steps.steps import Steps, Verification
+from magicdec.speculation.steps.strategy import Phase
+from magicdec.speculation.steps.witness import Witness
+
+MOST_CAPTURED = 16  # sets of rows whose captured steps are kept
+
+Works = dict[tuple[str, int, int], Work]
+
+
+@dataclass(frozen=True)
+class SeenLogits:
+    """Where captured verifications leave their logits until the next one: those of the rows of
+    which a witness keeps steps."""
+
+    rows: tuple[int, ...]
+    index: Tensor  # int64 [R]: their places in the captured batch
+    logits: Tensor  # [R, 1 + most drafts, V]
+
+    @classmethod
+    def of(
+        cls, runner: ModelRunner, rows: Sequence[int], batch: DeviceBatch, most_drafts: int
+    ) -> SeenLogits:
+        numbers = batch.rows.numbers
+        kept = tuple(row for row in numbers if row in rows)
+        index = upload([numbers.index(row) for row in kept], runner.device)
+        shape = len(kept), 1 + most_drafts, runner.model.width_out
+        return cls(kept, index, runner.cache.k.new_zeros(shape))
+
+    def take(self, verification: Verification) -> None:
+        logits = verification.logits()
+        self.logits[:, : logits.shape[1]].copy_(logits[self.index])
+
+    def of_rows(self, rows: Sequence[int], num_tokens: int) -> Tensor:
+        """A copy of the logits [R, T, V] that the last verification has left."""
+        return self.logits[[self.rows.index(row) for row in rows], :num_tokens]
+
+
+class CapturedSteps(Steps):
+    """Rows that have ended stay in the batch until the next batch is admitted. They are still
+    computed, but read nothing of their context. If requests join and leave a running batch
+    (`is_in_flight`), the memory of such a row may be another's already. Steps are then captured for
+    each set of rows, and used again when these rows run again.
+    """
+
+    can_join = False  # a step is captured for one batch
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        drafter: Drafter | None,
+        phase: Phase,
+        recorder: Recorder,
+        is_in_flight: bool = False,
+        witness: Witness | None = None,
+    ) -> None:
+        super().__init__(runner, drafter, phase, is_in_flight, witness)
+        self.recorder = recorder
+        self._captures_drafts = drafter is not None and drafter.can_capture
+        self._works: Works = {}
+        self._seen: SeenLogits | None = None  # for the witness
+        self._captured: dict[tuple[int, ...], tuple[DeviceBatch, Works, Proposal]] = {}
+
+    @torch.inference_mode()
+    def admit(self, batch: Batch, draft_lengths: Sequence[int]) -> None:
+        """As `Steps.admit`. All steps are captured now. Each runs once before that, and what it
+        changed is undone."""
+        before = self._runners
+        self._find_runners(draft_lengths)
+        if list(map(id, before)) != list(map(id, self._runners)):
+            self._captured.clear()
+        self._take_captured(batch)
+        for count in self._lengths:
+            self._work("verify", count, 0)
+            if count and self.drafter is not None and self._captures_drafts:
+                for pending in self.drafter.pendings(count):
+                    self._work("draft", count, pending)
+
+    def padded_length(self, num_draft_tokens: int) -> int:
+        return min(count for count in self._lengths if count >= num_draft_tokens)
+
+    def release(self, rows: Sequence[int]) -> None:
+        """Unless others may join the batch, its rows keep their memory, because they are computed
+        until the whole batch has ended."""
+        if self.is_in_flight:
+            super().release(rows)
+
+    def _drafted(self, batch: Batch, num_draft_tokens: int, tree: TreeShape | None) -> Proposal:
+        assert tree is None, "refused before"
+        drafter = self.drafter
+        assert drafter is not None, "only a strategy with a drafter drafts"
+        pending = drafter.prepare(batch.requests, num_draft_tokens)
+        if not self._captures_drafts:
+            uncaptured = DeviceBatch.of(batch, self._vocab_size, self.runner.device)
+            proposal = drafter.propose(uncaptured, DraftShape(num_draft_tokens, pending))
+            self._batch.sampling.take_flaws(uncaptured.sampling, self._place_index)
+            return proposal
+        # Indexing copies: the result of a replay lasts only until the next replay, but a proposal
+        # must last until the next draft.
+        ids = self._work("draft", num_draft_tokens, pending)()[self._place_index]
+        probs = self._pending_proposal.first(num_draft_tokens).probabilities
+        return Proposal(ids, None if probs is None else probs[self._place_index])
+
+    def _judged(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
+        self._show(batch)
+        count = 0 if proposal is None else self._hand_over(proposal)
+        result = self._work("verify", count, 0)()
+        verdict = self._read(result)
+        if self._seen is not None and self.witness is not None:
+            places = self.witness.wants(batch.rows)
+            if places:
+                logits = self._seen.of_rows([batch.rows[place] for place in places], 1 + count)
+                self.witness.keep(batch.requests, proposal, verdict, places, logits)
+        if self.drafter is not None and not self._captures_drafts:
+            # The captured verification did not truncate the drafter's cache.
+            rows = BatchRows.of(self._rows, self.runner.device)
+            self.drafter.commit(rows, self.runner.cache.lengths_of(rows))
+        return verdict
+
+    def _propose(self, count: int, pending: int) -> Tensor:
+        """The draft of a captured step: ids [B, K]. Their probabilities are copied to the pending
+        proposal, from which the captured verification reads them."""
+        assert self.drafter is not None, "only a strategy with a drafter drafts"
+        proposal = self.drafter.propose(self._batch, DraftShape(count, pending))
+        target = self._pending_proposal.first(count).probabilities
+        if target is not None:
+            assert proposal.probabilities is not None, "some rows are sampled"
+            target.copy_(proposal.probabilities)
+        return proposal.ids
+
+    def _work(self, kind: str, count: int, pending: int) -> Work:
+        """One captured part of a step. It is captured when it is first needed."""
+        key = kind, count, pending
+        if key not in self._works:
+            batch = self._batch
+
+            def work() -> Tensor:
+                if kind == "draft":
+                    return self._propose(count, pending)
+                proposal = self._pending_proposal.first(count) if count else None
+                verification = self._begin(proposal)
+                self.runner.flush()
+                if self._seen is not None:
+                    self._seen.take(verification)
+                return self._finish(verification, self._captures_drafts)
+
+            caches = [runner.cache.seq_lens for runner in self._runners]
+            state = [*caches, batch.newest, *batch.sampling.state]
+            if self.drafter is not None and self.drafter.draft_kv is not None:
+                state += self.drafter.draft_kv.state
+            counts = list({id(r.counts): r.counts for r in self._runners}.values())
+            self._works[key] = record(self.recorder, work, state, counts)
+        return self._works[key]
+
+    def _make_proposal(self) -> Proposal:
+        """The tensors that hold the drafts of captured steps between draft and verification."""
+        drafts = self._batch.newest.new_zeros(len(self._batch.rows), self._most)
+        drafter, probs = self.drafter, None
+        if drafter is not None and drafter.has_probabilities and self._batch.sampling.draws:
+            shape = *drafts.shape, self.runner.model.config.vocab_size
+            probs = drafts.new_zeros(shape, dtype=torch.float64)
+        return Proposal(drafts, probs)
+
+    def _hand_over(self, proposal: Proposal) -> int:
+        """Copy a proposal for the rows of the current batch to the tensors that captured steps
+        read. Returns the number of tokens that it has for each row."""
+        count = proposal.ids.shape[1]
+        target = self._pending_proposal.first(count)
+        target.ids.index_copy_(0, self._place_index, proposal.ids)
+        # If all rows are greedy, there are no probabilities.
+        if target.probabilities is not None and proposal.probabilities is not None:
+            target.probabilities.index_copy_(0, self._place_index, proposal.probabilities)
+        return count
+
+    def _take_captured(self, batch: Batch) -> None:
+        """Make `batch` the captured batch. Steps that were captured for the same rows are used
+        again if both batches are greedy; else the device batch has other tensors."""
+        rows = tuple(batch.rows)
+        batch_before = self._captured[rows][0] if rows in self._captured else None
+        self._load(batch)
+        if batch_before is not None and (
+            batch_before.sampling.is_greedy and self._batch.sampling.is_greedy
+        ):
+            self._batch, self._works, self._pending_proposal = self._captured[rows]
+            self._batch.load(batch)
+            return
+        self._works, self._pending_proposal = {}, self._make_proposal()
+        if self.witness is not None:
+            self._seen = SeenLogits.of(self.runner, self.witness.rows, self._batch, self._most)
+        if self.is_in_flight:
+            self._captured.pop(rows, None)
+            while len(self._captured) >= MOST_CAPTURED:
+                del self._captured[next(iter(self._captured))]
+            self._captured[rows] = self._batch, self._works, self._pending_proposal
+
+    def _load(self, batch: Batch) -> None:
+        device, max_tail = self.runner.device, self._most + 1
+        self._set_batch(DeviceBatch.of(batch, self._vocab_size, device, max_tail), batch)
+
+    def _show(self, batch: Batch) -> None:
+        if batch.requests == self._shown:
+            return
+        if self.is_in_flight:
+            self._take_captured(batch)
+            return
+        self._set_batch(self._batch, batch)
+        idle_rows = [row for row in self._batch.rows.numbers if row not in self._rows]
+        for runner in self._runners:
+            # Ended rows are still computed, so each needs room for the tokens that a step appends.
+            cache = runner.cache
+            most = cache.tokens_per_row - (self._most + 1) - 1
+            cache.truncate(idle_rows, [min(cache.lengths[row], most) for row in idle_rows])
+        self._batch.load(batch)

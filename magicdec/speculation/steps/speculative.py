@@ -1,0 +1,190 @@
+"""Speculative decoding: draft tokens, verify all of them in one forward, keep the accepted ones of
+each row and one more token of the target. A step without drafts is a step of autoregressive
+decoding, so the baseline is this strategy without a drafter.
+
+Drafts of greedy requests are compared with the target's own tokens, which is exact. Drafts of other
+requests are judged by rejection sampling. Source: Leviathan et al. 2023, algorithm 1; that each row
+of a batch accepts its own number of drafts: MagicDec (Chen et al. 2024).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from magicdec.config.tree_shape import TreeShape
+from magicdec.kv.draft_log import DraftLog
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Batch, Request, StepOutput
+from magicdec.runner.sampling.model_tokens import Proposal, join
+from magicdec.speculation.draft_length import DraftLength, FixedLength, make_draft_length
+from magicdec.speculation.drafter import Drafter, DraftPlan, make_drafter
+from magicdec.speculation.steps.calibration import measure_steps
+from magicdec.speculation.steps.captured_steps import CapturedSteps
+from magicdec.speculation.steps.steps import Steps
+from magicdec.speculation.steps.strategy import Setup
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What was drafted for a batch: nothing, or `count` tokens of each row, padding included."""
+
+    batch: Batch
+    plan: DraftPlan
+    proposal: Proposal | None
+    count: int
+
+    @property
+    def counts(self) -> list[int]:
+        """The drafts of each row without padding."""
+        return [min(self.count, count) for count in self.plan.counts]
+
+
+class Speculative:
+    """In each step, `drafter` drafts as many tokens for each row as `draft_length` chooses, or a
+    `tree` of that depth."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        drafter: Drafter | None,
+        draft_length: DraftLength,
+        steps: Steps,
+        tree: TreeShape | None = None,
+    ) -> None:
+        self.runner, self.drafter, self.tree = runner, drafter, tree
+        self.draft_length, self.steps = draft_length, steps
+        self._running: dict[int, Request] = {}  # by row
+
+    def admit(self, batch: Batch) -> None:
+        self._running |= zip(batch.rows, batch.requests, strict=True)
+        running = Batch(tuple(self._running[row] for row in sorted(self._running)))
+        if self.drafter is not None:
+            self.drafter.admit(batch.requests)
+        self.steps.admit(running, self.draft_length.choices)
+        self.draft_length.begin(running, self.measure)
+
+    @property
+    def log(self) -> DraftLog | None:
+        """Of what is drafted; None if none is kept."""
+        return None if self.drafter is None else self.runner.draft_log
+
+    def release(self, rows: Sequence[int]) -> None:
+        """A row that was never admitted, because its request left before, is passed over."""
+        admitted_rows = [row for row in rows if self._running.pop(row, None) is not None]
+        self.steps.release(admitted_rows)
+
+    def step(self, batch: Batch) -> StepOutput:
+        """Every row emits one token, and one more for each draft that it accepts. Rows with
+        different numbers of drafts are verified in one forward where it can take them
+        (`Steps.can_join`). Elsewhere rows that are to draft different numbers of tokens are
+        computed one group after the other, and the drafts of a group are padded to the longest."""
+        log, lengths = self.log, self.draft_length.lengths(batch)
+        if log is not None:
+            log.begin()
+        groups = [(_rows_with(batch, lengths, each), each) for each in sorted(set(lengths))]
+        verdicts, proposed, num_drafted = dict[Request, list[int]](), dict[Request, int](), 0
+        for together in [groups] if self.steps.can_join else [[group] for group in groups]:
+            started, is_alone = time.perf_counter(), not self.runner.deferred
+            drafts = [self._draft(*group) for group in together]
+            rows = Batch(tuple(r for draft in drafts for r in draft.batch.requests))
+            proposal = self._join(drafts)
+            verdicts |= zip(rows.requests, self.steps.verify(rows, proposal), strict=True)
+            seconds = time.perf_counter() - started
+            is_ragged = proposal is not None and proposal.counts is not None
+            of_step = seconds if is_alone and len(drafts) == 1 else None
+            for draft in drafts:
+                self._observe(draft, verdicts, of_step, is_ragged)
+                proposed |= zip(draft.batch.requests, draft.counts, strict=True)
+                num_drafted = max(num_drafted, draft.count)
+        accepted = [verdicts[request][0] for request in batch.requests]
+        emitted = [verdicts[r][1 : 2 + n] for r, n in zip(batch.requests, accepted, strict=True)]
+        if num_drafted == 0:
+            return StepOutput(emitted, digests=None if log is None else [])
+        digests = None if log is None else log.digests(batch.rows)
+        counts = [proposed[r] for r in batch.requests]
+        return StepOutput(emitted, num_drafted, accepted, counts, digests=digests)
+
+    def _draft(self, batch: Batch, count: int) -> Draft:
+        if self.drafter is None:
+            plan = DraftPlan([0] * len(batch.requests), ())
+        else:
+            can_join = self.steps.can_join
+            plan = self.drafter.plan(batch.requests, count, self.draft_length, can_join)
+        if not any(plan.counts):
+            return Draft(batch, plan, None, 0)
+        count = self.steps.padded_length(max(plan.counts))
+        proposal = self.steps.draft(batch, count, self.tree)
+        if self.tree is None:
+            count = proposal.ids.shape[1]  # the draft may end before
+        draft = Draft(batch, plan, proposal, count)
+        if self.log is not None:
+            num_ids = proposal.ids.shape[1]  # of a tree all of its nodes
+            counts = draft.counts if self.tree is None else [num_ids] * len(batch.rows)
+            self.log.drafted(batch.rows, proposal.ids, counts)
+        return draft
+
+    def _join(self, drafts: Sequence[Draft]) -> Proposal | None:
+        """What is proposed for the rows of all `drafts`. They keep their own numbers of drafts
+        where rows with different ones can be verified together."""
+        proposal, counts = drafts[0].proposal, [draft.counts for draft in drafts]
+        if len(drafts) > 1:
+            return join([draft.proposal for draft in drafts], counts)
+        is_ragged = self.tree is None and self.steps.can_join and len(set(counts[0])) > 1
+        return replace(proposal, counts=counts[0]) if proposal and is_ragged else proposal
+
+    def _observe(
+        self,
+        draft: Draft,
+        verdicts: dict[Request, list[int]],
+        seconds: float | None,
+        is_ragged: bool,
+    ) -> None:
+        accepted = [verdicts[r][0] for r in draft.batch.requests] if draft.count else ()
+        judged, verified = draft.plan.judged, draft.count
+        if is_ragged:
+            verified = round(sum(draft.counts) / len(draft.counts)) or 1
+            if any(judged) and judged != draft.plan.counts:  # some are those of a model
+                seconds = None
+        self.draft_length.observe(draft.batch, draft.count, accepted, seconds, judged, verified)
+
+    def measure(self, batch: Batch) -> list[float]:
+        """The seconds of a step of `batch` with 0, 1, 2, ... draft tokens. Changes nothing."""
+        cached = [self.runner.cache.lengths[row] for row in batch.rows]
+        return measure_steps(self.steps, batch, cached, self.draft_length.most)
+
+
+def _rows_with(batch: Batch, counts: Sequence[int], count: int) -> Batch:
+    """The requests of a batch whose count is this one."""
+    pairs = zip(batch.requests, counts, strict=True)
+    return Batch(tuple(request for request, each in pairs if each == count))
+
+
+def speculative(setup: Setup) -> Speculative:
+    """The strategy with the drafter that the run names."""
+    assert setup.decoding.drafter is not None, "a speculative run names its drafter"
+    runner = setup.runner
+    drafter = make_drafter(setup.decoding.drafter, setup)
+    # Captured steps are captured for sets of rows, and groups would be many sets.
+    per_row = setup.is_in_flight and not setup.recorder.captures
+    length = setup.draft_length or make_draft_length(
+        setup.decoding, runner.group, runner.device, per_row=per_row
+    )
+    steps = make_steps(setup, drafter)
+    return Speculative(runner, drafter, length, steps, setup.decoding.tree_shape)
+
+
+def autoregressive(setup: Setup) -> Speculative:
+    """One token for each row in each step: the baseline, whose tokens every other strategy must
+    reproduce."""
+    return Speculative(setup.runner, None, FixedLength(0), make_steps(setup, None))
+
+
+def make_steps(setup: Setup, drafter: Drafter | None) -> Steps:
+    """The steps that the setup asks for."""
+    if setup.recorder.captures:
+        return CapturedSteps(
+            setup.runner, drafter, setup.phase, setup.recorder, setup.is_in_flight, setup.witness
+        )  # fmt: skip
+    return Steps(setup.runner, drafter, setup.phase, setup.is_in_flight, setup.witness)

@@ -1,0 +1,274 @@
+"""Steps: the two parts of a decoding step. One drafts K tokens, the other verifies them. With K = 0
+the verification is a step of plain decoding.
+
+Owns the state that stays on the device from step to step (`DeviceBatch` and the lengths of the
+caches), the order of forward, judgement and truncation, and the host's copy of the lengths. The
+host reads the device once in each step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from magicdec.config.tree_shape import TreeShape
+from magicdec.kv.cache import BatchRows, Lengths, upload
+from magicdec.kv.tree import DraftTree
+from magicdec.runner.device_batch import DeviceBatch
+from magicdec.runner.model_runner import Forward, ModelRunner
+from magicdec.runner.request import Batch, NotFinite, Request
+from magicdec.runner.sampling.model_tokens import Proposal, judge
+from magicdec.speculation.draft_kv import AcceptedPath
+from magicdec.speculation.drafter import Drafter, DraftShape
+from magicdec.speculation.steps.strategy import Phase
+from magicdec.speculation.steps.witness import Witness
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A verification of rows that held `before`, whose forwards may still wait."""
+
+    proposal: Proposal
+    before: Lengths
+    forwards: Sequence[Forward]
+    places: Tensor | None = None  # int64 [B, K+1], if there are several forwards: see `judge`
+
+    def logits(self) -> Tensor:
+        """As `judge` takes them."""
+        outs = [forward.out for forward in self.forwards if forward.out is not None]
+        assert len(outs) == len(self.forwards), "the forwards have been computed"
+        if self.places is None:
+            return outs[0]
+        return torch.cat([out.flatten(0, 1) for out in outs]).unsqueeze(0)
+
+    def logits_of(self, places: Sequence[int]) -> Tensor:
+        """Those of some of the rows, which have these places: [R, K+1, V]. They are no copy if
+        they are those of one forward."""
+        logits = self.logits()
+        if self.places is not None:
+            return logits[0, self.places[list(places)]]
+        return logits if len(places) == len(logits) else logits[list(places)]
+
+
+class Steps:
+    """Before and after each call, the host knows how many tokens each row has cached. If requests
+    join a running batch (`is_in_flight`), the batch is loaded by the first step that needs it."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        drafter: Drafter | None,
+        phase: Phase,
+        is_in_flight: bool = False,
+        witness: Witness | None = None,
+    ) -> None:
+        self.runner, self.drafter, self.witness = runner, drafter, witness
+        self.phase, self.is_in_flight = phase, is_in_flight
+        self._runners: list[ModelRunner] = []
+        self._batch: DeviceBatch
+        self._shown: tuple[Request, ...] = ()
+
+    @torch.inference_mode()
+    def admit(self, batch: Batch, draft_lengths: Sequence[int]) -> None:
+        """Prepare for steps of `batch`, all requests that run now, with any of these numbers of
+        draft tokens."""
+        self._find_runners(draft_lengths)
+        if self.is_in_flight:
+            self._shown = ()
+        else:
+            self._load(batch)
+
+    def padded_length(self, num_draft_tokens: int) -> int:
+        """The number of draft tokens of a step that has so many at least."""
+        return num_draft_tokens
+
+    def release(self, rows: Sequence[int]) -> None:
+        """The requests in `rows` have left the batch."""
+        if self.drafter is not None:
+            self.drafter.release(rows)
+
+    def decode(self, batch: Batch) -> list[list[int]]:
+        """The next token of each request, as a list for each row."""
+        return [row[1:] for row in self.verify(batch, None)]
+
+    @torch.inference_mode()
+    def draft(self, batch: Batch, num_draft_tokens: int, tree: TreeShape | None = None) -> Proposal:
+        """A proposal for the rows of `batch`, valid until the next draft: a chain of
+        `num_draft_tokens`, or a tree of that depth."""
+        with self.phase("draft"):
+            self._show(batch)
+            return self._drafted(batch, num_draft_tokens, tree)
+
+    @torch.inference_mode()
+    def verify(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
+        """For each row: the number n of accepted drafts, then the ids of which the row emits the
+        first n + 1. Without a proposal this is a decode. Rows may have different numbers of drafts
+        (`Proposal.counts`) if `can_join` holds."""
+        with self.phase("decode" if proposal is None else "verify"):
+            return self._judged(batch, proposal)
+
+    @property
+    def can_join(self) -> bool:
+        """Whether the weights are read once for rows with different numbers of drafts. What watches
+        attention watches that of rows with the same number."""
+        drafter = self.drafter
+        is_watched = drafter is not None and (drafter.watch or drafter.watch_queries)
+        return self.runner.executor is not None and not is_watched
+
+    @torch.inference_mode()
+    def undo(self, batch: Batch, lengths: Sequence[int]) -> None:
+        """Truncate the rows of `batch` to earlier `lengths`. Their requests must have emitted
+        nothing since then."""
+        device = self.runner.device
+        self.runner.truncate(batch.rows, lengths)
+        if self.drafter is not None:
+            rows = BatchRows.of(batch.rows, device)
+            self.drafter.commit(rows, Lengths.of(lengths, device))
+        self._batch.load(batch)
+
+    def _find_runners(self, draft_lengths: Sequence[int]) -> None:
+        """The models that choose tokens. A drafter may have made a new runner since the last
+        call."""
+        draft_kv = None if self.drafter is None else self.drafter.draft_kv
+        self._lengths = draft_lengths
+        if self.drafter is not None:
+            self._lengths = self.drafter.lengths(draft_lengths)
+        self._runners, self._most = [self.runner], max(self._lengths)
+        if draft_kv is not None and draft_kv.runner is not self.runner:
+            self._runners.append(draft_kv.runner)
+        self._vocab_size = max(r.model.config.vocab_size for r in self._runners)
+
+    def _drafted(self, batch: Batch, num_draft_tokens: int, tree: TreeShape | None) -> Proposal:
+        assert self.drafter is not None, "only a strategy with a drafter drafts"
+        pending = self.drafter.prepare(batch.requests, num_draft_tokens)
+        return self.drafter.propose(self._batch, DraftShape(num_draft_tokens, pending, tree))
+
+    def _judged(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
+        """Verify, and read the result, which is the only read of a step."""
+        self._show(batch)
+        verification = self._begin(proposal)
+        self.runner.flush()
+        if any(runner.has_flaws for runner in self._runners):
+            self._batch.sampling.spoil()
+            if self._batch.sampling.flaws is None:
+                raise NotFinite.after(*self._flawed(verification))
+        verdicts = self._read(self._finish(verification))
+        if self.witness is not None and (places := self.witness.wants(batch.rows)):
+            logits = verification.logits_of(places)
+            self.witness.keep(batch.requests, proposal, verdicts, places, logits)
+        return verdicts
+
+    def _flawed(self, verification: Verification) -> tuple[int, int]:
+        """A request whose logits are not finite, and the number of its output tokens. If a draft
+        has them, any of its batch."""
+        rows = set[int]()
+        for forward in verification.forwards:
+            assert forward.out is not None, "it has been computed"
+            is_wrong = ~forward.out.isfinite().flatten(1).all(dim=1)
+            rows |= {forward.rows.numbers[place] for place in is_wrong.nonzero().flatten().tolist()}
+        found = next((r for r in self._shown if r.row in rows), self._shown[0])
+        return found.request_id, len(found.output_ids)
+
+    def _read(self, result: Tensor) -> list[list[int]]:
+        lines = result.tolist()
+        results, first = [lines[place] for place in self._places], 0
+        if self._batch.sampling.flaws is not None:
+            first = 1
+            for request, line in zip(self._shown, results, strict=True):
+                self._batch.sampling.check(request, line)
+        for i, runner in enumerate(self._runners, first):
+            runner.cache.set_host_lengths(self._rows, [row[i] for row in results])
+        return [row[first + len(self._runners) :] for row in results]
+
+    def _begin(self, proposal: Proposal | None) -> Verification:
+        batch, runner, drafter = self._batch, self.runner, self.drafter
+        rows, last = batch.rows, batch.newest[:, -1:]
+        watch = watch_queries = None
+        tokens = last
+        if proposal is None:
+            proposal = Proposal(last[:, :0])
+        else:
+            tokens = torch.cat([last, proposal.ids], dim=1)
+            if drafter is not None:
+                watch, watch_queries = drafter.watch, drafter.watch_queries
+        before = runner.cache.lengths_of(rows)
+        if proposal.counts is not None:
+            return Verification(proposal, before, *self._begin_ragged(proposal.counts, tokens))
+        tree = None
+        if proposal.tree is not None:
+            parents = upload([-1, *proposal.tree.parents], before.tensor.device)
+            tree = DraftTree(before.tensor, parents.expand(len(before.bounds), -1))
+        forward = runner.defer(tokens, rows, watch=watch, watch_queries=watch_queries, tree=tree)
+        return Verification(proposal, before, [forward])
+
+    def _begin_ragged(self, counts: Sequence[int], tokens: Tensor) -> tuple[list[Forward], Tensor]:
+        """A forward for each number of drafts, all of which one native call computes, and the
+        `places` of their logits."""
+        rows, starts, num_tokens = self._batch.rows.numbers, [0] * len(counts), 0
+        forwards = list[Forward]()
+        for count in sorted(set(counts)):
+            members = [place for place, each in enumerate(counts) if each == count]
+            new_tokens = tokens[members, : 1 + count]
+            forwards.append(self.runner.defer(new_tokens, [rows[place] for place in members]))
+            for place in members:
+                starts[place], num_tokens = num_tokens, num_tokens + 1 + count
+        places = [
+            [start + min(k, count) for k in range(tokens.shape[1])]
+            for start, count in zip(starts, counts, strict=True)
+        ]
+        return forwards, upload(places, tokens.device)
+
+    def _finish(self, verification: Verification, tells_drafter: bool = True) -> Tensor:
+        """int64 [B, 1 + caches + 1 + ids]: the row's flaw (`SamplingMetadata.check`; left out if it
+        keeps none), the length of each cache, the number of accepted drafts, and the ids of which
+        the row emits the first. `tells_drafter`: the drafter's `commit` is part of
+        this work."""
+        batch, runner, drafter = self._batch, self.runner, self.drafter
+        proposal, before = verification.proposal, verification.before
+        rows, last = batch.rows, batch.newest[:, -1:]
+        judgement = judge(
+            runner, batch.sampling, proposal, verification.logits(), verification.places
+        )
+        accepted, ids = judgement.accepted, judgement.ids
+        emitted = accepted + 1
+        batch.sampling.take(ids, emitted, rows.active)
+        # The newest token and the accepted drafts stay cached. The last emitted token is not cached
+        # yet.
+        bounds = tuple(bound + ids.shape[1] for bound in before.bounds)
+        new_lengths = Lengths(before.tensor + emitted, bounds)
+        path = None if judgement.path is None else AcceptedPath(before, accepted, judgement.path)
+        if path is not None:
+            runner.cache.keep_path(rows, before, path.places())
+        elif proposal.ids.shape[1] > 0:
+            runner.truncate(rows, new_lengths)
+        places = torch.stack([accepted, emitted], dim=1)
+        batch.newest.copy_(torch.cat([last, ids], dim=1).gather(1, places))
+        if drafter is not None and tells_drafter:
+            drafter.commit(rows, new_lengths, path)
+        lengths = [r.cache.seq_lens[rows.index].unsqueeze(1) for r in self._runners]
+        columns = [*lengths, accepted.unsqueeze(1), ids]
+        is_noted = batch.sampling.flaws is not None
+        return batch.sampling.with_flaws(columns) if is_noted else torch.cat(columns, dim=1)
+
+    def _show(self, batch: Batch) -> None:
+        """Make `batch` the current batch, if it is not yet."""
+        if batch.requests != self._shown:
+            self._load(batch)
+
+    def _load(self, batch: Batch) -> None:
+        """Make a new device batch of the requests of `batch`."""
+        has_flaws = not all(runner.finds_flaws for runner in self._runners)
+        device = self.runner.device
+        on_device = DeviceBatch.of(batch, self._vocab_size, device, has_flaws=has_flaws)
+        self._set_batch(on_device, batch)
+
+    def _set_batch(self, device_batch: DeviceBatch, batch: Batch) -> None:
+        """Let the requests of `batch` be the ones whose results are read. Their rows are some or
+        all of the rows of `device_batch`."""
+        place_of = {row: place for place, row in enumerate(device_batch.rows.numbers)}
+        self._batch, self._shown, self._rows = device_batch, batch.requests, batch.rows
+        self._places = [place_of[row] for row in self._rows]
+        self._place_index = upload(self._places, self.runner.device)

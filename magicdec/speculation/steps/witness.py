@@ -1,0 +1,110 @@
+"""Witness: logits of the steps of a pass, kept so that others can judge them again and say how
+large their errors are.
+
+Owns which steps and rows are kept, which is chosen before anything is known of them, and how much
+memory that takes. Must not know how a step was judged.
+
+Shapes: R kept rows of a batch, K drafts, V vocabulary rows on this rank.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from magicdec.config.tree_shape import TreeShape
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Request
+from magicdec.runner.sampling.model_tokens import Proposal
+
+MOST_BYTES = 1 << 26  # of the logits of a pass over a batch, on each rank
+LEAST_STEPS = 8  # for which there is room: where rows are many, only some of them are kept
+
+
+@dataclass(frozen=True)
+class KeptStep:
+    """A step of some rows: what was proposed, and this rank's logits after the newest token and
+    after each draft."""
+
+    requests: tuple[Request, ...]
+    num_output: tuple[int, ...]  # tokens that each request had emitted before
+    verdicts: list[list[int]]  # of each row: the number of accepted drafts, then ids (`Steps`)
+    logits: Tensor  # [R, K+1, V]
+    drafts: Tensor  # int64 [R, K]
+    counts: tuple[int, ...]  # how many of the K are drafts of a row, and not padding
+    tree: TreeShape | None  # of the drafts; None: a chain
+
+
+@dataclass
+class Witness:
+    """While it `is_watching`, keeps each step of these rows of the cache with the probability
+    `share`, as long as there is memory. All ranks keep the same ones."""
+
+    rows: tuple[int, ...]
+    share: float
+    chance: random.Random
+    steps: list[KeptStep] = field(default_factory=list)
+    num_seen: int = 0  # steps of these rows
+    num_bytes: int = 0
+    is_watching: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        runner: ModelRunner,
+        num_rows: int,
+        num_drafts: int,
+        num_steps: int,
+        seed: str,
+        most_drafts: int,
+    ) -> Witness:
+        """Of at most `num_steps` steps of `num_rows` rows that draft at most `num_drafts` tokens.
+        Passes with the same seed and `most_drafts`, which is the largest `num_drafts` of them, keep
+        the same rows."""
+        chance, (first, last) = random.Random(seed), runner.model.head_rows
+        token_bytes = (last - first) * runner.cache.k.element_size()
+        room = MOST_BYTES // (LEAST_STEPS * (1 + most_drafts) * token_bytes)
+        rows = chance.sample(range(num_rows), max(1, min(num_rows, room)))
+        most_bytes = len(rows) * (1 + num_drafts) * token_bytes * max(1, num_steps)
+        return cls(tuple(sorted(rows)), min(1.0, MOST_BYTES / most_bytes), chance)
+
+    def wants(self, rows: Sequence[int]) -> list[int]:
+        """The places among `rows`, which take a step, of those whose logits the caller is to keep
+        (`keep`); none if the step is not kept."""
+        places = [place for place, row in enumerate(rows) if row in self.rows]
+        if not self.is_watching or not places:
+            return []
+        self.num_seen += 1
+        is_kept = self.chance.random() < self.share and self.num_bytes < MOST_BYTES
+        return places if is_kept else []
+
+    def keep(
+        self,
+        requests: Sequence[Request],
+        proposal: Proposal | None,
+        verdicts: Sequence[Sequence[int]],
+        places: Sequence[int],
+        logits: Tensor,
+    ) -> None:
+        """Keep the rows at `places` of a step of `requests`. Their logits [R, K+1, V] must stay as
+        they are; the proposal may change later."""
+        requests = [requests[place] for place in places]
+        drafts, tree = logits.new_zeros(len(places), 0).long(), None
+        counts = [0] * len(places)
+        if proposal is not None:
+            drafts, tree = proposal.ids[list(places)], proposal.tree
+            counts = [(proposal.counts or [drafts.shape[1]] * (p + 1))[p] for p in places]
+        step = KeptStep(
+            tuple(requests),
+            tuple(len(request.output_ids) for request in requests),
+            [list(verdicts[place]) for place in places],
+            logits,
+            drafts,
+            tuple(counts),
+            tree,
+        )
+        self.steps.append(step)
+        self.num_bytes += logits.numel() * logits.element_size()

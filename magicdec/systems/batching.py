@@ -1,0 +1,263 @@
+"""Batching: requests served by the engine, in the modes that differ in when requests that have
+arrived may join the running batch. It runs on the first rank, with the threads of all ranks of its
+host, or on all ranks by tensor parallelism.
+
+A batching is a function of the function that serves requests until all have ended, the requests in
+the order of arrival, the clock, the number of rows, and the time window in seconds. In every
+batching the engine, its limits and its steps are the same, and a request that has ended leaves the
+batch at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from copy import copy
+from dataclasses import replace
+
+import torch
+
+from magicdec.config.choices.collectives import check_stage_group
+from magicdec.config.run_config import RunConfig
+from magicdec.distributed.channels.message import DUE
+from magicdec.distributed.groups import Group, Launch, ParallelGroups
+from magicdec.distributed.start import make_groups
+from magicdec.engine.engine import Engine
+from magicdec.hardware.timing import Clock, GroupClock, RealClock
+from magicdec.names import BASELINE
+from magicdec.output.console import Progress
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Request
+from magicdec.runner.step_plan import PREFILL_TOKENS, Limits
+from magicdec.setup.autotune import settle
+from magicdec.setup.loading import LoadedModels, make_draft, make_runner
+from magicdec.setup.memory_check import Room, largest
+from magicdec.setup.memory_plan import model_plans_of
+from magicdec.setup.model_checks import check_shared
+from magicdec.setup.model_plan import ModelPlan, max_tokens
+from magicdec.setup.prepare import ResolvedRun, SetupCache
+from magicdec.speculation.drafter import DraftModel
+from magicdec.speculation.policies.policy import keep_queries
+from magicdec.speculation.steps.recorder import CudaGraphs, Eager, Recorder
+from magicdec.speculation.steps.strategy import DecodingStrategy, Setup, make_strategy
+from magicdec.systems.modes import Pass
+from magicdec.systems.system import Extras, System, Watch
+
+Serve = Callable[[Sequence[Request]], None]
+BatchFunction = Callable[[Serve, Sequence[Request], Clock, int, float], None]
+
+
+def sequential(
+    serve: Serve, requests: Sequence[Request], clock: Clock, num_rows: int, window_s: float
+) -> None:
+    """One request after the other."""
+    for request in requests:
+        serve([request])
+
+
+def static(
+    serve: Serve, requests: Sequence[Request], clock: Clock, num_rows: int, window_s: float
+) -> None:
+    """Batches of `num_rows` requests. A batch begins when all of its requests have arrived and the
+    batch before it has ended."""
+    for first in range(0, len(requests), num_rows):
+        batch = requests[first : first + num_rows]
+        clock.wait_until(batch[-1].arrived_s)
+        serve(batch)
+
+
+def dynamic(
+    serve: Serve, requests: Sequence[Request], clock: Clock, num_rows: int, window_s: float
+) -> None:
+    """Batches of up to `num_rows` requests. A batch begins when it is full, or `window_s` after its
+    first request has arrived, and when the batch before it has ended."""
+    coming = deque(requests)
+    while coming:
+        full_s = coming[num_rows - 1].arrived_s if len(coming) >= num_rows else math.inf
+        begins_s = max(clock.now(), min(full_s, coming[0].arrived_s + window_s))
+        clock.wait_until(begins_s)
+        batch = [coming.popleft()]
+        while coming and len(batch) < num_rows and coming[0].arrived_s <= begins_s:
+            batch.append(coming.popleft())
+        serve(batch)
+
+
+def inflight(
+    serve: Serve, requests: Sequence[Request], clock: Clock, num_rows: int, window_s: float
+) -> None:
+    """A request joins the running batch at the first step after its arrival for which a row and
+    blocks of the KV cache are free."""
+    serve(requests)
+
+
+BATCHINGS: Mapping[str, BatchFunction] = {
+    "sequential": sequential,
+    "static": static,
+    "dynamic": dynamic,
+    "inflight": inflight,
+    "tensor_parallel": inflight,
+}
+
+
+class Batching(System):
+    """The engine on the first rank alone, or on all ranks if `is_on_all`."""
+
+    runner: ModelRunner | None = None
+    draft: DraftModel | None = None
+    models: LoadedModels | None = None
+    captured: tuple[Pass, DecodingStrategy] | None = None  # with captured steps, and its pass
+
+    def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
+        options, world_size = self.options, self.launch.world_size
+        workload = options.batch_of(run_config.workload, options.rows)
+        models = self.find(run_config, workload, cache)
+        if self.is_on_all:
+            check_stage_group(f"--modes {self.names}", models.config.parallel)
+            check_shared(f"--modes {self.names}", world_size, models.source.config)
+        else:
+            models = of_first_rank_alone(models)
+        options.check_cache(max_tokens(models.config))
+        self.run = self.complete(models, cache)
+
+    @property
+    def is_on_all(self) -> bool:
+        return self.options.is_on_all(self.passes[0], self.launch.world_size)
+
+    @property
+    def computes(self) -> bool:
+        return self.is_on_all or self.launch.rank == 0
+
+    def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
+        config = self.run.config
+        if rank not in config.parallel.rank_group:
+            return []
+        target, *drafts = model_plans_of(config, self.run.models, rank)
+        options = self.options
+        return [
+            replace(target, block_tokens=options.block_tokens, cache_tokens=options.cache_tokens),
+            *drafts,
+        ]
+
+    def advice(self, each: Pass, room: Room) -> str:
+        """The largest KV cache that would fit."""
+
+        def fits(cache_tokens: int) -> bool:
+            smaller = copy(self)
+            smaller.options = replace(self.options, cache_tokens=cache_tokens)
+            return room.refusal(smaller.plan(each, room.ranks)) is None
+
+        target, *_ = self.model_plans(each, self.run.config.parallel.rank_group[0])
+        size, num_blocks = target.storage()
+        most = largest(fits, size * num_blocks)
+        if most < max_tokens(self.run.config):
+            return "choose a smaller --B, shorter requests or a smaller model"
+        return f"--cache_tokens {most} would fit"
+
+    def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
+        if self.runner is None and self.computes:
+            self._load(each, device, progress)
+
+    def _load(self, each: Pass, device: torch.device, progress: Progress) -> None:
+        """Load this rank's part of the models and allocate the KV caches."""
+        run, launch, draft = self.run, self.launch, self.run.config.draft
+        if self.is_on_all:
+            parallel, draft_ranks = run.config.parallel, None if draft is None else draft.rank_group
+            groups = make_groups(
+                launch, parallel.rank_group, device, parallel.collectives, draft_ranks
+            )
+        else:
+            alone = Group((0,), 0)
+            groups = ParallelGroups(0, 1, alone, None if draft is None else alone)
+        target, draft_model = run.models.target, run.models.draft
+        config = settle(run.config, target, draft_model, groups.target, device)
+        self.run = run = replace(run, config=config)
+        self.models = LoadedModels(device, progress, self._emulated_s)
+        plan = self.model_plans(each, launch.rank)[0]
+        self.runner = runner = make_runner(plan, run.source, groups.target, self.models)
+        self.draft = make_draft(run, groups, self.models)
+        self.clock = GroupClock(RealClock(), runner.group, runner.device)
+
+    @property
+    def _emulated_s(self) -> float | None:
+        """Seconds of a forward of all stages, one after the other or, with all ranks, divided among
+        them; then two all-reduces a layer take log2 N links each (recursive doubling)."""
+        stage_s, options = self.options.emulated_stage_s, self.options
+        if stage_s is None:
+            return None
+        world_size = self.launch.world_size
+        seconds = options.num_stages(world_size) * stage_s
+        if not self.is_on_all:
+            return seconds
+        num_links = 2 * self.run.source.config.num_layers * math.ceil(math.log2(world_size))
+        return seconds / world_size + num_links * (options.emulated_link_s or 0.0)
+
+    def warm_up_rows(self, each: Pass) -> int:
+        return self.options.rows
+
+    def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
+        if self.runner is None:  # this rank waits
+            return Extras()
+        strategy = self._strategy(each)
+        DUE.reach(None)  # no time of an earlier pass counts
+        chunk, window_s = self.run.config.attention.prefill_chunk, self.options.window_ms or 0.0
+        engine = Engine(self.runner, chunk, self._limits(each), clock=self.clock.clock)
+
+        def serve(batch: Sequence[Request]) -> None:
+            engine.serve(strategy, batch, watch.tokens, watch.counts.watch)
+
+        with watch.threads.during():
+            BATCHINGS[each.mode](serve, requests, self.clock, self.options.rows, window_s / 1e3)
+        return Extras()
+
+    def _limits(self, each: Pass) -> Limits:
+        """Those of all modes are the same; a step of a drafter appends more tokens to a row."""
+        assert self.runner is not None, "it was opened"
+        shape, tokens = self.runner.cache.shape, max_tokens(self.run.config)
+        num_drafts = tokens - self.options.longest if each.is_drafting else 0
+        prefill_tokens = self.options.prefill_tokens or PREFILL_TOKENS
+        return Limits(
+            tokens, shape.block_size, shape.num_blocks, prefill_tokens=prefill_tokens,
+            step_tokens=1 + num_drafts,
+        )  # fmt: skip
+
+    def _strategy(self, each: Pass) -> DecodingStrategy:
+        """What decodes, with the drafter or without it. If steps are captured, the warm-up captures
+        them and the measured pass replays them, unless it has draft lengths to learn."""
+        runner, config = self.runner, self.run.config
+        assert runner is not None, "it was opened"
+        if self.captured is not None and self.captured[0] == each:
+            return self.captured[1]
+        runner.prompt_queries = None
+        if each.is_drafting and config.decoding.model_drafter == "self":
+            keep_queries(runner, config.kv)
+        captures = config.decoding.cuda_graphs == "on"
+        recorder: Recorder = CudaGraphs(runner.device) if captures else Eager()
+        setup = Setup(
+            runner, config.decoding, config.kv, draft=self.draft, corpus=self.run.corpus,
+            recorder=recorder, is_in_flight=True,
+        )  # fmt: skip
+        name = config.decoding.strategy if each.is_drafting else BASELINE
+        strategy = make_strategy(name, setup)
+        is_fixed = name == BASELINE or config.decoding.num_draft_tokens != "auto"
+        self.captured = (each, strategy) if captures and is_fixed else None
+        return strategy
+
+    def now(self) -> float:
+        return super().now() if self.runner is None else self.clock.now()
+
+    def close(self) -> None:
+        self.runner = self.draft = self.models = self.captured = None
+
+
+def of_first_rank_alone(models: ResolvedRun) -> ResolvedRun:
+    """The run of the first rank, which needs no other, with the threads of all ranks of its host,
+    since these wait, but with no more than the host has cores: threads that share a core wait for
+    each other for most of the time."""
+    config = models.alone()
+    own = config.parallel.threads
+    threads = min(own * len(models.launch.local_ranks), max(own, models.machine.num_cpus))
+    parallel = replace(config.parallel, rank_group=(0,), collectives=None, threads=threads)
+    draft = None if config.draft is None else replace(config.draft, rank_group=(0,))
+    config = replace(config, parallel=parallel, draft=draft)
+    return replace(models, config=config, launch=Launch(0, 1, 0, 1))

@@ -1,0 +1,212 @@
+"""Endpoint: requests served by another program, an OpenAI-compatible server that streams
+completions. It gets the prompts as token ids, or as text if it takes no ids.
+
+A server that says the ids of its tokens (as vLLM does if `return_token_ids` is true) is compared
+like every mode. Tokens of other servers are counted but not known.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator, Sequence
+from http.client import HTTPException
+from queue import SimpleQueue
+from threading import Thread
+from typing import Any
+
+import torch
+
+from magicdec.config.run_config import RunConfig
+from magicdec.output.console import Progress
+from magicdec.runner.request import UNKNOWN_ID, Request
+from magicdec.setup.model_plan import ModelPlan
+from magicdec.setup.prepare import SetupCache
+from magicdec.systems.batching import of_first_rank_alone
+from magicdec.systems.http_client import LimitReached, Limits, Server, read_key
+from magicdec.systems.modes import Pass
+from magicdec.systems.system import Extras, System, Watch
+
+# Bytes that an answer may have: for the list of models, for what frames a stream, for each token of
+# the prompt, which a server may repeat as ids, and for each token that was asked for.
+MODELS_BYTES, STREAM_BYTES, PROMPT_BYTES, TOKEN_BYTES = 4 << 20, 1 << 20, 32, 1 << 14
+MOST_PARTS = 8  # of a streamed text without ids, for each token that was asked for
+OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")  # of a stream of events, beside its data
+
+
+class Endpoint(System):
+    """Every request is sent when it arrives, by a thread of the first rank that waits for its
+    tokens. How many are served together is the server's business."""
+
+    is_external = True
+    computes = False
+
+    def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
+        workload = self.options.batch_of(run_config.workload, self.options.rows)
+        models = self.find(run_config, workload, cache)
+        self.run = self.complete(of_first_rank_alone(models), cache)
+        self.model = self.options.endpoint_model
+        key = self.options.endpoint_key_env
+        self.server = Server(self.options.endpoint or "", None if key is None else read_key(key))
+        if self.launch.rank == 0:
+            served = self._parts(next(self._events("/models", self._limits(MODELS_BYTES))), "data")
+            names = [str(each["id"]) for each in served if "id" in each]
+            self.model = self.model or next(iter(names), None)
+            if self.model not in names:
+                choices = ", ".join(names) or "no model"
+                raise ValueError(
+                    f"--endpoint_model {self.model} is not served there; choose from {choices}"
+                )
+
+    def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
+        return []
+
+    def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
+        """The server is there already."""
+
+    def warm_up_rows(self, each: Pass) -> int:
+        return self.options.rows
+
+    def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
+        ended = SimpleQueue[Exception | None]()
+        for request in requests if self.launch.rank == 0 else ():
+            # A daemon, so that a command that ends does not wait for the other answers.
+            Thread(target=self._serve_one, args=(request, watch, ended), daemon=True).start()
+        for _ in requests if self.launch.rank == 0 else ():
+            if (error := ended.get()) is not None:
+                raise error
+        return Extras()
+
+    def _serve_one(
+        self, request: Request, watch: Watch, ended: SimpleQueue[Exception | None]
+    ) -> None:
+        problem: Exception | None = None
+        try:
+            time.sleep(max(0.0, request.arrived_s - self.now()))
+            watch.counts.moves[request.request_id].joined_s.append(self.now())
+            self._stream(request, watch)
+        except Exception as error:  # `serve` raises it
+            problem = error
+        ended.put(problem)
+
+    def _stream(self, request: Request, watch: Watch) -> None:
+        """Send the request and read its tokens. Raises ValueError for another number of tokens than
+        was asked for, as soon as there are more, and for ids that the model does not have."""
+        most, said = request.sampling.max_new_tokens, None
+        ignores_eos = self.run.config.decoding.ignore_eos
+        size = PROMPT_BYTES * len(request.prompt_ids) + TOKEN_BYTES * most
+        limits = self._limits(STREAM_BYTES + size)
+        for event in self._events("/completions", limits, self._body(request)):
+            if isinstance(usage := event.get("usage"), dict):
+                said = usage.get("completion_tokens")
+            for choice in self._parts(event, "choices"):
+                ids = choice.get("token_ids")
+                tokens = ids or [UNKNOWN_ID] * bool(choice.get("text"))
+                self._check_tokens(request, tokens, has_ids=bool(ids))
+                if tokens:
+                    limits.progress()
+                request.append(tokens, self.now())
+                watch.tokens(len(tokens))
+        output, times = request.output_ids, request.token_times_s
+        count = said if UNKNOWN_ID in output and isinstance(said, int) else len(output)
+        if not output or not 0 < count <= most or (ignores_eos and count < most):
+            raise self._other_number(request, count)
+        # A part of a text may be several tokens, or be none of its own.
+        lacking = count - len(output)
+        output += [UNKNOWN_ID] * lacking
+        times += times[-1:] * lacking
+        del output[count:], times[count - 1 : -1]
+        request.finished_s = times[-1]
+
+    def _check_tokens(self, request: Request, tokens: object, has_ids: bool) -> None:
+        """Raises ValueError for what are no tokens of this model, or more than were asked for."""
+        size, most = self.run.source.config.vocab_size, request.sampling.max_new_tokens
+        if not isinstance(tokens, list) or {type(token) for token in tokens} - {int}:
+            raise ValueError(f"{self._flag} sends token_ids that are no ids: {self._shown(tokens)}")
+        count = len(request.output_ids) + len(tokens)
+        if count > (most if has_ids else MOST_PARTS * most):
+            raise self._other_number(request, count)
+        if wrong := [token for token in tokens if not 0 <= token < size] if has_ids else []:
+            raise ValueError(
+                f"{self._flag} sends a token id {self._shown(wrong[0])}, but --model "
+                f"{self.run.source.name} has the ids 0 to {size - 1}"
+            )
+
+    def _other_number(self, request: Request, count: int) -> ValueError:
+        asked = "" if self.run.config.decoding.ignore_eos else "1 to "
+        return ValueError(
+            f"{self._flag}: request {request.request_id} has {count} tokens, not "
+            f"{asked}{request.sampling.max_new_tokens} as it was asked for"
+        )
+
+    def _body(self, request: Request) -> dict[str, Any]:
+        ids, most = list(request.prompt_ids), request.sampling.max_new_tokens
+        as_text = self.options.endpoint_prompts == "text"
+        prompt = self.run.tokenizer.decode(ids) if as_text else ids
+        body: dict[str, Any] = {"model": self.model, "prompt": prompt}
+        body |= {"max_tokens": most, "temperature": 0, "stream": True, "return_token_ids": True}
+        if self.run.config.decoding.ignore_eos:
+            body |= {"ignore_eos": True, "min_tokens": most}
+        return body | {"stream_options": {"include_usage": True}}
+
+    def _parts(self, answer: dict[str, Any], name: str) -> list[dict[str, Any]]:
+        """The objects of the list `name`, if there is one. Raises ValueError for others."""
+        parts = answer.get(name) or []
+        if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
+            raise ValueError(
+                f"{self._flag} sends {name} that are no list of objects: {self._shown(parts)}"
+            )
+        return parts
+
+    def _object(self, path: str, text: bytes) -> dict[str, Any]:
+        try:
+            answer = json.loads(text.decode(errors="replace"))
+        except (ValueError, RecursionError) as error:  # a number of many digits, many brackets
+            raise ValueError(f"{self._flag} answers {path} with no JSON: {error}") from None
+        if not isinstance(answer, dict):
+            raise ValueError(f"{self._flag} answers {path} with no object: {self._shown(answer)}")
+        return answer
+
+    @property
+    def _flag(self) -> str:
+        return f"--endpoint {self.server}"
+
+    def _shown(self, sent: object) -> str:
+        return self.server.shown(sent)
+
+    def _limits(self, num_bytes: int) -> Limits:
+        return Limits(self.options.endpoint_timeout_s, self.options.endpoint_total_s, num_bytes)
+
+    def _events(
+        self, path: str, limits: Limits, body: dict[str, Any] | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """The JSON object that the server answers, or with a `body` those that it streams. Raises
+        ValueError, one line naming the server, if it is down, refuses, stalls, stops early or goes
+        beyond the limits."""
+        data = None if body is None else json.dumps(body).encode()
+        try:
+            with self.server.ask(path, data, limits) as response:
+                if response.status != 200:
+                    text = self._shown(response.read(TOKEN_BYTES).decode(errors="replace"))
+                    raise ValueError(f"{self._flag} answers {path} with {response.status}: {text}")
+                if body is None:
+                    yield self._object(path, response.read())
+                    return
+                for line in response:
+                    sent = line.strip().removeprefix(b"data:").strip()
+                    if sent == b"[DONE]":
+                        return
+                    if sent and not sent.startswith(OTHER_FIELDS):
+                        event = self._object(path, sent)
+                        if event.get("error"):
+                            said = self._shown(event["error"])
+                            raise ValueError(f"{self._flag} ends an answer with: {said}")
+                        yield event
+            raise ValueError(f"{self._flag} ends in the middle of an answer")
+        except LimitReached as error:
+            raise ValueError(f"{self._flag} {error}") from None
+        except (OSError, HTTPException) as error:
+            raise ValueError(f"{self._flag}: {self._shown(str(error))}") from None
+
+    def close(self) -> None:
+        """It took nothing."""

@@ -1,0 +1,107 @@
+"""The modes of `magicdec serve`: ways to serve the same requests. Imports no torch.
+
+Owns the name table of the modes, what each of them needs, and how `--modes` is read. A new mode is
+a line of `MODES` and a `System` (`systems/system.py`) that serves in it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from magicdec.names import SEQUENTIAL
+
+BATCHING = "magicdec.systems.batching:Batching"
+RING = "magicdec.systems.ring.ring:Ring"
+SPECULATIVE = "magicdec.systems.pipeinfer.speculative_pipeline:SpeculativePipeline"
+ENDPOINT = "magicdec.systems.endpoint:Endpoint"
+WITH_DRAFT = "+draft"
+
+
+class Ranks(Enum):
+    """Which ranks compute in a mode; the others wait."""
+
+    FIRST = "first"  # with the threads of all ranks of its host, or all as --batch_ranks says
+    ALL = "all"
+    STAGES = "stages"
+    NONE = "none"  # another program computes
+
+
+class Drafts(Enum):
+    NEVER = "never"
+    MAYBE = "maybe"  # with the suffix +draft
+    ALWAYS = "always"
+
+
+@dataclass(frozen=True)
+class Mode:
+    """`system` serves requests in the mode. `text` says what it does, in half a line."""
+
+    system: str
+    ranks: Ranks
+    drafts: Drafts
+    text: str
+
+
+MODES = {
+    SEQUENTIAL: Mode(BATCHING, Ranks.FIRST, Drafts.MAYBE, "one request after the other"),
+    "static": Mode(BATCHING, Ranks.FIRST, Drafts.MAYBE, "whole batches"),
+    "dynamic": Mode(BATCHING, Ranks.FIRST, Drafts.MAYBE, "batches that wait a limited time"),
+    "inflight": Mode(BATCHING, Ranks.FIRST, Drafts.MAYBE, "requests join a running batch"),
+    "tensor_parallel": Mode(
+        BATCHING, Ranks.ALL, Drafts.MAYBE, "the same on all ranks, which share every layer"
+    ),
+    "ring": Mode(RING, Ranks.STAGES, Drafts.MAYBE, "requests circulate through stages of layers"),
+    "iterative": Mode(SPECULATIVE, Ranks.STAGES, Drafts.NEVER, "stages decode token by token"),
+    "sync": Mode(SPECULATIVE, Ranks.STAGES, Drafts.ALWAYS, "stages verify one batch of drafts"),
+    "async": Mode(SPECULATIVE, Ranks.STAGES, Drafts.ALWAYS, "drafts run ahead of the stages"),
+    "endpoint": Mode(ENDPOINT, Ranks.NONE, Drafts.NEVER, "the server at --endpoint"),
+}
+# What `--modes` can name.
+NAMES = (
+    *MODES,
+    *(f"{name}{WITH_DRAFT}" for name, mode in MODES.items() if mode.drafts is Drafts.MAYBE),
+)
+
+
+@dataclass(frozen=True)
+class Pass:
+    """All requests, served once in one mode."""
+
+    mode: str
+    is_drafting: bool
+
+    @classmethod
+    def named(cls, name: str) -> Pass:
+        """The pass that `--modes` calls so."""
+        mode = name.removesuffix(WITH_DRAFT)
+        return cls(mode, mode != name or MODES[mode].drafts is Drafts.ALWAYS)
+
+    @property
+    def name(self) -> str:
+        is_chosen = self.is_drafting and MODES[self.mode].drafts is Drafts.MAYBE
+        return f"{self.mode}{WITH_DRAFT}" if is_chosen else self.mode
+
+    @property
+    def system(self) -> str:
+        return MODES[self.mode].system
+
+    @property
+    def ranks(self) -> Ranks:
+        return MODES[self.mode].ranks
+
+    def __str__(self) -> str:
+        return self.name
+
+
+def default_names(modes: Sequence[str], world_size: int, has_draft: bool) -> list[str]:
+    """What these `modes` can be on so many ranks, with a draft or without one."""
+    names = []
+    for name in modes:
+        mode = MODES[name]
+        if mode.ranks is Ranks.ALL and world_size == 1:
+            continue
+        if mode.drafts is not Drafts.ALWAYS or has_draft:
+            names.append(name)
+    return names

@@ -1,0 +1,458 @@
+"""ServeOptions: what `magicdec serve` and its short names ask for beside the model: the requests,
+the modes in which they are served, and the ranks and stages of each. Imports no torch.
+
+Owns the checks that need no model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+from urllib.parse import urlsplit
+
+from magicdec.config.masking import masked
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import DEFAULT_GEN_LEN, NGRAM, SELF, StagesSection, WorkloadSection
+from magicdec.config.setting import same, setting
+from magicdec.distributed.layer_split import FLAG, is_auto
+from magicdec.distributed.layout import StageGrid, make_grid, read_split
+from magicdec.names import NGRAM_AND
+from magicdec.runner.step_plan import PREFILL_TOKENS
+from magicdec.systems.http_client import read_key
+from magicdec.systems.modes import (
+    ENDPOINT,
+    MODES,
+    NAMES,
+    RING,
+    SPECULATIVE,
+    WITH_DRAFT,
+    Drafts,
+    Mode,
+    Pass,
+    Ranks,
+)
+from magicdec.systems.pipeinfer.options import Options
+from magicdec.workload.request_shapes import FORMS, TRACE, RequestShape, make_shapes, parse_arrival
+
+GOODPUT_OF = ("ttft", "tpot", "e2el")  # what `--goodput` can bound
+
+WINDOW_MS = 1000.0
+OF_SAMPLING = ("temperature", "repetition_penalty", "presence_penalty")
+FLAGS = ("--prefix_len", "--gen_len")  # the lengths of a request without a trace
+WINDOWED = "dynamic"  # the mode that has a time window
+
+
+def parse_url(text: str) -> str:
+    """Raises ValueError for what is no base URL of a server."""
+    try:
+        url = urlsplit(text)
+        is_url = url.scheme in ("http", "https") and bool(url.hostname) and url.port != 0
+    except ValueError:  # an address or a port that is none
+        is_url = False
+    if not is_url:
+        raise ValueError(f"{masked(text)} is no URL; give one such as http://127.0.0.1:8000/v1")
+    return text
+
+
+def check_credentials(url: str, variable: str | None) -> None:
+    """Raises ValueError for a key that there is not, and for two kinds of credentials."""
+    if variable is None:
+        return
+    read_key(variable)
+    if urlsplit(url).username is not None:
+        raise ValueError(
+            f"--endpoint_key_env {variable}: --endpoint {masked(url)} has a user already; leave "
+            "one out"
+        )
+
+
+def parse_goodput(words: Sequence[str]) -> dict[str, float]:
+    """The bounds in ms by their metrics, such as ttft:200. Raises ValueError."""
+    bounds: dict[str, float] = {}
+    for word in words:
+        name, _, most = word.partition(":")
+        if name not in GOODPUT_OF:
+            forms = ", ".join(f"{name}:MS" for name in GOODPUT_OF)
+            raise ValueError(f"{word} is not known; choose from {forms}")
+        if name in bounds:
+            raise ValueError(f"names {name} twice; name each bound once")
+        try:
+            bounds[name] = float(most)
+        except ValueError:
+            bounds[name] = 0.0
+        if not 0 < bounds[name] < math.inf:
+            raise ValueError(f"{word}: {most!r} is no time in ms larger than 0")
+    return bounds
+
+
+@dataclass(frozen=True)
+class ServeOptions(StagesSection):
+    """The settings, and what follows from them: `shapes` are all requests in the order of arrival,
+    `passes` the modes in which they are served, and `speculation` how pipelined speculation drafts.
+    `gen_len` is None if a trace has the lengths."""
+
+    num_requests: int | None = setting(
+        None, "Requests to serve. Default: 8, or all of a trace.", least=1
+    )
+    prefix_len: str = same(WorkloadSection, "prefix_len", str(WorkloadSection.prefix_len))
+    gen_len: str | None = same(WorkloadSection, "gen_len")
+    modes: tuple[str, ...] | None = setting(
+        None,
+        "Ways to serve the requests that are compared: "
+        f"{'; '.join(f'{name} ({mode.text})' for name, mode in MODES.items())}. With {WITH_DRAFT} "
+        "behind its name, a mode that can do without a draft has one. The tokens of the first are "
+        "the reference of the others. Default: all that these ranks can run.",
+        metavar="MODE",
+        choices=NAMES,
+    )
+    arrival: str = setting(
+        "poisson:100",
+        f"When requests arrive: {FORMS}. MS is the mean time between two arrivals. A line of a "
+        f"{TRACE} is a JSON object with arrival_ms, prompt_len and output_len.",
+        metavar="PROCESS",
+        other_defaults="burst in recurrent and pipeline",
+    )
+    batch_size: int = same(WorkloadSection, "batch_size")
+    batch_ranks: str = setting(
+        "first",
+        "Ranks that serve in the modes without stages, but for tensor_parallel: the first, with "
+        "the threads of all ranks of its host, or all, by tensor parallelism.",
+        choices=("first", "all"),
+        other_defaults="all in inflight",
+    )
+    n_samples: int | None = setting(
+        None,
+        "Requests in flight together: rows of a batch, and in a ring a multiple of --B. Default: "
+        "--B; in a ring, and in every mode of recurrent but sequential, --B for each stage.",
+        metavar="R",
+        least=1,
+    )
+    prefill_tokens: int | None = setting(
+        None,
+        "Prompt tokens that a step prefills at most, beside its decoding. Default: "
+        f"{PREFILL_TOKENS}; in a ring, --prefill_chunk for each stage.",
+        least=1,
+    )
+    window_ms: float | None = setting(
+        None,
+        f"How long the first request of a batch waits for others in {WINDOWED} batching. Default: "
+        f"{WINDOW_MS:.0f}.",
+        metavar="MS",
+        least=0,
+    )
+    block_tokens: int = setting(
+        256, "Tokens of a block of the KV cache, which a request takes as it grows.", least=1
+    )
+    cache_tokens: int | None = setting(
+        None,
+        "Tokens that the KV cache holds of all requests together. If it runs out, the youngest "
+        "request is preempted. Default: enough for every request to its end.",
+        least=1,
+    )
+    goodput: dict[str, float] | None = setting(
+        None,
+        "Count the requests a second that keep all of these bounds, such as ttft:500 tpot:50; of "
+        f"{', '.join(GOODPUT_OF)}.",
+        metavar="METRIC:MS",
+        parse=parse_goodput,
+    )
+    emulate_draft_ms: float | None = setting(
+        None,
+        "A step of the emulated drafter takes so long. Default: no time.",
+        metavar="MS",
+        above=0,
+    )
+    emulate_acceptance: float | None = setting(
+        None,
+        "In place of --draft, in pipelined speculation: each drafted token is what the target "
+        "writes with this probability, which needs the tokens of an earlier mode or emulated "
+        "stages. Default: --draft drafts.",
+        metavar="A",
+        least=0,
+        most=1,
+    )
+    endpoint: str | None = setting(
+        None,
+        "An OpenAI-compatible server, such as http://127.0.0.1:8000/v1, to which the mode endpoint "
+        "sends the same requests.",
+        metavar="URL",
+        parse=parse_url,
+    )
+    endpoint_model: str | None = setting(
+        None, "The model as the server names it. Default: the first that it has."
+    )
+    endpoint_prompts: str = setting(
+        "ids",
+        "Send prompts as token ids, or as text to a server that takes no ids.",
+        choices=("ids", "text"),
+    )
+    endpoint_timeout_s: float = setting(
+        300.0, "Seconds without a new token of the server after which it has stalled.", above=0
+    )
+    endpoint_total_s: float = setting(
+        3600.0, "Seconds that one answer of the server may take.", above=0
+    )
+    endpoint_key_env: str | None = setting(
+        None,
+        "The environment variable whose value is sent to the server as a key (Authorization: "
+        "Bearer). It is never shown nor kept.",
+        metavar="NAME",
+    )
+    shapes: tuple[RequestShape, ...] = ()
+    passes: tuple[Pass, ...] = ()
+    speculation: Options = Options()
+    draft: str = "none"
+    has_rows_of_ring: bool = False  # batches have as many rows as circulate in a ring
+
+    def settle(self, passes: Sequence[Pass], seed: int, world_size: int) -> ServeOptions:
+        """These options for `passes` on so many ranks, with the requests and every default. Raises
+        ValueError for flags that exclude each other, and for a malformed trace."""
+        arrival = parse_arrival(self.arrival)
+        shapes = make_shapes(arrival, self.num_requests, self.prefix_len, self.gen_len, seed)
+        has_window = WINDOWED in [each.mode for each in passes]
+        window_ms = WINDOW_MS if self.window_ms is None else self.window_ms
+        settled = replace(
+            self,
+            gen_len=None if arrival.trace else self.gen_len or str(DEFAULT_GEN_LEN),
+            window_ms=window_ms if has_window else None,
+            goodput=self.goodput or {},
+            shapes=tuple(shapes),
+            passes=tuple(passes),
+        )
+        if settled.has_rows_of_ring and settled.of_system(RING):
+            return replace(settled, n_samples=settled.samples(settled.grid(world_size)))
+        return settled
+
+    def of_system(self, system: str) -> list[Pass]:
+        """The passes that a system serves."""
+        return [each for each in self.passes if each.system == system]
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the layers of the stages follow from times."""
+        return is_auto(read_split(self.layer_split).stages)
+
+    @property
+    def is_coupled(self) -> bool:
+        """Whether tokens are sampled with noise that a drafter can share, in every mode."""
+        return bool(self.of_system(SPECULATIVE))
+
+    @property
+    def emulated_link_s(self) -> float | None:
+        return None if self.emulate_link_ms is None else self.emulate_link_ms / 1e3
+
+    @property
+    def emulated_stage_s(self) -> float | None:
+        return None if self.emulate_stage_ms is None else self.emulate_stage_ms / 1e3
+
+    @property
+    def on_host(self) -> str | None:
+        """Why hidden states pass through the memory of the host, also between GPUs."""
+        if self.emulate_link_ms is not None:
+            return "an emulated link delays messages on the host"
+        return None if self.emulate_stage_ms is None else "stages that sleep have no hidden states"
+
+    @property
+    def longest_prompt(self) -> int:
+        return max(shape.prompt_len for shape in self.shapes)
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, output included."""
+        return max(shape.prompt_len + shape.output_len for shape in self.shapes)
+
+    @property
+    def mean_context(self) -> int:
+        """Cached tokens of a request, halfway through its output, in the mean over requests."""
+        total = sum(shape.prompt_len + shape.output_len // 2 for shape in self.shapes)
+        return total // len(self.shapes)
+
+    def batch_of(self, workload: WorkloadSection, rows: int) -> WorkloadSection:
+        """`workload` with one batch of so many rows. A row has room for the longest request, which
+        need not have the longest prompt. The longest output may be that of another request."""
+        prompt = self.longest_prompt
+        new = self.longest - prompt
+        extra = max(shape.output_len for shape in self.shapes) - new
+        return replace(
+            workload, batch_size=rows, prefix_len=prompt, gen_len=new, num_batches=1,
+            extra_new_tokens=extra,
+        )  # fmt: skip
+
+    @property
+    def counted_by(self) -> str:
+        """What says how many prompts there are, for messages."""
+        if self.shapes[0].place:
+            return (
+                f"--arrival {self.arrival}, whose longest prompt has {self.longest_prompt} tokens"
+            )
+        return "--num_requests"
+
+    def check_lengths(self, most: int, model: str) -> None:
+        """Raises ValueError for a request that is longer than the `most` tokens of the model. It
+        names the line of the trace, or the flags."""
+        for shape in self.shapes:
+            total = shape.prompt_len + shape.output_len
+            if total > most:
+                names = ("prompt_len", "output_len") if shape.place else FLAGS
+                text = f"{names[0]} {shape.prompt_len} + {names[1]} {shape.output_len} = {total}"
+                place = f"{shape.place}: " if shape.place else ""
+                raise ValueError(f"{place}{text} exceeds the {most} positions of {model}")
+
+    def check_cache(self, needed: int) -> None:
+        """Raises ValueError if the KV cache is smaller than the longest request, which takes
+        `needed` tokens with its drafts."""
+        if self.cache_tokens is not None and self.cache_tokens < needed:
+            raise ValueError(
+                f"--cache_tokens {self.cache_tokens} is too small; the longest request takes "
+                f"{needed} tokens"
+            )
+
+    def num_stages(self, world_size: int) -> int:
+        return read_split(self.layer_split).num_stages(world_size)
+
+    def grid(self, world_size: int) -> StageGrid:
+        """The stages of a ring on so many ranks, without those that draft in other modes. Raises
+        ValueError, naming the flag."""
+        split, flag_text = read_split(self.layer_split), f"{FLAG} {self.layer_split}"
+        if split.head:
+            raise ValueError(
+                f"{flag_text}: a ring has no head without layers; leave the first share of 0 out, "
+                "or ring out of --modes"
+            )
+        num_ranks = world_size - split.is_apart
+        if num_ranks < 1:
+            raise ValueError(f"{flag_text} leaves no rank for a stage of the {world_size} ranks")
+        return make_grid(flag_text, split.num_stages(world_size), num_ranks)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a batch in the modes without stages."""
+        return self.n_samples or self.batch_size
+
+    def is_on_all(self, each: Pass, world_size: int) -> bool:
+        """Whether all ranks share the model in a pass without stages."""
+        is_shared = each.ranks is Ranks.ALL or self.batch_ranks == "all"
+        return is_shared and each.ranks is not Ranks.STAGES and world_size > 1
+
+    def samples(self, grid: StageGrid) -> int:
+        """Samples in flight in a ring. Raises ValueError, naming the flag."""
+        size, count = self.batch_size, len(self.shapes)
+        samples = self.n_samples or min(grid.num_stages, max(1, count // size)) * size
+        if samples % size:
+            raise ValueError(
+                f"--n_samples {samples} is not a multiple of --B {size}, the samples of a message"
+            )
+        if self.n_samples is not None and count < samples:
+            raise ValueError(
+                f"--num_requests {count} is less than the samples in flight of a ring, "
+                f"--n_samples {samples}"
+            )
+        return samples
+
+    def describe(self) -> dict[str, Any]:
+        """These options as the record's `config.workload` has them; the shapes are among its
+        requests."""
+        values = asdict(self) | asdict(self.speculation)
+        for name in ("shapes", "passes", "speculation", "mode", "has_rows_of_ring"):
+            del values[name]
+        values["endpoint"] = self.endpoint and masked(self.endpoint)
+        if self.gen_len is None:  # a trace has the lengths
+            values["prefix_len"] = None
+        values["modes"] = [each.name for each in self.passes]
+        return values | {"num_requests": len(self.shapes)}
+
+
+def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> None:
+    """Raises ValueError, naming the mode, the flag and the reason, if a mode cannot serve what was
+    asked for, whatever the model. `options` are settled."""
+    modes: dict[str, Mode] = {each.name: MODES[each.mode] for each in options.passes}
+    for each in options.passes:
+        if each.ranks is Ranks.ALL and world_size == 1:
+            raise ValueError(f"--modes {each.name} needs several ranks; see --nproc")
+        if each.is_drafting and options.draft == "none" and options.emulate_acceptance is None:
+            raise ValueError(f"--modes {each.name} drafts; say by --draft what drafts")
+    drafting = [each.name for each in options.passes if each.is_drafting]
+    if options.draft != "none" and not drafting:
+        suffix = next(
+            (name for name, mode in modes.items() if mode.drafts is Drafts.MAYBE), "inflight"
+        )
+        raise ValueError(
+            f"--draft {options.draft} does nothing: no mode of --modes {' '.join(modes)} drafts; "
+            f"add one, such as {suffix}{WITH_DRAFT}"
+        )
+    staged = [each for each in options.passes if each.ranks is Ranks.STAGES]
+    fixed = [each.name for each in staged if each.is_drafting]
+    if fixed and config.decoding.num_draft_tokens == "auto":
+        raise ValueError(
+            f"--gamma auto: --modes {fixed[0]} drafts a fixed number of tokens; name one"
+        )
+    if options.of_system(ENDPOINT):
+        if options.endpoint is None:
+            raise ValueError("--modes endpoint needs --endpoint URL")
+        if options.emulate_stage_ms is not None:
+            raise ValueError("--emulate_stage_ms: a server at --endpoint computes; leave one out")
+        check_credentials(options.endpoint, options.endpoint_key_env)
+        _refuse_sampling(config, "--modes endpoint, whose server decodes greedily")
+    rings = options.of_system(RING)
+    if fixed and options.draft.startswith(NGRAM_AND):
+        raise ValueError(
+            f"--draft {options.draft}: --modes {fixed[0]} drafts from one source; choose ngram or "
+            "model:NAME"
+        )
+    if any(each.is_drafting for each in rings) and options.draft == SELF:
+        raise ValueError(
+            f"--draft {SELF}: --modes ring{WITH_DRAFT} lacks layers to draft with on its first "
+            "stage; choose ngram or model:NAME"
+        )
+    if rings:
+        options.samples(options.grid(world_size))
+    if options.emulate_link_ms is not None and world_size == 1:
+        raise ValueError(f"--emulate_link_ms {options.emulate_link_ms}: one rank has no link")
+    _check_emulation(options, config)
+
+
+def _check_emulation(options: ServeOptions, config: RunConfig) -> None:
+    """Stages that sleep take the same time with any layers, and write tokens that mean nothing."""
+    flag = f"--emulate_stage_ms {options.emulate_stage_ms}"
+    acceptance = options.emulate_acceptance
+    if options.emulate_draft_ms is not None and acceptance is None:
+        raise ValueError("--emulate_draft_ms is for --emulate_acceptance")
+    if options.emulate_stage_ms is None:
+        if acceptance is not None and options.passes[0].system in (SPECULATIVE, ENDPOINT):
+            raise ValueError(
+                f"--emulate_acceptance {acceptance:g} needs the tokens of a mode that comes "
+                "before; name sequential first in --modes"
+            )
+        return
+    if options.is_measured:
+        raise ValueError(
+            f"{FLAG} {options.layer_split}: with {flag} a stage takes the same time with any "
+            "layers; give layer counts or shares"
+        )
+    guessing = [
+        each.name
+        for each in options.passes
+        if each.is_drafting and each.system != SPECULATIVE and options.draft != NGRAM
+    ]
+    if guessing:
+        raise ValueError(
+            f"{flag}: stages that sleep emit no tokens that --draft {options.draft} could guess in "
+            f"--modes {guessing[0]}; choose from sync, async"
+        )
+    speculative = options.of_system(SPECULATIVE)
+    if any(each.is_drafting for each in speculative) and acceptance is None:
+        raise ValueError(
+            f"{flag}: stages that sleep emit no tokens that a draft could guess; give "
+            "--emulate_acceptance"
+        )
+    _refuse_sampling(config, f"{flag}, whose stages choose no tokens")
+
+
+def _refuse_sampling(config: RunConfig, reason: str) -> None:
+    """Raises ValueError unless tokens are chosen greedily and without penalties."""
+    for name in OF_SAMPLING:
+        value = getattr(config.sampling, name)
+        if value != getattr(type(config.sampling), name):
+            raise ValueError(f"--{name} {value:g} does nothing with {reason}; leave it out")

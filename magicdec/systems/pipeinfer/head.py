@@ -1,0 +1,402 @@
+"""Head: carries out what the scheduler decides. It launches runs into the first stage, cancels
+them, asks the drafter for its next step, and gives requests their tokens. Only the head has a
+scheduler. Results and drafts come in through threads that do nothing else, so that it never waits
+for one of them while the other is there.
+
+PipelineRank: the channels, loops and threads of one rank. The first rank leads, with its stage and
+its drafter in threads; every other rank is a stage or drafts.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import pairwise
+from queue import Empty, SimpleQueue
+from threading import Thread
+from typing import TypeVar
+
+import torch
+
+from magicdec.distributed.channels.connect import Connector
+from magicdec.distributed.channels.message import (
+    DUE,
+    Ends,
+    Kind,
+    Message,
+    MessageForm,
+    Nowhere,
+    Receiver,
+    Sender,
+    SharedReceiver,
+    floats_of,
+)
+from magicdec.distributed.layout import Layout
+from magicdec.distributed.shared_memory import map_segment
+from magicdec.hardware.environment import use_device
+from magicdec.hardware.threads import ThreadCount
+from magicdec.runner.request import Moves, Request, naming
+from magicdec.systems.pipeinfer.messages import Action, Cancel, Commit, Draft, Launch
+from magicdec.systems.pipeinfer.path_drafter import Drafter, DraftRequest, DraftSteps, candidate_of
+from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
+from magicdec.systems.stages.spans import Spans, What
+from magicdec.systems.stages.stage import (
+    BOARD_BYTES,
+    CancelBoard,
+    Canceller,
+    RunStage,
+    StageLoop,
+    listen,
+)
+
+RUN_WORDS = 7  # of the header of a launch: a run of one row has so many words
+NUMBER_WORDS = 3  # of the header of other messages, which have no payload
+
+Observer = Callable[[int], None]
+"""A function that is called with the number of tokens of each commit."""
+
+Event = tuple[bool, Message] | BaseException
+"""A message that came in, with whether it is a result; or what has ended a thread."""
+Events = SimpleQueue[Event]
+
+
+def forward(channel: Receiver, is_result: bool, events: Events) -> Thread:
+    """A thread that turns the messages of a channel into events, until its end. The end of a
+    channel of results is an event too."""
+
+    def copy() -> None:
+        message = None
+        while message is None or message.kind is not Kind.END:
+            message = channel.receive()
+            if is_result or message.kind is not Kind.END:
+                events.put((is_result, message))
+
+    return in_thread(copy, events)
+
+
+def in_thread(work: Callable[[], None], events: Events) -> Thread:
+    """A thread that does `work`. An error in it is an event."""
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as error:
+            events.put(error)
+
+    thread = Thread(target=run, daemon=True)
+    thread.start()
+    return thread
+
+
+@dataclass
+class Wires:
+    """This rank's ends of all channels. Between parts of one rank a channel is local."""
+
+    launches: Sender | None = None  # of the head
+    inbound: Receiver | None = None  # of a stage
+    outbound: Sender | None = None
+    results: Receiver | None = None  # of the head
+    asks: Sender | None = None  # of the head, to the drafter
+    draft_steps: Receiver | None = None  # of the drafter
+    answers: Sender | None = None
+    answered: Receiver | None = None  # of the head
+    board: CancelBoard | None = None  # of a stage of one rank
+    canceller: Canceller | None = None  # of the head
+    listener: Thread | None = None
+
+
+def connect_ranks(connector: Connector, layout: Layout, has_drafter: bool) -> Wires:
+    """Connect the head, the stages and the drafter of `layout`. All ranks must call it together."""
+    wires, stages, apart = Wires(), layout.stages, connector.apart
+    runs, numbers = (
+        replace(connector.form, num_words=count) for count in (RUN_WORDS, NUMBER_WORDS)
+    )
+    wires.launches, wires.inbound = connector.edge(0, stages[0], runs)
+    for here, there in pairwise(stages):
+        sender, receiver = connector.edge(here, there, runs, apart)
+        wires.outbound, wires.inbound = sender or wires.outbound, receiver or wires.inbound
+    sender, wires.results = connector.edge(stages[-1], 0, numbers)
+    wires.outbound = sender or wires.outbound
+    if has_drafter:
+        wires.asks, wires.draft_steps = connector.edge(0, layout.draft_rank, numbers)
+        wires.answers, wires.answered = connector.edge(layout.draft_rank, 0, numbers)
+    board = connect_cancellations(connector, layout, wires, numbers)
+    for rank in stages:
+        ranks, change = layout.group_of(rank), board.void_if_cancelled
+        wires.inbound = share(connector, ranks, wires.inbound, runs, apart, change)
+    wires.board = board if layout.tensor_parallel == 1 else None
+    return wires
+
+
+def share(
+    connector: Connector,
+    ranks: Sequence[int],
+    inbound: Receiver | None,
+    form: MessageForm,
+    apart: str | None = None,
+    change: Callable[[Message], Message] = lambda message: message,
+) -> Receiver | None:
+    """The inbound end of this rank, if `ranks` do the same work, and all get what the first of them
+    receives."""
+    first, *others = ranks
+    senders = list[Sender]()
+    for other in others:
+        sender, receiver = connector.edge(first, other, form, apart)
+        inbound = receiver or inbound
+        senders += [] if sender is None else [sender]
+    if not senders or inbound is None:
+        return inbound
+    return SharedReceiver(inbound, senders, change)
+
+
+def connect_cancellations(
+    connector: Connector, layout: Layout, wires: Wires, numbers: MessageForm
+) -> CancelBoard:
+    """The board of this rank, if it is the first of a stage."""
+    others, board, senders = [rank for rank in layout.stages if rank], CancelBoard(), list[Sender]()
+    if others and connector.headers == "shared_memory":
+        board = CancelBoard(map_segment(BOARD_BYTES, 0, None, connector.rank == 0))
+        others = []
+    for rank in others:
+        sends, receives = connector.edge(0, rank, numbers)
+        senders += [] if sends is None else [sends]
+        if receives is not None:
+            wires.listener = listen(receives, board)
+    delay_s = 0.0 if senders else connector.delay_s
+    wires.canceller = Canceller(board, senders, delay_s or 0.0)
+    return board
+
+
+class Head:
+    """`wires` lead to the stages and to the drafter, if there is one; `events` come from them.
+    `clock` tells when requests arrive and tokens are committed. Runs are numbered from `first_run`
+    on, so that no run of an earlier head is taken for them."""
+
+    def __init__(
+        self,
+        wires: Wires,
+        events: Events,
+        spans: Spans,
+        scheduler: PipelinedScheduler,
+        requests: Sequence[Request],
+        observe: Observer = lambda num_tokens: None,
+        first_run: int = 0,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self.launches, self.cancels = there(wires.launches), there(wires.canceller)
+        self.drafts, self.events, self.spans = wires.asks, events, spans
+        self.scheduler, self.observe, self.first_run = scheduler, observe, first_run
+        self.clock = clock
+        self.requests = sorted(requests, key=lambda r: (r.arrived_s, r.request_id))
+        self.moves: dict[int, Moves] = {}  # when each request got its lane
+        self._arrivals = deque(self.requests)  # those that have not arrived yet
+        self._lanes: dict[int, int] = {}  # of the requests that have begun
+        self._num_known: dict[int, int] = {}  # output tokens that the drafter knows
+        self._results: deque[Message] = deque()
+        self._answer: Message | None = None  # of the drafter
+        self._is_drafting = False
+
+    def serve(self) -> None:
+        """Serve the requests, each from its `arrived_s` on, until all have ended and every run is
+        home. The scheduler and the drafter number them in the order of arrival."""
+        while self._arrivals or not self.scheduler.is_over or self._is_drafting:
+            self._step()
+
+    def close(self) -> None:
+        """End the stages and the drafter. Returns when the last stage has ended."""
+        self.launches.send(Message(Kind.END))
+        if self.drafts is not None:
+            self.drafts.send(Message(Kind.END))
+            self.drafts.close()
+        event = self.events.get()
+        if isinstance(event, BaseException):
+            raise event
+        assert event[1].kind is Kind.END, "no run is under way"
+        self.launches.close()
+
+    def _step(self) -> None:
+        """Results go before drafts, and the drafter begins a step only when no result waits."""
+        while self._arrivals and self._arrivals[0].arrived_s <= self.clock():
+            self._submit(self._arrivals.popleft())
+        with suppress(Empty):
+            while True:
+                self._take(self.events.get_nowait())
+        if self._results:
+            self._result(self._results.popleft())
+        elif self._answer is not None:
+            message, self._answer, self._is_drafting = self._answer, None, False
+            DUE.reach(message.due_s)
+            self._do(self.scheduler.drafted(message.run, candidate_of(message)))
+        elif self._is_drafting or not (actions := self.scheduler.idle()):
+            self._wait()
+        else:
+            self._do(actions)
+
+    def _submit(self, request: Request) -> None:
+        DUE.reach(None)  # it has arrived by the real clock
+        params = request.sampling
+        number, actions = self.scheduler.submit(
+            request.prompt_ids, params.max_new_tokens, params.eos_token_ids
+        )
+        assert self.requests[number] is request
+        self._do(actions)
+
+    def _wait(self) -> None:
+        """Wait for an event, or until the next request arrives."""
+        seconds = None
+        if self._arrivals:
+            seconds = max(0.0, self._arrivals[0].arrived_s - self.clock())
+        with suppress(Empty):
+            self._take(self.events.get(timeout=seconds))
+
+    def _take(self, event: Event) -> None:
+        if isinstance(event, BaseException):
+            raise event
+        is_result, message = event
+        if is_result:
+            self._results.append(message)
+        else:
+            assert self._answer is None, "one draft at a time"
+            self._answer = message
+
+    def _result(self, message: Message) -> None:
+        DUE.reach(message.due_s)
+        is_void, run = message.kind is Kind.VOID, message.run - self.first_run
+        self.spans.moment(What.RESULT, message.run, int(is_void))
+        if is_void:
+            return self._do(self.scheduler.result(run, None))
+        count = len(message.words) // 2
+        tokens, margins = message.words[:count], floats_of(message.words[count:])
+        with naming(f"run {run}"):
+            actions = self.scheduler.result(run, tokens, margins)
+        self._do(actions)
+
+    def _do(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            if isinstance(action, Launch):
+                self._launch(action)
+            elif isinstance(action, Cancel):
+                self.cancels.cancel([self.first_run + run for run in action.runs])
+            elif isinstance(action, Commit):
+                tokens = list(action.tokens)
+                self.requests[action.request].append(tokens, self.clock())
+                self.observe(len(tokens))
+            elif isinstance(action, Draft):
+                self._draft(action)
+
+    def _launch(self, launch: Launch) -> None:
+        if launch.request not in self._lanes:
+            self._begin(launch)
+        run = self.first_run + launch.run
+        what = What.LAUNCH if self.requests[launch.request].output_ids else What.PROMPT
+        self.spans.moment(what, run, launch.num_rows)
+        self.launches.send(Message(Kind.HIDDEN, run, words=launch.to_words()))
+
+    def _begin(self, launch: Launch) -> None:
+        """The request's first run: tell the drafter its prompt, which it reads meanwhile."""
+        number, request = launch.request, self.requests[launch.request]
+        self.moves[request.request_id] = Moves([self.clock()])
+        self._lanes[number], self._num_known[number] = launch.lane, 0
+        if self.drafts is not None and self.scheduler.options.mode != "iterative":
+            prompt = DraftRequest(number, launch.lane, 0, request.prompt_ids)
+            self.drafts.send(prompt.to_message(0))
+
+    def _draft(self, draft: Draft) -> None:
+        assert self.drafts is not None, "without a drafter the mode is iterative"
+        number, request = draft.request, self.requests[draft.request]
+        num_known, output = self._num_known[number], request.output_ids
+        self._num_known[number], self._is_drafting = len(output), True
+        kept, new = len(request.prompt_ids) + num_known, tuple(output[num_known:])
+        step = DraftRequest(number, self._lanes[number], kept, new, draft.path)
+        self.drafts.send(step.to_message(draft.draft))
+
+
+CPU = torch.device("cpu")
+End = TypeVar("End")
+
+
+class PipelineRank:
+    """`stage` is this rank's and `drafter` its drafter, None where it has none. They compute on
+    `device`, each in a thread if this rank has both; on a GPU they share a stream. `moves` say when
+    each of the requests that were served last got its lane; those of the first rank alone."""
+
+    def __init__(
+        self,
+        rank: int,
+        wires: Wires,
+        stage: RunStage | None,
+        drafter: Drafter | None,
+        device: torch.device = CPU,
+    ) -> None:
+        self.rank, self.wires, self.stage, self.drafter = rank, wires, stage, drafter
+        self.device, self.first_run, self.moves = device, 0, dict[int, Moves]()
+        if stage is not None:
+            stage.board = wires.board
+
+    @property
+    def computes(self) -> bool:
+        return self.stage is not None or self.drafter is not None
+
+    def serve(
+        self,
+        scheduler: PipelinedScheduler,
+        requests: Sequence[Request],
+        observe: Observer,
+        count: ThreadCount,
+    ) -> Spans:
+        """Serve until the first rank's requests have ended; its scheduler decides. `count` measures
+        in each loop. Returns what this rank did when."""
+        spans, wires = Spans(), self.wires
+        loops: list[Callable[[], None]] = []
+        if self.stage is not None:
+            ends = Ends(there(wires.inbound), wires.outbound or Nowhere())
+            loops.append(StageLoop(self.stage, ends, spans).serve)
+        if self.drafter is not None:
+            ends = Ends(there(wires.draft_steps), there(wires.answers))
+            loops.append(StageLoop(DraftSteps(self.drafter), ends, spans).serve)
+        loops = [count.during()(loop) for loop in loops]
+        if self.rank == 0:
+            events = Events()
+            threads = self._threads(loops, events)
+            head = Head(wires, events, spans, scheduler, requests, observe, self.first_run)
+            head.serve()
+            head.close()
+            for thread in threads:
+                thread.join()
+            self.first_run, self.moves = self.first_run + scheduler.counts.runs, head.moves
+        else:
+            for loop in loops:  # one at most: only the first rank is several things
+                loop()
+        return spans
+
+    def _threads(self, loops: Sequence[Callable[[], None]], events: Events) -> list[Thread]:
+        """Those of the first rank: of its loops, and of what comes in."""
+        compute = partial(self._compute, torch.get_num_threads())
+        threads = [in_thread(partial(compute, loop), events) for loop in loops]
+        threads.append(forward(there(self.wires.results), True, events))
+        if self.wires.answered is not None:
+            threads.append(forward(self.wires.answered, False, events))
+        return threads
+
+    def _compute(self, num_threads: int, loop: Callable[[], None]) -> None:
+        """In a thread of Python, which has neither the device of the thread that started it nor,
+        in OpenMP, its number of threads."""
+        use_device(self.device)
+        torch.set_num_threads(num_threads)
+        loop()
+
+    def close(self) -> None:
+        """No rank serves any more. All ranks call it."""
+        if self.rank == 0:
+            there(self.wires.canceller).close()
+        if self.wires.listener is not None:
+            self.wires.listener.join()
+
+
+def there(end: End | None) -> End:
+    assert end is not None, "the layout says that this rank has it"
+    return end

@@ -1,0 +1,252 @@
+"""Drafters of pipelined speculation, what the head asks them, and how one answers, on a rank of its
+own or in a thread of the head's. A drafter gives the most probable token after a path that follows
+the committed text of a request.
+
+ModelDrafter: a whole model drafts on a KV cache of its own, of which it reads what a KV policy
+says. The model is a smaller one, or the target itself: then this is self-speculation, with a cache
+of its own because the target's KV is divided among the ranks of the stages. Its tokens are chosen
+as the target's are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from magicdec.config.sections import KVSection, SamplingSection
+from magicdec.distributed.channels.message import DUE, Kind, Message, floats_of, words_of
+from magicdec.kv.cache import BatchRows, Lengths, upload
+from magicdec.runner.prefill import take
+from magicdec.runner.request import NotFinite, Request, SamplingParams
+from magicdec.runner.sampling.coupled import CoupledSampling
+from magicdec.runner.step_plan import Part
+from magicdec.speculation.drafter import DraftModel
+from magicdec.speculation.policies.policy import make_draft_kv
+from magicdec.speculation.suffix_index import Lookup, SuffixIndex
+from magicdec.systems.pipeinfer.messages import Candidate
+from magicdec.systems.stages.spans import What
+
+
+@dataclass(frozen=True)
+class DraftRequest:
+    """The text of `request`, whose first `kept` tokens the drafter has, goes on with `new`. `path`
+    is the continuation after which a candidate is wanted; without one there is no answer."""
+
+    request: int
+    lane: int
+    kept: int
+    new: tuple[int, ...]
+    path: tuple[int, ...] | None = None
+
+    def to_message(self, draft: int) -> Message:
+        length = -1 if self.path is None else len(self.path)
+        header = (self.request, self.lane, self.kept, length)
+        return Message(Kind.NUMBERS, draft, words=(*header, *(self.path or ()), *self.new))
+
+    @classmethod
+    def from_message(cls, message: Message) -> DraftRequest:
+        request, lane, kept, length, *tokens = message.words
+        path, new = tokens[: max(0, length)], tokens[max(0, length) :]
+        return cls(request, lane, kept, tuple(new), None if length < 0 else tuple(path))
+
+
+def pack_candidate(draft: int, candidate: Candidate | None) -> Message:
+    """The answer to a DraftRequest."""
+    if candidate is None:
+        return Message(Kind.NUMBERS, draft)
+    token, probability = candidate
+    return Message(Kind.NUMBERS, draft, words=(token, *words_of([probability])))
+
+
+def candidate_of(message: Message) -> Candidate | None:
+    """Raises NotFinite if the drafter's logits are not finite: then it has no probability."""
+    if not message.words:
+        return None
+    (probability,) = floats_of(message.words[1:])
+    if math.isnan(probability):
+        raise NotFinite(f"the logits of draft {message.run} are not finite numbers")
+    return message.words[0], probability
+
+
+class Drafter(Protocol):
+    def propose(self, step: DraftRequest, text: list[int]) -> Candidate | None:
+        """The candidate after the path that follows `text`, if the drafter has one. A request
+        without a path tells the drafter a text that it will be asked about."""
+
+
+class DraftSteps:
+    """Answers the head's draft steps with the candidates of `drafter` (`pipeline.stage.Part`)."""
+
+    what: ClassVar[What] = What.DRAFT
+
+    def __init__(self, drafter: Drafter) -> None:
+        self.drafter = drafter
+        self.texts: dict[int, list[int]] = {}  # the committed text of each lane
+
+    def answer(self, message: Message) -> tuple[Message | None, int | None]:
+        step = DraftRequest.from_message(message)
+        text = self.texts.setdefault(step.lane, [])
+        text[step.kept :] = step.new
+        candidate = self.drafter.propose(step, text)
+        return (None, None) if step.path is None else (pack_candidate(message.run, candidate), 0)
+
+
+class LookupDrafter:
+    """Prompt lookup: the token that followed the longest suffix of the path which occurred in the
+    committed text, with probability 1."""
+
+    def __init__(self, corpus: Sequence[int] = ()) -> None:
+        self.corpus = SuffixIndex(corpus, len(corpus)) if corpus else None
+        self.lookups: dict[int, Lookup] = {}  # by lane
+
+    def propose(self, step: DraftRequest, text: list[int]) -> Candidate | None:
+        if step.kept == 0 or step.lane not in self.lookups:
+            self.lookups[step.lane] = Lookup(self.corpus)
+        lookup = self.lookups[step.lane]
+        lookup.extend(text[lookup.length :])
+        token = None if step.path is None else lookup.following(step.path)
+        return None if token is None else (token, 1.0)
+
+
+class ScriptedDrafter:
+    """Knows what the target will write. It proposes output token i if `is_right[i]`, otherwise
+    another one. A step takes `seconds`. For emulated acceptance, and for tests."""
+
+    def __init__(
+        self,
+        outputs: Sequence[Sequence[int]],
+        prompt_lens: Sequence[int],
+        is_right: Sequence[Sequence[bool]],
+        probability: float,
+        seconds: float = 0.0,
+    ) -> None:
+        self.outputs, self.prompt_lens, self.is_right = outputs, prompt_lens, is_right
+        self.probability, self.seconds = probability, seconds
+
+    def propose(self, step: DraftRequest, text: list[int]) -> Candidate | None:
+        if step.path is None:
+            return None
+        DUE.sleep(self.seconds)
+        output = self.outputs[step.request]
+        begin = len(text) - self.prompt_lens[step.request]
+        place = begin + len(step.path)
+        if begin < 0 or place >= len(output):
+            return None  # a shortened request, or past the end
+        follows = tuple(output[begin:place]) == step.path
+        if follows and self.is_right[step.request][place]:
+            return output[place], self.probability
+        return int(output[place] == 0), self.probability
+
+
+@dataclass
+class HeldText:
+    """What a row of the cache holds: the first `committed` tokens of the text of `request`, of
+    which `output` are those behind the prompt, and after them the drafted `tokens`. `candidates[i]`
+    comes after the first i of these."""
+
+    request: int = 0
+    prompt: tuple[int, ...] = ()
+    committed: int = 0
+    output: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    candidates: list[Candidate] = field(default_factory=list)
+
+    def num_known(self, path: Sequence[int]) -> int:
+        """How many tokens of `path` are drafted already."""
+        pairs = enumerate(zip(path, self.tokens, strict=False))
+        return next((i for i, (a, b) in pairs if a != b), min(len(path), len(self.tokens)))
+
+    def cut(self, count: int) -> None:
+        """Forget all but the first `count` drafted tokens."""
+        del self.tokens[count:], self.candidates[count + 1 :]
+
+    def commit(self, count: int) -> None:
+        """The first `count` drafted tokens are committed."""
+        self.committed += count
+        self.output += self.tokens[:count]
+        del self.tokens[:count], self.candidates[:count]
+
+
+class ModelDrafter:
+    """`draft` has a row for each lane. Candidates are ids below `vocab_size`, the target's. They
+    are the best that `sampling` could choose, with probabilities of being chosen."""
+
+    def __init__(
+        self,
+        draft: DraftModel,
+        kv: KVSection,
+        vocab_size: int,
+        sampling: CoupledSampling = CoupledSampling(SamplingSection()),
+    ) -> None:
+        assert draft.runner is not None, "this rank drafts"
+        self.runner, self.kv = draft.runner, make_draft_kv(draft.runner, kv)
+        self.prefill_chunk, self.vocab_size = draft.prefill_chunk, vocab_size
+        self.sampling = sampling
+        self.held = [HeldText() for _ in range(draft.runner.num_rows)]
+
+    def propose(self, step: DraftRequest, text: list[int]) -> Candidate | None:
+        """The candidate as `Drafter.propose` gives it. The cache keeps what lies on the path."""
+        if step.kept == 0:
+            self._begin(step.request, step.lane, text)
+        if step.path is None:
+            return None
+        held = self.held[step.lane]
+        new = text[held.committed :]
+        tokens = [*new, *step.path]
+        self._forget(step.lane, held.num_known(tokens))
+        num_known = min(len(new), len(held.tokens))
+        held.commit(num_known)
+        self._compute(step.lane, tokens[num_known + len(held.tokens) :])
+        held.commit(len(new) - num_known)
+        return held.candidates[-1]
+
+    def _begin(self, number: int, lane: int, text: Sequence[int]) -> None:
+        """Prefill the text of another request."""
+        request = Request(lane, tuple(text), SamplingParams(1), row=lane)
+        self.runner.cache.release(lane)
+        self.runner.allocate(lane)
+        (part,) = Part.whole([request])
+        logits = take(self.runner, part, self.prefill_chunk)
+        assert logits is not None, "a whole text is complete"
+        self.kv.admit([request])
+        self.held[lane] = held = HeldText(number, tuple(text), len(text))
+        self._learn(logits, held, 0)
+
+    def _forget(self, lane: int, count: int) -> None:
+        """Forget all but the first `count` drafted tokens."""
+        held, device = self.held[lane], self.runner.device
+        held.cut(count)
+        self.kv.rewind(BatchRows.of([lane], device), Lengths.of([held.committed + count], device))
+
+    def _compute(self, lane: int, tokens: Sequence[int]) -> None:
+        """Append `tokens` to the row, and learn the candidates after them."""
+        held, device = self.held[lane], self.runner.device
+        committed = Lengths.of([held.committed], device)
+        for begin in range(0, len(tokens), self.prefill_chunk):
+            chunk = tokens[begin : begin + self.prefill_chunk]
+            # The draft's vocabulary may be padded to another size than the target's.
+            ids = upload([chunk], device).clamp(max=self.runner.model.config.vocab_size - 1)
+            logits = self.kv.forward(ids, [lane], committed)
+            first = len(held.tokens) + 1
+            held.tokens += chunk
+            self._learn(logits, held, first)
+
+    def _learn(self, logits: Tensor, held: HeldText, first: int) -> None:
+        """The candidates after the first `first` drafted tokens and after each that follows, from
+        logits [1, T, V]."""
+        logits = logits[0, :, : self.vocab_size]
+        counts = range(first, first + len(logits))
+        if self.sampling.has_penalties:
+            texts = [[*held.output, *held.tokens[:count]] for count in counts]
+            logits = self.sampling.penalised(logits, held.prompt, texts)
+        positions = [held.committed + count for count in counts]
+        probs = self.sampling.perturbed(logits, held.request, positions).float().softmax(dim=-1)
+        best = probs.max(dim=-1)
+        # A token is exact in float64, so that the host reads once.
+        both = torch.stack([best.indices.double(), best.values.double()], dim=1).tolist()
+        held.candidates += [(int(token), share) for token, share in both]

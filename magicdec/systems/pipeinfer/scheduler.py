@@ -1,0 +1,227 @@
+"""PipelinedScheduler: decides what a pipeline of stages computes, in which order, and what of it is
+skipped. Asynchronous pipelined speculation (Butler et al. 2024, PipeInfer), synchronous
+speculation and plain decoding are modes of it. docs/pipelined_speculation.md has the algorithm.
+
+Pure Python without torch, clock or channels. What happened goes in (`submit`, `result`, `drafted`,
+`idle`), what to do comes out as actions, in the order in which they are to be done. The same calls
+give the same actions.
+
+Three rules make it lossless:
+
+1. A token is committed only from a row whose whole context is committed (`Sequence.commit`).
+2. A run is skipped only if no row that can still be right is in it or reads it
+   (`Sequence.needed_runs`). So no position that a live row reads is missing.
+3. A position is written anew by a later run only, and every stage runs in order.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Sequence as Tokens
+from dataclasses import dataclass
+
+from magicdec.systems.pipeinfer.messages import (
+    Action,
+    Cancel,
+    Candidate,
+    Commit,
+    Draft,
+    Launch,
+)
+from magicdec.systems.pipeinfer.options import Options
+from magicdec.systems.pipeinfer.sequence import Microbatch, Node, Run, Sequence
+
+
+@dataclass
+class Counts:
+    """What was scheduled so far."""
+
+    runs: int = 0
+    speculative_runs: int = 0
+    invalid_runs: int = 0  # cancelled: no row of them could be right any more
+    drafted: int = 0  # tokens of speculative runs
+    accepted: int = 0  # committed tokens that had been launched before as drafts
+    failed_attempts: int = 0  # to draft; the candidate was less probable than the threshold
+    # By how much the largest logit exceeded the second, at the committed token with the least.
+    least_margin: float = math.inf
+
+
+class PipelinedScheduler:
+    def __init__(self, options: Options, prefill_chunk: int | None = None) -> None:
+        """`prefill_chunk` is the most prompt tokens in a run; None stands for the whole prompt."""
+        self.options, self.prefill_chunk = options, prefill_chunk
+        self.counts = Counts()
+        self.in_flight: deque[Run] = deque()  # the oldest first
+        self._sequences: dict[int, Sequence] = {}
+        self._waiting: deque[Sequence] = deque()  # those that have no lane yet
+        self._free_lanes = list(range(options.lanes))
+        self._drafting: tuple[int, Sequence, Microbatch] | None = None
+        self._num_drafts = self._num_requests = 0
+        self._turn: deque[int] = deque()  # requests, the next to draft for first
+
+    @property
+    def is_over(self) -> bool:
+        """Whether every request so far has ended and every run has come home: unless another
+        request arrives, the stages may leave."""
+        return not (self.in_flight or self._sequences or self._waiting)
+
+    def submit(
+        self, prompt: Tokens[int], max_new_tokens: int, eos_ids: Tokens[int] = ()
+    ) -> tuple[int, list[Action]]:
+        """A new request. It begins at once if a lane is free. Returns its number."""
+        assert len(prompt) > 0 and max_new_tokens > 0, "checked by the caller"
+        request, self._num_requests = self._num_requests, self._num_requests + 1
+        ends = frozenset(eos_ids)
+        self._waiting.append(Sequence(request, prompt, max_new_tokens, ends, self.options))
+        return request, self._admit()
+
+    def result(
+        self, run: int, tokens: Tokens[int] | None, margins: Tokens[float] | None = None
+    ) -> list[Action]:
+        """The oldest run has come home. `tokens` are the target's next tokens after each of its
+        last `num_outputs` rows; None is a void result. `margins` say by how much the logit of each
+        exceeds the second largest, if that is known."""
+        oldest = self.in_flight.popleft()
+        assert oldest.run == run, f"result of run {run}, but run {oldest.run} is the oldest"
+        if oldest.is_cancelled:
+            return []
+        assert tokens is not None and len(tokens) == oldest.num_outputs, "no stage skipped it"
+        sequence = self._sequences[oldest.request]
+        sequence.num_in_flight -= 1
+        if oldest.num_outputs:
+            margins = margins or [math.inf] * len(tokens)
+            for node, token, margin in zip(oldest.nodes, tokens, margins, strict=True):
+                node.predicted, node.margin = token, margin
+        return self._commit(sequence)
+
+    def drafted(self, draft: int, candidate: Candidate | None) -> list[Action]:
+        """The drafter has done a step. `candidate` comes after the path of the Draft."""
+        assert self._drafting is not None and self._drafting[0] == draft, "one draft at a time"
+        _, sequence, batch = self._drafting
+        self._drafting = None
+        if sequence.microbatch is not batch:  # it was given up meanwhile
+            return []
+        batch.extend(candidate, sequence.grow)
+        return [] if sequence.is_drafting else self._end_microbatch(sequence)
+
+    def idle(self) -> list[Action]:
+        """No result waits and the drafter is free: the next draft step, if there is one to do."""
+        if self._drafting is not None or self.options.mode == "iterative":
+            return []
+        actions: list[Action] = []
+        for _ in range(len(self._turn)):
+            sequence = self._sequences[self._turn[0]]
+            self._turn.rotate(-1)
+            if sequence.microbatch is None and self._may_draft(sequence):
+                sequence.begin_microbatch()
+            if sequence.is_drafting:
+                return [*actions, self._draft(sequence)]
+            if sequence.microbatch is not None:
+                actions += self._end_microbatch(sequence)
+        return actions
+
+    def _draft(self, sequence: Sequence) -> Draft:
+        assert sequence.microbatch is not None
+        draft, self._num_drafts = self._num_drafts, self._num_drafts + 1
+        self._drafting = draft, sequence, sequence.microbatch
+        return Draft(draft, sequence.request, sequence.path())
+
+    def _may_draft(self, sequence: Sequence) -> bool:
+        if sequence.is_stalled or not sequence.num_output:
+            return False
+        if self.options.mode == "sync" and sequence.tip.run is not None:
+            return False  # its result decides what is drafted next
+        limit = self.options.max_in_flight
+        if limit is not None and sequence.num_in_flight >= limit:
+            return False
+        return sequence.adjustment.may_draft and sequence.may_grow
+
+    def _end_microbatch(self, sequence: Sequence) -> list[Action]:
+        """Nothing more is drafted for this microbatch: launch it, or count a failed attempt."""
+        batch = sequence.microbatch
+        assert batch is not None
+        rows = sequence.take_drafted()
+        if not batch.rows and batch.was_refused:
+            before = sequence.adjustment.value
+            sequence.adjustment.rejects += 1
+            sequence.is_stalled = sequence.adjustment.value >= before
+            self.counts.failed_attempts += 1
+        if rows:
+            sequence.adjustment.num_launched += 1
+        if sequence.tip.run is None:  # of synchronous speculation, whose run begins with it
+            rows = [sequence.tip, *rows]
+        return [self._launch(sequence, rows)] if rows else []
+
+    def _commit(self, sequence: Sequence) -> list[Action]:
+        """Commit what the results tell, cancel what nobody needs, and launch the newest token."""
+        drafts = [n for n in sequence.chain if n.run is not None and not n.was_tip]
+        tokens, finished = sequence.commit()
+        self.counts.least_margin = min(self.counts.least_margin, sequence.least_margin)
+        if not tokens:
+            return []
+        self.counts.accepted += sum(node.was_tip for node in drafts)
+        actions: list[Action] = [Commit(sequence.request, tokens, finished)]
+        actions += self._cancel(sequence)
+        if finished is not None:
+            return [*actions, *self._leave(sequence)]
+        waits_for_drafts = self.options.mode == "sync" and self._may_draft(sequence)
+        if sequence.tip.run is None and not waits_for_drafts:
+            actions.append(self._launch(sequence, [sequence.tip]))
+        return actions
+
+    def _cancel(self, sequence: Sequence) -> list[Action]:
+        needed = sequence.needed_runs()
+        useless = [
+            run
+            for run in self.in_flight
+            if run.request == sequence.request and not run.is_cancelled and run not in needed
+        ]
+        for run in useless:
+            run.is_cancelled = True
+            sequence.num_in_flight -= 1
+        self.counts.invalid_runs += len(useless)
+        return [Cancel(tuple(run.run for run in useless))] if useless else []
+
+    def _launch(self, sequence: Sequence, nodes: list[Node]) -> Launch:
+        drafts = [node for node in nodes if not node.was_tip]
+        run = Run(self.counts.runs, sequence.request, nodes, len(nodes), bool(drafts))
+        self.counts.speculative_runs += run.is_speculative
+        self.counts.drafted += len(drafts)
+        self._take_off(run)
+        return sequence.launch(run, nodes[0].position, [node.token for node in nodes])
+
+    def _take_off(self, run: Run) -> None:
+        self.counts.runs += 1
+        self.in_flight.append(run)
+
+    def _admit(self) -> list[Action]:
+        """Begin requests while lanes are free: run their prompts."""
+        actions: list[Action] = []
+        while self._waiting and self._free_lanes:
+            sequence = self._waiting.popleft()
+            sequence.lane = heapq.heappop(self._free_lanes)
+            self._sequences[sequence.request] = sequence
+            self._turn.append(sequence.request)
+            actions += self._prefill(sequence)
+        return actions
+
+    def _prefill(self, sequence: Sequence) -> list[Action]:
+        tip, actions = sequence.tip, list[Action]()
+        size = self.prefill_chunk or len(sequence.prompt)
+        for first in range(0, tip.position + 1, size):
+            last = min(first + size, tip.position + 1) - 1
+            nodes = [tip] if last == tip.position else []
+            run = Run(self.counts.runs, sequence.request, nodes, len(nodes), False)
+            self._take_off(run)
+            actions.append(sequence.launch(run, first, sequence.prompt[first : last + 1]))
+        return actions
+
+    def _leave(self, sequence: Sequence) -> list[Action]:
+        """The request has ended: its lane goes to the next one."""
+        del self._sequences[sequence.request]
+        self._turn.remove(sequence.request)
+        heapq.heappush(self._free_lanes, sequence.lane)
+        sequence.microbatch = None
+        return self._admit()

@@ -1,0 +1,261 @@
+"""SpeculativePipeline: requests decoded on stages of layers, token by token, with one batch of
+drafts under way, or with drafts that run ahead and are cancelled where they turn out wrong (Butler
+et al. 2024, PipeInfer).
+
+Owns what a rank loads and how ranks are connected. What is launched and cancelled is decided by the
+`PipelinedScheduler`; a stage is timed alone for `--layer_split auto`, without the head's scheduler
+and without a drafter, with which it may share its rank's cores in the run. Links have no part in
+it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import NONE, SELF, DraftSection
+from magicdec.distributed.channels.message import Kind, Message, MessageForm
+from magicdec.distributed.groups import Group, ParallelGroups
+from magicdec.distributed.layout import Layout, make_layout
+from magicdec.distributed.start import make_stage_groups
+from magicdec.model.emulated import following_tokens
+from magicdec.output.console import Progress
+from magicdec.runner.model_runner import ModelRunner
+from magicdec.runner.request import Request
+from magicdec.runner.sampling.coupled import CoupledSampling
+from magicdec.setup.loading import LoadedModels, make_draft, make_runner
+from magicdec.setup.memory_plan import model_plans_of
+from magicdec.setup.model_plan import ModelPlan, StagePart
+from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache
+from magicdec.systems.modes import Pass
+from magicdec.systems.pipeinfer import messages
+from magicdec.systems.pipeinfer.emulated_drafts import DRAFT_PROBABILITY, draw_right
+from magicdec.systems.pipeinfer.head import PipelineRank, connect_ranks
+from magicdec.systems.pipeinfer.path_drafter import (
+    Drafter,
+    LookupDrafter,
+    ModelDrafter,
+    ScriptedDrafter,
+)
+from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
+from magicdec.systems.stages.auto_split import (
+    STEPS,
+    DecodeStep,
+    Timer,
+    Timing,
+    time_messages,
+)
+from magicdec.systems.stages.clocks import clocks_of, gather_spans
+from magicdec.systems.stages.metrics import Observed, speculation_metrics
+from magicdec.systems.stages.spans import What
+from magicdec.systems.stages.stage import CancelBoard, RunStage
+from magicdec.systems.stages.staged import StagedSystem
+from magicdec.systems.system import Extras, Trace, Watch
+
+
+class SpeculativePipeline(StagedSystem):
+    """`run.config` is that of one rank, which needs no other to compute what it holds, and which
+    drafts nothing. `drafting` is `run` with the draft model, None if no model drafts."""
+
+    member: PipelineRank | None = None
+
+    def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
+        options, self.rank = self.options, self.launch.rank
+        if options.emulate_acceptance is not None:
+            run_config = run_config.with_draft(NONE)
+        models = self._find_models(run_config, cache)
+        model, world_size = models.source.config, self.launch.world_size
+        layout = make_layout(options.layer_split, world_size, model.num_layers)
+        self.check_stages(models, layout.tensor_parallel, not all(map(len, layout.layers)))
+        config = self._place_draft(models, layout)
+        run = self.complete(replace(models, config=config), cache)
+        self.drafting: Prepared | None = None
+        if run.draft_source is not None:  # what follows a prompt are the draft's own tokens
+            of_draft = replace(config, workload=replace(config.workload, gen_len=0))
+            self.drafting = replace(run, config=of_draft)
+        self.run = replace(run, config=config.without_drafts())
+        self.sampling = CoupledSampling(config.sampling)
+        most = max(shape.output_len for shape in options.shapes) - 1
+        num_drafts = min(options.speculation.gamma, most) if self.has_drafts else 0
+        context = min(options.mean_context, model.max_length - 1 - num_drafts)
+        step = DecodeStep(1, context, num_drafts)
+        rows = "1 row" if num_drafts == 0 else f"{step.num_tokens} rows"
+        timing = RunTiming(self.run, [layout.group_of(rank) for rank in layout.stages], step)
+        layers = self.choose_layers(timing, f"runs of {rows} after {step.context} tokens")
+        self.layout = layout.with_layers(layers)
+        self.layers = self.layout.layers
+
+    def _find_models(self, run_config: RunConfig, cache: SetupCache) -> ResolvedRun:
+        """There is a row for each lane. All that follows a prompt may be drafted before any of it
+        is committed."""
+        run_config = with_own_model(run_config)
+        workload = self.options.batch_of(run_config.workload, self.options.speculation.lanes)
+        assert workload.gen_len is not None, "the batch has room for outputs"
+        decoding = replace(run_config.decoding, num_draft_tokens=workload.gen_len)
+        return self.find_part(replace(run_config, decoding=decoding), workload, cache)
+
+    def _place_draft(self, models: ResolvedRun, layout: Layout) -> ResolvedConfig:
+        """The config of this rank's stage, with the draft on its rank of the layout."""
+        ranks = layout.group_of(self.rank)
+        config = self.of_stage(models, ranks, layout.tensor_parallel)
+        draft = models.alone().draft
+        return replace(config, draft=draft and replace(draft, rank_group=(layout.draft_rank,)))
+
+    def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
+        layers, plans = self.layout.layers[rank], list[ModelPlan]()
+        if len(layers):
+            config = self.run.config.on_ranks(self.layout.group_of(rank))
+            (target,) = model_plans_of(config, self.run.models, rank)
+            plans.append(replace(target, part=StagePart(layers)))
+        if self.drafting is not None:
+            plans += model_plans_of(self.drafting.config, self.run.models, rank)[1:]
+        return plans
+
+    def config_of(self, each: Pass) -> dict[str, Any]:
+        config = super().config_of(each)
+        config["decoding"]["num_draft_tokens"] = self.options.speculation.gamma
+        if each.is_drafting and self.drafting is not None:
+            of_draft = self.drafting.config.to_dict()
+            config |= {name: of_draft[name] for name in ("draft", "kv")}
+        return config
+
+    def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
+        """Load what this rank computes, and connect it with the others, once for all passes."""
+        if self.member is not None:
+            return
+        run, launch, layout = self.run, self.launch, self.layout
+        models = LoadedModels(device, progress, self.options.emulated_stage_s)
+        groups = make_stage_groups(
+            launch, layout.grid, device, run.config.parallel.collectives,
+            None if self.drafting is None else (layout.draft_rank,),
+        )  # fmt: skip
+        stage, drafter = None, None
+        if len(layout.layers[self.rank]):
+            runner = make_runner(
+                self.model_plans(each, self.rank)[0], run.source, groups.target, models
+            )
+            stage = RunStage(runner, self.sampling)
+        if self.has_drafts and self.rank == layout.draft_rank:
+            drafter = self._make_drafter(groups.draft, models)
+        width, dtype = run.source.config.hidden_size, getattr(torch, run.config.model.dtype)
+        connector = self.connector(MessageForm(width, dtype, 0), device)
+        wires = connect_ranks(connector, layout, self.has_drafts)
+        self.member = PipelineRank(self.rank, wires, stage, drafter, device)
+
+    def warm_up_rows(self, each: Pass) -> int:
+        return self.options.speculation.lanes
+
+    @property
+    def computes(self) -> bool:
+        return self.member is not None and self.member.computes
+
+    def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
+        assert self.member is not None, "it was opened"
+        scheduler = PipelinedScheduler(
+            replace(self.options.speculation, mode=each.mode),
+            self.run.config.attention.prefill_chunk,
+        )
+        spans = self.member.serve(scheduler, requests, watch.tokens, watch.threads)
+        spans_of_ranks = gather_spans(spans, clocks_of(self.launch))
+        watch.counts.moves, watch.counts.num_steps = self.member.moves, scheduler.counts.runs
+        if self.rank != 0 or not watch.is_measured:
+            return Extras()
+        observed = Observed.of_requests(self.layout, spans_of_ranks, requests)
+        prompts = frozenset(span.run for span in spans_of_ranks[0] if span.what is What.PROMPT)
+        ranks = [f"rank {n}: {self.layout.describe(n)}" for n in range(len(spans_of_ranks))]
+        return Extras(
+            speculation=speculation_metrics(observed, scheduler.counts, each.is_drafting),
+            trace=Trace(ranks, spans_of_ranks, {}, prompts),
+        )
+
+    def close(self) -> None:
+        if self.member is not None:
+            self.member.close()
+        self.member = None
+
+    def _make_drafter(self, group: Group | None, models: LoadedModels) -> Drafter:
+        if self.options.emulate_acceptance is not None:
+            return self._scripted(self.options.emulate_acceptance)
+        if self.drafting is None:
+            return LookupDrafter(self.run.corpus)
+        config = self.drafting.config
+        assert group is not None, "this rank drafts"
+        groups = ParallelGroups(self.rank, self.layout.world_size, group, draft=group)
+        draft = make_draft(self.drafting, groups, models)
+        assert draft is not None, "a model drafts"
+        vocab_size = self.drafting.source.config.vocab_size
+        return ModelDrafter(draft, config.kv, vocab_size, self.sampling)
+
+    def _scripted(self, acceptance: float) -> ScriptedDrafter:
+        shapes, outputs = self.options.shapes, self.expected
+        prompts = self.run.workload.prompts
+        lengths = [min(len(p), s.prompt_len) for p, s in zip(prompts, shapes, strict=False)]
+        if outputs is None:  # of emulated stages
+            vocab_size = self.run.source.config.vocab_size
+            outputs = [
+                following_tokens(length, shape.output_len, vocab_size)
+                for length, shape in zip(lengths, shapes, strict=True)
+            ]
+        is_right = [
+            draw_right(acceptance, shape.output_len, self.run.workload.seed + index)
+            for index, shape in enumerate(shapes)
+        ]
+        return ScriptedDrafter(
+            outputs,
+            lengths,
+            is_right,
+            DRAFT_PROBABILITY,
+            seconds=(self.options.emulate_draft_ms or 0.0) / 1e3,
+        )
+
+
+def with_own_model(run_config: RunConfig) -> RunConfig:
+    """`run_config` with the draft model that runs. To the ranks, self-speculation is a whole model
+    on the draft's ranks with a KV cache of its own: the target, in int8 too if it is and nothing
+    else is asked for."""
+    if run_config.decoding.drafter != SELF:
+        return run_config
+    of_target = "int8" if run_config.model.target_dtype == "int8" else None
+    weights = run_config.decoding.draft_weights or of_target
+    own = DraftSection(model=run_config.model.model)
+    decoding = replace(run_config.decoding, drafter="model", draft_weights=weights)
+    return replace(run_config, draft=own, decoding=decoding)
+
+
+class RunTiming(Timing):
+    """Runs of `step.num_tokens` rows that follow `step.context` tokens of one request. Every run
+    takes the place of the one before it. `run.config` is that of one rank, without drafts."""
+
+    growth = 1
+
+    def end_of(self, stage: int) -> StagePart | None:
+        last = self.run.source.config.num_layers - 1
+        if stage == 0:
+            return StagePart(range(1), None)
+        is_last = stage == len(self.stages) - 1
+        return StagePart(range(last, last + 1), None) if is_last else None
+
+    def timer(self, runner: ModelRunner, has_ends: bool, groups: ParallelGroups) -> Timer:
+        stage = RunStage(runner, CoupledSampling(self.config.sampling), CancelBoard())
+        return partial(time_part, stage, self.step)
+
+
+def time_part(stage: RunStage, step: DecodeStep) -> float:
+    """Seconds from run to run."""
+    num_rows = step.num_tokens
+    run = messages.Launch(
+        run=0, request=0, lane=0, is_speculative=num_rows > 1, num_outputs=num_rows,
+        first=step.context, tokens=(1,) * num_rows,
+    )  # fmt: skip
+    model, payload = stage.runner.model, None
+    if not model.has_embedding:
+        dtype = next(model.parameters()).dtype
+        payload = torch.full((1, num_rows, model.config.hidden_size), 0.1, dtype=dtype)
+    message = Message(Kind.HIDDEN, run.run, words=run.to_words(), payload=payload)
+    return time_messages(stage, [message] * (STEPS + 1))

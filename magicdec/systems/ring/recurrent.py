@@ -1,0 +1,381 @@
+"""RecurrentPipeline: samples circulate through a ring of stages, so that every stage works on a
+different one (recurrent pipeline parallelism; Macario et al. 2025, "Model-Distributed Inference for
+Large Language Models at the Edge", section III).
+
+Owns the order of messages. The samples in flight are divided into lanes. A lane is a running batch
+with a scheduler of its own (`scheduling`), and its rows travel in one message; all lanes admit from
+one queue. A step of a lane ends when its messages have come home, and its next step begins at once.
+A lane without requests is idle until one arrives, also while messages of other lanes are under way.
+
+With drafts, a message that decodes holds a row's newest token and its drafts, and its words say how
+many tokens every stage keeps of each row: without those drafts that were rejected last. The first
+stage drafts and judges (`Speculation`), with the drafters and the judgement of the engine
+(`decoding.steps`). All its ranks make the same calls in the same order.
+
+Messages come home in the order in which they were sent. So all ranks of the first stage, which do
+the same work, see the same order without agreeing on it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.distributed.channels.message import DUE, Ends, Kind, Message, wait_for_stream
+from magicdec.distributed.groups import Group, ParallelGroups
+from magicdec.engine.scheduler import Scheduler
+from magicdec.hardware.timing import Clock, GroupClock, RealClock
+from magicdec.kv.cache import BatchRows, Lengths
+from magicdec.runner.device_batch import DeviceBatch
+from magicdec.runner.model_runner import ModelRunner, Tokens
+from magicdec.runner.request import Batch, Request, Status, StepOutput, naming
+from magicdec.runner.sampling.metadata import SamplingMetadata
+from magicdec.runner.sampling.model_tokens import Proposal, judge, next_tokens
+from magicdec.runner.step_plan import Limits, Plan, Watcher
+from magicdec.setup.loading import LoadedModels, make_draft
+from magicdec.setup.prepare import Prepared
+from magicdec.speculation.draft_length import FixedLength
+from magicdec.speculation.drafter import Drafter, DraftSetup, DraftShape, make_drafter
+from magicdec.systems.stages.metrics import DraftCounts
+from magicdec.systems.stages.spans import Spans, What
+from magicdec.systems.stages.stage import VERIFY, WANTED, Stage
+
+
+@dataclass(frozen=True)
+class Draft:
+    """What is verified of the rows of some requests: `tokens`, int64 [B, 1 + K], are the newest
+    token and K drafts of each."""
+
+    requests: Sequence[Request]
+    tokens: Tensor
+    proposal: Proposal
+    sampling: SamplingMetadata
+    num_proposed: Sequence[int]  # of each row, without padding
+
+
+class Speculation:
+    """`drafter` drafts `num_draft_tokens` for each row of a message. `runner` is the stage's."""
+
+    def __init__(self, runner: ModelRunner, drafter: Drafter, num_draft_tokens: int) -> None:
+        self.runner, self.drafter = runner, drafter
+        self.num_draft_tokens, self.counts = num_draft_tokens, DraftCounts()
+        self.draft_length = FixedLength(num_draft_tokens)
+        self.is_padded = False  # whether each message has so many drafts, for a timing
+        of_draft = () if drafter.draft_kv is None else (drafter.draft_kv.runner,)
+        self._vocab_size = max(r.model.config.vocab_size for r in (runner, *of_draft))
+        self._known: dict[int, Request] = {}  # by row; they share the lists of their output tokens
+
+    def admit(self, requests: Sequence[Request], rows: Sequence[int]) -> None:
+        """The prompts of `requests` are in the cache, and their first tokens are known."""
+        in_rows = [replace(r, row=row) for r, row in zip(requests, rows, strict=True)]
+        self._known |= zip(rows, in_rows, strict=True)
+        with self._timed():
+            self.drafter.admit(in_rows)
+
+    @torch.inference_mode()
+    def draft(self, rows: Sequence[int]) -> Draft:
+        """Drafts for `rows`, whose committed tokens alone are in the cache."""
+        batch, count = Batch(tuple(self._known[row] for row in rows)), self.num_draft_tokens
+        with self._timed():
+            on_device = DeviceBatch.of(batch, self._vocab_size, self.runner.device)
+            plan = self.drafter.plan(batch.requests, count, self.draft_length)
+            count = count if self.is_padded else max(plan.counts)
+            pending = self.drafter.prepare(batch.requests, count)
+            proposal = self.drafter.propose(on_device, DraftShape(count, pending))
+        self.counts.num_messages += 1
+        tokens = torch.cat([on_device.newest[:, -1:], proposal.ids], dim=1)
+        most = proposal.ids.shape[1]  # fewer than were asked for, if the chains have stopped
+        counts = [min(count, most) for count in plan.counts]
+        return Draft(batch.requests, tokens, proposal, on_device.sampling, counts)
+
+    @torch.inference_mode()
+    def judge(self, draft: Draft, logits: Tensor) -> StepOutput:
+        """The tokens that each row emits, from this rank's logits [B, 1 + K, V]."""
+        judgement = judge(self.runner, draft.sampling, draft.proposal, logits)
+        columns = [judgement.accepted.unsqueeze(1), judgement.ids]
+        lines = draft.sampling.with_flaws(columns).tolist()
+        for request, line in zip(draft.requests, lines, strict=True):
+            draft.sampling.check(request, line)
+        counts, emitted = [line[1] for line in lines], [line[2:] for line in lines]
+        proposed = draft.num_proposed
+        self.counts.num_verified += len(counts)
+        self.counts.num_drafted += sum(proposed)
+        self.counts.num_accepted += sum(map(min, counts, proposed))
+        tokens = [of_row[: n + 1] for of_row, n in zip(emitted, counts, strict=True)]
+        return StepOutput(tokens, draft.proposal.ids.shape[1], counts, list(proposed))
+
+    def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
+        """The first `lengths` tokens of `rows` are committed. All after them is forgotten."""
+        device = self.runner.device
+        self.drafter.commit(BatchRows.of(rows, device), Lengths.of(lengths, device))
+
+    def release(self, rows: Sequence[int]) -> None:
+        """The samples in `rows` have ended."""
+        self.drafter.release([row for row in rows if self._known.pop(row, None) is not None])
+
+    @contextmanager
+    def _timed(self) -> Iterator[None]:
+        begin_s = time.perf_counter()
+        yield
+        wait_for_stream(self.runner.device)
+        self.counts.draft_s += time.perf_counter() - begin_s
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A running batch. Its rows of the cache follow each other from `first_row` on."""
+
+    index: int
+    first_row: int
+    scheduler: Scheduler
+
+    def rows(self, requests: Sequence[Request]) -> list[int]:
+        return [self.first_row + row for row in Batch(tuple(requests)).rows]
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A run that is under way: the requests whose tokens it has, and whether their next tokens
+    follow from it. `is_decode`: it has their newest tokens, no prompt. `ends_step`: it is the last
+    run of the lane's step."""
+
+    lane: Lane
+    requests: tuple[Request, ...]
+    is_wanted: bool
+    is_decode: bool
+    draft: Draft | None = None
+    ends_step: bool = False
+
+    @property
+    def status(self) -> int:
+        """The status of the message."""
+        if self.draft is not None:
+            return VERIFY
+        return WANTED if self.is_wanted else 0
+
+
+class RecurrentPipeline:
+    """The first stage of the ring. `limits` are those of each lane, of `lane_size` rows. With
+    `speculation`, messages carry drafts. `spans`, `samples` and `prompts` say what happened in the
+    last call of `serve`: whose tokens each run had, and which runs were of prompts."""
+
+    def __init__(
+        self,
+        stage: Stage,
+        ends: Ends,
+        num_lanes: int,
+        lane_size: int,
+        limits: Limits,
+        prefill_chunk: int,
+        clock: Clock | None = None,
+        speculation: Speculation | None = None,
+    ) -> None:
+        assert num_lanes * lane_size <= stage.runner.num_rows
+        assert limits.num_blocks is None
+        self.stage, self.ends, self.prefill_chunk = stage, ends, prefill_chunk
+        self.clock, self.speculation = clock or RealClock(), speculation
+        self.is_alone = stage.runner.group.size == 1  # no other rank must begin lanes alike
+        self.shared_clock = GroupClock(self.clock, stage.runner.group, stage.runner.device)
+        waiting: list[Request] = []
+        self.lanes = [
+            Lane(i, i * lane_size, Scheduler(lane_size, limits, waiting=waiting))
+            for i in range(num_lanes)
+        ]
+        self.spans, self.samples, self.prompts = Spans(), list[list[int]](), set[int]()
+        self._under_way: deque[tuple[int, Flight]] = deque()  # with their numbers
+        self._idle_lanes = list(self.lanes)
+        self._arrivals: deque[Request] = deque()  # those that have not arrived yet
+        self._watch: Watcher
+
+    def serve(
+        self,
+        requests: Sequence[Request],
+        observe: Callable[[int], None] = lambda num_tokens: None,
+        watch: Watcher = lambda plan: None,
+    ) -> None:
+        """Serve `requests`, each from its `arrived_s` on, until all have ended. Raises ValueError,
+        before the first message, if one of them can never be served. `observe` is called with the
+        number of tokens that a message emitted, `watch` with the plan of every step of a lane. On
+        several ranks, all must have the same requests; the clock of the first rank counts."""
+        for request in requests:
+            self.lanes[0].scheduler.limits.check(request)
+        self._arrivals.extend(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
+        self.spans, self.samples, self.prompts = Spans(), [], set()
+        self._watch = watch
+        while self._under_way or self._arrivals:
+            if not self._comes_first():
+                self.shared_clock.wait_until(self._arrivals[0].arrived_s)
+                with self.spans.during(What.HEAD, -1):
+                    self._take_arrivals()
+                continue
+            message = self.ends.inbound.receive()
+            arrived_s = time.perf_counter()
+            DUE.reach(message.due_s)
+            run, flight = self._under_way.popleft()
+            assert message.run == run, "messages come home in their order"
+            num_prompts = len(self.prompts)
+            with naming(f"step of message {run}"):
+                num_tokens = self._land(flight, message)
+            observe(num_tokens)
+            self._take_arrivals()
+            if flight.ends_step:
+                self._begin(flight.lane)
+            is_decode = flight.is_decode and len(self.prompts) == num_prompts
+            self.spans.add(What.HEAD, run, arrived_s, int(is_decode))
+        DUE.reach(None)
+
+    def close(self) -> None:
+        """End the other stages."""
+        self.ends.outbound.send(Message(Kind.END))
+        last = self.ends.inbound.receive()
+        assert last.kind is Kind.END, "no message is behind the last"
+        self.ends.outbound.close()
+
+    def _comes_first(self) -> bool:
+        """Whether the next message comes home before a request arrives that an idle lane may begin.
+        Waits until that is known. Several ranks of the first stage must begin lanes alike, so they
+        wait for the message, and so does a rank whose channel cannot tell what is there."""
+        if not self._under_way:
+            return False
+        if not (self.is_alone and self._idle_lanes and self._arrivals):
+            return True
+        return self.ends.inbound.is_there(self._arrivals[0].arrived_s - self.clock.now())
+
+    def _take_arrivals(self) -> None:
+        """Let requests that have arrived wait for rows, and begin idle lanes. All ranks of the
+        first stage read the shared clock equally often."""
+        if not self._arrivals:
+            return
+        now = self.shared_clock.now()
+        while self._arrivals and self._arrivals[0].arrived_s <= now:
+            request = self._arrivals.popleft()
+            self.lanes[0].scheduler.add([request], request.arrived_s)  # the queue of all lanes
+        idle_lanes = sorted(self._idle_lanes, key=lambda lane: lane.index)
+        self._idle_lanes = []
+        for lane in idle_lanes:
+            self._begin(lane)
+
+    def _begin(self, lane: Lane) -> None:
+        """Send the messages of the lane's next step; if there is none, it is idle."""
+        plan = lane.scheduler.schedule()
+        if plan is None:
+            self._idle_lanes.append(lane)
+            return
+        assert not plan.preempted, "every row has room for its whole text"
+        self._watch(plan)
+        chunks = list(self._chunks(lane, plan))
+        for i, (flight, token_ids) in enumerate(chunks, 1):
+            ends_step = i == len(chunks) and plan.decoding is None
+            self._send(replace(flight, ends_step=ends_step), token_ids)
+        if plan.decoding is not None:
+            self._send(*self._newest(lane, plan.decoding.requests))
+
+    def _chunks(self, lane: Lane, plan: Plan) -> Iterator[tuple[Flight, Tokens]]:
+        """The messages of the prompts of a step with their token ids [1, T], one for each chunk."""
+        for part in plan.parts:
+            text, size = part.request.cached_ids, self.prefill_chunk
+            for start in range(part.start, part.stop, size):
+                stop = min(start + size, part.stop)
+                is_wanted = part.is_last and stop == part.stop
+                yield Flight(lane, (part.request,), is_wanted, False), [text[start:stop]]
+
+    def _newest(self, lane: Lane, requests: tuple[Request, ...]) -> tuple[Flight, Tokens]:
+        """The last message of a step, of all rows that decode, with its token ids [B, T]: their
+        newest tokens, and drafts."""
+        flight = Flight(lane, requests, True, True, ends_step=True)
+        if self.speculation is None:
+            return flight, [[request.last_token] for request in requests]
+        draft = self.speculation.draft(lane.rows(requests))
+        return replace(flight, draft=draft), draft.tokens
+
+    def _send(self, flight: Flight, token_ids: Tokens) -> None:
+        """Compute the first stage's layers, and send the result to the next stage."""
+        rows, status = flight.lane.rows(flight.requests), flight.status
+        lengths = [r.num_cached for r in flight.requests] if status == VERIFY else []
+        run = len(self.samples)
+        with self.spans.during(What.STAGE, run):
+            out = self.stage.forward(token_ids, rows, status)
+        kind = Kind.VOID if out is None else Kind.HIDDEN
+        self.ends.outbound.send(Message(kind, run, status, (*rows, *lengths), out))
+        self._under_way.append((run, flight))
+        self.samples.append([request.request_id for request in flight.requests])
+        if not flight.is_decode:
+            self.prompts.add(run)
+
+    def _land(self, flight: Flight, message: Message) -> int:
+        """Commit the tokens that follow from a message, free the rows of requests that have ended,
+        and let the drafter follow those that go on. Returns the number of tokens."""
+        if not flight.is_wanted:
+            return 0
+        assert message.payload is not None, "the last stage sends what is wanted"
+        requests, lane = flight.requests, flight.lane
+        logits = message.payload if self.stage.is_whole else self.stage.logits(message.payload)
+        output = self._tokens(flight, logits)
+        output = lane.scheduler.commit(Batch(requests), output, self.clock.now())
+        ended = [request for request in requests if request.status is Status.FINISHED]
+        if ended:
+            self._free(lane, lane.rows(ended))
+        if self.speculation is not None and len(ended) < len(requests):
+            going = [request for request in requests if request.status is Status.RUNNING]
+            rows, lengths = lane.rows(going), [request.num_cached for request in going]
+            if flight.draft is None:
+                self.speculation.admit(going, rows)
+            else:  # the other stages forget what was rejected with the lane's next message
+                self.stage.runner.truncate(rows, lengths)
+                self.speculation.commit(rows, lengths)
+        return output.num_tokens
+
+    def _tokens(self, flight: Flight, logits: Tensor) -> StepOutput:
+        """The tokens that follow, from this rank's logits [B, T, V]."""
+        if flight.draft is not None:
+            assert self.speculation is not None, "it has drafted"
+            return self.speculation.judge(flight.draft, logits)
+        runner = self.stage.runner
+        vocab_size = runner.model.config.vocab_size
+        sampling = SamplingMetadata.of(flight.requests, vocab_size, runner.device)
+        tokens = next_tokens(runner, logits, sampling)
+        lines = sampling.with_flaws([tokens]).tolist()
+        for request, line in zip(flight.requests, lines, strict=True):
+            sampling.check(request, line)
+        return StepOutput([line[1:] for line in lines])
+
+    def _free(self, lane: Lane, rows: Sequence[int]) -> None:
+        self.stage.free(rows)
+        if self.speculation is not None:
+            self.speculation.release(rows)
+        if not self.stage.is_whole:
+            self.ends.outbound.send(Message(Kind.FREE, words=tuple(rows)))
+
+
+def most_under_way(num_lanes: int, lane_size: int, limits: Limits, chunk: int) -> int:
+    """Messages that are under way at most. A step of a lane has one for each chunk of the prompts
+    that it prefills, one that decodes, and one that frees rows."""
+    assert limits.prefill_tokens is not None, "a step prefills a limited number of tokens"
+    chunks = -(-limits.prefill_tokens // chunk) + lane_size
+    return num_lanes * (chunks + 2)
+
+
+def num_drafts_of(config: ResolvedConfig) -> int:
+    """Draft tokens of each row of a message that decodes."""
+    return 0 if config.decoding.drafter is None else config.decoding.most_draft_tokens
+
+
+def make_speculation(
+    run: Prepared, runner: ModelRunner, groups: ParallelGroups, models: LoadedModels
+) -> Speculation:
+    """The drafter of `run` on the first stage, whose `runner` and `groups` are given. A draft model
+    is on its first rank alone."""
+    config = run.config
+    assert config.decoding.drafter is not None, "the run drafts"
+    groups = replace(groups, draft=Group((0,), 0) if groups.rank == 0 else None)
+    draft = make_draft(run, groups, models, runner.max_tokens)
+    setup = DraftSetup(runner, config.decoding, config.kv, draft, run.corpus)
+    drafter = make_drafter(config.decoding.drafter, setup)
+    return Speculation(runner, drafter, config.decoding.num_draft_steps)

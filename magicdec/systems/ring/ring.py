@@ -1,0 +1,218 @@
+"""Ring: requests that circulate through a ring of stages, each on ranks of its own, with drafts in
+their messages or without them (recurrent pipeline parallelism; MDI-LLM, section III).
+
+Owns what a stage loads, how the stages are connected, and what is measured of them. The order of
+messages is that of the `RecurrentPipeline`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import replace
+
+import torch
+
+from magicdec.config.run_config import RunConfig
+from magicdec.distributed.channels.message import Ends, MessageForm
+from magicdec.distributed.groups import ParallelGroups
+from magicdec.distributed.layout import read_split
+from magicdec.distributed.start import make_stage_groups
+from magicdec.output.console import Progress
+from magicdec.records.metrics import percentile
+from magicdec.runner.request import Request
+from magicdec.runner.step_plan import Limits
+from magicdec.setup.loading import LoadedModels, make_runner
+from magicdec.setup.memory_plan import model_plans_of
+from magicdec.setup.model_plan import ModelPlan, StagePart, max_tokens
+from magicdec.setup.prepare import SetupCache
+from magicdec.systems.modes import Pass
+from magicdec.systems.ring.recurrent import (
+    RecurrentPipeline,
+    Speculation,
+    make_speculation,
+    most_under_way,
+    num_drafts_of,
+)
+from magicdec.systems.stages.auto_split import DecodeStep, RingTiming
+from magicdec.systems.stages.clocks import gather_leaders
+from magicdec.systems.stages.metrics import (
+    DraftCounts,
+    RingMetrics,
+    StageUse,
+    ring_metrics,
+    uses_of,
+)
+from magicdec.systems.stages.spans import Spans
+from magicdec.systems.stages.stage import Stage, StageLoop
+from magicdec.systems.stages.staged import StagedSystem, check_split
+from magicdec.systems.system import Extras, Trace, Watch
+
+LEAST_CAPACITY, MOST_CAPACITY = 1 << 20, 1 << 24  # bytes of an edge in shared memory
+
+
+class Ring(StagedSystem):
+    """`run.config` is that of this rank's stage, and drafts if some pass does. `grid` has the
+    stages and `layers` the layers of each. A pass is opened anew with what it needs: its messages
+    and its cache have room for drafts only if it drafts."""
+
+    groups: ParallelGroups | None = None
+    models: LoadedModels | None = None
+    opened: OpenRing | None = None
+
+    def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
+        options, launch = self.options, self.launch
+        self.grid = grid = options.grid(launch.world_size)
+        self.stage_number = grid.stage_of(launch.rank)
+        self.num_samples = options.samples(grid)
+        workload = options.batch_of(run_config.workload, self.num_samples)
+        models = self.find_part(run_config, workload, cache)
+        check_split(read_split(options.layer_split).stages, grid, models.source)
+        self.check_stages(models, grid.tensor_parallel, grid.world_size < launch.world_size)
+        config = self.of_stage(models, grid.ranks_of(self.stage_number), grid.tensor_parallel)
+        self.run = self.complete(replace(models, config=config), cache)
+        step = DecodeStep(options.batch_size, options.mean_context, num_drafts_of(config))
+        tokens = f" and {step.num_drafts} drafts" if step.num_drafts else ""
+        stages = [grid.ranks_of(stage) for stage in range(grid.num_stages)]
+        self.layers = self.choose_layers(
+            RingTiming(self.run, stages, step),
+            f"messages of {step.rows} with {step.context} cached tokens{tokens} each",
+        )
+
+    @property
+    def computes(self) -> bool:
+        """Whether this rank is in a stage."""
+        return self.launch.rank < self.grid.world_size
+
+    def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
+        stage = self.grid.stage_of(rank)
+        if stage >= self.grid.num_stages:
+            return []
+        config = self.run.config.on_ranks(self.grid.ranks_of(stage))
+        if not each.is_drafting:
+            config = config.without_drafts()
+        target, *drafts = model_plans_of(config, self.run.models, rank)
+        part = StagePart(self.layers[stage], has_ends=stage == 0)
+        return [replace(target, part=part), *drafts]
+
+    def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
+        if self.groups is None:
+            collectives = self.run.config.parallel.collectives
+            self.groups = make_stage_groups(self.launch, self.grid, device, collectives)
+        if self.models is None:
+            self.models = LoadedModels(device, progress, self.options.emulated_stage_s)
+        if self.opened is None or self.opened.is_drafting != each.is_drafting:
+            self.opened = None  # its memory is free before the next is allocated
+            self.opened = OpenRing(self, each, self.groups, self.models)
+
+    def warm_up_rows(self, each: Pass) -> int:
+        return self.num_samples
+
+    def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
+        assert self.opened is not None, "it was opened"
+        with watch.threads.during() if self.computes else nullcontext():
+            return self.opened.serve(requests, watch)
+
+    def now(self) -> float:
+        if self.opened is None or self.opened.pipeline is None:
+            return super().now()
+        return self.opened.pipeline.shared_clock.now()
+
+    def close(self) -> None:
+        self.opened = self.models = None
+
+
+class OpenRing:
+    """This rank's stage, loaded and connected, for passes with drafts or for those without; None on
+    a rank that waits. On the ranks of the first stage, `pipeline` leads."""
+
+    def __init__(
+        self, ring: Ring, each: Pass, groups: ParallelGroups, models: LoadedModels
+    ) -> None:
+        self.ring, self.groups, self.models = ring, groups, models
+        self.is_drafting = is_drafting = each.is_drafting
+        options, chunk = ring.options, ring.run.config.attention.prefill_chunk
+        self.num_drafts = num_drafts_of(ring.run.config) if is_drafting else 0
+        # Tokens of a message of a whole lane that decodes.
+        self.lane_tokens = options.batch_size * (1 + self.num_drafts)
+        self.max_tokens = max_tokens(ring.run.config.without_drafts()) + self.num_drafts
+        self.stage = self._load_stage(each) if ring.computes else None
+        limits = Limits(
+            self.max_tokens,
+            # By default a chunk for each stage, so that the chunks of one prompt can keep all busy.
+            prefill_tokens=options.prefill_tokens or ring.grid.num_stages * chunk,
+            step_tokens=1 + self.num_drafts,
+        )
+        self.num_lanes = ring.num_samples // options.batch_size
+        depth = most_under_way(self.num_lanes, options.batch_size, limits, chunk)
+        self.form, self.ends = self._connect(depth, chunk)
+        self.pipeline: RecurrentPipeline | None = None
+        self.speculation: Speculation | None = None
+        if self.stage is not None and ring.stage_number == 0:
+            if is_drafting:
+                self.speculation = make_speculation(ring.run, self.stage.runner, groups, models)
+            self.pipeline = RecurrentPipeline(
+                self.stage, self.ends, self.num_lanes, options.batch_size, limits, chunk,
+                speculation=self.speculation,
+            )  # fmt: skip
+
+    def _load_stage(self, each: Pass) -> Stage:
+        ring = self.ring
+        plan = ring.model_plans(each, ring.launch.rank)[0]
+        runner = make_runner(plan, ring.run.source, self.groups.target, self.models)
+        return Stage(runner, runner.model.is_last)
+
+    def _connect(self, depth: int, chunk: int) -> tuple[MessageForm, Ends]:
+        """The ends of this rank, and the form of messages. At most `depth` of them are under way,
+        whose prompts are of `chunk` tokens at most."""
+        ring = self.ring
+        width = ring.run.source.config.hidden_size
+        dtype = getattr(torch, ring.run.config.model.dtype)
+        num_words = ring.options.batch_size * (2 if self.is_drafting else 1)
+        form = MessageForm(width, dtype, num_words)
+        # Whatever is on its way home must fit, since the first stage may be sending meanwhile.
+        least = max(LEAST_CAPACITY, depth * form.num_bytes(self.lane_tokens))
+        capacity = max(least, min(depth * form.num_bytes(chunk), MOST_CAPACITY))
+        connector = ring.connector(form, self.models.device, depth, capacity)
+        return form, connector.ring(ring.grid)
+
+    def serve(self, requests: Sequence[Request], watch: Watch) -> Extras:
+        """Serve all requests."""
+        spans, before = Spans(), self.ends.outbound.traffic
+        launch, grid, pipeline = self.ring.launch, self.ring.grid, self.pipeline
+        samples, prompts = list[list[int]](), set[int]()
+        if self.speculation is not None:
+            self.speculation.counts = DraftCounts()
+        if pipeline is not None:
+            pipeline.serve(requests, watch.tokens, watch.counts.watch)
+            pipeline.close()
+            spans, samples, prompts = pipeline.spans, pipeline.samples, pipeline.prompts
+        elif self.stage is not None:
+            StageLoop(self.stage, self.ends, spans).serve()
+        sent = self.ends.outbound.traffic.since(before)
+        stages, sent_by_stage, error_s = gather_leaders(launch, grid, spans, sent)
+        if launch.rank != 0 or not watch.is_measured:
+            return Extras()
+        trace = Trace(
+            [f"stage {number}" for number in range(len(stages))],
+            [sorted(each, key=lambda span: span.begin_s) for each in stages],
+            dict(enumerate(samples)),
+            frozenset(prompts),
+            error_s,
+        )
+        uses = uses_of(stages, sent_by_stage, prompts)
+        return Extras(ring=self._metrics(uses, requests), trace=trace)
+
+    def _metrics(self, uses: list[StageUse], requests: Sequence[Request]) -> RingMetrics:
+        ring = self.ring
+        gaps = [gap for request in requests for gap in request.gaps_ms()]
+        return ring_metrics(
+            [len(layers) for layers in ring.layers],
+            ring.grid.tensor_parallel,
+            (self.num_lanes, ring.options.batch_size),
+            uses,
+            self.form.num_bytes(self.lane_tokens),
+            percentile(gaps, 50),
+            None if self.speculation is None else self.speculation.counts,
+            sum(len(request.output_ids) - 1 for request in requests),
+        )

@@ -1,0 +1,323 @@
+"""The split of `--layer_split auto`: the seconds of a layer on each rank, which a short measurement
+finds, and the split that all ranks choose by them.
+
+Each command says what it times: a few layers under the code that serves its messages (`Timing`).
+Ranks tell each other their times before any process group of the run exists, so that every rank
+comes to the same split.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from itertools import pairwise
+from statistics import median
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message
+from magicdec.distributed.groups import Group, Launch, ParallelGroups, exchange_texts
+from magicdec.distributed.layer_split import FLAG, StageTimes, is_auto, split_layers
+from magicdec.distributed.layout import StageGrid
+from magicdec.distributed.start import stage_groups_before_run
+from magicdec.hardware.environment import device_of, release_memory
+from magicdec.hardware.threads import use_threads
+from magicdec.output.console import make_progress
+from magicdec.runner.model_runner import ModelRunner, Tokens
+from magicdec.runner.request import Request
+from magicdec.runner.sampling.sampling import make_params
+from magicdec.runner.step_plan import Limits
+from magicdec.setup.loading import LoadedModels, make_runner
+from magicdec.setup.model_plan import ModelPlan, StagePart
+from magicdec.setup.prepare import Prepared
+from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation, make_speculation
+from magicdec.systems.stages.spans import Spans, What
+from magicdec.systems.stages.stage import VERIFY, WANTED, Part, Stage, StageLoop
+
+STEPS = 8  # of a round; with drafts, whose number depends on the acceptance, at least so many
+MOST_LAYERS = 4  # that are timed together
+ROUNDS = 5
+
+Timer = Callable[[], float]
+"""Measures the seconds of a step."""
+
+
+@dataclass(frozen=True)
+class RankTimes:
+    """Seconds of a step on one rank: of a layer, and beside its layers (`fixed`), for a stage that
+    has no end of the model, and for this rank's own stage with the ends that it has. The last is
+    None on a rank whose stage has none."""
+
+    layer_s: float
+    fixed_s: float
+    own_fixed_s: float | None
+
+
+@dataclass(frozen=True)
+class ChosenSplit:
+    """`layer_split` is what the record has for the flag: layer counts in place of `auto`. `reason`
+    says from which times `auto` chose; it is empty for another split."""
+
+    layers: tuple[range, ...]
+    layer_split: str | None
+    reason: str = ""
+
+
+def choose_split(
+    text: str | None,
+    stages: Sequence[Sequence[int]],
+    num_layers: int,
+    launch: Launch,
+    source: str,
+    find_times: Callable[[], RankTimes | None],
+) -> ChosenSplit:
+    """The split of a model among `stages`, which are the ranks of each. All ranks must call it,
+    with any split. `find_times` is called on all ranks, and gives None on one without a stage;
+    `source` says where its times come from. Raises ValueError, on every rank, if a rank has another
+    split."""
+    needs_times = is_auto(text) and len(stages) > 1
+    facts: dict[str, Any] = {"asked": text, "host": launch.local_ranks[0]}
+    if needs_times:
+        own = find_times()
+        facts |= {"times": None if own is None else asdict(own)}
+    by_rank = list(map(json.loads, exchange_texts(launch, json.dumps(facts), "layer split")))
+    for rank, theirs in enumerate(by_rank):
+        if theirs["asked"] != by_rank[0]["asked"]:
+            here, there = by_rank[0]["asked"], theirs["asked"]
+            raise ValueError(f"{FLAG}: rank 0 has {here}, rank {rank} has {there}")
+    times = stage_times(stages, by_rank) if needs_times else None
+    layers = split_layers(text, len(stages), num_layers, times)
+    if not is_auto(text):
+        return ChosenSplit(layers, text)
+    counts = [len(each) for each in layers]
+    reason = "" if times is None else explain(counts, times, source)
+    return ChosenSplit(layers, ",".join(map(str, counts)), reason)
+
+
+def stage_times(
+    stages: Sequence[Sequence[int]], by_rank: Sequence[Mapping[str, Any]]
+) -> list[StageTimes]:
+    """The times of each stage. The ranks of one host count as equally fast, by the median of what
+    they found, because a difference between them is noise. A stage is as slow as its slowest rank.
+    """
+    hosts: dict[int, list[RankTimes]] = {}
+    for facts in by_rank:
+        if facts["times"] is not None:
+            hosts.setdefault(facts["host"], []).append(RankTimes(**facts["times"]))
+    times = []
+    for ranks in stages:
+        of_hosts = [hosts[by_rank[rank]["host"]] for rank in ranks]
+        layer_s = max(median(rank.layer_s for rank in host) for host in of_hosts)
+        own = [by_rank[rank]["times"]["own_fixed_s"] for rank in ranks]
+        with_ends = [fixed_s for fixed_s in own if fixed_s is not None]
+        without = (median(rank.fixed_s for rank in host) for host in of_hosts)
+        times.append(StageTimes(max(with_ends or without), layer_s))
+    return times
+
+
+def explain(counts: Sequence[int], times: Sequence[StageTimes], source: str) -> str:
+    """What was chosen, and from which numbers."""
+    stages = [each.seconds(count) for count, each in zip(counts, times, strict=True)]
+    layers = sorted({1e3 * each.layer_s for each in times})
+    beside = ", ".join(f"{1e3 * each.fixed_s:.3g}" for each in times)
+    return (
+        f"the stages are predicted to take {', '.join(f'{1e3 * each:.3g}' for each in stages)} ms, "
+        f"from {' to '.join(dict.fromkeys(f'{each:.3g}' for each in (layers[0], layers[-1])))} ms "
+        f"a layer and {beside} ms beside layers ({source})"
+    )
+
+
+@dataclass(frozen=True)
+class DecodeStep:
+    """What is timed: steps of `rows` rows that hold `context` tokens each, with `num_drafts` drafts
+    of each row."""
+
+    rows: int
+    context: int
+    num_drafts: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of a row in a message."""
+        return 1 + self.num_drafts
+
+
+@dataclass(frozen=True)
+class Timing(ABC):
+    """Times `step` on this rank. `stages` are the ranks of each stage, and `run.config` is that of
+    this rank's stage. `growth` is how many messages a row holds at most beside its context."""
+
+    growth: ClassVar[int]
+
+    run: Prepared
+    stages: Sequence[tuple[int, ...]]
+    step: DecodeStep
+
+    @abstractmethod
+    def end_of(self, stage: int) -> StagePart | None:
+        """A layer with the end of the model that this stage has; None if it has none."""
+
+    @abstractmethod
+    def timer(self, runner: ModelRunner, has_ends: bool, groups: ParallelGroups) -> Timer:
+        """What times a step with the layers of `runner`. With `has_ends` they are those of
+        `end_of`."""
+
+    @property
+    def config(self) -> ResolvedConfig:
+        """The config of the run for rows of the step's size."""
+        workload = replace(
+            self.run.config.workload,
+            batch_size=self.step.rows,
+            prefix_len=self.step.context,
+            gen_len=self.growth * self.step.num_tokens,
+        )
+        return replace(self.run.config, workload=workload)
+
+    @property
+    def device(self) -> torch.device:
+        return device_of(self.run.config.parallel.device, self.run.launch.local_rank)
+
+    def stage_of(self, rank: int) -> int | None:
+        return next((stage for stage, ranks in enumerate(self.stages) if rank in ranks), None)
+
+    def find_times(self) -> RankTimes | None:
+        """The times on this rank, None if it has no stage. All ranks must call it."""
+        if self.stage_of(self.run.launch.rank) is None:
+            return None
+        most = self.run.source.config.max_length - self.growth * self.step.num_tokens
+        context = min(self.step.context, most)
+        times = replace(self, step=replace(self.step, context=context)).measure()
+        release_memory(self.device)
+        return times  # the memory is free before anyone reads how much there is for the run
+
+    def measure(self) -> RankTimes:
+        """The times as measured with the threads of the run. All ranks with a stage must call it;
+        those of a stage measure together, with their all-reduces."""
+        launch, parallel = self.run.launch, self.config.parallel
+        with use_threads(parallel.threads):
+            if len(self.stages[0]) == 1:
+                group = Group((launch.rank,), 0)
+                return self.time_layers(ParallelGroups(launch.rank, launch.world_size, group))
+            grid = StageGrid(len(self.stages), len(self.stages[0]))
+            collectives = parallel.collectives
+            with stage_groups_before_run(launch, grid, self.device, collectives) as groups:
+                return self.time_layers(groups)
+
+    def time_layers(self, groups: ParallelGroups) -> RankTimes:
+        """All timers run in turn, in several rounds. Each number is the fastest of its rounds,
+        because noise only adds to it."""
+        num_layers = min(MOST_LAYERS, self.run.source.config.num_layers)
+        one, several = (
+            self.load(StagePart(range(count), False), groups) for count in (1, num_layers)
+        )
+        stage = self.stage_of(self.run.launch.rank)
+        assert stage is not None, "this rank has a stage"
+        end = self.end_of(stage)
+        with_end = None if end is None else self.load(end, groups, has_ends=True)
+        rounds = [
+            (one(), several(), 0.0 if with_end is None else with_end()) for _ in range(ROUNDS)
+        ]
+        one_s, several_s, with_end_s = map(min, zip(*rounds, strict=True))
+        layer_s = (several_s - one_s) / (num_layers - 1)
+        if layer_s <= 0:  # only noise makes it so; a stage's time is then that of its layers
+            layer_s = several_s / num_layers
+        fixed_s = max(0.0, one_s - layer_s)
+        own_s = None if with_end is None else max(fixed_s, with_end_s - layer_s)
+        return RankTimes(layer_s, fixed_s, own_s)
+
+    def load(self, part: StagePart, groups: ParallelGroups, has_ends: bool = False) -> Timer:
+        """A timer of a part of the target, with a cache that is not the zeros of fresh memory."""
+        models, w = LoadedModels(self.device, make_progress(False)), self.config.workload
+        source, ranks, rank = self.run.source, groups.target.ranks, self.run.launch.rank
+        plan = ModelPlan(
+            self.config, source.config, ranks, rank, part, row_tokens=w.prefix_len + w.gen_len
+        )
+        runner = make_runner(plan, source, groups.target, models)
+        for pool in (runner.cache.k, runner.cache.v):
+            pool.fill_(0.1)
+        return self.timer(runner, has_ends, groups)
+
+
+@dataclass
+class FilledStage(Stage):
+    """Prompts are not computed; their rows count as filled. Messages of `num_tokens` tokens a row
+    are computed."""
+
+    num_tokens: int = 1
+
+    def compute(self, x: Tokens, rows: Sequence[int], num_outputs: int | None) -> Tensor:
+        num_tokens, model = len(x[0]), self.runner.model
+        if num_tokens == self.num_tokens:
+            return super().compute(x, rows, num_outputs)
+        self.runner.cache.advance(rows, num_tokens)
+        return next(model.parameters()).new_zeros(len(x), 1, model.config.hidden_size)
+
+
+class RingTiming(Timing):
+    """The stages of a ring, which are served messages that come home at once. `run.config` has
+    drafts if the step has any."""
+
+    growth = STEPS + 1
+
+    def end_of(self, stage: int) -> StagePart | None:
+        return StagePart(range(1), True) if stage == 0 else None
+
+    def timer(self, runner: ModelRunner, has_ends: bool, groups: ParallelGroups) -> Timer:
+        stage = FilledStage(runner, is_last=False, num_tokens=self.step.num_tokens)
+        if not has_ends:
+            return partial(time_passing, stage, self.step)
+        speculation = None
+        if self.step.num_drafts:
+            models = LoadedModels(runner.device, make_progress(False))
+            run = replace(self.run, config=self.config)
+            speculation = make_speculation(run, runner, groups, models)
+            speculation.is_padded, speculation.drafter.pa = True, 0.0
+        return partial(self.time_first, stage, speculation)
+
+    def time_first(self, stage: FilledStage, speculation: Speculation | None) -> float:
+        """Seconds of a step on the first stage, from the hidden states that come home to the next
+        ones that it sends."""
+        loop, step = Loopback(), self.step
+        limits = Limits(
+            stage.runner.max_tokens,
+            prefill_tokens=step.rows * step.context,
+            step_tokens=step.num_tokens,
+        )
+        pipeline = RecurrentPipeline(
+            stage, Ends(loop, loop), 1, step.rows, limits, step.context, speculation=speculation
+        )
+        params = make_params(self.config.sampling, STEPS * step.num_tokens + 1, (), 0)
+        pipeline.serve([Request(i, (1,) * step.context, params) for i in range(step.rows)])
+        return median(span.seconds for span in pipeline.spans.of(What.HEAD) if span.value)
+
+
+def time_passing(stage: FilledStage, step: DecodeStep) -> float:
+    """Seconds of a step on a stage that receives hidden states and sends hidden states. All drafts
+    are rejected."""
+    rows, width = tuple(range(step.rows)), stage.runner.model.config.hidden_size
+    newest = next(stage.runner.model.parameters()).new_full((step.rows, 1, width), 0.1)
+    prompt = Message(Kind.HIDDEN, 0, WANTED, rows, newest.expand(-1, step.context, -1))
+    payload = newest.expand(-1, step.num_tokens, -1).contiguous()
+    steps = [
+        Message(Kind.HIDDEN, 0, VERIFY, (*rows, *[length] * step.rows), payload)
+        if step.num_drafts
+        else Message(Kind.HIDDEN, 0, WANTED, rows, payload)
+        for length in range(step.context, step.context + STEPS)
+    ]
+    return time_messages(stage, [prompt, *steps, Message(Kind.FREE, words=rows)])
+
+
+def time_messages(part: Part, messages: Sequence[Message]) -> float:
+    """The median seconds from answer to answer where the next message always waits already, which
+    one that was held up does not move."""
+    inbound, spans = Loopback(), Spans()
+    for message in (*messages, Message(Kind.END)):
+        inbound.send(message)
+    StageLoop(part, Ends(inbound, Loopback()), spans).serve()
+    return median(b.end_s - a.end_s for a, b in pairwise(spans))

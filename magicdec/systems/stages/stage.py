@@ -1,0 +1,350 @@
+"""The loop in which a stage serves messages: each is answered when it arrives, and the answer goes
+on. What a message says is a matter of the part of the model that answers: `Stage` is that of a
+ring, and `RunStage` that of pipelined speculation.
+
+A HIDDEN message of a ring holds the hidden states of new tokens of some rows, which its `words`
+name. Its status says what is wanted of the last stage. WANTED: the hidden state of the last of
+these tokens. VERIFY: those of all these tokens, which are a row's newest token and drafts.
+Otherwise the last stage sends VOID home. The words of a VERIFY message also say how many tokens
+each row keeps of those that it holds so far, so that every stage forgets the drafts that were
+rejected last.
+
+A HIDDEN message of pipelined speculation holds the words of a `Launch`, and the hidden states of
+its rows. A run that is cancelled, or that an earlier stage has skipped, goes on as VOID. The last
+stage answers with NUMBERS: the next token of each row that asked for one, and by how much the
+largest logit exceeds the second (`floats_of`), NaN if its logits are not finite. On CUDA the host
+looks for cancellations between launching one layer and the next. What it has launched by then is
+computed; a run that is skipped afterwards costs that time.
+
+Stages of the head's host map one board of cancelled runs in shared memory, into which the head
+writes, so that a stage can look without a system call. A stage that shares no memory with the head
+has a board of its own, and a thread that writes into it what comes through a channel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from threading import Thread
+from typing import ClassVar, Protocol
+
+import torch
+from torch import Tensor
+
+from magicdec.config.sections import SamplingSection
+from magicdec.distributed.channels.message import (
+    DUE,
+    Ends,
+    Kind,
+    Message,
+    Receiver,
+    Sender,
+    wait_for_stream,
+    words_of,
+)
+from magicdec.runner.model_runner import ModelRunner, Tokens, gather_vocab, sums_of
+from magicdec.runner.native_steps.executor import Cancellation, Cancelled
+from magicdec.runner.sampling.coupled import CoupledSampling
+from magicdec.systems.pipeinfer.messages import Launch
+from magicdec.systems.stages.spans import Spans, What
+
+WANTED, VERIFY = 1, 2
+SLOTS = 1 << 12  # more runs than are ever in flight; a slot that is taken twice only costs work
+BOARD_BYTES = SLOTS * 2 * 8
+
+
+class Part(Protocol):
+    """What answers the messages of a stage, or of the drafter. `what` its spans are of."""
+
+    what: ClassVar[What]
+
+    def answer(self, message: Message) -> tuple[Message | None, int | None]:
+        """What is sent on, if anything, and the value of a span: the number of layers that were
+        computed for a run. None: the message is of no run or draft step."""
+
+
+@dataclass(frozen=True)
+class StageLoop:
+    """`spans` get a span for each run or draft step, from its arrival until its answer is sent."""
+
+    part: Part
+    ends: Ends
+    spans: Spans
+
+    def serve(self) -> None:
+        """Serve messages until END. Not for the first stage of a ring, which begins the runs."""
+        inbound, outbound = self.ends.inbound, self.ends.outbound
+        while (message := inbound.receive()).kind is not Kind.END:
+            begin_s = time.perf_counter()
+            DUE.reach(message.due_s)
+            answer, value = self.part.answer(message)
+            if value is not None:
+                # Before sending: the receiver may have the answer before this rank goes on.
+                self.spans.add(self.part.what, message.run, begin_s, value)
+            if answer is not None:
+                outbound.send(answer)
+        DUE.reach(None)
+        outbound.send(message)
+        outbound.close()
+
+
+@dataclass
+class Stage:
+    """Of a ring. `runner` has the layers of one stage. Every row has room for `runner.max_tokens`
+    tokens from its first message on, until it is freed."""
+
+    what: ClassVar[What] = What.STAGE
+
+    runner: ModelRunner
+    is_last: bool
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.runner.model.layers)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether there is no other stage."""
+        model = self.runner.model
+        return model.has_head and model.is_last
+
+    def forward(self, x: Tokens, rows: Sequence[int], status: int) -> Tensor | None:
+        """What is sent on, from token ids [B,T] or hidden states [B,T,hidden]; None if nobody
+        needs it. After the last layer this is of the last token alone, unless status is VERIFY.
+        Returns when it is computed, so that times are right and a message is there when it says
+        so."""
+        for row in rows:
+            if not self.runner.cache.blocks[row]:
+                self.runner.allocate(row)
+        out = self.compute(x, rows, None if status == VERIFY else min(status, 1))
+        wait_for_stream(out.device)
+        return out if status or not self.is_last else None
+
+    def compute(self, x: Tokens, rows: Sequence[int], num_outputs: int | None) -> Tensor:
+        return self.runner.forward(x, rows, num_outputs=num_outputs)
+
+    @torch.inference_mode()
+    def logits(self, hidden: Tensor) -> Tensor:
+        """This rank's logits [B,T,V] of hidden states [B,T,hidden] that came home."""
+        return self.runner.model.logits(hidden)
+
+    def free(self, rows: Sequence[int]) -> None:
+        for row in rows:
+            self.runner.cache.release(row)
+
+    def answer(self, message: Message) -> tuple[Message | None, int | None]:
+        if message.kind is Kind.FREE:
+            self.free(message.words)
+            return None if self.is_last else message, None
+        if message.payload is None:
+            return message, 0
+        rows: Sequence[int] = message.words
+        if message.status == VERIFY:
+            count = len(message.words) // 2
+            rows = message.words[:count]
+            self.runner.truncate(rows, message.words[count:])
+        out = self.forward(message.payload, rows, message.status)
+        kind = Kind.VOID if out is None else Kind.HIDDEN
+        return Message(kind, message.run, message.status, message.words, out), self.num_layers
+
+
+@dataclass(frozen=True)
+class RunCancellation:
+    """Whether one run is cancelled; `Cancellation` explains the address."""
+
+    board: CancelBoard
+    run: int
+
+    @property
+    def address(self) -> int:
+        return self.board.address + self.run % SLOTS * 16
+
+    @property
+    def value(self) -> int:
+        return self.run + 1
+
+    def is_set(self) -> bool:
+        return self.board.is_cancelled(self.run)
+
+
+class CancelBoard:
+    """Run r has slot r modulo SLOTS: its number plus 1, and from when on it counts as cancelled, in
+    ns of `time.perf_counter_ns`, which is the same clock in all processes of a host."""
+
+    def __init__(self, memory: mmap.mmap | bytearray | None = None) -> None:
+        self._memory = memory or bytearray(BOARD_BYTES)
+        self._numbers = memoryview(self._memory).cast("q")
+        self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._memory))
+
+    def cancel(self, run: int, delay_s: float = 0.0) -> None:
+        slot = run % SLOTS * 2
+        self._numbers[slot + 1] = time.perf_counter_ns() + int(1e9 * delay_s)
+        self._numbers[slot] = run + 1
+
+    def is_cancelled(self, run: int) -> bool:
+        slot = run % SLOTS * 2
+        if self._numbers[slot] != run + 1:
+            return False
+        return time.perf_counter_ns() >= self._numbers[slot + 1]
+
+    def void_if_cancelled(self, message: Message) -> Message:
+        """The message that goes to all ranks of a stage, which must skip the same runs."""
+        if message.kind is Kind.HIDDEN and self.is_cancelled(message.run):
+            return replace(message, kind=Kind.VOID, payload=None)
+        return message
+
+
+class Canceller:
+    """Tells all stages what is cancelled: those that look at `board`, for which it takes `delay_s`,
+    and those of other hosts, to each of which a channel leads."""
+
+    def __init__(
+        self, board: CancelBoard, channels: Sequence[Sender] = (), delay_s: float = 0.0
+    ) -> None:
+        self.board, self.channels, self.delay_s = board, channels, delay_s
+
+    def cancel(self, runs: Sequence[int]) -> None:
+        """Returns before the stages know it."""
+        for channel in self.channels:
+            channel.send(Message(Kind.NUMBERS, words=tuple(runs)))
+        for run in runs:
+            self.board.cancel(run, self.delay_s)
+
+    def close(self) -> None:
+        """No run is cancelled any more."""
+        for channel in self.channels:
+            channel.send(Message(Kind.END))
+            channel.close()
+
+
+def listen(channel: Receiver, board: CancelBoard) -> Thread:
+    """A thread that writes into `board` what comes through `channel`, until its end. If the channel
+    breaks it ends: the stage notices that itself, and a run that is not skipped does no harm."""
+
+    def copy() -> None:
+        try:
+            while (message := channel.receive()).kind is not Kind.END:
+                for run in message.words:
+                    board.cancel(run)
+        except RuntimeError:
+            return
+
+    thread = Thread(target=copy, name="cancellations", daemon=True)
+    thread.start()
+    return thread
+
+
+class LaneText:
+    """The tokens in a lane, from which the last stage knows the text before each row. It must be
+    told of every run, also of those that are skipped."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.prompt: set[int] = set()  # the first `num_prompt` tokens
+        self.num_prompt = 0
+        self._is_prompt = True  # whether the next run is of the prompt
+
+    def take(self, launch: Launch) -> None:
+        """Write the tokens of a run. A request begins with its prompt, up to the run that predicts
+        its first token."""
+        if launch.first == 0:
+            self.prompt, self._is_prompt = set(), True
+        self.tokens[launch.first :] = launch.tokens
+        if self._is_prompt:
+            self.prompt.update(launch.tokens)
+            self.num_prompt = len(self.tokens)
+            self._is_prompt = launch.num_outputs == 0
+
+    def outputs(self, launch: Launch) -> list[list[int]]:
+        """The output tokens up to each row of a run, the row's own included."""
+        return [self.tokens[self.num_prompt : place + 1] for place in launch.positions]
+
+
+class RunStage:
+    """Of pipelined speculation. `runner` has the stage's layers and a row of its cache for each
+    lane, which is cut at a run's first position before the run is appended. The last stage chooses
+    tokens as `sampling` says.
+
+    It skips the runs that `board` names. Ranks that share the layers of a stage have no board: they
+    skip what arrives as VOID, which the first of them decides before a run."""
+
+    what: ClassVar[What] = What.STAGE
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        sampling: CoupledSampling = CoupledSampling(SamplingSection()),
+        board: CancelBoard | None = None,
+    ) -> None:
+        self.runner, self.sampling, self.board = runner, sampling, board
+        self.num_layers = len(runner.model.layers)
+        self.texts: list[LaneText] | None = None  # if the tokens depend on them
+        if runner.model.has_head and sampling.has_penalties:
+            self.texts = [LaneText() for _ in range(runner.num_rows)]
+        for row in range(runner.num_rows):
+            runner.allocate(row)
+
+    def answer(self, message: Message) -> tuple[Message, int]:
+        run, launch = message.run, Launch.from_words(message.words)
+        if self.texts is not None:
+            self.texts[launch.lane].take(launch)
+        try:
+            if message.kind is Kind.VOID:
+                raise Cancelled(0)
+            cancellation = None if self.board is None else RunCancellation(self.board, run)
+            out = self.compute(launch, message, cancellation)
+            if isinstance(out, Tensor):
+                wait_for_stream(out.device)
+        except Cancelled as cancelled:
+            return Message(Kind.VOID, run, words=message.words), cancelled.num_layers
+        if isinstance(out, tuple):
+            return Message(Kind.NUMBERS, run, words=out), self.num_layers
+        return Message(message.kind, run, words=message.words, payload=out), self.num_layers
+
+    def compute(
+        self, launch: Launch, message: Message, cancellation: Cancellation | None
+    ) -> Tensor | tuple[int, ...] | None:
+        """Hidden states [1, rows, hidden], None if they are emulated; of the last stage the words
+        of its answer. Raises Cancelled if the cancellation is set before a layer."""
+        model, num_rows = self.runner.model, launch.num_rows
+        self._cut(launch.lane, launch.first)
+        x: Tokens = [launch.tokens]
+        if not model.has_embedding:
+            assert message.payload is not None, "the stage before has computed"
+            x = message.payload
+        run, num_outputs = self.runner.forward, launch.num_outputs
+        out = run(x, [launch.lane], num_outputs=num_outputs, cancellation=cancellation)
+        if not model.has_head:
+            return out
+        first = -launch.num_outputs or num_rows  # the first row that asked for a prediction
+        following = [place + 1 for place in launch.positions[first:]]
+        logits = gather_vocab(out[:, first:], self.runner.vocab_places, self.runner.group)[0]
+        sums = sums_of(logits)
+        if self.texts is not None and following:
+            text = self.texts[launch.lane]
+            outputs = text.outputs(launch)[first:]
+            logits = self.sampling.penalised(logits, [*text.prompt], outputs)
+        return predict(self.sampling.perturbed(logits, launch.request, following), sums)
+
+    def _cut(self, lane: int, length: int) -> None:
+        """Let the row hold `length` tokens. If it held fewer, a run before this one was skipped;
+        then this one is cancelled too, and nobody reads what it computes."""
+        cache = self.runner.cache
+        if cache.lengths[lane] > length:
+            cache.truncate([lane], [length])
+        elif cache.lengths[lane] < length:
+            cache.advance([lane], length - cache.lengths[lane])
+
+
+def predict(logits: Tensor, sums: Tensor) -> tuple[int, ...]:
+    """The tokens and the margins by logits [rows, V], with noise or without. Where one of `sums`
+    [rows] of the model's own logits is not finite, the margin is NaN."""
+    best = logits.argmax(dim=-1)
+    largest = logits.double().topk(2, dim=-1).values
+    margins = largest[:, 0] - largest[:, 1] + (sums - sums)
+    # A token is exact in float64, so that one copy to the host brings both.
+    both = torch.stack([best.double(), margins]).cpu()
+    return (*both[0].long().tolist(), *words_of(both[1].tolist()))

@@ -1,0 +1,87 @@
+"""StagedSystem: what the systems have in common whose ranks are stages of layers: how the model is
+divided, how messages travel, and what several ranks of a stage must be able to share.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from magicdec.config.choices.collectives import NCCL, check_stage_group, choose_transport
+from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import WorkloadSection
+from magicdec.distributed.channels.connect import Connector
+from magicdec.distributed.channels.message import MessageForm
+from magicdec.distributed.layer_split import FLAG, StageTimes, split_layers
+from magicdec.distributed.layout import StageGrid, read_split
+from magicdec.model.checkpoint.source import ModelSource
+from magicdec.setup.model_checks import check_shared
+from magicdec.setup.prepare import ResolvedRun, SetupCache
+from magicdec.systems.modes import Pass
+from magicdec.systems.stages.auto_split import Timing, choose_split
+from magicdec.systems.system import System
+
+
+class StagedSystem(System):
+    def find_part(
+        self, run_config: RunConfig, workload: WorkloadSection, cache: SetupCache
+    ) -> ResolvedRun:
+        """As `find`, for ranks that read a part of a checkpoint and send each other messages."""
+        models = self.find(run_config, workload, cache, is_part=True)
+        parallel, on_host = models.config.parallel, self.options.on_host
+        self.transport = choose_transport(parallel, models.machine, on_host)
+        return models
+
+    def check_stages(self, models: ResolvedRun, num_ranks: int, has_others: bool) -> None:
+        """Raises ValueError if the `num_ranks` ranks of a stage cannot share its layers.
+        `has_others`: there are ranks without a stage."""
+        if num_ranks == 1:
+            return
+        flag_text = f"{FLAG} {self.options.layer_split}"
+        check_stage_group(flag_text, models.config.parallel)
+        check_shared(f"{flag_text}, stages of {num_ranks} ranks", num_ranks, models.source.config)
+        if self.options.is_measured and has_others:
+            raise ValueError(
+                f"{flag_text}: stages of {num_ranks} ranks are timed together, but other ranks "
+                "have no stage; give layer counts or shares"
+            )
+
+    def of_stage(self, models: ResolvedRun, ranks: Sequence[int], num_ranks: int) -> ResolvedConfig:
+        """The config of the ranks of a stage, which has `num_ranks`; one rank needs no other."""
+        config = models.alone() if num_ranks == 1 else models.config
+        return config.on_ranks(ranks)
+
+    def choose_layers(self, timing: Timing, what: str) -> tuple[range, ...]:
+        """The layers of each stage. `what` says what is timed for `--layer_split auto`."""
+        split, num_layers = read_split(self.options.layer_split), self.run.source.config.num_layers
+        chosen = choose_split(
+            split.stages, timing.stages, num_layers, self.launch, f"measured for {what}",
+            timing.find_times,
+        )  # fmt: skip
+        if self.options.layer_split is not None:
+            self.layer_split = str(replace(split, stages=chosen.layer_split))
+        self.split = chosen.reason and f"{FLAG} {self.layer_split}: {chosen.reason}"
+        return chosen.layers
+
+    def connector(self, form: MessageForm, device: torch.device, *sizes: int) -> Connector:
+        """What connects this rank with the others. `sizes` as in `Connector`."""
+        transport = self.transport
+        if transport is None:
+            return Connector(self.launch, None, form, device)
+        apart, link_s = NCCL if transport.payloads == NCCL else None, self.options.emulated_link_s
+        return Connector(self.launch, transport.headers, form, device, apart, link_s, *sizes)
+
+    def config_of(self, each: Pass) -> dict[str, Any]:
+        config, transport = super().config_of(each), self.transport
+        config["parallel"]["transport"] = None if transport is None else transport.to_dict()
+        return config
+
+
+def check_split(split: str | None, grid: StageGrid, source: ModelSource) -> None:
+    """Raises ValueError for a split that cannot be, before anything is timed."""
+    any_times = [StageTimes(0.0, 1.0)] * grid.num_stages
+    split_layers(split, grid.num_stages, source.config.num_layers, any_times)

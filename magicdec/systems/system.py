@@ -1,0 +1,212 @@
+"""System: what serves requests in one or several modes, on the ranks of a command.
+`systems/modes.py` names the systems. Also the requests, with their arrivals, that every system
+serves.
+
+A system is made before any process group exists (`prepare`). It says what its ranks will hold
+(`model_plans`), loads that (`open`), serves all requests in each of its passes (`serve`), and gives
+the memory back (`close`). All ranks make the same systems and call the same methods together, also
+those that have no part in a pass.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from magicdec.config.choices.collectives import Transport
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import NONE, SamplingSection, WorkloadSection
+from magicdec.distributed.groups import Launch
+from magicdec.engine.scheduler import StepCounts
+from magicdec.hardware.threads import ThreadCount
+from magicdec.hardware.timing import RealClock
+from magicdec.output.console import Progress
+from magicdec.runner.request import Request
+from magicdec.runner.sampling.sampling import make_params
+from magicdec.setup.memory_check import Room, add_up
+from magicdec.setup.memory_plan import MemoryPlan, plan_of
+from magicdec.setup.model_plan import ModelPlan
+from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, complete, find
+from magicdec.systems.modes import Pass
+from magicdec.systems.options import ServeOptions
+from magicdec.systems.stages.spans import Span
+from magicdec.workload.request_shapes import RequestShape
+
+if TYPE_CHECKING:
+    from magicdec.systems.stages.metrics import RingMetrics, SpeculationMetrics
+
+WARM_UP_TOKENS = 3
+
+
+def ignore(num_tokens: int) -> None:
+    """Nobody counts the tokens."""
+
+
+@dataclass
+class Watch:
+    """What a system tells while it serves: the plan of each step that schedules rows (`counts`),
+    the number of tokens that came (`tokens`), and with how many threads it computes (`threads`,
+    which it notes around what computes)."""
+
+    counts: StepCounts = field(default_factory=StepCounts)
+    tokens: Callable[[int], None] = ignore
+    threads: ThreadCount = field(default_factory=ThreadCount)
+    is_measured: bool = False
+
+
+@dataclass(frozen=True)
+class Trace:
+    """What stages or ranks did when, by the clock of the first rank. `rows` are their names, and
+    `spans` those of each. Spans are numbered by message or run: `requests` has the ids of the
+    requests in it, where they are known, and `prompts` the numbers of those that prefill.
+    `clock_error_s` is the largest possible error of a time."""
+
+    rows: Sequence[str]
+    spans: Sequence[Sequence[Span]]
+    requests: Mapping[int, Sequence[int]] = field(default_factory=dict)
+    prompts: frozenset[int] = frozenset()
+    clock_error_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Extras:
+    """What a system with stages measured beside the times of requests, on the first rank."""
+
+    ring: RingMetrics | None = None
+    speculation: SpeculationMetrics | None = None
+    trace: Trace | None = None
+
+
+class System(ABC):
+    """`run` has the config, the models and the prompts with which this rank serves in `passes`.
+    `expected` are the output tokens of the command's first pass, which an emulated drafter
+    knows."""
+
+    run: Prepared
+    is_external = False  # another program computes, whose tokens may be rounded otherwise
+    layers: Sequence[range] = ()  # of each stage of a ring, or of each rank
+    layer_split: str | None = None  # as `--layer_split` would name the layers of the stages
+    split: str = ""  # what `--layer_split auto` chose, in one line
+    transport: Transport | None = None  # of messages between stages
+    expected: list[list[int]] | None = None
+
+    def __init__(self, options: ServeOptions, passes: Sequence[Pass], launch: Launch) -> None:
+        self.options, self.passes, self.launch = options, passes, launch
+        self.has_drafts = any(each.is_drafting for each in passes)
+
+    @abstractmethod
+    def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
+        """Make the run: find and check what the system needs for its passes. Raises ValueError, one
+        line naming the flag, for errors that a user can correct."""
+
+    def find(
+        self,
+        run_config: RunConfig,
+        workload: WorkloadSection,
+        cache: SetupCache,
+        is_part: bool = False,
+    ) -> ResolvedRun:
+        """Find the models for such a batch, as `setup.prepare.find` does; only for passes with
+        drafts those of a draft."""
+        config = run_config if self.has_drafts else run_config.with_draft(NONE)
+        models = find(replace(config, workload=workload), self.launch, cache, is_part)
+        most, name = models.source.config.max_length, config.model.model
+        self.options.check_lengths(most, f"--model {name}")
+        return models
+
+    def complete(self, models: ResolvedRun, cache: SetupCache) -> Prepared:
+        """The run with a prompt for each request. Its memory is planned later, with that of all
+        systems, and ranks have not agreed on anything."""
+        count = len(self.options.shapes), self.options.counted_by
+        return complete(models, cache, lambda launch, check: "", count)
+
+    @property
+    def names(self) -> str:
+        """Of the passes."""
+        return " ".join(each.name for each in self.passes)
+
+    @abstractmethod
+    def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
+        """The models that a rank holds in a pass, which `open` loads."""
+
+    def plan(self, each: Pass, ranks: Sequence[int]) -> MemoryPlan:
+        """What these ranks hold together in a pass."""
+        plan = add_up([plan_of(self.model_plans(each, rank)) for rank in ranks])
+        if self.options.emulate_stage_ms is None:
+            return plan
+        return replace(plan, weights=0, working=0)  # models that sleep have none
+
+    def advice(self, each: Pass, room: Room) -> str:
+        """What to do where a pass does not fit into `room`."""
+        return "serve fewer or shorter requests at a time"
+
+    def config_of(self, each: Pass) -> dict[str, Any]:
+        """The resolved config that a pass runs with on the first rank, as its record has it."""
+        config = self.run.config
+        return (config if each.is_drafting else config.without_drafts()).to_dict()
+
+    @abstractmethod
+    def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
+        """Load what this rank holds in a pass, and connect it with the others. What an earlier pass
+        has opened stays where it serves this one too."""
+
+    @abstractmethod
+    def warm_up_rows(self, each: Pass) -> int:
+        """How many requests a pass serves at once."""
+
+    @property
+    @abstractmethod
+    def computes(self) -> bool:
+        """Whether this rank has a part in the passes, of which one is open; else it waits."""
+
+    @property
+    def expected_threads(self) -> int:
+        """The CPU threads with which this rank computes in the passes; 0 if it waits."""
+        return self.run.config.parallel.threads if self.computes else 0
+
+    @abstractmethod
+    def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
+        """Serve all requests, each from its arrival on, until they have ended. The first rank's
+        requests get their tokens. Raises ValueError, before the first step, if a request can never
+        be served."""
+
+    def now(self) -> float:
+        """The time by the clock of arrivals. All ranks that compute must call it equally often."""
+        return RealClock().now()
+
+    @abstractmethod
+    def close(self) -> None:
+        """Give back all that `open` took."""
+
+
+def make_requests(
+    prompts: Sequence[tuple[int, ...]],
+    shapes: Sequence[RequestShape],
+    begin_s: float,
+    sampling: SamplingSection,
+    end_ids: tuple[int, ...] = (),
+    is_coupled: bool = False,
+) -> list[Request]:
+    """The requests, of which the first arrives at `begin_s`. Each takes as much of its prompt as
+    its shape says, and ends at its output length or with a token of `end_ids`. Its random numbers
+    follow from its place in the order of arrival, so that they are the same in every pass;
+    `sampling.coupled` explains `is_coupled`."""
+    requests = []
+    for i, (prompt, shape) in enumerate(zip(prompts[: len(shapes)], shapes, strict=True)):
+        params = make_params(sampling, shape.output_len, end_ids, i, is_coupled)
+        request = Request(i, prompt[: shape.prompt_len], params)
+        request.arrived_s = begin_s + shape.arrival_ms / 1e3
+        requests.append(request)
+    return requests
+
+
+def shortened(shapes: Sequence[RequestShape], chunk: int) -> list[RequestShape]:
+    """The shapes of requests that warm up: at most `chunk` tokens of each prompt, and few more."""
+    return [
+        RequestShape(0.0, min(chunk, shape.prompt_len), min(WARM_UP_TOKENS, shape.output_len))
+        for shape in shapes
+    ]
