@@ -35,7 +35,7 @@ from magicdec.distributed.groups import Launch
 from magicdec.kv.view import WEIGHTS_BLOCK
 from magicdec.names import BASELINE
 from magicdec.output.console import make_progress
-from magicdec.records.acceptance import acceptance_metrics
+from magicdec.records.acceptance import acceptance_of
 from magicdec.records.intervals import jackknife_error
 from magicdec.records.samples import PassSamples
 from magicdec.runner.request import Batch, Request, StepOutput
@@ -68,8 +68,8 @@ class Way:
         return [accepted / n if n else 0.0 for accepted, n in self.counts()]
 
     def as_json(self) -> dict[str, object]:
-        names = ("acceptance_rate", "acceptance_length", "acceptance_per_position")
-        metrics = acceptance_metrics(self.samples)
+        names = ("draft_acceptance_rate", "mean_acceptance_length", "acceptance_per_position")
+        metrics = acceptance_of(self.samples)
         return {
             "name": self.name,
             "budget": self.budget,
@@ -121,7 +121,11 @@ def decode(run: Run, snapshots: list[Request], name: str, way: Way) -> list[Requ
     strategy = Noting(make_strategy(name, Setup(run.runner, decoding, way.kv)), way)
     run.engine.begin(strategy)
     started = time.perf_counter()
-    requests = run.engine.decode(strategy, way.samples.observe)
+
+    def observe(request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
+        way.samples.observe(output, seconds)
+
+    requests = run.engine.decode(strategy, observe)
     way.samples.end_batch(requests, started)
     return requests
 
@@ -215,7 +219,7 @@ def print_ways(ways: list[Way], budgets: list[int], title: str) -> None:
     references = {way.budget: way for way in ways if way.name == REFERENCE}
     for way in ways:
         found = way.as_json()
-        cell = f"{found['acceptance_rate']:.3f} ({found['acceptance_length']:.2f})"
+        cell = f"{found['draft_acceptance_rate']:.3f} ({found['mean_acceptance_length']:.2f})"
         reference = references.get(way.budget)
         if reference not in (None, way):
             assert reference is not None

@@ -37,7 +37,7 @@ class Cell:
     speedup: float
     speedup_per_batch: tuple[float, ...]
     mean_draft_tokens: float
-    acceptance_rate: float | None
+    draft_acceptance_rate: float | None
     decode_tokens_per_s: float
     calibration_ms: float | None
     net_speedup: float
@@ -65,7 +65,7 @@ def measure(
         m.speedup,
         tuple(m.speedup_per_batch),
         m.mean_draft_tokens,
-        m.acceptance_rate,
+        m.draft_acceptance_rate,
         m.decode_tokens_per_s,
         m.calibration_ms,
         m.net_speedup,
@@ -82,7 +82,7 @@ def print_cells(cells: list[Cell]) -> None:
     table.add_column("net", justify="right", no_wrap=True)
     table.add_column("calibration, ms", justify="right", no_wrap=True)
     for c in cells:
-        rate = "" if c.acceptance_rate is None else f"{c.acceptance_rate:.2f}"
+        rate = "" if c.draft_acceptance_rate is None else f"{c.draft_acceptance_rate:.2f}"
         error = 1.2533 * stdev(c.speedup_per_batch) / len(c.speedup_per_batch) ** 0.5
         took = "" if c.calibration_ms is None else f"{c.calibration_ms:.0f}"
         table.add_row(

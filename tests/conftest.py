@@ -37,7 +37,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DecodingSection, DraftSection, KVSection, SamplingSection
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.engine.engine import Engine, Observer
+from magicdec.engine.engine import Engine
 from magicdec.hardware import timing
 from magicdec.kernels.build import check_cpu
 from magicdec.kernels.cpu import CannotExecute
@@ -51,7 +51,7 @@ from magicdec.model.families.hf_config import to_hf_config
 from magicdec.model.transformer import Transformer
 from magicdec.names import DRAFTERS, KV_POLICIES, NGRAM_AND
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.request import Request
+from magicdec.runner.request import Observer, Request, ignore_step
 from magicdec.runner.sampling.sampling import make_params
 from magicdec.speculation import mixed, ngram, suffix_index
 from magicdec.speculation.draft_length import DraftCost
@@ -268,7 +268,7 @@ def make_requests(
 
 
 def decode(
-    engine: Engine, name: str, setup: Setup, observe: Observer = lambda o, s: None
+    engine: Engine, name: str, setup: Setup, observe: Observer = ignore_step
 ) -> list[Request]:
     """Decode what `engine` has prefilled by the strategy of that name."""
     strategy = make_strategy(name, setup)
@@ -304,7 +304,7 @@ def decode_both(
             engine,
             name,
             Setup(runner, decoding, kv, draft=draft, recorder=recorder or Eager()),
-            lambda out, s: accepted.append(out.num_accepted or []),
+            lambda ids, out, s: accepted.append(out.num_accepted or []),
         )
         outputs.append([list(r.output_ids) for r in finished])
     baseline = outputs[0] if len(names) > 1 else []

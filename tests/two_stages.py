@@ -8,12 +8,13 @@ from conftest import make_runner
 from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message, Traffic
 from magicdec.model.transformer import Transformer
+from magicdec.records.acceptance import Verifications
 from magicdec.runner.request import Request
 from magicdec.runner.step_plan import Limits
 from magicdec.speculation.drafter import DraftModel, DraftSetup, make_drafter
 from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation
-from magicdec.systems.stages.metrics import DraftCounts
 from magicdec.systems.stages.stage import Stage
+from magicdec.systems.system import PassObserver
 
 CHUNK = 16
 
@@ -54,7 +55,7 @@ def serve_with_drafts(
     num_drafts: int,
     drafter: str = "ngram",
     draft: DraftModel | None = None,
-) -> DraftCounts:
+) -> Verifications:
     """Serve `requests` by two stages in this process; `lanes` are their number and size."""
     num_rows = lanes[0] * lanes[1]
     stages = [
@@ -66,7 +67,8 @@ def serve_with_drafts(
     speculation = Speculation(runner, made, num_drafts)
     limits = Limits(max_tokens, step_tokens=1 + num_drafts, prefill_tokens=num_rows * CHUNK)
     place = Ends(second, second), *lanes, limits, CHUNK
-    RecurrentPipeline(stages[0], *place, speculation=speculation).serve(requests)
+    seen = PassObserver()
+    RecurrentPipeline(stages[0], *place, speculation=speculation).serve(requests, seen.observe)
     assert not any(row for stage in stages for row in stage.runner.cache.blocks)
     assert {m.kind for m in second.sent} == {Kind.HIDDEN, Kind.FREE}
-    return speculation.counts
+    return seen.verifications

@@ -162,7 +162,7 @@ def _describe(result: Result) -> str:
         return f"failed: {result}"
     if result.error is not None:
         return f"{describe(result)}: failed: {result.error}"
-    rate = None if result.metrics is None else result.metrics.acceptance_rate
+    rate = None if result.metrics is None else result.metrics.draft_acceptance_rate
     return f"{describe(result)}: {result.status if rate is None else f'{rate:.4f}'}"
 
 

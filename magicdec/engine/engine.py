@@ -20,13 +20,18 @@ from magicdec.hardware.timing import Clock, RealClock
 from magicdec.kv.cache import upload
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.prefill import prefill
-from magicdec.runner.request import Batch, NotFinite, Request, Status, StepOutput, naming
+from magicdec.runner.request import (
+    Batch,
+    NotFinite,
+    Observer,
+    Request,
+    Status,
+    StepOutput,
+    ignore_step,
+    naming,
+)
 from magicdec.runner.step_plan import Limits, Part, Plan, Watcher
 from magicdec.speculation.steps.strategy import DecodingStrategy
-
-Observer = Callable[[StepOutput, float], None]
-"""A function that is called after every decode step, with the tokens that it appended to the
-requests and its time in seconds."""
 
 
 class Engine:
@@ -68,9 +73,7 @@ class Engine:
         if running:
             strategy.admit(Batch(running))
 
-    def decode(
-        self, strategy: DecodingStrategy, observe: Observer = lambda o, s: None
-    ) -> list[Request]:
+    def decode(self, strategy: DecodingStrategy, observe: Observer = ignore_step) -> list[Request]:
         """Run `strategy`, after `begin`, until every request has ended. Returns the requests."""
         while (plan := self.scheduler.schedule()) is not None:
             self.execute(plan, strategy, observe)
@@ -80,24 +83,23 @@ class Engine:
         self,
         strategy: DecodingStrategy,
         requests: Sequence[Request],
-        observe: Callable[[int], None] = lambda num_tokens: None,
+        observe: Observer = ignore_step,
         watch: Watcher = lambda plan: None,
     ) -> None:
         """Serve `requests`, each from its `arrived_s` on, until all have ended. A request that may
         not wait yet, because too many do, is submitted later. Raises ValueError, before the first
-        step, if one of them can never be served. `observe` is called with the number of tokens of
-        every decode step. On several ranks, all must have the same requests; the clock of the first
-        rank counts."""
+        step, if one of them can never be served. `observe` is called after every decode step. On
+        several ranks, all must have the same requests; the clock of the first rank counts."""
         for request in requests:
             self.scheduler.limits.check(request)
         arrivals = deque(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
         while (plan := self._next(arrivals)) is not None:
             watch(plan)
-            self.execute(plan, strategy, lambda output, s: observe(output.num_tokens))
+            self.execute(plan, strategy, observe)
             self.clock.after_step()
 
     def execute(
-        self, plan: Plan, strategy: DecodingStrategy, observe: Observer = lambda o, s: None
+        self, plan: Plan, strategy: DecodingStrategy, observe: Observer = ignore_step
     ) -> None:
         """One step. What a strategy measures when requests are admitted appends tokens to all rows,
         so it comes before the decoding, for which the rows have room."""
@@ -163,7 +165,7 @@ class Engine:
         started = self.clock.now()
         output = self._step(batch, strategy)
         now = self.clock.now()
-        observe(self.scheduler.commit(batch, output, now), now - started)
+        observe(batch.ids, self.scheduler.commit(batch, output, now), now - started)
         ended_rows = [r.row for r in batch.requests if r.status is Status.FINISHED]
         if ended_rows:
             self._free(ended_rows, strategy)

@@ -1,25 +1,172 @@
-"""What a pass accepted of its drafts, by prompt: the counts, the acceptance metrics, and their
-intervals over the prompts. Prompts are what the statistics resample, because the verifications of
-one prompt resemble each other. Imports no torch.
+"""What a pass accepted of its drafts, by request: the counts, the acceptance metrics and their
+intervals over the requests. The only definition of acceptance: every record of a pass that drafts
+has it from here, whatever system has served the requests. Imports no torch.
 
-The acceptance rate is accepted tokens / draft tokens. The acceptance length is 1 + accepted tokens
-/ verifications, as in vLLM; drafts that were accepted past a row's end count, and padding of rows
-with fewer drafts than others does not. The acceptance of position k is the share of verifications
-that accepted at least k drafts, as in vLLM. If steps draft different numbers of tokens, it is a
-product over the positions up to k: the share of the steps that accepted this position among those
-that drafted it and accepted all before it.
+A verification judges the draft tokens of one request in one step. The acceptance rate is accepted
+tokens / draft tokens. The acceptance length is 1 + accepted tokens / verifications. Both are
+[vLLM's](https://docs.vllm.ai/en/latest/features/spec_decode.html) `draft_acceptance_rate` and
+`mean_acceptance_length`. Drafts that were accepted past a request's end count; padding of rows with
+fewer drafts than others does not, and neither do drafts that were cancelled before the target
+judged the first of them. The acceptance of position k is the share of verifications that accepted
+at least k drafts, as in vLLM. If steps draft different numbers of tokens, it is a product over the
+positions up to k: the share of the steps that accepted this position among those that drafted it
+and accepted all before it.
+
+Requests are what the statistics resample, because the verifications of one request resemble each
+other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from magicdec.records.intervals import Array, interval, with_each_left_out
+from magicdec.records.fields import Part, recorded
+from magicdec.records.intervals import FEWEST_PROMPTS, Array, interval, with_each_left_out
 from magicdec.records.samples import PassSamples
+from magicdec.runner.request import StepOutput
+
+NOT_DRAFTED = "if nothing was drafted; with random weights"
+FEW_PROMPTS = (
+    f"with fewer than {FEWEST_PROMPTS} prompts; if the number is the largest or smallest possible, "
+    "or the same for every prompt; if nothing was drafted; with random weights"
+)
+of_drafts = partial(recorded, null=NOT_DRAFTED, by_chance=True)
+
+
+def interval_of(metric: str, unit: str) -> Any:
+    """The field of the interval of a metric over the requests."""
+    meaning = f"lower and upper end of the 95 % interval of `{metric}`"
+    return recorded(meaning, unit, null=FEW_PROMPTS, by_chance=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptanceMetrics(Part):
+    """What a pass accepted of its drafts, in the terms of vLLM. None of it has a meaning with
+    random weights, with which a draft and its target agree only by chance."""
+
+    # fmt: off
+    draft_acceptance_rate: float | None = of_drafts(
+        "accepted draft tokens / draft tokens; see *Definitions*", "0 to 1",
+        label="acceptance rate", digits=3,
+    )
+    draft_acceptance_rate_interval: list[float] | None = interval_of(
+        "draft_acceptance_rate", "0 to 1"
+    )
+    mean_acceptance_length: float | None = of_drafts(
+        "1 + accepted draft tokens / verifications; see *Definitions*", "tokens",
+        label="acceptance length", digits=2,
+    )
+    mean_acceptance_length_interval: list[float] | None = interval_of(
+        "mean_acceptance_length", "tokens"
+    )
+    mean_emitted_tokens: float | None = of_drafts(
+        "mean number of tokens that a verification appends to its row's output; less than "
+        "`mean_acceptance_length` where drafts past a row's end were accepted", "tokens",
+        label="emitted tokens a verification", digits=2,
+    )
+    mean_emitted_tokens_interval: list[float] | None = interval_of("mean_emitted_tokens", "tokens")
+    acceptance_per_position: list[float] | None = of_drafts(
+        "see *Definitions*; one for each draft position", "0 to 1",
+        label="acceptance per position", digits=2,
+    )
+    acceptance_per_position_interval: list[list[float]] | None = recorded(
+        "lower and upper end of the 95 % interval of each of `acceptance_per_position`; an empty "
+        "list where there is none", "0 to 1", null=FEW_PROMPTS, by_chance=True,
+    )
+    judged_per_position: list[int] | None = of_drafts(
+        "number of verifications that judged the position: they drafted it and accepted all drafts "
+        "before it", "verifications",
+    )
+    acceptance_histogram: list[int] | None = of_drafts(
+        "number of verifications that accepted exactly j draft tokens, for j = 0, 1, ...",
+        "verifications",
+    )
+    num_spec_steps: int | None = of_drafts(
+        "verifications of drafts, each of one request in one step", "verifications"
+    )
+    num_draft_tokens: int | None = of_drafts("draft tokens that were judged", "tokens")
+    num_accepted_draft_tokens: int | None = of_drafts("those of them that were accepted", "tokens")
+    num_cancelled_draft_tokens: int | None = recorded(
+        "draft tokens that were launched and cancelled before the target judged the first draft of "
+        "their run; they count in no other number", "tokens",
+        null=f"{NOT_DRAFTED}; of systems that cancel none", label="cancelled draft tokens",
+        by_chance=True,
+    )
+    # fmt: on
+
+
+@dataclass(frozen=True)
+class Verification:
+    """What one verification judged of one request."""
+
+    drafted: int  # draft tokens, without padding
+    accepted: int  # of them
+    emitted: int  # tokens that it appended to the output
+
+
+@dataclass
+class Verifications:
+    """The verifications of a pass, by the id of the request, in their order."""
+
+    by_request: dict[int, list[Verification]] = field(default_factory=lambda: defaultdict(list))
+    num_cancelled: dict[int, int] = field(default_factory=lambda: defaultdict(int))
+
+    @classmethod
+    def of(cls, samples: PassSamples) -> Verifications:
+        """Those of the samples of a run, whose requests are its prompts in order. A step has counts
+        for the rows that still run, in order; a row runs until it has emitted all of its tokens."""
+        found, first = cls(), 0
+        unpadded: list[list[list[int]]] = [[[]] * len(steps) for steps in samples.num_drafted]
+        for lengths, *of_batch in zip(
+            samples.sequence_tokens, samples.num_drafted, samples.num_proposed or unpadded,
+            samples.num_accepted, samples.num_emitted, strict=False,
+        ):  # fmt: skip
+            left = list(lengths)
+            for longest, proposed, accepted, emitted in zip(*of_batch, strict=True):
+                running = [i for i, tokens in enumerate(left) if tokens > 0]
+                for row, (i, tokens) in enumerate(zip(running, emitted, strict=False)):
+                    left[i] -= tokens
+                    drafted = proposed[row] if row < len(proposed) else longest
+                    if row < len(accepted):
+                        found.add(first + i, drafted, accepted[row], tokens)
+            first += len(lengths)
+        return found
+
+    @property
+    def every(self) -> list[Verification]:
+        """Those of all requests."""
+        return [each for of_request in self.by_request.values() for each in of_request]
+
+    @property
+    def num_drafted(self) -> int:
+        return sum(each.drafted for each in self.every)
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(each.accepted for each in self.every)
+
+    def observe(self, request_ids: Sequence[int], output: StepOutput) -> None:
+        """A step has emitted `output` for these requests."""
+        for request_id, cancelled in zip(request_ids, output.num_cancelled or (), strict=False):
+            self.num_cancelled[request_id] += cancelled
+        if output.num_accepted is None:
+            return
+        drafted = output.num_proposed or [output.num_drafted] * len(request_ids)
+        emitted = map(len, output.token_ids)
+        for counts in zip(request_ids, drafted, output.num_accepted, emitted, strict=True):
+            self.add(*counts)
+
+    def add(self, request_id: int, drafted: int, accepted: int, emitted: int) -> None:
+        """A verification. A row without drafts has none."""
+        if drafted:
+            verification = Verification(drafted, min(accepted, drafted), emitted)
+            self.by_request[request_id].append(verification)
 
 
 @dataclass(frozen=True)
@@ -32,6 +179,25 @@ class PromptCounts:
     emitted: Array  # [P] tokens that the verifications appended to the output
     judged: Array  # [P, K]
     accepted: Array  # [P, K]
+
+    @classmethod
+    def of(cls, by_request: Mapping[int, Sequence[Verification]], num_prompts: int) -> PromptCounts:
+        """Those of the requests 0 to `num_prompts` - 1."""
+        prompts, drafted, accepted, emitted = columns_of(by_request, num_prompts)
+        positions = np.arange(drafted.max(initial=0))
+
+        def by_prompt(counts: Any) -> Array:
+            total = np.zeros((num_prompts, *counts.shape[1:]))
+            np.add.at(total, prompts, counts)
+            return total
+
+        return cls(
+            by_prompt(drafted),
+            by_prompt(np.ones(len(prompts))),
+            by_prompt(emitted),
+            by_prompt(positions < np.minimum(drafted, accepted + 1)[:, None]),
+            by_prompt(positions < accepted[:, None]),
+        )
 
     @property
     def num_prompts(self) -> int:
@@ -56,45 +222,24 @@ class Estimates:
     per_position: Array  # [1 + P, K]
 
 
-def verifications(samples: PassSamples) -> Iterator[tuple[int, int, int, int]]:
-    """(prompt, draft tokens, accepted ones, emitted tokens) of each verification. A step has counts
-    for the rows that still run, in order; a row runs until it has emitted all of its tokens."""
-    first = 0
-    unpadded: list[list[list[int]]] = [[[]] * len(steps) for steps in samples.num_drafted]
-    for lengths, *of_batch in zip(
-        samples.sequence_tokens, samples.num_drafted, samples.num_proposed or unpadded,
-        samples.num_accepted, samples.num_emitted, strict=False,
-    ):  # fmt: skip
-        left = list(lengths)
-        for longest, proposed, accepted, emitted in zip(*of_batch, strict=True):
-            running = [i for i, tokens in enumerate(left) if tokens > 0]
-            for row, (i, tokens) in enumerate(zip(running, emitted, strict=False)):
-                left[i] -= tokens
-                drafted = proposed[row] if row < len(proposed) else longest
-                if drafted and row < len(accepted):
-                    yield first + i, drafted, min(accepted[row], drafted), tokens
-        first += len(lengths)
+def columns_of(
+    by_request: Mapping[int, Sequence[Verification]], num_prompts: int
+) -> tuple[Any, Any, Any, Any]:
+    """[V] each: the request, the draft tokens, the accepted and the emitted ones of every
+    verification of the requests 0 to `num_prompts` - 1."""
+    rows = [
+        (request, each.drafted, each.accepted, each.emitted)
+        for request in range(num_prompts)
+        for each in by_request.get(request, ())
+    ]
+    prompts, drafted, accepted, emitted = np.array(rows, int).reshape(-1, 4).T
+    return prompts, drafted, accepted, emitted
 
 
 def count_by_prompt(samples: PassSamples) -> PromptCounts:
-    """The counts of each prompt, in the order of the prompts."""
-    rows = np.array(list(verifications(samples)), int).reshape(-1, 4)
-    prompts, drafted, accepted, emitted = rows.T
-    positions = np.arange(max((d for batch in samples.num_drafted for d in batch), default=0))
+    """The counts of each prompt of a run, in the order of the prompts."""
     num_prompts = sum(map(len, samples.sequence_tokens))
-
-    def by_prompt(counts: Any) -> Array:
-        total = np.zeros((num_prompts, *counts.shape[1:]))
-        np.add.at(total, prompts, counts)
-        return total
-
-    return PromptCounts(
-        by_prompt(drafted),
-        by_prompt(np.ones(len(rows))),
-        by_prompt(emitted),
-        by_prompt(positions < np.minimum(drafted, accepted + 1)[:, None]),
-        by_prompt(positions < accepted[:, None]),
-    )
+    return PromptCounts.of(Verifications.of(samples).by_request, num_prompts)
 
 
 def estimates_of(counts: PromptCounts) -> Estimates:
@@ -111,22 +256,36 @@ def estimates_of(counts: PromptCounts) -> Estimates:
         )
 
 
-def acceptance_metrics(samples: PassSamples) -> dict[str, Any]:
-    """The fields of `Metrics` that concern acceptance, with their intervals; none if nothing was
-    drafted."""
-    counts = count_by_prompt(samples).with_verifications()
+def acceptance_metrics(verifications: Verifications, num_requests: int) -> dict[str, Any]:
+    """The fields of `AcceptanceMetrics`, with their intervals, of the requests 0 to `num_requests`
+    - 1; none if nothing was drafted."""
+    counts = PromptCounts.of(verifications.by_request, num_requests).with_verifications()
     if not counts.num_prompts:
         return {}
     estimates, longest = estimates_of(counts), 1 + counts.judged.shape[1]
     positions = [interval(values, 0, 1) or [] for values in estimates.per_position.T]
+    cancelled = verifications.num_cancelled
+    every = verifications.every
+    histogram = np.bincount([each.accepted for each in every], minlength=longest)
     return {
-        "acceptance_rate": float(estimates.rate[0]),
-        "acceptance_length": float(estimates.length[0]),
+        "num_spec_steps": len(every),
+        "num_draft_tokens": verifications.num_drafted,
+        "num_accepted_draft_tokens": verifications.num_accepted,
+        "num_cancelled_draft_tokens": sum(cancelled.values()) if cancelled else None,
+        "acceptance_histogram": histogram.tolist(),
+        "draft_acceptance_rate": float(estimates.rate[0]),
+        "mean_acceptance_length": float(estimates.length[0]),
         "mean_emitted_tokens": float(estimates.emitted[0]),
         "acceptance_per_position": estimates.per_position[0].tolist(),
-        "acceptance_rate_interval": interval(estimates.rate, 0, 1),
-        "acceptance_length_interval": interval(estimates.length, 1, longest),
+        "draft_acceptance_rate_interval": interval(estimates.rate, 0, 1),
+        "mean_acceptance_length_interval": interval(estimates.length, 1, longest),
         "mean_emitted_tokens_interval": interval(estimates.emitted, 1, longest),
         "acceptance_per_position_interval": positions if any(positions) else None,
         "judged_per_position": [int(count) for count in counts.judged.sum(axis=0)],
     }
+
+
+def acceptance_of(samples: PassSamples) -> dict[str, Any]:
+    """As `acceptance_metrics`, of the samples of a run."""
+    num_prompts = sum(map(len, samples.sequence_tokens))
+    return acceptance_metrics(Verifications.of(samples), num_prompts)

@@ -21,7 +21,7 @@ from itertools import chain
 from typing import Any
 
 from magicdec.names import BASELINE
-from magicdec.records.acceptance import acceptance_metrics
+from magicdec.records.acceptance import acceptance_of
 from magicdec.records.intervals import ratio_interval, speed_interval
 from magicdec.records.performance import Metrics, without_chance
 from magicdec.records.samples import PassSamples, PrefillSamples, SamplesRecord
@@ -78,7 +78,7 @@ def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) ->
         p50_tpot_ms=percentile(tpot_ms, 50),
         p90_tpot_ms=percentile(tpot_ms, 90),
         p99_tpot_ms=percentile(tpot_ms, 99),
-        **acceptance_metrics(samples),
+        **acceptance_of(samples),
     )
 
 

@@ -8,22 +8,18 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
+from magicdec.records.acceptance import AcceptanceMetrics
 from magicdec.records.fields import Part, description_of, recorded
-from magicdec.records.intervals import FEWEST_BATCHES, FEWEST_PROMPTS
+from magicdec.records.intervals import FEWEST_BATCHES
 
 SUFFIX = "_interval"  # of the name of a metric, for that of its interval
 NO_STEP = "if no step was needed"
 CHANCE = "; with random weights"
-NOT_DRAFTED = "if nothing was drafted" + CHANCE
 UNTIMED = "on CUDA without `--benchmark`"
 NO_TPOT = "if no sequence decoded a second token; with random weights, where drafted"
 UNCALIBRATED = "without `--gamma auto`; in `baseline_metrics`"
 NO_BASELINE = "in `baseline_metrics`; without a baseline" + CHANCE + "; " + NO_STEP
 
-FEW_PROMPTS = (
-    f"with fewer than {FEWEST_PROMPTS} prompts; if the number is the largest or smallest possible, "
-    "or the same for every prompt; if nothing was drafted; with random weights"
-)
 FEW_BATCHES = f"with fewer than {FEWEST_BATCHES} batches; if the number itself is null"
 
 
@@ -32,7 +28,7 @@ def _chance(meaning: str, unit: str, null: str, label: str = "", **more: Any) ->
     return recorded(meaning, unit, null=null, label=label, by_chance=True, **more)
 
 
-def _interval(of: str, unit: str, null: str = FEW_PROMPTS) -> Any:
+def _interval(of: str, unit: str, null: str) -> Any:
     return _chance(f"lower and upper end of the 95 % interval of `{of}`", unit, null)
 
 
@@ -49,10 +45,9 @@ def _tpot(meaning: str, name: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Metrics(Part):
-    """The metrics of one pass over all measured batches, without the warm-up. A metric that does
-    not apply is None, never 0. The intervals of acceptance are over prompts, those of speeds over
-    batches."""
+class SpeedMetrics(Part):
+    """How fast a pass over all measured batches was, without the warm-up. A metric that does not
+    apply is None, never 0. The intervals of speeds are over batches."""
 
     # fmt: off
     prefill_tokens_per_s_interval: list[float] | None = recorded(
@@ -64,17 +59,6 @@ class Metrics(Part):
     )
     speedup_interval: list[float] | None = _interval("speedup", "ratio", FEW_BATCHES)
     net_speedup_interval: list[float] | None = _interval("net_speedup", "ratio", FEW_BATCHES)
-    acceptance_rate_interval: list[float] | None = _interval("acceptance_rate", "0 to 1")
-    acceptance_length_interval: list[float] | None = _interval("acceptance_length", "tokens")
-    mean_emitted_tokens_interval: list[float] | None = _interval("mean_emitted_tokens", "tokens")
-    acceptance_per_position_interval: list[list[float]] | None = _chance(
-        "lower and upper end of the 95 % interval of each of `acceptance_per_position`; an empty "
-        "list where there is none", "0 to 1", FEW_PROMPTS
-    )
-    judged_per_position: list[int] | None = _chance(
-        "number of verifications that judged the position: they drafted it and accepted all drafts "
-        "before it", "verifications", "if nothing was drafted; with random weights"
-    )
     prefill_tokens_per_s: float | None = recorded(
         "prompt tokens divided by the time of all prefills; both passes share one prefill",
         "tokens/s", null="if no batch was measured", label="prefill, tokens/s",
@@ -204,22 +188,12 @@ class Metrics(Part):
         "90th percentile, linear between the two nearest ranks", "p90"
     )
     p99_tpot_ms: float | None = _tpot("99th percentile, computed likewise", "p99")
-    acceptance_rate: float | None = _chance(
-        "see *Definitions*", "0 to 1", NOT_DRAFTED, "acceptance rate", digits=3
-    )
-    acceptance_length: float | None = _chance(
-        "see *Definitions*", "tokens", NOT_DRAFTED, "acceptance length", digits=2
-    )
-    mean_emitted_tokens: float | None = _chance(
-        "mean number of tokens that a verification appends to its row's output; less than "
-        "`acceptance_length` where drafts past a row's end were accepted", "tokens",
-        NOT_DRAFTED, "emitted tokens a verification", digits=2,
-    )
-    acceptance_per_position: list[float] | None = _chance(
-        "see *Definitions*; one for each draft position", "0 to 1",
-        NOT_DRAFTED, "acceptance per position", digits=2,
-    )
     # fmt: on
+
+
+@dataclass(frozen=True, kw_only=True)
+class Metrics(AcceptanceMetrics, SpeedMetrics):
+    """The metrics of one pass of a run. The fields of the last base come first."""
 
 
 def without_chance(metrics: Metrics) -> Metrics:

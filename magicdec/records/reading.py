@@ -28,6 +28,8 @@ from magicdec.records.record import SCHEMA_VERSION, Record, RunRecord
 from magicdec.records.renewing import renewed
 
 R = TypeVar("R", bound=Record)
+CONVERTIBLE = 2  # the version that `CONVERT` names a program for
+CONVERT = "convert it with `python scripts/convert_records.py OLD NEW`, or "
 
 
 class Unreadable(ValueError):
@@ -129,8 +131,8 @@ def kind_of(line: bytes) -> str:
         argv = environment.get("argv") if isinstance(environment, dict) else None
         again = f": {shlex.join(map(str, argv))}" if isinstance(argv, list) else ""
         raise ValueError(
-            f"schema_version is {version}, this program reads {SCHEMA_VERSION}; measure it "
-            f"again{again}"
+            f"schema_version is {version}, this program reads {SCHEMA_VERSION}; "
+            f"{CONVERT if version == CONVERTIBLE else ''}measure it again{again}"
         )
     if not isinstance(kind, str) or kind not in RECORDS:
         raise Unreadable(f"not a record; its kind is {kind}, none of {', '.join(RECORDS)}")

@@ -21,7 +21,7 @@ from magicdec.records.performance import Metrics
 from magicdec.records.samples import PrefillSamples, SamplesRecord, unequal_threads
 from magicdec.records.workload import WorkloadRecord
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 STATUSES = ("ok", "ok_with_ties", "diverged", "failed")
 PASSED = ("ok", "ok_with_ties")
 # The keys of `config` that tables and comparisons need in every record.
@@ -42,7 +42,7 @@ class Record(Part):
     `cli/parsing/record_files.py`)."""
 
     kind: str
-    schema_version: Literal[2] = recorded(
+    schema_version: Literal[3] = recorded(
         "version of the schema; records of another version are refused", default=SCHEMA_VERSION
     )
     status: str

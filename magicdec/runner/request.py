@@ -4,7 +4,7 @@ no torch, and nothing of this package except the checks of sampling parameters."
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
@@ -163,6 +163,10 @@ class Batch:
     requests: tuple[Request, ...]
 
     @property
+    def ids(self) -> list[int]:
+        return [request.request_id for request in self.requests]
+
+    @property
     def rows(self) -> list[int]:
         rows = [r.row for r in self.requests]
         assert None not in rows, "a scheduled request has a row"
@@ -184,7 +188,19 @@ class StepOutput:
     # Of each request, the hash of what was drafted and read, and the number of keys that were read
     # (`kv.draft_log`); empty in a step without drafts, None if no log is kept.
     digests: list[tuple[str, int]] | None = None
+    # Of each request, the draft tokens that were cancelled before any of their run was judged; None
+    # where drafts are never cancelled.
+    num_cancelled: list[int] | None = None
 
     @property
     def num_tokens(self) -> int:
         return sum(map(len, self.token_ids))
+
+
+Observer = Callable[[Sequence[int], StepOutput, float], None]
+"""What a system tells of a step: the ids of its requests, the tokens that it appended to them and
+what was drafted and accepted, and its time in seconds."""
+
+
+def ignore_step(request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
+    """The observer of a pass that nobody observes."""

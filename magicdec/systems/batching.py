@@ -42,7 +42,7 @@ from magicdec.speculation.policies.policy import keep_queries
 from magicdec.speculation.steps.recorder import CudaGraphs, Eager, Recorder
 from magicdec.speculation.steps.strategy import DecodingStrategy, Setup, make_strategy
 from magicdec.systems.modes import Pass
-from magicdec.systems.system import Extras, System, Watch
+from magicdec.systems.system import Extras, PassObserver, System
 
 Serve = Callable[[Sequence[Request]], None]
 BatchFunction = Callable[[Serve, Sequence[Request], Clock, int, float], None]
@@ -195,7 +195,7 @@ class Batching(System):
     def warm_up_rows(self, each: Pass) -> int:
         return self.options.rows
 
-    def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
+    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
         if self.runner is None:  # this rank waits
             return Extras()
         strategy = self._strategy(each)
@@ -204,9 +204,9 @@ class Batching(System):
         engine = Engine(self.runner, chunk, self._limits(each), clock=self.clock.clock)
 
         def serve(batch: Sequence[Request]) -> None:
-            engine.serve(strategy, batch, watch.tokens, watch.counts.watch)
+            engine.serve(strategy, batch, observer.observe, observer.counts.watch)
 
-        with watch.threads.during():
+        with observer.threads.during():
             BATCHINGS[each.mode](serve, requests, self.clock, self.options.rows, window_s / 1e3)
         return Extras()
 

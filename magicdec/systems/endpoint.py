@@ -19,13 +19,13 @@ import torch
 
 from magicdec.config.run_config import RunConfig
 from magicdec.output.console import Progress
-from magicdec.runner.request import UNKNOWN_ID, Request
+from magicdec.runner.request import UNKNOWN_ID, Request, StepOutput
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import SetupCache
 from magicdec.systems.batching import of_first_rank_alone
 from magicdec.systems.http_client import LimitReached, Limits, Server, read_key
 from magicdec.systems.modes import Pass
-from magicdec.systems.system import Extras, System, Watch
+from magicdec.systems.system import Extras, PassObserver, System
 
 # Bytes that an answer may have: for the list of models, for what frames a stream, for each token of
 # the prompt, which a server may repeat as ids, and for each token that was asked for.
@@ -67,29 +67,29 @@ class Endpoint(System):
     def warm_up_rows(self, each: Pass) -> int:
         return self.options.rows
 
-    def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
+    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
         ended = SimpleQueue[Exception | None]()
         for request in requests if self.launch.rank == 0 else ():
             # A daemon, so that a command that ends does not wait for the other answers.
-            Thread(target=self._serve_one, args=(request, watch, ended), daemon=True).start()
+            Thread(target=self._serve_one, args=(request, observer, ended), daemon=True).start()
         for _ in requests if self.launch.rank == 0 else ():
             if (error := ended.get()) is not None:
                 raise error
         return Extras()
 
     def _serve_one(
-        self, request: Request, watch: Watch, ended: SimpleQueue[Exception | None]
+        self, request: Request, observer: PassObserver, ended: SimpleQueue[Exception | None]
     ) -> None:
         problem: Exception | None = None
         try:
             time.sleep(max(0.0, request.arrived_s - self.now()))
-            watch.counts.moves[request.request_id].joined_s.append(self.now())
-            self._stream(request, watch)
+            observer.counts.moves[request.request_id].joined_s.append(self.now())
+            self._stream(request, observer)
         except Exception as error:  # `serve` raises it
             problem = error
         ended.put(problem)
 
-    def _stream(self, request: Request, watch: Watch) -> None:
+    def _stream(self, request: Request, observer: PassObserver) -> None:
         """Send the request and read its tokens. Raises ValueError for another number of tokens than
         was asked for, as soon as there are more, and for ids that the model does not have."""
         most, said = request.sampling.max_new_tokens, None
@@ -106,7 +106,7 @@ class Endpoint(System):
                 if tokens:
                     limits.progress()
                 request.append(tokens, self.now())
-                watch.tokens(len(tokens))
+                observer.observe([request.request_id], StepOutput([tokens]), 0.0)
         output, times = request.output_ids, request.token_times_s
         count = said if UNKNOWN_ID in output and isinstance(said, int) else len(output)
         if not output or not 0 < count <= most or (ignores_eos and count < most):

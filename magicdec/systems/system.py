@@ -25,7 +25,8 @@ from magicdec.engine.scheduler import StepCounts
 from magicdec.hardware.threads import ThreadCount
 from magicdec.hardware.timing import RealClock
 from magicdec.output.console import Progress
-from magicdec.runner.request import Request
+from magicdec.records.acceptance import Verifications
+from magicdec.runner.request import Request, StepOutput
 from magicdec.runner.sampling.sampling import make_params
 from magicdec.setup.memory_check import Room, add_up
 from magicdec.setup.memory_plan import MemoryPlan, plan_of
@@ -42,20 +43,26 @@ if TYPE_CHECKING:
 WARM_UP_TOKENS = 3
 
 
-def ignore(num_tokens: int) -> None:
+def ignore_tokens(num_tokens: int) -> None:
     """Nobody counts the tokens."""
 
 
 @dataclass
-class Watch:
+class PassObserver:
     """What a system tells while it serves: the plan of each step that schedules rows (`counts`),
-    the number of tokens that came (`tokens`), and with how many threads it computes (`threads`,
-    which it notes around what computes)."""
+    each step that has emitted tokens (`observe`), and with how many threads it computes (`threads`,
+    which it notes around what computes). `advance` is called with the number of tokens."""
 
     counts: StepCounts = field(default_factory=StepCounts)
-    tokens: Callable[[int], None] = ignore
+    advance: Callable[[int], None] = ignore_tokens
     threads: ThreadCount = field(default_factory=ThreadCount)
+    verifications: Verifications = field(default_factory=Verifications)
     is_measured: bool = False
+
+    def observe(self, request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
+        """As `Observer`."""
+        self.verifications.observe(request_ids, output)
+        self.advance(output.num_tokens)
 
 
 @dataclass(frozen=True)
@@ -169,7 +176,7 @@ class System(ABC):
         return self.run.config.parallel.threads if self.computes else 0
 
     @abstractmethod
-    def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
+    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
         """Serve all requests, each from its arrival on, until they have ended. The first rank's
         requests get their tokens. Raises ValueError, before the first step, if a request can never
         be served."""

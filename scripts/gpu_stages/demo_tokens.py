@@ -73,7 +73,7 @@ def decode(suite: Suite, device: str, flags: Sequence[object]) -> dict[str, Any]
     return {
         "tokens": emitted,
         "status": record["status"],
-        "acceptance_rate": metrics["acceptance_rate"],
+        "draft_acceptance_rate": metrics["draft_acceptance_rate"],
         "step_ms": metrics.get("step_ms_median"),
     }
 

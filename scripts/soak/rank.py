@@ -35,7 +35,7 @@ from magicdec.systems.modes import SPECULATIVE, Pass
 from magicdec.systems.pipeinfer.head import Wires
 from magicdec.systems.pipeinfer.speculative_pipeline import SpeculativePipeline
 from magicdec.systems.stages.stage import RunStage
-from magicdec.systems.system import Watch
+from magicdec.systems.system import PassObserver
 from magicdec.workload.request_shapes import RequestShape
 
 DIRECTORY, PASSES, IS_MEASURED = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3] == "1"
@@ -46,9 +46,11 @@ READINGS = 5  # of a count, which may be larger for an instant, while a thread e
 serve = Experiment.serve
 
 
-def repeat(self: Experiment, each: Pass, shapes: Sequence[RequestShape], watch: Watch) -> Served:
-    served = serve(self, each, shapes, watch)
-    if each.system != SPECULATIVE or not watch.is_measured:
+def repeat(
+    self: Experiment, each: Pass, shapes: Sequence[RequestShape], observer: PassObserver
+) -> Served:
+    served = serve(self, each, shapes, observer)
+    if each.system != SPECULATIVE or not observer.is_measured:
         return served
     system = self.prepared.system_of(each)
     assert isinstance(system, SpeculativePipeline) and system.member is not None, "it has served"
@@ -57,14 +59,14 @@ def repeat(self: Experiment, each: Pass, shapes: Sequence[RequestShape], watch: 
         note(self.launch.rank, line, system.member.wires)
         if IS_MEASURED:
             dist.barrier()  # the next pass begins when all have measured
-        again = replace(watch, counts=StepCounts(), threads=ThreadCount(), is_measured=False)
+        again = replace(observer, counts=StepCounts(), threads=ThreadCount(), is_measured=False)
         served = serve(self, each, shapes, again)
     return served
 
 
 def tokens_of(served: Served) -> dict[str, Any]:
     outputs = [request.output_ids for request in served.requests]
-    return {"outputs": outputs, "runs": served.watch.counts.num_steps}
+    return {"outputs": outputs, "runs": served.observer.counts.num_steps}
 
 
 def note(rank: int, line: dict[str, Any], wires: Wires) -> None:

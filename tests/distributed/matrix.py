@@ -221,7 +221,7 @@ class Rank:
         else:
             engine = Engine(runner, 64)
             engine.prefill(requests)
-            requests = decode(engine, name, setup, lambda output, _: steps.append(output))
+            requests = decode(engine, name, setup, lambda ids, output, s: steps.append(output))
         return Result(
             asdict(case),
             [list(r.output_ids) for r in requests],

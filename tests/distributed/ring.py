@@ -20,6 +20,7 @@ from magicdec.distributed.layout import StageGrid
 from magicdec.distributed.start import close_groups, make_stage_groups
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.checkpoint.source import ModelSource, find_model, load_transformer
+from magicdec.records.acceptance import Verifications
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
 from magicdec.runner.step_plan import Limits
@@ -29,6 +30,7 @@ from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation, most
 from magicdec.systems.stages.clocks import compare_clocks
 from magicdec.systems.stages.spans import Spans, What
 from magicdec.systems.stages.stage import Stage, StageLoop
+from magicdec.systems.system import PassObserver
 
 CHUNK, MAX_TOKENS = 16, 90
 LENGTHS = [5, 40, 1, 33, 9, 61, 17, 2, 28, 3, 50]
@@ -110,12 +112,13 @@ def tokens_of(case: Case, path: str) -> list[list[int]]:
         pipeline = RecurrentPipeline(stage, ends, *place_of, speculation=speculation)
         if case.mean_ms:
             arrive_over_time(requests, pipeline.shared_clock.now(), case.mean_ms)
-        pipeline.serve(requests)
+        seen = PassObserver()
+        pipeline.serve(requests, seen.observe)
         pipeline.close()
         assert groups.target.index or all(r.token_times_s[0] > r.arrived_s for r in requests)
         assert sum(span.value for span in pipeline.spans.of(What.HEAD)) > 0
         if speculation is not None:
-            check_counts(speculation, requests)
+            check_counts(speculation, requests, seen.verifications)
     else:
         StageLoop(stage, ends, Spans()).serve()
     assert not any(runner.cache.blocks), "the memory of every sample was freed"
@@ -139,16 +142,18 @@ def make_speculation(runner: ModelRunner, case: Case, source: ModelSource) -> Sp
     return Speculation(runner, drafter, NUM_DRAFTS)
 
 
-def check_counts(speculation: Speculation, requests: Sequence[Request]) -> None:
+def check_counts(
+    speculation: Speculation, requests: Sequence[Request], judged: Verifications
+) -> None:
     """Some drafts are accepted, with a model also past the end of a sample; some are rejected."""
     counts, later = speculation.counts, sum(len(r.output_ids) - 1 for r in requests)
     if isinstance(speculation.drafter, NgramDrafter):  # of these texts little is repeated
-        assert counts.num_accepted <= counts.num_drafted <= NUM_DRAFTS * counts.num_verified
-        assert 0 < counts.num_verified <= later
+        assert judged.num_accepted <= judged.num_drafted <= NUM_DRAFTS * counts.num_rounds
+        assert 0 < counts.num_rounds <= later
         return
-    assert 0 < counts.num_accepted < counts.num_drafted == NUM_DRAFTS * counts.num_verified
-    past_ends = counts.num_verified + counts.num_accepted - later
-    assert later > counts.num_verified and past_ends >= (speculation.drafter.draft_kv is not None)
+    assert 0 < judged.num_accepted < judged.num_drafted == NUM_DRAFTS * counts.num_rounds
+    past_ends = counts.num_rounds + judged.num_accepted - later
+    assert later > counts.num_rounds and past_ends >= (speculation.drafter.draft_kv is not None)
 
 
 def check_clocks(launch: Launch) -> None:

@@ -22,7 +22,7 @@ from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.threads import ThreadCount
 from magicdec.model.checkpoint.source import find_model
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.request import Request
+from magicdec.runner.request import Request, ignore_step
 from magicdec.runner.sampling.coupled import CoupledSampling
 from magicdec.systems.pipeinfer.head import PipelineRank, connect_ranks
 from magicdec.systems.pipeinfer.options import Options
@@ -136,7 +136,7 @@ def serve(case: Case, target: str, draft: str) -> list[list[list[int]]]:
         if case.mean_ms:
             arrive_over_time(requests, time.perf_counter(), case.mean_ms)
         scheduler = PipelinedScheduler(options_of(case, mode), CHUNK)
-        member.serve(scheduler, requests, lambda num_tokens: None, ThreadCount())
+        member.serve(scheduler, requests, ignore_step, ThreadCount())
         if launch.rank == 0:
             assert all(r.arrived_s < r.token_times_s[0] for r in requests)
             found.append([request.output_ids for request in requests])

@@ -39,7 +39,7 @@ def test_the_driver_on_two_ranks(
     assert config["draft"]["rank_group"] == draft_ranks and config["kv"]["policy"] == policy
     assert (config["draft"]["model"], config["model"]["model"]) == ("demo-draft", "demo")
     assert record["workload"]["draft"]["model"] == "demo-draft"
-    assert 0 < metrics["acceptance_rate"] < 1 and metrics["draft_prefill_ms"] > 0
+    assert 0 < metrics["draft_acceptance_rate"] < 1 and metrics["draft_prefill_ms"] > 0
     assert metrics["draft_prefill_ms"] == metrics["begin_ms"]
     assert record["baseline_metrics"]["begin_ms"] > 0
     assert record["baseline_metrics"]["draft_prefill_ms"] is None

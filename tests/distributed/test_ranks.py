@@ -54,7 +54,7 @@ def test_every_rank_count_and_order_emits_the_same_tokens(
     assert record["environment"]["world_size"] == len(group)
     for samples in record["samples"].values():
         assert samples["threads"] == [[1] * len(group)] * 2, "of each batch"
-    assert 0 < record["metrics"]["acceptance_rate"] < 1
+    assert 0 < record["metrics"]["draft_acceptance_rate"] < 1
     assert [len(sample["prompt_ids"]) for sample in found.saved] == [80] * 6
     assert found.tokens == single.setdefault("tokens", found.tokens)
 
@@ -113,7 +113,7 @@ def test_the_baseline_driver_and_its_text(
     assert "--- sequence 0" in done.stdout and "--- sequence 1" in done.stdout
     (record,) = read_records(tmp_path / "results" / "runs.jsonl")
     assert record["correctness"]["reference"] is None and record["baseline_metrics"] is None
-    assert record["metrics"]["acceptance_rate"] is None
+    assert record["metrics"]["draft_acceptance_rate"] is None
     assert record["config"]["workload"]["gen_len"] == 10
 
 
@@ -164,7 +164,7 @@ def test_bfloat16_activations_and_the_largest_draft(drive: Drive) -> None:
     assert record["status"] in ("ok", "ok_with_ties")
     assert record["config"]["model"]["target_dtype"] == "bfloat16"
     assert record["config"]["draft"]["draft_dtype"] == "int8"
-    assert 0.7 < record["metrics"]["acceptance_rate"] < 1
+    assert 0.7 < record["metrics"]["draft_acceptance_rate"] < 1
 
 
 def test_int8_checkpoints_are_not_dequantised(command: Command, int8_checkpoint: Path) -> None:

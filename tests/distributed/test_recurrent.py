@@ -77,17 +77,18 @@ def test_every_pass_has_the_same_tokens_and_a_record(
     assert min(ring["sent_messages"]) > sum(lengths[0]) / ring["lane_size"]
     assert (tmp_path / "gantt.png").exists() == ("--plot" in flags)
     assert records[-1]["config"]["parallel"]["rank_group"] == list(range(ring["tensor_parallel"]))
-    assert ring["num_drafted"] is None and records[-1]["config"]["decoding"]["drafter"] is None
+    assert records[-1]["config"]["decoding"]["drafter"] is None
     if drafted is not None:
         assert drafted["config"]["decoding"]["drafter"] == "ngram"
-        check_drafts(drafted["ring"], lengths[0])
+        check_drafts(drafted["ring"], drafted["metrics"], lengths[0])
 
 
-def check_drafts(ring: dict[str, Any], lengths: list[int]) -> None:
+def check_drafts(ring: dict[str, Any], metrics: dict[str, Any], lengths: list[int]) -> None:
     """The ring whose messages carry up to 3 drafts of each row: none where nothing is repeated, as
     in most texts of a model with random weights."""
-    rate = ring["num_accepted"] / ring["num_drafted"] if ring["num_drafted"] else None
-    assert ring["acceptance_rate"] == rate
+    drafted = metrics["num_draft_tokens"]
+    rate = metrics["num_accepted_draft_tokens"] / drafted if drafted else None
+    assert metrics["draft_acceptance_rate"] == rate
     assert sum(length - 1 for length in lengths) >= ring["tokens_per_round"] >= 1
     assert ring["draft_ms"] > 0
     header, hidden = 8 * (7 + 2 * ring["lane_size"]), 48 * 4 * ring["lane_size"]

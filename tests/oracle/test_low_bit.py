@@ -298,7 +298,7 @@ def test_an_int4_standalone_draft(drive: Drive, tmp_path: Path) -> None:
     (record,) = drive("longspec", *words).records
     assert record["status"] in ("ok", "ok_with_ties")
     assert record["config"]["draft"]["draft_dtype"] == "int4"
-    assert 0.3 < record["metrics"]["acceptance_rate"] < 1
+    assert 0.3 < record["metrics"]["draft_acceptance_rate"] < 1
 
 
 def test_the_copy_is_in_the_memory_plan() -> None:

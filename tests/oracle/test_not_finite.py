@@ -76,7 +76,7 @@ def decode_until_overflow(
     section = DecodingSection(name, drafter, gamma, tree)
     strategy = make_strategy(name, Setup(runner, section, KV, draft=draft, recorder=recorder))
 
-    def observe(output: object, seconds: float) -> None:
+    def observe(request_ids: object, output: object, seconds: float) -> None:
         done.append(seconds)
         if len(done) == STEPS:
             overflow(broken)

@@ -142,7 +142,9 @@ def run(
     )
     accepted: list[list[int]] = []
     before = runner.counts.copy()
-    finished = decode(engine, name, setup, lambda out, s: accepted.append(out.num_accepted or []))
+    finished = decode(
+        engine, name, setup, lambda ids, out, s: accepted.append(out.num_accepted or [])
+    )
     return [list(r.output_ids) for r in finished], accepted, runner.counts.minus(before)
 
 
@@ -277,7 +279,7 @@ def test_a_full_replayed_draft_is_accepted_after_any_pause(kv: KVSection) -> Non
     steps: list[tuple[int, list[int]]] = []
     decode(
         engine, "speculative", setup,
-        lambda out, s: steps.append((out.num_drafted, out.num_accepted or [])),
+        lambda ids, out, s: steps.append((out.num_drafted, out.num_accepted or [])),
     )  # fmt: skip
     assert {n for n, _ in steps} == set(SCRIPT)
     assert all(accepted == [n] * len(accepted) for n, accepted in steps)

@@ -78,7 +78,10 @@ def run(
         decoding = DecodingSection("speculative", drafter, MOST)
         setup = Setup(runner, decoding, kv, draft=draft, draft_length=Scripted(counts))
         finished = decode(
-            engine, name, setup, lambda out, s: steps.append((out.num_drafted, out.num_accepted))
+            engine,
+            name,
+            setup,
+            lambda ids, out, s: steps.append((out.num_drafted, out.num_accepted)),
         )
         outputs.append([list(r.output_ids) for r in finished])
     return outputs[0], outputs[1], [(n, a) for n, a in steps if a is not None]
@@ -251,6 +254,6 @@ def test_calibration_is_not_timed_as_a_phase_of_a_step() -> None:
     engine.prefill(make_requests(random_prompts([5, 70], 97), 30))
     section, kv = DecodingSection("speculative", "self", MOST), KVSection("streaming_llm", 40, 4)
     setup = Setup(runner, section, kv, phase=phase, draft_length=Scripted(COUNTS))
-    decode(engine, "speculative", setup, lambda out, s: drafted.append(out.num_drafted))
+    decode(engine, "speculative", setup, lambda ids, out, s: drafted.append(out.num_drafted))
     expected = [["draft", "verify"] if count else ["decode"] for count in drafted]
     assert phases == [name for step in expected for name in step]

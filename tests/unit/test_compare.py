@@ -48,7 +48,9 @@ def make(rate: float | None = RATE, budget: int = 257, **top: Any) -> Record:
         environment=ENVIRONMENT,
         workload=replace(WORKLOAD, num_prompts=1),
         correctness=IDENTICAL,
-        metrics=replace(metrics, decode_tokens_per_s=1234567.8, speedup=1.5, acceptance_rate=rate),
+        metrics=replace(
+            metrics, decode_tokens_per_s=1234567.8, speedup=1.5, draft_acceptance_rate=rate
+        ),
         baseline_metrics=metrics,
     )
     return json.loads(record.to_json()) | top
@@ -100,7 +102,7 @@ def test_a_closed_pipe_is_no_traceback(tmp_path: Path) -> None:
         (None, ": No such file or directory; give a file of records"),
         (b"", " holds no records"),
         (b"not JSON\n", ":1: not a JSON record"),
-        (b'{"kind": "run", "schema_version": 2}', ":1: not a record; it has no "),
+        (b'{"kind": "run", "schema_version": 3}', ":1: not a record; it has no "),
     ],
 )
 @pytest.mark.parametrize("tool", ["compare", "table"])

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+import magicdec
 from magicdec.bench.study.cells import results_in
 from magicdec.config.toml_file import TomlFile
 from magicdec.hardware.ceiling_file import load_machine
@@ -20,7 +21,6 @@ from magicdec.model.checkpoint.weight_files import open_weights
 from magicdec.model.checkpoint.weight_map import read_index
 from magicdec.model.families.hf_config import load_model_config
 from magicdec.model.tokenizer import load_tokenizer
-from magicdec.output import files
 from magicdec.output.files import complete_file, lines_of, open_regular, read_text
 from magicdec.output.writing import check_writable
 from magicdec.predict.published_table import PublishedTable
@@ -83,8 +83,8 @@ def test_a_pipe_and_a_device_are_refused_without_waiting(name: str, tmp_path: Pa
         *(("config.json", f'{{"num_hidden_layers": {LONG}}}'), ("flags.toml", f"B = {LONG}")),
         *(("book.json", f"[{LONG}]"), ("book.jsonl", LONG), ("tokenizer.json", DEEP)),
         ("trace.jsonl", f'{{"arrival_ms": 0, "prompt_len": {LONG[:400]}, "output_len": 1}}'),
-        ("runs.jsonl", '{"schema_version": 2, "kind": ["run"]}'),
-        ("runs.jsonl", '{"schema_version": 2, "kind": {"run": 1}}'),
+        ("runs.jsonl", '{"schema_version": 3, "kind": ["run"]}'),
+        ("runs.jsonl", '{"schema_version": 3, "kind": {"run": 1}}'),
     ],
 )
 def test_what_breaks_a_reader_is_refused_in_a_line(name: str, text: str, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_config_with_layers_without_number_is_refused(
         load_model_config(tmp_path)
 
 
-DEMO = Path(files.__file__).parent / "demo" / "target"
+DEMO = Path(magicdec.__file__).parent / "demo" / "target"
 
 
 def test_lines_and_files_have_a_largest_size(tmp_path: Path) -> None:

@@ -149,7 +149,7 @@ def test_statistics_decide_where_bits_may_differ_and_the_line_says_why(field: st
 
 
 def test_a_case_that_drafts_nothing_any_more_is_a_regression() -> None:
-    new = with_fields(logged(), metrics__acceptance_rate=None)
+    new = with_fields(logged(), metrics__draft_acceptance_rate=None)
     (found,) = compare([new], [logged()])
     assert exit_code([found]) == 1 and "nothing is drafted any more" in str(found)
 
@@ -169,7 +169,7 @@ def test_an_edited_baseline_is_refused_with_its_line(tmp_path: Path, command: Co
     new.write_text(line + "\n")
     raw = json.loads(line)
     assert len(raw["seal"]) == 16
-    raw["metrics"]["acceptance_rate"] = 0.1
+    raw["metrics"]["draft_acceptance_rate"] = 0.1
     edits = {
         "a number": json.dumps(raw),
         "a digit": line.replace('"260', '"261', 1).replace("260]", "261]", 1),

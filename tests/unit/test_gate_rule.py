@@ -32,7 +32,7 @@ from magicdec.records.record import RunRecord
 
 Gate = Callable[..., tuple[int, str]]
 BASELINES = load_records(ROOT / "results" / "baselines" / "acceptance.jsonl")
-CERTAIN = [b for b in BASELINES if b.metrics and b.metrics.acceptance_rate == 1.0]
+CERTAIN = [b for b in BASELINES if b.metrics and b.metrics.draft_acceptance_rate == 1.0]
 OTHERS = [b for b in BASELINES if b not in CERTAIN]
 
 
@@ -144,8 +144,8 @@ def test_the_rule_case_by_case(gate: Gate) -> None:
         ([good], [good, with_fields(drawn(0.3), config__model__dtype="bfloat16")], (), 0, "same"),
         ([good], [], (), 3, "not comparable: the baseline has no such record"),
         ([good], [drawn(budget=65)], (), 3, "not comparable: the baseline has no such record"),
-        ([with_fields(good, metrics__acceptance_rate=None)], [good], (), 3,
-         "not comparable: the new record has no acceptance_rate"),
+        ([with_fields(good, metrics__draft_acceptance_rate=None)], [good], (), 3,
+         "not comparable: the new record has no draft_acceptance_rate"),
         ([good], [with_fields(good, samples=None)], (), 3, "the baseline has no samples"),
     ):  # fmt: skip
         found, out = gate(new, old, *flags)

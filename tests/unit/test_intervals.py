@@ -18,7 +18,7 @@ from synthetic_samples import (
     scaled,
 )
 
-from magicdec.records.acceptance import acceptance_metrics, count_by_prompt, estimates_of
+from magicdec.records.acceptance import acceptance_of, count_by_prompt, estimates_of
 from magicdec.records.intervals import interval, ratio_interval
 from magicdec.records.metrics import run_metrics
 from magicdec.records.samples import PassSamples
@@ -34,8 +34,8 @@ def population(mean: float, spread: float, gamma: int, num_tokens: int) -> dict[
     chances = draw_chances(rng, 20_000, mean, spread)
     found = estimates_of(count_by_prompt(draw_pass(rng, chances, gamma, num_tokens)))
     return {
-        "acceptance_rate": [found.rate[0]],
-        "acceptance_length": [found.length[0]],
+        "draft_acceptance_rate": [found.rate[0]],
+        "mean_acceptance_length": [found.length[0]],
         "mean_emitted_tokens": [found.emitted[0]],
         "acceptance_per_position": list(found.per_position[0]),
     }
@@ -56,7 +56,7 @@ def test_the_intervals_of_acceptance_cover_the_truth(
     for _ in range(NUM_TRIALS):
         chances = draw_chances(rng, num_prompts, mean, spread)
         samples = draw_pass(rng, chances, gamma, num_tokens)
-        found = acceptance_metrics(samples)
+        found = acceptance_of(samples)
         for name, values in truth.items():
             ends = found[f"{name}_interval"]
             ends = ends if name == "acceptance_per_position" else [ends]
@@ -166,8 +166,8 @@ def test_an_interval_stays_within_its_bounds() -> None:
     rng = np.random.default_rng(2)
     for mean in (0.1, 0.9):
         samples = draw_pass(rng, draw_chances(rng, 4, mean, 0.05), 4, 40)
-        found = acceptance_metrics(samples)
-        low, high = found["acceptance_rate_interval"]
+        found = acceptance_of(samples)
+        low, high = found["draft_acceptance_rate_interval"]
         assert 0 < low < high < 1
-        low, high = found["acceptance_length_interval"]
+        low, high = found["mean_acceptance_length_interval"]
         assert 1 < low < high < 5

@@ -181,12 +181,12 @@ def test_a_table_has_the_interval(tmp_path: Path, command: Command) -> None:
     append_record(path, BEST)
     append_record(path, drawn(budget=65))
     text = " ".join(command("table", path).out.split())
-    assert BEST.metrics is not None and BEST.metrics.acceptance_rate_interval is not None
-    low, high = BEST.metrics.acceptance_rate_interval
-    assert f"{BEST.metrics.acceptance_rate:.2f}±{(high - low) / 2:.2f}" in text
+    assert BEST.metrics is not None and BEST.metrics.draft_acceptance_rate_interval is not None
+    low, high = BEST.metrics.draft_acceptance_rate_interval
+    assert f"{BEST.metrics.draft_acceptance_rate:.2f}±{(high - low) / 2:.2f}" in text
     assert "accept: acceptance rate;" in text and "±: half of the 95 % interval" in text
     first = rows_of(command("table", path, "--format", "csv").out)[0]
-    ends = [first[f"acceptance_rate_interval_{end}"] for end in ("low", "high")]
+    ends = [first[f"draft_acceptance_rate_interval_{end}"] for end in ("low", "high")]
     assert list(map(float, ends)) == [low, high] and first["net_speedup_interval_low"] == ""
     for form in ("latex", "md"):
         shown = command("table", path, "--format", form).out
@@ -261,7 +261,7 @@ def other_than(name: str, value: Any) -> Any:
     """Another value that this metric could have."""
     if value is None and name.endswith("_interval"):
         return [[0.5, 0.6]] if "position" in name else [0.5, 0.6]
-    if value is None and name == "judged_per_position":
+    if value is None and name in ("judged_per_position", "acceptance_histogram"):
         return [1]
     if value is None:
         return [0.5] if name.endswith(("_per_batch", "_per_position")) else 1

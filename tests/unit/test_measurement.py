@@ -247,8 +247,8 @@ def test_metrics_of_the_steps(measured: Measured) -> None:
         "decode_ms": 7 * 7 / 3,
         "other_ms": 4 * 7 / 12,
         "mean_draft_tokens": 6 / 4,
-        "acceptance_rate": 5 / 10,
-        "acceptance_length": 2.0,
+        "draft_acceptance_rate": 5 / 10,
+        "mean_acceptance_length": 2.0,
         "acceptance_per_position": [0.8, 0.2],
         "bytes_read": 12 * measured.weight_bytes,
         "roofline_fraction": 12 * measured.weight_bytes / 3e9 / 0.420,
@@ -258,7 +258,7 @@ def test_metrics_of_the_steps(measured: Measured) -> None:
     }
     assert baseline.decode_tokens_per_s == pytest.approx(36 / 1.020)
     assert baseline.mean_step_ms == pytest.approx(1020 / 18)
-    assert baseline.draft_ms is baseline.verify_ms is baseline.acceptance_rate is None
+    assert baseline.draft_ms is baseline.verify_ms is baseline.draft_acceptance_rate is None
 
 
 def test_tpot_is_the_time_from_the_first_step_to_the_own_last_token(measured: Measured) -> None:

@@ -10,7 +10,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from synthetic_samples import pass_samples
 
-from magicdec.records.acceptance import acceptance_metrics
+from magicdec.records.acceptance import acceptance_of
 from magicdec.records.metrics import (
     add_prefill,
     break_even_gen_len,
@@ -37,7 +37,7 @@ def acceptance(batches: Sequence[Sequence[list[int]]], drafted: list[list[int]])
     drafts emits one token of the first row."""
     samples = pass_samples(num_drafted=drafted, num_accepted=batches)
     emit(samples)
-    return Metrics(bytes_read=0, **acceptance_metrics(samples))
+    return Metrics(bytes_read=0, **acceptance_of(samples))
 
 
 def emit(samples: PassSamples) -> None:
@@ -61,15 +61,15 @@ def test_acceptance_counts_survivors() -> None:
     batches = [[[0, 1], [0, 3], [4]], [[1, 4], [0, 3], [4]]]
     result = acceptance(batches, [[4] * 3, [4] * 3])
     assert result.acceptance_per_position == [0.7, 0.5, 0.5, 0.3]
-    assert result.acceptance_rate == 20 / 40
-    assert result.acceptance_length == 3.0
+    assert result.draft_acceptance_rate == 20 / 40
+    assert result.mean_acceptance_length == 3.0
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=40))
 def test_acceptance_agrees_with_itself(counts: list[int]) -> None:
     result = acceptance([[counts]], [[5]])
-    survived, rate = result.acceptance_per_position, result.acceptance_rate
-    length = result.acceptance_length
+    survived, rate = result.acceptance_per_position, result.draft_acceptance_rate
+    length = result.mean_acceptance_length
     assert survived is not None and rate is not None and length is not None
     assert len(survived) == 5
     assert survived == sorted(survived, reverse=True)
@@ -79,7 +79,7 @@ def test_acceptance_agrees_with_itself(counts: list[int]) -> None:
 
 def test_nothing_accepted_is_zero_and_nothing_drafted_is_none() -> None:
     none = acceptance([[[0, 0]]], [[2]])
-    assert (none.acceptance_rate, none.acceptance_length) == (0.0, 1.0)
+    assert (none.draft_acceptance_rate, none.mean_acceptance_length) == (0.0, 1.0)
     assert none.acceptance_per_position == [0.0, 0.0]
     for batches, drafted in (([], []), ([[]], [[]]), ([[[]]], [[2]]), ([[[], []]], [[0, 0]])):
         assert acceptance(batches, drafted) == Metrics(bytes_read=0)
@@ -92,8 +92,10 @@ def test_padding_is_no_draft() -> None:
         PassSamples.empty(), sequence_tokens=[[7, 2]], num_drafted=[[4, 4]],
         num_proposed=[[[3, 0], [2]]], num_accepted=[[[2, 1], [4]]], num_emitted=[[[3, 2], [4]]],
     )  # fmt: skip
-    metrics = acceptance_metrics(samples)
-    assert metrics["acceptance_rate"] == 4 / 5 and metrics["acceptance_length"] == 1 + 4 / 2
+    metrics = acceptance_of(samples)
+    assert (
+        metrics["draft_acceptance_rate"] == 4 / 5 and metrics["mean_acceptance_length"] == 1 + 4 / 2
+    )
 
 
 def test_steps_may_draft_different_numbers() -> None:
@@ -101,8 +103,8 @@ def test_steps_may_draft_different_numbers() -> None:
     accepted it, and not its third. Steps without drafts are no verifications."""
     result = acceptance([[[1, 0], [], [2], [1]], [[]]], [[1, 0, 3, 2], [0]])
     assert result.acceptance_per_position == [3 / 4, 3 / 4 * 1 / 2, 0.0]
-    assert result.acceptance_rate == 4 / 7
-    assert result.acceptance_length == 2.0
+    assert result.draft_acceptance_rate == 4 / 7
+    assert result.mean_acceptance_length == 2.0
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=50), st.floats(0, 100))
@@ -160,7 +162,7 @@ def test_decode_metrics_by_hand() -> None:
     assert metrics.other_ms == pytest.approx(1000 / 3 - 300)
     assert metrics.roofline_fraction == pytest.approx(0.4)
     assert (metrics.bytes_read, metrics.peak_memory_bytes) == (4 * 10**9, 8)
-    assert metrics.acceptance_rate == 6 / 12
+    assert metrics.draft_acceptance_rate == 6 / 12
     assert samples.num_accepted == [[[1, 0], [2]], [[3]]]
 
 
@@ -173,7 +175,7 @@ def test_steps_that_draft_and_steps_that_do_not() -> None:
     assert metrics.mean_draft_tokens == 1.5
     assert metrics.draft_ms == pytest.approx(55) and metrics.decode_ms == pytest.approx(85)
     assert metrics.other_ms == pytest.approx(150 - 480 / 4)
-    assert metrics.acceptance_rate == 6 / 9 and metrics.acceptance_length == 3
+    assert metrics.draft_acceptance_rate == 6 / 9 and metrics.mean_acceptance_length == 3
 
 
 def test_what_was_not_measured_is_none_and_never_zero() -> None:
@@ -279,7 +281,7 @@ def test_drafts_accepted_past_the_end_of_a_row_were_not_emitted() -> None:
     samples.sequence_tokens, samples.sequence_ms = [[1, 5]], [[100, 200]]
     samples.num_tokens = [6]
     metrics = decode_metrics(samples, 1e9, True)
-    assert (metrics.acceptance_length, metrics.mean_emitted_tokens) == (4.0, 2.5)
+    assert (metrics.mean_acceptance_length, metrics.mean_emitted_tokens) == (4.0, 2.5)
     assert samples.num_emitted == [[[1, 4], [1]]]
 
 

@@ -85,9 +85,8 @@ def test_metrics_of_a_ring() -> None:
 
 
 def test_metrics_of_drafts() -> None:
-    counts = DraftCounts(10, 40, 25, 5, 0.02)
+    counts = DraftCounts(10, 5, 0.02)
     ring = ring_metrics([1], 1, (1, 2), [StageUse(1.0, 0.0, 1.0, 0, 5, 0.0)], 64, None, counts, 33)
-    assert (ring.num_drafted, ring.num_accepted, ring.acceptance_rate) == (40, 25, 0.625)
     assert ring.tokens_per_round == 3.3 and ring.draft_ms == pytest.approx(4)
 
 

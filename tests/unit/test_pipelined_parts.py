@@ -60,7 +60,7 @@ def test_the_drafter_is_asked_about_the_text_of_the_request(lanes: int) -> None:
         text = [*served[request].prompt_ids, *served[request].output_ids]
         place = known + len(path)
         assert text[known:place] == list(path) and candidate[0] == text[place]
-    assert found.scheduler.counts.accepted == found.scheduler.counts.drafted > 0
+    assert found.scheduler.counts.num_accepted == found.scheduler.counts.num_drafted > 0
 
 
 def test_a_head_that_comes_after_another_has_new_numbers() -> None:
@@ -115,7 +115,7 @@ def test_a_head_begins_again_when_a_request_arrives_after_all_have_ended(mode: s
         assert request.output_ids == list(range(first, first + 9))
     assert [request.arrived_s for request in served] == [0.0, 1.0, 1.0, 3.0]
     assert [found.moves[i].joined_s for i in range(4)] == [[0], [1], [1], [3]]
-    assert found.scheduler.counts.accepted == found.scheduler.counts.drafted
+    assert found.scheduler.counts.num_accepted == found.scheduler.counts.num_drafted
 
 
 @pytest.mark.parametrize("is_emulated", [True, False])

@@ -113,9 +113,9 @@ def test_the_tokens_are_those_of_one_process(mode: str, lanes: int, drafter: str
     assert [request.output_ids for request in served] == one_process()
     counts = found.scheduler.counts
     if mode != "async":  # in which a busy machine may leave no time to draft
-        assert (counts.drafted > 0) == (mode == "sync")
+        assert (counts.num_drafted > 0) == (mode == "sync")
     if drafter == "right" and mode == "async":
-        assert counts.accepted == counts.drafted and not counts.invalid_runs
+        assert counts.num_accepted == counts.num_drafted and not counts.invalid_runs
     for stage, part in zip(found.stages, parts, strict=True):
         assert len(stage) == counts.runs and max(s.value for s in stage) == part.num_layers
 
@@ -137,8 +137,8 @@ def test_self_speculation_is_right_as_far_as_it_reads_what_the_target_reads(poli
     options = Options(mode="sync", gamma=3, pa=0.0, lanes=2)
     found = serve(parts, make_drafter(f"self {policy}", 2), options, served, CHUNK)
     counts = found.scheduler.counts
-    assert counts.drafted > counts.accepted > 0 or policy == "full"
-    assert (counts.accepted == counts.drafted) == (policy == "full")
+    assert counts.num_drafted > counts.num_accepted > 0 or policy == "full"
+    assert (counts.num_accepted == counts.num_drafted) == (policy == "full")
     assert counts.least_margin == pytest.approx(min(map(least_margin, served)), rel=1e-3)
 
 
@@ -170,9 +170,9 @@ def test_sampled_tokens_are_those_of_one_process(
     assert [request.output_ids for request in served] == one_process(section) != one_process()
     counts = found.scheduler.counts
     if drafter != "lookup" and mode == "sync":
-        assert counts.accepted > 10
+        assert counts.num_accepted > 10
     if drafter == "target":
-        assert counts.accepted == counts.drafted and not counts.invalid_runs
+        assert counts.num_accepted == counts.num_drafted and not counts.invalid_runs
 
 
 @pytest.mark.parametrize("backend", ["grouped", "sdpa"])

@@ -13,6 +13,7 @@ from magicdec.systems.pipeinfer.messages import (
     Cancel,
     Candidate,
     Commit,
+    JudgedRun,
     Launch,
 )
 from magicdec.systems.pipeinfer.options import Options
@@ -54,11 +55,15 @@ class Recount:
     """The counts of a schedule, told from its actions alone: which tokens were sent on their way
     before they were known to be right, and which of these were right."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_sync: bool) -> None:
+        self.is_sync = is_sync
         self.texts: dict[int, list[int]] = {}  # prompts and committed tokens
         self.drafts: dict[tuple[int, int], tuple[int, int]] = {}  # by place: token and run
         self.cancelled = set[int]()
-        self.runs = self.speculative_runs = self.drafted = self.accepted = 0
+        # By request and run, in the order of launches: draft tokens, and how many are accepted;
+        # None until the first is judged.
+        self.open: dict[tuple[int, int], tuple[int, int | None]] = {}
+        self.runs = self.speculative_runs = self.launched = 0
 
     def observe(self, actions: Tokens[Action]) -> None:
         for action in actions:
@@ -67,8 +72,7 @@ class Recount:
             elif isinstance(action, Launch):
                 self.launch(action)
             elif isinstance(action, Commit):
-                for token in action.tokens:
-                    self.commit(action.request, token)
+                self.commit(action)
 
     def launch(self, launch: Launch) -> None:
         """What a lane holds from the first position on is void."""
@@ -82,16 +86,41 @@ class Recount:
         self.drafts |= {(request, place): (token, launch.run) for place, token in drafts}
         self.runs += 1
         self.speculative_runs += bool(drafts)
-        self.drafted += len(drafts)
+        self.launched += len(drafts)
+        if drafts:
+            self.open[request, launch.run] = len(drafts), None
 
-    def commit(self, request: int, token: int) -> None:
-        text = self.texts[request]
-        drafted, run = self.drafts.get((request, len(text)), (None, -1))
-        if drafted == token and run not in self.cancelled:
-            self.accepted += 1
-        else:
-            self.forget(request, len(text))
-        text.append(token)
+    def commit(self, commit: Commit) -> None:
+        """Checks what it says of runs: all whose drafts are accepted, and that with the first
+        rejected one; what follows that is cancelled."""
+        request, judged, num_cancelled = commit.request, list[JudgedRun](), 0
+        for token in commit.tokens:
+            text = self.texts[request]
+            draft, run = self.drafts.get((request, len(text)), (None, -1))
+            if draft is not None:
+                count, accepted = self.open.pop((request, run))
+                accepted = (accepted or 0) + (draft == token)
+                if draft != token or accepted == count:
+                    judged.append(JudgedRun(count, accepted))
+                else:
+                    self.open = {(request, run): (count, accepted), **self.open}
+            if draft != token:
+                self.forget(request, len(text))
+                num_cancelled += sum(count for count, _ in self.close(request))
+            text.append(token)
+        for count, accepted in self.close(request) if commit.finished else ():
+            judged += [] if accepted is None else [JudgedRun(accepted, accepted)]
+            num_cancelled += count - (accepted or 0)
+        if self.is_sync and commit.finished:  # its last run judges drafts past the end too
+            known = num_cancelled + sum(run.num_drafted for run in judged)
+            assert commit.num_cancelled == 0
+            assert sum(run.num_drafted for run in commit.judged) == known
+            return
+        assert (commit.judged, commit.num_cancelled) == (tuple(judged), num_cancelled)
+
+    def close(self, request: int) -> list[tuple[int, int | None]]:
+        """The runs of a request about which nothing more will be known."""
+        return [self.open.pop(key) for key in list(self.open) if key[0] == request]
 
     def forget(self, request: int, first: int) -> None:
         self.drafts = {
@@ -107,7 +136,7 @@ class CheckedScheduler(PipelinedScheduler):
     def submit(
         self, prompt: Tokens[int], max_new_tokens: int, eos_ids: Tokens[int] = ()
     ) -> tuple[int, list[Action]]:
-        recount: Recount = self.__dict__.setdefault("recount", Recount())
+        recount: Recount = self.__dict__.setdefault("recount", Recount(self.options.mode == "sync"))
         recount.texts[len(recount.texts)] = list(prompt)
         request, actions = super().submit(prompt, max_new_tokens, eos_ids)
         return request, self._checked(actions)
@@ -137,8 +166,10 @@ class CheckedScheduler(PipelinedScheduler):
         already.update(named)
         recount: Recount = self.__dict__["recount"]
         recount.observe(actions)
-        counts, names = self.counts, ("runs", "speculative_runs", "drafted", "accepted")
+        counts, names = self.counts, ("runs", "speculative_runs")
         assert {n: getattr(counts, n) for n in names} == {n: getattr(recount, n) for n in names}
+        known = counts.num_drafted + counts.num_cancelled
+        assert known + sum(count for count, _ in recount.open.values()) == recount.launched
         assert counts.invalid_runs == len(recount.cancelled)
         return actions
 
@@ -234,7 +265,7 @@ def test_nothing_of_an_always_right_draft_is_cancelled() -> None:
     scheduler, trace = scripted(1.0, FOUR_STAGES, Options(gamma=2), 40)
     assert not trace.cancelled and scheduler.counts.speculative_runs > 15
     assert all(flight.layers == [4, 4, 4, 4] for flight in trace.flights)
-    assert scheduler.counts.accepted == scheduler.counts.drafted
+    assert scheduler.counts.num_accepted == scheduler.counts.num_drafted
     rows = sum(flight.launch.num_rows for flight in trace.flights)
     assert rows == 40, "no token is launched twice"
 

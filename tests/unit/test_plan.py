@@ -205,14 +205,14 @@ def test_the_rate_of_a_record_gives_what_its_curve_gives() -> None:
             continue
         if drafting_of(record.config) is None:
             continue
-        rate = metrics.acceptance_rate
+        rate = metrics.draft_acceptance_rate
         plan = make(f"{flags} --acceptance {rate}")
         curve = tuple(metrics.acceptance_per_position)
         expected = replace(plan, curves={257: curve}).predict(64, 30000)
         found = plan.predict(64, 30000)
         assert found.gamma == expected.gamma == 4
         assert found.speedup == pytest.approx(expected.speedup, rel=0.01)
-        wrong = make(f"{flags} --conditional_acceptance {metrics.acceptance_rate}").predict(
+        wrong = make(f"{flags} --conditional_acceptance {metrics.draft_acceptance_rate}").predict(
             64, 30000
         )
         assert wrong.speedup < 0.9 * expected.speedup

@@ -243,8 +243,14 @@ def test_random_weights_have_times_but_no_acceptance() -> None:
         key for key in trained if trained[key] is None
     }
     assert withheld == {
-        *("acceptance_rate", "acceptance_length", "acceptance_per_position"),
-        *("judged_per_position", "mean_draft_tokens", "mean_emitted_tokens"),
+        *("draft_acceptance_rate", "mean_acceptance_length", "acceptance_per_position"),
+        *("num_spec_steps", "num_draft_tokens", "num_accepted_draft_tokens"),
+        *(
+            "acceptance_histogram",
+            "judged_per_position",
+            "mean_draft_tokens",
+            "mean_emitted_tokens",
+        ),
         *("speedup", "speedup_per_batch", "net_speedup", "net_speedup_per_batch"),
         *("total_speedup", "total_speedup_per_batch"),
         *("decode_tokens_per_s", "mean_tpot_ms", "p50_tpot_ms", "p90_tpot_ms", "p99_tpot_ms"),
@@ -328,10 +334,10 @@ def test_what_is_not_a_number_is_neither_written_nor_read(tmp_path: Path, value:
         ('{"cut of', "not a JSON record"),
         ("[1]", "not a record; it is not an object"),
         ("{}", "not a record; schema_version is None"),
-        ('{"schema_version": 1}', "schema_version is 1, this program reads 2; measure it again"),
-        ('{"schema_version": 2}', "not a record; its kind is None, none of run, serving,"),
-        ('{"schema_version": 2, "kind": "walk"}', "not a record; its kind is walk, none of run,"),
-        ('{"kind": "run", "schema_version": 2}', "not a record; it has no "),
+        ('{"schema_version": 1}', "schema_version is 1, this program reads 3; measure it again"),
+        ('{"schema_version": 3}', "not a record; its kind is None, none of run, serving,"),
+        ('{"schema_version": 3, "kind": "walk"}', "not a record; its kind is walk, none of run,"),
+        ('{"kind": "run", "schema_version": 3}', "not a record; it has no "),
     ],
 )
 def test_a_bad_line_is_named_with_its_file(tmp_path: Path, line: str, message: str) -> None:
@@ -359,7 +365,7 @@ def test_a_torn_line_costs_no_other_record(
         load_records(path, is_strict=True)
 
 
-@pytest.mark.parametrize("version", [0, 1, 3])
+@pytest.mark.parametrize("version", [0, 1, 4])
 def test_a_record_of_another_version_is_refused_by_name(tmp_path: Path, version: int) -> None:
     """It is whole, so it is not skipped as a damaged line is. The error says how it was made."""
     path = tmp_path / "runs.jsonl"
@@ -367,7 +373,7 @@ def test_a_record_of_another_version_is_refused_by_name(tmp_path: Path, version:
     path.write_text(f"{small().to_json()}\n{json.dumps(other)}\n")
     again = shlex.join(other["environment"]["argv"])
     message = (
-        f"{path}:2: schema_version is {version}, this program reads 2; measure it again: {again}"
+        f"{path}:2: schema_version is {version}, this program reads 3; measure it again: {again}"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         load_records(path)

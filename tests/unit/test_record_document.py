@@ -192,4 +192,4 @@ def test_latency_is_a_record_with_a_table(tmp_path: Path) -> None:
                            "50.0 %"]]  # fmt: skip
     raw = json.loads(record.to_json())
     assert list(raw) == ["kind", "schema_version", "status", "config", "environment", "rows"]
-    assert (raw["schema_version"], raw["kind"]) == (2, "latency")
+    assert (raw["schema_version"], raw["kind"]) == (3, "latency")

@@ -39,7 +39,7 @@ from magicdec.engine.engine import Engine
 from magicdec.model.emulated import EmulatedModel
 from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.request import Request
+from magicdec.runner.request import Observer, Request, ignore_step
 from magicdec.runner.sampling.model_tokens import Proposal
 from magicdec.runner.step_plan import Limits
 from magicdec.speculation.drafter import Drafter, DraftPlan, DraftSetup, DraftShape
@@ -48,6 +48,7 @@ from magicdec.speculation.steps.strategy import Setup
 from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation, most_under_way
 from magicdec.systems.stages.metrics import DraftCounts
 from magicdec.systems.stages.stage import VERIFY, WANTED, Stage
+from magicdec.systems.system import PassObserver
 
 FORM = MessageForm(TINY.hidden_size, torch.float32, 4)
 CHUNK, LIMITS = 8, Limits(60, prefill_tokens=16)
@@ -102,6 +103,7 @@ def serve(
     num_drafts: int = 0,
     clock: VirtualClock | None = None,
     make_speculation: Callable[[ModelRunner], Speculation] | None = None,
+    observe: Observer = ignore_step,
 ) -> Ring:
     model = EmulatedModel(TINY, Shard(), range(1), True, 0.0, torch.zeros(1))
     stage = Stage(make_runner(model, num_lanes * lane_size, 60), is_last=False)
@@ -113,7 +115,7 @@ def serve(
         speculation = make_speculation(runner)
     place = Ends(ring, ring), num_lanes, lane_size, LIMITS, CHUNK, ring.step_clock
     pipeline = RecurrentPipeline(stage, *place, speculation)
-    pipeline.serve(requests)
+    pipeline.serve(requests, observe)
     assert not any(stage.runner.cache.blocks) and not ring.under_way
     return ring
 
@@ -206,6 +208,7 @@ class ScriptedDrafter(Drafter):
     def __init__(self) -> None:
         self.random, self.counts = Random(0), list[int]()
         self.expected = DraftCounts()
+        self.judged: list[tuple[int, int]] = []  # drafted and accepted tokens of rows
 
     @classmethod
     def build(cls, setup: DraftSetup) -> "ScriptedDrafter":
@@ -221,9 +224,8 @@ class ScriptedDrafter(Drafter):
         for row, right, count in zip(ids, num_right, self.counts, strict=True):
             row[right:count] = 5
         self.expected.num_messages += 1
-        self.expected.num_verified += len(self.counts)
-        self.expected.num_drafted += sum(self.counts)
-        self.expected.num_accepted += sum(num_right)
+        self.expected.num_rounds += len(self.counts)
+        self.judged += zip(self.counts, num_right, strict=True)
         return Proposal(ids)
 
 
@@ -237,11 +239,14 @@ def test_a_ring_counts_what_was_proposed_and_accepted_of_each_row(lanes: tuple[i
         return made[-1]
 
     requests = make_requests([(5,) * n for n in (4, 6, 9, 3, 5)], [30, 9, 20, 1, 25])
-    serve(requests, *lanes, make_speculation=speculate)
+    seen = PassObserver()
+    serve(requests, *lanes, make_speculation=speculate, observe=seen.observe)
     assert all(r.output_ids == [1] * r.sampling.max_new_tokens for r in requests)
     counts = replace(made[0].counts, draft_s=0.0)
-    assert counts == drafter.expected and 0 < counts.num_accepted < counts.num_drafted
-    assert counts.num_verified > counts.num_messages > 10
+    assert counts == drafter.expected and counts.num_rounds > counts.num_messages > 10
+    judged = [(each.drafted, each.accepted) for each in seen.verifications.every]
+    assert sorted(judged) == sorted(pair for pair in drafter.judged if pair[0])
+    assert 0 < seen.verifications.num_accepted < seen.verifications.num_drafted
 
 
 def test_an_emulated_link_keeps_the_order() -> None:

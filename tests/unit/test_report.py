@@ -189,7 +189,7 @@ def test_the_committed_report_tells_baselines_and_commands_once() -> None:
 
 def test_a_caption_says_what_bars_are_only_where_there_are_any() -> None:
     every = [row(budget=budget) | {"run": budget} for budget in (33, 65)]
-    without = [one | {"acceptance_rate_interval_low": None} for one in every]
+    without = [one | {"draft_acceptance_rate_interval_low": None} for one in every]
     for runs, is_said in ((every, True), (without, False)):
         drawn = draw_by_budget(frame_of(runs))
         assert isinstance(drawn, Drawn) and ("95 % intervals" in drawn.caption) == is_said

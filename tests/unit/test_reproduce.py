@@ -105,7 +105,7 @@ def test_a_measured_acceptance_is_the_rate_that_is_published(tmp_path: Path) -> 
     """A record has accepted / drafted tokens, MagicDec the rate of its formula: 0.8 of each draft
     accepted if all before it were, is (0.8 + 0.64 + 0.512 + 0.4096) / 4 of four drafts."""
     (row, *_), records = published("magicdec_acceptance"), tmp_path / "records"
-    metrics = {"acceptance_rate": 0.5904, "acceptance_rate_interval": [0.4, 1.0]}
+    metrics = {"draft_acceptance_rate": 0.5904, "draft_acceptance_rate_interval": [0.4, 1.0]}
     records.write_text(json.dumps({"metrics": metrics}))
     assert read_measured(row, records) == ("0.800", "0.666 to 1.000")
 

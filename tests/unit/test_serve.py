@@ -26,13 +26,13 @@ from magicdec.hardware.threads import RankThreads
 from magicdec.output.console import Progress
 from magicdec.output.tables import text_of
 from magicdec.records.reading import parse_line
-from magicdec.runner.request import Batch, Request
+from magicdec.runner.request import Batch, Request, StepOutput
 from magicdec.runner.step_plan import Plan
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import SetupCache
 from magicdec.systems.batching import Batching
 from magicdec.systems.modes import MODES, NAMES, Drafts, Pass
-from magicdec.systems.system import WARM_UP_TOKENS, Extras, System, Watch
+from magicdec.systems.system import WARM_UP_TOKENS, Extras, PassObserver, System
 
 ALONE = Ranks(0, 1, 0, 1)
 UNUSED = "does nothing here: no mode of --modes"
@@ -197,10 +197,10 @@ def test_every_mode_serves_the_tokens_of_the_first(
         assert (record["speculation"] is not None) == (each.mode in PIPELINED)
     by_name = {record["name"]: record for record in records}
     if draft == "model":
-        ring = by_name["ring+draft"]["ring"]
-        assert ring["acceptance_rate"] == 1
-        assert (ring["num_drafted"] < 24) == (pa > 0), "of four requests, three in a step"
-        assert by_name["sync"]["speculation"]["acceptance_rate"] == 1
+        ring = by_name["ring+draft"]["metrics"]
+        assert ring["draft_acceptance_rate"] == 1
+        assert (ring["num_draft_tokens"] < 24) == (pa > 0), "of four requests, three in a step"
+        assert by_name["sync"]["metrics"]["draft_acceptance_rate"] == 1
     said = capsys.readouterr()
     assert "async: all 4 requests have the tokens of sequential" in said.out
     assert "10 records appended" in said.err
@@ -335,14 +335,14 @@ class RoundRobin(System):
     def now(self) -> float:
         return self.clock.now()
 
-    def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
+    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
         lengths = [(len(r.prompt_ids), r.sampling.max_new_tokens) for r in requests]
         self.log.append((each.name, lengths))
-        if watch.is_measured and each.name == self.interrupted:
+        if observer.is_measured and each.name == self.interrupted:
             raise KeyboardInterrupt
-        watch.counts.now = self.clock.now
+        observer.counts.now = self.clock.now
         waiting, order = list(requests), list[Request]()
-        with watch.threads.during():
+        with observer.threads.during():
             while waiting or order:
                 self.clock.wait_until(0.0 if order else waiting[0].arrived_s)
                 arrived = [r for r in waiting if r.arrived_s <= self.clock.now()]
@@ -350,20 +350,20 @@ class RoundRobin(System):
                 request = order.pop(0)
                 row = request.request_id
                 admitted = tuple((each, row) for each in arrived)
-                watch.counts.watch(Plan(Batch((request,)), admitted=admitted))
+                observer.counts.watch(Plan(Batch((request,)), admitted=admitted))
                 self.clock.after_step()
-                self.emit(each, request, watch)
+                self.emit(each, request, observer)
                 order += [request] * (request.finished_s is None)
         return Extras()
 
     def close(self) -> None:
         """It took nothing."""
 
-    def emit(self, each: Pass, request: Request, watch: Watch) -> None:
+    def emit(self, each: Pass, request: Request, observer: PassObserver) -> None:
         token = sum(request.prompt_ids) + len(request.output_ids)
         request.output_ids.append(token + (each.name == self.wrong and request.request_id == 1))
         request.token_times_s.append(self.clock.now())
-        watch.tokens(1)
+        observer.observe([request.request_id], StepOutput([[0]]), 0.0)
         if len(request.output_ids) == 1:
             request.first_token_s = self.clock.now()
         if len(request.output_ids) == request.sampling.max_new_tokens:

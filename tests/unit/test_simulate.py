@@ -59,7 +59,7 @@ def test_plain_decoding_takes_all_stages_and_links_for_each_token() -> None:
     times = found.ttft_ms, found.mean_itl_ms, found.p99_itl_ms
     assert times == pytest.approx((84, 84, 84))
     assert found.busy == found.useful == pytest.approx(20 / 84)
-    assert (found.runs, found.layers_skipped, found.acceptance_rate) == (20, 0, None)
+    assert (found.runs, found.layers_skipped, found.draft_acceptance_rate) == (20, 0, None)
 
 
 @pytest.mark.parametrize("requests", [1, 3, 4, 5, 12])
@@ -146,7 +146,7 @@ def test_a_stage_takes_more_for_more_rows() -> None:
 def test_it_pays() -> None:
     """Acceptance 0.8 is that of records: accepted / drafted tokens, here with 4 drafts a step."""
     found = {mode: run(mode, acceptance=conditional_rate(0.8, 4), gen_len=1000) for mode in MODES}
-    assert found["sync"].acceptance_rate == pytest.approx(0.8, abs=0.04)
+    assert found["sync"].draft_acceptance_rate == pytest.approx(0.8, abs=0.04)
     rates = {mode: each.tokens_per_s for mode, each in found.items()}
     assert rates["async"] >= 1.5 * rates["sync"]
     assert rates["async"] >= 2 * rates["iterative"]
@@ -220,7 +220,7 @@ def test_the_command_prints_draws_and_records(command: Command, tmp_path: Path) 
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     assert [line["config"]["mode"] for line in lines] == list(MODES)
     for line in lines:
-        assert (line["schema_version"], line["kind"]) == (2, "simulation")
+        assert (line["schema_version"], line["kind"]) == (3, "simulation")
         assert rows[line["config"]["mode"]][1] == f"{line['metrics']['tokens_per_s']:.2f}"
     config = lines[0]["config"]
     assert config["work"]["conditional_acceptance"] == [0.7]

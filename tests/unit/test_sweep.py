@@ -105,7 +105,7 @@ def untimed(record: RunRecord) -> dict[str, Any]:
 
 
 METRICS = (
-    *("acceptance_rate", "acceptance_length", "acceptance_per_position", "bytes_read"),
+    *("draft_acceptance_rate", "mean_acceptance_length", "acceptance_per_position", "bytes_read"),
     *("mean_draft_tokens", "mean_emitted_tokens", "kv_tokens_read"),
 )
 

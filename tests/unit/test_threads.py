@@ -22,6 +22,7 @@ from magicdec.distributed.groups import Launch
 from magicdec.distributed.layout import Layout
 from magicdec.hardware.threads import ThreadCount
 from magicdec.kernels.build import share_openmp
+from magicdec.runner.request import ignore_step
 from magicdec.systems.pipeinfer.head import PipelineRank, connect_ranks
 from magicdec.systems.pipeinfer.options import Options
 from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
@@ -69,7 +70,7 @@ def test_a_stage_on_the_head_computes_with_those_of_its_rank() -> None:
     member, requests = PipelineRank(0, wires, stage, None), make_requests([(9,)], 3)
     torch.set_num_threads(3)
     count, scheduler = ThreadCount(), PipelinedScheduler(Options(mode="iterative"))
-    member.serve(scheduler, requests, lambda num_tokens: None, count)
+    member.serve(scheduler, requests, ignore_step, count)
     member.close()
     torch.set_num_threads(before)
     assert seen == [3, 3, 3] and requests[0].output_ids == [1, 2, 3]

@@ -87,8 +87,8 @@ def test_a_ring_counts_what_comes_after_it(
     num_messages = 2 * NUM_NEW
     if has_drafts:
         num_messages = record.ring.sent_messages[0] - 1
-        assert record.ring.num_drafted == 3 * (num_messages - 2) > 0
-    assert (record.ring.num_drafted is not None) == has_drafts
+        assert record.metrics.num_draft_tokens == 3 * (num_messages - 2) > 0
+    assert (record.metrics.num_draft_tokens is not None) == has_drafts
     assert len(stages) == len(trace.requests) == num_messages
     assert record.ring.sent_messages == [num_messages + 1], "and the end"
     assert record.metrics.makespan_s == pytest.approx(num_messages * stage_s)

@@ -109,7 +109,13 @@ DESCRIBED = {
     if about.label and kind in (int, float)
 }
 METRICS = (
-    *("decode_tokens_per_s", "speedup", "net_speedup", "acceptance_rate", "roofline_fraction"),
+    *(
+        "decode_tokens_per_s",
+        "speedup",
+        "net_speedup",
+        "draft_acceptance_rate",
+        "roofline_fraction",
+    ),
 )
 COLUMNS = (*SETTINGS, *DESCRIBED)  # all that a table can have
 # The labels of columns that are not those of their keys.
@@ -119,11 +125,11 @@ GAMMA = "\N{GREEK SMALL LETTER GAMMA}"
 NARROW_METRICS = {  # their labels in a text table, which says what they stand for
     "decode_tokens_per_s": "tok/s",
     "net_speedup": "net",
-    "acceptance_rate": "accept",
+    "draft_acceptance_rate": "accept",
     "roofline_fraction": "roof",
 }
 NARROW_LABELS = LABELS | {"gamma": GAMMA} | NARROW_METRICS
-NARROW_SPREAD = ("speedup", "acceptance_rate")  # whose interval has room in a text table
+NARROW_SPREAD = ("speedup", "draft_acceptance_rate")  # whose interval has room in a text table
 ENDS = (f"{SUFFIX}_low", f"{SUFFIX}_high")  # of an interval, behind the name of its metric
 
 

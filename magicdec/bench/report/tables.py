@@ -19,7 +19,13 @@ from magicdec.records.performance import SUFFIX, Metrics
 
 MOST_ROWS = 1000  # on the page; the CSV files have all
 SHOWN_METRICS = (
-    *("decode_tokens_per_s", "speedup", "net_speedup", "acceptance_rate", "acceptance_length"),
+    *(
+        "decode_tokens_per_s",
+        "speedup",
+        "net_speedup",
+        "draft_acceptance_rate",
+        "mean_acceptance_length",
+    ),
     *("p50_tpot_ms", "mean_ttft_ms", "roofline_fraction", "stalled_steps"),
 )
 # Metrics that are one number.

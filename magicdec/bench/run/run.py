@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from magicdec.bench.run.check import WIDER, Replays, check_outputs, uncompared
 from magicdec.bench.run.forwards import measure_forwards
@@ -44,7 +44,7 @@ from magicdec.output.console import Progress, make_progress
 from magicdec.records.correctness import Correctness, ForwardErrors, JudgedAgain
 from magicdec.records.samples import PassSamples, PrefillSamples, to_ms
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.request import Request, naming
+from magicdec.runner.request import Request, StepOutput, naming
 from magicdec.setup.autotune import settle
 from magicdec.setup.loading import (
     copy_runner,
@@ -250,7 +250,7 @@ class Run:
         started = time.perf_counter()
         with self.progress.task(name, w.batch_size * w.num_new_tokens) as advance:
 
-            def observe(output: Any, seconds: float) -> None:
+            def observe(request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
                 so_far.append(self.num_forwards)
                 samples.observe(output, seconds, so_far[-1] - so_far[-2])
                 advance(output.num_tokens)

@@ -35,7 +35,7 @@ from magicdec.output.console import make_progress
 from magicdec.runner.request import UNKNOWN_ID, NotFinite, Request, naming
 from magicdec.setup.session import RankSession
 from magicdec.systems.modes import SPECULATIVE, Pass
-from magicdec.systems.system import Extras, System, Trace, Watch, make_requests, shortened
+from magicdec.systems.system import Extras, PassObserver, System, Trace, make_requests, shortened
 from magicdec.workload.request_shapes import RequestShape
 
 
@@ -47,7 +47,7 @@ class Served:
 
     each: Pass
     requests: list[Request]
-    watch: Watch
+    observer: PassObserver
     extras: Extras
     threads: list[int]
     peak_memory: int | None
@@ -101,7 +101,7 @@ class Experiment:
             with naming(f"{each.name}: warm-up"):
                 self._warm_up(each, system.warm_up_rows(each))
             with self.progress.task(each.name, num_tokens) as advance, naming(each.name):
-                served = self.serve(each, shapes, Watch(tokens=advance, is_measured=True))
+                served = self.serve(each, shapes, PassObserver(advance=advance, is_measured=True))
         except NotFinite as error:
             if self.launch.rank == 0:
                 self.keep(self.describe_failed(each, str(error)))
@@ -134,7 +134,7 @@ class Experiment:
             release_memory(self.session.device)
         self.system = None
 
-    def serve(self, each: Pass, shapes: Sequence[RequestShape], watch: Watch) -> Served:
+    def serve(self, each: Pass, shapes: Sequence[RequestShape], observer: PassObserver) -> Served:
         """Serve requests of these shapes, of which the first arrives now. Raises AssertionError if
         a rank has computed with other threads than its config says."""
         system, run, device = self.prepared.system_of(each), self.prepared.run, self.session.device
@@ -142,23 +142,23 @@ class Experiment:
         ends = () if config.decoding.ignore_eos else run.source.config.eos_token_ids
         is_coupled = self.prepared.options.is_coupled and not rejects_drafts(each)
         is_reset = reset_peak_memory(device)
-        is_watching = launch.rank == 0 and watch.is_measured and not system.is_external
+        is_watching = launch.rank == 0 and observer.is_measured and not system.is_external
         load = LoadWatch(is_watching)
         load.begin()
         now_s = system.now()
         prompts = self.prepared.run.workload.prompts
         requests = make_requests(prompts, shapes, now_s, config.sampling, ends, is_coupled)
-        extras = system.serve(each, requests, watch)
+        extras = system.serve(each, requests, observer)
         load.end()
         expected = system.expected_threads
         peak = peak_memory_bytes(device) if is_reset else None
-        ours = watch.threads.of_rank(launch.rank, expected), peak
+        ours = observer.threads.of_rank(launch.rank, expected), peak
         by_rank = all_gather_values(ours, tuple[RankThreads, int | None], launch.world_size)
         threads = check_threads(each.name, [each_rank for each_rank, _ in by_rank])
         peaks = [peak for rank_threads, peak in by_rank if rank_threads.expected]
         known = [peak for peak in peaks if peak is not None]
         total = sum(known) if known and None not in peaks else None
-        return Served(each, requests, watch, extras, threads, total, load)
+        return Served(each, requests, observer, extras, threads, total, load)
 
     def describe_failed(self, each: Pass, error: str) -> ServingRecord:
         """The record of a pass that has failed."""
@@ -196,9 +196,11 @@ class Experiment:
         config = system.config_of(each)
         is_external = system.is_external or self.prepared.system_of(reference.each).is_external
         status = status_of(num_differing, config["model"]["dtype"], is_external)
-        is_right, counts = status != "diverged", served.watch.counts
+        is_right, counts = status != "diverged", served.observer.counts
         trace = served.extras.trace
         goodput, prompts = options.goodput or {}, self.prepared.run.workload
+        # With random weights a draft and its target agree by chance alone.
+        judged = None if system.run.is_random else served.observer.verifications
         return ServingRecord(
             status=status,
             name=each.name,
@@ -208,13 +210,13 @@ class Experiment:
             workload=replace(system.run, workload=prompts).describe_workload(),
             reference=reference.each.name if has_others else None,
             num_differing=num_differing,
-            metrics=serving_metrics(requests, counts, goodput, served.peak_memory)
+            metrics=serving_metrics(requests, counts, goodput, served.peak_memory, judged)
             if is_right
             else None,
             ring=served.extras.ring if is_right else None,
             speculation=served.extras.speculation if is_right else None,
             occupancy=occupancy_of(trace.spans) if is_right and trace is not None else None,
-            requests=describe_requests(requests, counts.moves, requests[0].arrived_s),
+            requests=describe_requests(requests, counts.moves, requests[0].arrived_s, judged),
         )
 
     def describe_config(self, each: Pass) -> dict[str, Any]:
@@ -233,7 +235,7 @@ class Experiment:
         """Serve the first requests once, shortened, so that what happens once is not measured."""
         chunk = self.prepared.system_of(each).run.config.attention.prefill_chunk
         shapes = self.prepared.options.shapes[:num_requests]
-        self.serve(each, shortened(shapes, chunk), Watch())
+        self.serve(each, shortened(shapes, chunk), PassObserver())
 
     def _tell_outputs(self, served: Served) -> None:
         """Let an emulated drafter know what the first pass emitted."""

@@ -14,6 +14,7 @@ from functools import partial
 from typing import Any
 
 from magicdec.engine.scheduler import StepCounts
+from magicdec.records.acceptance import AcceptanceMetrics, Verifications, acceptance_metrics
 from magicdec.records.fields import Part, recorded
 from magicdec.records.metrics import mean, percentile
 from magicdec.runner.request import Moves, Request
@@ -25,8 +26,9 @@ of_later = partial(recorded, unit="ms", digits=2, null=ONE_TOKEN)  # tokens afte
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServingMetrics(Part):
-    """The metrics of one pass. Percentiles are interpolated linearly, as in numpy."""
+class ServedTimes(Part):
+    """How long the requests of one pass waited, and how many were served. Percentiles are
+    interpolated linearly, as in numpy."""
 
     makespan_s: float = recorded(
         "time from the first arrival to the end of the last request", "s",
@@ -110,13 +112,20 @@ class ServingMetrics(Part):
     )  # fmt: skip
 
 
+@dataclass(frozen=True, kw_only=True)
+class ServingMetrics(AcceptanceMetrics, ServedTimes):
+    """The metrics of one pass. The fields of the last base come first."""
+
+
 def serving_metrics(
     requests: Sequence[Request],
     counts: StepCounts,
     goodput: Mapping[str, float] = {},
     peak_memory_bytes: int | None = None,
+    verifications: Verifications | None = None,
 ) -> ServingMetrics:
-    """The metrics of finished requests. `goodput` has the most ms for some of `GOODPUT_OF`."""
+    """The metrics of finished requests, whose ids are 0, 1, ... `goodput` has the most ms for some
+    of `GOODPUT_OF`; `verifications` are None where acceptance has no meaning."""
     times = [request_ms(request) for request in requests]
     begin_s = min(request.arrived_s for request in requests)
     makespan_s = max(_finished_s(request) for request in requests) - begin_s
@@ -135,6 +144,7 @@ def serving_metrics(
         num_steps=counts.num_steps or None,
         num_preemptions=counts.num_preemptions if counts.num_steps else None,
         peak_memory_bytes=peak_memory_bytes,
+        **({} if verifications is None else acceptance_metrics(verifications, len(requests))),
         **summary("ttft", [of["ttft"] for of in times]),
         **summary("tpot", [of["tpot"] for of in times if "tpot" in of]),
         **summary("itl", [gap for request in requests for gap in request.gaps_ms()]),

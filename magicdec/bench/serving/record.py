@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from magicdec.bench.serving.metrics import ServingMetrics
+from magicdec.records.acceptance import Verifications
 from magicdec.records.fields import Part, recorded
 from magicdec.records.record import MeasuredRecord
 from magicdec.records.workload import WorkloadRecord
@@ -30,6 +31,7 @@ UNCHECKED = "unchecked"
 FAILED = "failed"
 STATUSES = ("ok", "differs", "diverged", UNCHECKED, FAILED)
 WITHOUT_METRICS = ("diverged", FAILED)
+NO_VERIFICATIONS = "if nothing was drafted for it; with random weights"
 NO_STAGES = "of other modes, or if `diverged` or `failed`"
 WORK = ("STAGE", "DRAFT", "HEAD")  # spans in which a stage is busy
 NUM_PARTS = 100  # of the time of a pass, in which the share that stages are busy is recorded
@@ -52,6 +54,22 @@ class RequestRecord(Part):
     finished_ms: float = recorded("when its last output token was known", "ms")
     prompt_len: int = recorded("length of its prompt", "tokens")
     output_len: int = recorded("length of its output", "tokens")
+    per_step_drafted: list[int] | None = recorded(
+        "draft tokens of each verification of its drafts, in order", "tokens", null=NO_VERIFICATIONS
+    )
+    per_step_accepted: list[int] | None = recorded(
+        "those of them that were accepted", "tokens", null=NO_VERIFICATIONS
+    )
+    per_step_emitted: list[int] | None = recorded(
+        "tokens that each of these verifications appended to its output; in `async` those of the "
+        "commit in which the verification ended",
+        "tokens",
+        null=NO_VERIFICATIONS,
+    )
+    num_cancelled_draft_tokens: int | None = recorded(
+        "its draft tokens that were cancelled before they were judged", "tokens",
+        null="of systems that cancel none; with random weights",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,10 +178,18 @@ def occupancy_of(spans: Sequence[Sequence[Span]]) -> list[list[float]]:
 
 
 def describe_requests(
-    requests: Sequence[Request], moves: Mapping[int, Moves], begin_s: float
+    requests: Sequence[Request],
+    moves: Mapping[int, Moves],
+    begin_s: float,
+    verifications: Verifications | None = None,
 ) -> list[RequestRecord]:
     """The time stamps of finished requests, of which the first arrived at `begin_s`. `moves` has
-    those of each request by its id."""
+    those of each request by its id. `verifications` are None where they have no meaning."""
+    judged = Verifications() if verifications is None else verifications
+
+    def per_step(request: Request, name: str) -> list[int] | None:
+        steps = judged.by_request.get(request.request_id)
+        return [getattr(each, name) for each in steps] if steps else None
 
     def ms(at_s: float | None) -> float:
         assert at_s is not None, "the request has ended"
@@ -182,6 +208,10 @@ def describe_requests(
             finished_ms=ms(request.finished_s),
             prompt_len=len(request.prompt_ids),
             output_len=len(request.output_ids),
+            per_step_drafted=per_step(request, "drafted"),
+            per_step_accepted=per_step(request, "accepted"),
+            per_step_emitted=per_step(request, "emitted"),
+            num_cancelled_draft_tokens=judged.num_cancelled.get(request.request_id),
         )
         for request in requests
     ]

@@ -42,6 +42,7 @@ GROUPS = {
     "Time per output token": tuple(f"{of}_tpot_ms" for of in ("mean", "p50", "p90", "p99")),
     "Inter-token latency": tuple(f"{of}_itl_ms" for of in ("mean", "p50", "p90", "p99")),
     "End-to-end latency": tuple(f"{of}_e2el_ms" for of in ("mean", "p50", "p90", "p99")),
+    "Drafts": (*("draft_acceptance_rate", "mean_acceptance_length", "num_cancelled_draft_tokens"),),
     "Speed of one request": ("request_tokens_per_s", "prefill_tokens_per_s"),
     "Steps and memory": (*("mean_in_flight", "num_steps", "num_preemptions", "peak_memory_bytes"),),
 }
@@ -169,10 +170,9 @@ def describe_round(ring: RingMetrics) -> list[str]:
     lines = []
     if ring.link_ms is not None:
         lines.append(f"link: {1e3 * ring.link_ms:.0f} us for {ring.decode_hop_bytes:,} bytes")
-    if ring.acceptance_rate is not None:
+    if ring.tokens_per_round is not None:
         lines.append(
-            f"drafts: {ring.num_accepted:,} of {ring.num_drafted:,} accepted "
-            f"({ring.acceptance_rate:.0%}), {ring.tokens_per_round:.2f} tokens a round, drafted in "
+            f"drafts: {ring.tokens_per_round:.2f} tokens a round, drafted in "
             f"{ring.draft_ms:.2f} ms a message"
         )
     if ring.measured_round_ms is not None and ring.predicted_round_ms is not None:

@@ -28,6 +28,7 @@ from magicdec.output import gantt
 from magicdec.output.gantt import Bar, Look, Panel
 from magicdec.output.tables import Column, Table
 from magicdec.predict.simulator.simulation import Machine, Simulation, TextModels, Trace
+from magicdec.records.acceptance import Verifications, acceptance_metrics
 from magicdec.records.fields import Part, recorded
 from magicdec.records.metric_tables import fixed, metric_columns
 from magicdec.records.metrics import mean, percentile
@@ -98,8 +99,8 @@ class SimulatedMetrics(Part):
     )  # fmt: skip
     draft_busy: float = recorded("share of time in which the drafter computes")
     mean_in_flight: float = recorded("runs that are under way; mean over the time")
-    acceptance_rate: float | None = recorded(
-        "accepted divided by launched draft tokens", label="accept", digits=2, null="without drafts"
+    draft_acceptance_rate: float | None = recorded(
+        "accepted divided by judged draft tokens", label="accept", digits=2, null="without drafts"
     )
     runs: int = recorded("runs that were launched, prompts included", label="runs")
     invalid_runs: int = recorded("cancelled, because none of their rows could be right any more")
@@ -150,12 +151,23 @@ def measure(machine: Machine, trace: Trace, counts: Counts) -> SimulatedMetrics:
         useful=useful_s / machine.num_stages / window,
         draft_busy=drafting / window,
         mean_in_flight=in_flight / window,
-        acceptance_rate=counts.accepted / counts.drafted if counts.drafted else None,
+        draft_acceptance_rate=acceptance_rate(trace),
         runs=counts.runs,
         invalid_runs=counts.invalid_runs,
         layers_computed=computed,
         layers_skipped=total - computed,
     )
+
+
+def acceptance_rate(trace: Trace) -> float | None:
+    """The acceptance rate of the drafts that were judged; None without drafts."""
+    found = Verifications()
+    for _, commit in trace.commits:
+        for run in commit.judged:
+            found.add(commit.request, run.num_drafted, run.num_accepted, len(commit.tokens))
+    requests = {commit.request for _, commit in trace.commits}
+    rate: float | None = acceptance_metrics(found, len(requests)).get("draft_acceptance_rate")
+    return rate
 
 
 def _within(begin: float, end: float, first: float, last: float) -> float:
@@ -166,7 +178,7 @@ MOST_LINES = 40
 NOTES = (
     "ratio: tok/s over those of iterative. TTFT, ITL and p99 (of the ITL) are in ms.",
     "busy: share of time in which a stage computes; useful: without cancelled runs.",
-    "accept: accepted / launched draft tokens.",
+    "accept: accepted / judged draft tokens, without those cancelled before.",
 )
 
 

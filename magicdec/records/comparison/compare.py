@@ -24,9 +24,10 @@ from magicdec.config.setting import setting
 from magicdec.output.tables import Column, Table
 from magicdec.records.acceptance import (
     PromptCounts,
+    Verifications,
+    columns_of,
     count_by_prompt,
     estimates_of,
-    verifications,
 )
 from magicdec.records.comparison.conditions import (
     compared_with_nothing,
@@ -163,17 +164,18 @@ def rates_of_prompts(counts: PromptCounts) -> Array:
 def rate_variances(samples: PassSamples) -> Array:
     """[P] the variance of each prompt's acceptance rate, if its verifications are independent and
     scatter about its rate as those of all prompts do."""
-    counts, rows = count_by_prompt(samples), np.array(list(verifications(samples))).reshape(-1, 4)
-    prompts, drafted, accepted, _ = rows.T
+    counts = count_by_prompt(samples)
+    by_prompt = Verifications.of(samples).by_request
+    prompts, drafted, accepted, _ = columns_of(by_prompt, counts.num_prompts)
     rests = accepted - rates_of_prompts(counts)[prompts] * drafted
-    scatter = (rests**2).sum() / max(1, len(rows) - counts.num_prompts)
+    scatter = (rests**2).sum() / max(1, len(rests) - counts.num_prompts)
     return scatter * counts.verifications / np.maximum(counts.drafted, 1) ** 2
 
 
 def samples_of(record: RunRecord, name: str) -> PassSamples:
     """Those of the requested strategy; `name` stands for the record in the error."""
-    if record.metrics is None or record.metrics.acceptance_rate is None:
-        raise ValueError(f"the {name} has no acceptance_rate")
+    if record.metrics is None or record.metrics.draft_acceptance_rate is None:
+        raise ValueError(f"the {name} has no draft_acceptance_rate")
     if record.samples is None:
         raise ValueError(f"the {name} has no samples; renew it with `magicdec gate save`")
     return record.samples[record.config["decoding"]["strategy"]].restored()
@@ -306,7 +308,7 @@ def match(record: RunRecord, baselines: Sequence[RunRecord]) -> list[Match] | Co
 
 def has_drafted(record: RunRecord) -> bool:
     """Whether it has drafted, or had no drafter that could have done so."""
-    rate = None if record.metrics is None else record.metrics.acceptance_rate
+    rate = None if record.metrics is None else record.metrics.draft_acceptance_rate
     return rate is not None or record.config["decoding"]["drafter"] is None
 
 

@@ -39,7 +39,7 @@ from magicdec.distributed.layout import Layout
 from magicdec.distributed.shared_memory import map_segment
 from magicdec.hardware.environment import use_device
 from magicdec.hardware.threads import ThreadCount
-from magicdec.runner.request import Moves, Request, naming
+from magicdec.runner.request import Moves, Observer, Request, StepOutput, ignore_step, naming
 from magicdec.systems.pipeinfer.messages import Action, Cancel, Commit, Draft, Launch
 from magicdec.systems.pipeinfer.path_drafter import Drafter, DraftRequest, DraftSteps, candidate_of
 from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
@@ -55,9 +55,6 @@ from magicdec.systems.stages.stage import (
 
 RUN_WORDS = 7  # of the header of a launch: a run of one row has so many words
 NUMBER_WORDS = 3  # of the header of other messages, which have no payload
-
-Observer = Callable[[int], None]
-"""A function that is called with the number of tokens of each commit."""
 
 Event = tuple[bool, Message] | BaseException
 """A message that came in, with whether it is a result; or what has ended a thread."""
@@ -183,7 +180,7 @@ class Head:
         spans: Spans,
         scheduler: PipelinedScheduler,
         requests: Sequence[Request],
-        observe: Observer = lambda num_tokens: None,
+        observe: Observer = ignore_step,
         first_run: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -196,6 +193,7 @@ class Head:
         self._arrivals = deque(self.requests)  # those that have not arrived yet
         self._lanes: dict[int, int] = {}  # of the requests that have begun
         self._num_known: dict[int, int] = {}  # output tokens that the drafter knows
+        self._committed_s: dict[int, float] = {}  # when each request had its newest token
         self._results: deque[Message] = deque()
         self._answer: Message | None = None  # of the drafter
         self._is_drafting = False
@@ -282,11 +280,25 @@ class Head:
             elif isinstance(action, Cancel):
                 self.cancels.cancel([self.first_run + run for run in action.runs])
             elif isinstance(action, Commit):
-                tokens = list(action.tokens)
-                self.requests[action.request].append(tokens, self.clock())
-                self.observe(len(tokens))
+                self._commit(action)
             elif isinstance(action, Draft):
                 self._draft(action)
+
+    def _commit(self, commit: Commit) -> None:
+        """Append the tokens, and tell what was judged: all that one commit says, of which the
+        first step has the tokens. Its time is that from the commit before it."""
+        request, now_s = self.requests[commit.request], self.clock()
+        request.append(list(commit.tokens), now_s)
+        seconds = now_s - self._committed_s.get(commit.request, now_s)
+        self._committed_s[commit.request] = now_s
+        tokens, num_cancelled = list(commit.tokens), commit.num_cancelled
+        for run in commit.judged or (None,):
+            drafted = None if run is None else [run.num_drafted]
+            accepted = None if run is None else [run.num_accepted]
+            longest = 0 if run is None else run.num_drafted
+            output = StepOutput([tokens], longest, accepted, drafted, num_cancelled=[num_cancelled])
+            self.observe([request.request_id], output, seconds)
+            tokens, num_cancelled, seconds = [], 0, 0.0
 
     def _launch(self, launch: Launch) -> None:
         if launch.request not in self._lanes:

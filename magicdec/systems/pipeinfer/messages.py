@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,13 @@ class Launch:
         return cls(run, request, lane, bool(is_speculative), num_outputs, first, tuple(tokens))
 
 
+class JudgedRun(NamedTuple):
+    """The drafts of a run whose first draft was judged, and how many of them are accepted."""
+
+    num_drafted: int
+    num_accepted: int
+
+
 @dataclass(frozen=True)
 class Cancel:
     """Nothing will read what these runs have still to compute. A stage that skips one of them
@@ -58,6 +66,8 @@ class Commit:
     request: int
     tokens: tuple[int, ...]
     finished: str | None  # "eos", "length", or None while the request goes on
+    judged: tuple[JudgedRun, ...] = ()  # the runs of drafts about which all is known now
+    num_cancelled: int = 0  # draft tokens of runs of which no draft will be judged
 
 
 @dataclass(frozen=True)

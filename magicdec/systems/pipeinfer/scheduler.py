@@ -21,6 +21,7 @@ import math
 from collections import deque
 from collections.abc import Sequence as Tokens
 from dataclasses import dataclass
+from itertools import groupby
 
 from magicdec.systems.pipeinfer.messages import (
     Action,
@@ -28,6 +29,7 @@ from magicdec.systems.pipeinfer.messages import (
     Candidate,
     Commit,
     Draft,
+    JudgedRun,
     Launch,
 )
 from magicdec.systems.pipeinfer.options import Options
@@ -41,11 +43,43 @@ class Counts:
     runs: int = 0
     speculative_runs: int = 0
     invalid_runs: int = 0  # cancelled: no row of them could be right any more
-    drafted: int = 0  # tokens of speculative runs
-    accepted: int = 0  # committed tokens that had been launched before as drafts
+    num_drafted: int = 0  # draft tokens of the runs whose first draft was judged
+    num_accepted: int = 0  # of these
+    num_cancelled: int = 0  # draft tokens of other speculative runs
     failed_attempts: int = 0  # to draft; the candidate was less probable than the threshold
     # By how much the largest logit exceeded the second, at the committed token with the least.
     least_margin: float = math.inf
+
+
+def judge(tip: Node, drafts: Tokens[Node], is_over: bool) -> tuple[tuple[JudgedRun, ...], int]:
+    """What the results say of the launched `drafts`, which follow the `tip` as it was before they
+    came: the runs about which all is known now, and the draft tokens of the runs that nobody will
+    judge. A run counts from the judgement of its first draft on, with all of its drafts, as they
+    count in a verification that judges them at once. `is_over`: the request has ended, and what is
+    not known yet never will be."""
+    before, is_ended, num_cancelled = tip, False, 0
+    judged: list[JudgedRun] = []
+    for run, nodes in groupby(drafts, key=lambda node: node.run):
+        assert run is not None, "it was launched"
+        num_drafted = run.num_drafted
+        for node in nodes:
+            if is_ended:
+                break
+            if before.predicted is None:
+                if not is_over:
+                    return tuple(judged), num_cancelled
+                is_ended, num_drafted = True, run.num_accepted
+                break
+            run.is_judged = True
+            is_ended = before.predicted != node.token
+            run.num_accepted += not is_ended
+            before = node
+        if run.is_judged:
+            judged.append(JudgedRun(num_drafted, run.num_accepted))
+            num_cancelled += run.num_drafted - num_drafted
+        else:
+            num_cancelled += run.num_drafted
+    return tuple(judged), num_cancelled
 
 
 class PipelinedScheduler:
@@ -156,13 +190,17 @@ class PipelinedScheduler:
 
     def _commit(self, sequence: Sequence) -> list[Action]:
         """Commit what the results tell, cancel what nobody needs, and launch the newest token."""
+        tip = sequence.tip
         drafts = [n for n in sequence.chain if n.run is not None and not n.was_tip]
         tokens, finished = sequence.commit()
         self.counts.least_margin = min(self.counts.least_margin, sequence.least_margin)
         if not tokens:
             return []
-        self.counts.accepted += sum(node.was_tip for node in drafts)
-        actions: list[Action] = [Commit(sequence.request, tokens, finished)]
+        judged, num_cancelled = judge(tip, drafts, finished is not None)
+        self.counts.num_drafted += sum(run.num_drafted for run in judged)
+        self.counts.num_accepted += sum(run.num_accepted for run in judged)
+        self.counts.num_cancelled += num_cancelled
+        actions: list[Action] = [Commit(sequence.request, tokens, finished, judged, num_cancelled)]
         actions += self._cancel(sequence)
         if finished is not None:
             return [*actions, *self._leave(sequence)]
@@ -187,8 +225,8 @@ class PipelinedScheduler:
     def _launch(self, sequence: Sequence, nodes: list[Node]) -> Launch:
         drafts = [node for node in nodes if not node.was_tip]
         run = Run(self.counts.runs, sequence.request, nodes, len(nodes), bool(drafts))
+        run.num_drafted = len(drafts)
         self.counts.speculative_runs += run.is_speculative
-        self.counts.drafted += len(drafts)
         self._take_off(run)
         return sequence.launch(run, nodes[0].position, [node.token for node in nodes])
 

@@ -32,6 +32,9 @@ class Run:
     num_outputs: int
     is_speculative: bool
     is_cancelled: bool = False
+    num_drafted: int = 0  # draft tokens among the nodes
+    num_accepted: int = 0  # of these, so far
+    is_judged: bool = False  # whether its first draft was accepted or rejected
 
 
 @dataclass(eq=False, slots=True)
@@ -74,8 +77,10 @@ class Sequence:
         self.request, self.options = request, options
         self.lane = -1  # until a lane is free
         self.prompt, self.eos_ids, self.max_new_tokens = prompt, eos_ids, max_new_tokens
-        # The last token of the output is never an input.
-        self.num_positions = len(prompt) + max_new_tokens - 1
+        # The last token of the output is never an input. Synchronous speculation drafts a whole
+        # microbatch also where the output ends inside it, as speculation in a batch does.
+        past_end = options.gamma if options.mode == "sync" else 0
+        self.num_positions = len(prompt) + max_new_tokens - 1 + past_end
         last = len(prompt) - 1
         self.tip = Node(prompt[last], last, was_tip=True)  # committed last
         self.chain = [self.tip]  # the tip, and what was drafted after it

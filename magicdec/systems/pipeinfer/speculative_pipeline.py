@@ -31,7 +31,7 @@ from magicdec.runner.request import Request
 from magicdec.runner.sampling.coupled import CoupledSampling
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
 from magicdec.setup.memory_plan import model_plans_of
-from magicdec.setup.model_plan import ModelPlan, StagePart
+from magicdec.setup.model_plan import ModelPlan, StagePart, max_tokens
 from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache
 from magicdec.systems.modes import Pass
 from magicdec.systems.pipeinfer import messages
@@ -56,7 +56,7 @@ from magicdec.systems.stages.metrics import Observed, speculation_metrics
 from magicdec.systems.stages.spans import What
 from magicdec.systems.stages.stage import CancelBoard, RunStage
 from magicdec.systems.stages.staged import StagedSystem
-from magicdec.systems.system import Extras, Trace, Watch
+from magicdec.systems.system import Extras, PassObserver, Trace
 
 
 class SpeculativePipeline(StagedSystem):
@@ -91,13 +91,20 @@ class SpeculativePipeline(StagedSystem):
         self.layout = layout.with_layers(layers)
         self.layers = self.layout.layers
 
+    @property
+    def past_end(self) -> int:
+        """Tokens that a request may draft past the end of its output."""
+        is_sync = any(each.mode == "sync" for each in self.passes)
+        return self.options.speculation.gamma if is_sync else 0
+
     def _find_models(self, run_config: RunConfig, cache: SetupCache) -> ResolvedRun:
         """There is a row for each lane. All that follows a prompt may be drafted before any of it
-        is committed."""
+        is committed. Synchronous speculation also drafts past the end of an output."""
         run_config = with_own_model(run_config)
         workload = self.options.batch_of(run_config.workload, self.options.speculation.lanes)
         assert workload.gen_len is not None, "the batch has room for outputs"
-        decoding = replace(run_config.decoding, num_draft_tokens=workload.gen_len)
+        num_drafts = workload.gen_len + self.past_end
+        decoding = replace(run_config.decoding, num_draft_tokens=num_drafts)
         return self.find_part(replace(run_config, decoding=decoding), workload, cache)
 
     def _place_draft(self, models: ResolvedRun, layout: Layout) -> ResolvedConfig:
@@ -112,7 +119,8 @@ class SpeculativePipeline(StagedSystem):
         if len(layers):
             config = self.run.config.on_ranks(self.layout.group_of(rank))
             (target,) = model_plans_of(config, self.run.models, rank)
-            plans.append(replace(target, part=StagePart(layers)))
+            row_tokens = max_tokens(config) + self.past_end
+            plans.append(replace(target, part=StagePart(layers), row_tokens=row_tokens))
         if self.drafting is not None:
             plans += model_plans_of(self.drafting.config, self.run.models, rank)[1:]
         return plans
@@ -155,16 +163,16 @@ class SpeculativePipeline(StagedSystem):
     def computes(self) -> bool:
         return self.member is not None and self.member.computes
 
-    def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
+    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
         assert self.member is not None, "it was opened"
         scheduler = PipelinedScheduler(
             replace(self.options.speculation, mode=each.mode),
             self.run.config.attention.prefill_chunk,
         )
-        spans = self.member.serve(scheduler, requests, watch.tokens, watch.threads)
+        spans = self.member.serve(scheduler, requests, observer.observe, observer.threads)
         spans_of_ranks = gather_spans(spans, clocks_of(self.launch))
-        watch.counts.moves, watch.counts.num_steps = self.member.moves, scheduler.counts.runs
-        if self.rank != 0 or not watch.is_measured:
+        observer.counts.moves, observer.counts.num_steps = self.member.moves, scheduler.counts.runs
+        if self.rank != 0 or not observer.is_measured:
             return Extras()
         observed = Observed.of_requests(self.layout, spans_of_ranks, requests)
         prompts = frozenset(span.run for span in spans_of_ranks[0] if span.what is What.PROMPT)

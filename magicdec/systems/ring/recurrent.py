@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
@@ -35,7 +35,15 @@ from magicdec.hardware.timing import Clock, GroupClock, RealClock
 from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.model_runner import ModelRunner, Tokens
-from magicdec.runner.request import Batch, Request, Status, StepOutput, naming
+from magicdec.runner.request import (
+    Batch,
+    Observer,
+    Request,
+    Status,
+    StepOutput,
+    ignore_step,
+    naming,
+)
 from magicdec.runner.sampling.metadata import SamplingMetadata
 from magicdec.runner.sampling.model_tokens import Proposal, judge, next_tokens
 from magicdec.runner.step_plan import Limits, Plan, Watcher
@@ -105,9 +113,7 @@ class Speculation:
             draft.sampling.check(request, line)
         counts, emitted = [line[1] for line in lines], [line[2:] for line in lines]
         proposed = draft.num_proposed
-        self.counts.num_verified += len(counts)
-        self.counts.num_drafted += sum(proposed)
-        self.counts.num_accepted += sum(map(min, counts, proposed))
+        self.counts.num_rounds += len(counts)
         tokens = [of_row[: n + 1] for of_row, n in zip(emitted, counts, strict=True)]
         return StepOutput(tokens, draft.proposal.ids.shape[1], counts, list(proposed))
 
@@ -189,7 +195,8 @@ class RecurrentPipeline:
             for i in range(num_lanes)
         ]
         self.spans, self.samples, self.prompts = Spans(), list[list[int]](), set[int]()
-        self._under_way: deque[tuple[int, Flight]] = deque()  # with their numbers
+        # Their numbers, when they were sent, and what they are.
+        self._under_way: deque[tuple[int, float, Flight]] = deque()
         self._idle_lanes = list(self.lanes)
         self._arrivals: deque[Request] = deque()  # those that have not arrived yet
         self._watch: Watcher
@@ -197,13 +204,14 @@ class RecurrentPipeline:
     def serve(
         self,
         requests: Sequence[Request],
-        observe: Callable[[int], None] = lambda num_tokens: None,
+        observe: Observer = ignore_step,
         watch: Watcher = lambda plan: None,
     ) -> None:
         """Serve `requests`, each from its `arrived_s` on, until all have ended. Raises ValueError,
-        before the first message, if one of them can never be served. `observe` is called with the
-        number of tokens that a message emitted, `watch` with the plan of every step of a lane. On
-        several ranks, all must have the same requests; the clock of the first rank counts."""
+        before the first message, if one of them can never be served. `observe` is called after
+        each message that has emitted tokens, whose time is that from its sending on, and `watch`
+        with the plan of every step of a lane. On several ranks, all must have the same requests;
+        the clock of the first rank counts."""
         for request in requests:
             self.lanes[0].scheduler.limits.check(request)
         self._arrivals.extend(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
@@ -218,12 +226,14 @@ class RecurrentPipeline:
             message = self.ends.inbound.receive()
             arrived_s = time.perf_counter()
             DUE.reach(message.due_s)
-            run, flight = self._under_way.popleft()
+            run, sent_s, flight = self._under_way.popleft()
             assert message.run == run, "messages come home in their order"
             num_prompts = len(self.prompts)
             with naming(f"step of message {run}"):
-                num_tokens = self._land(flight, message)
-            observe(num_tokens)
+                output = self._land(flight, message)
+            if output is not None:
+                ids = [request.request_id for request in flight.requests]
+                observe(ids, output, time.perf_counter() - sent_s)
             self._take_arrivals()
             if flight.ends_step:
                 self._begin(flight.lane)
@@ -300,20 +310,22 @@ class RecurrentPipeline:
         rows, status = flight.lane.rows(flight.requests), flight.status
         lengths = [r.num_cached for r in flight.requests] if status == VERIFY else []
         run = len(self.samples)
+        begun_s = time.perf_counter()
         with self.spans.during(What.STAGE, run):
             out = self.stage.forward(token_ids, rows, status)
         kind = Kind.VOID if out is None else Kind.HIDDEN
         self.ends.outbound.send(Message(kind, run, status, (*rows, *lengths), out))
-        self._under_way.append((run, flight))
+        self._under_way.append((run, begun_s, flight))
         self.samples.append([request.request_id for request in flight.requests])
         if not flight.is_decode:
             self.prompts.add(run)
 
-    def _land(self, flight: Flight, message: Message) -> int:
+    def _land(self, flight: Flight, message: Message) -> StepOutput | None:
         """Commit the tokens that follow from a message, free the rows of requests that have ended,
-        and let the drafter follow those that go on. Returns the number of tokens."""
+        and let the drafter follow those that go on. Returns what was appended; None if no token
+        follows."""
         if not flight.is_wanted:
-            return 0
+            return None
         assert message.payload is not None, "the last stage sends what is wanted"
         requests, lane = flight.requests, flight.lane
         logits = message.payload if self.stage.is_whole else self.stage.logits(message.payload)
@@ -330,7 +342,7 @@ class RecurrentPipeline:
             else:  # the other stages forget what was rejected with the lane's next message
                 self.stage.runner.truncate(rows, lengths)
                 self.speculation.commit(rows, lengths)
-        return output.num_tokens
+        return output
 
     def _tokens(self, flight: Flight, logits: Tensor) -> StepOutput:
         """The tokens that follow, from this rank's logits [B, T, V]."""

@@ -46,7 +46,7 @@ from magicdec.systems.stages.metrics import (
 from magicdec.systems.stages.spans import Spans
 from magicdec.systems.stages.stage import Stage, StageLoop
 from magicdec.systems.stages.staged import StagedSystem, check_split
-from magicdec.systems.system import Extras, Trace, Watch
+from magicdec.systems.system import Extras, PassObserver, Trace
 
 LEAST_CAPACITY, MOST_CAPACITY = 1 << 20, 1 << 24  # bytes of an edge in shared memory
 
@@ -108,10 +108,10 @@ class Ring(StagedSystem):
     def warm_up_rows(self, each: Pass) -> int:
         return self.num_samples
 
-    def serve(self, each: Pass, requests: Sequence[Request], watch: Watch) -> Extras:
+    def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
         assert self.opened is not None, "it was opened"
-        with watch.threads.during() if self.computes else nullcontext():
-            return self.opened.serve(requests, watch)
+        with observer.threads.during() if self.computes else nullcontext():
+            return self.opened.serve(requests, observer)
 
     def now(self) -> float:
         if self.opened is None or self.opened.pipeline is None:
@@ -176,7 +176,7 @@ class OpenRing:
         connector = ring.connector(form, self.models.device, depth, capacity)
         return form, connector.ring(ring.grid)
 
-    def serve(self, requests: Sequence[Request], watch: Watch) -> Extras:
+    def serve(self, requests: Sequence[Request], observer: PassObserver) -> Extras:
         """Serve all requests."""
         spans, before = Spans(), self.ends.outbound.traffic
         launch, grid, pipeline = self.ring.launch, self.ring.grid, self.pipeline
@@ -184,14 +184,14 @@ class OpenRing:
         if self.speculation is not None:
             self.speculation.counts = DraftCounts()
         if pipeline is not None:
-            pipeline.serve(requests, watch.tokens, watch.counts.watch)
+            pipeline.serve(requests, observer.observe, observer.counts.watch)
             pipeline.close()
             spans, samples, prompts = pipeline.spans, pipeline.samples, pipeline.prompts
         elif self.stage is not None:
             StageLoop(self.stage, self.ends, spans).serve()
         sent = self.ends.outbound.traffic.since(before)
         stages, sent_by_stage, error_s = gather_leaders(launch, grid, spans, sent)
-        if launch.rank != 0 or not watch.is_measured:
+        if launch.rank != 0 or not observer.is_measured:
             return Extras()
         trace = Trace(
             [f"stage {number}" for number in range(len(stages))],

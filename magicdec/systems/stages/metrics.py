@@ -79,12 +79,10 @@ def uses_of(
 
 @dataclass
 class DraftCounts:
-    """What the first rank counted of the drafts in the messages. `num_verified`: rows of messages
-    that carried drafts."""
+    """What the first rank counted of the messages with drafts: their rows, each of which is a round
+    of a sample, and the time of drafting."""
 
-    num_verified: int = 0
-    num_drafted: int = 0
-    num_accepted: int = 0
+    num_rounds: int = 0
     num_messages: int = 0
     draft_s: float = 0.0
 
@@ -129,13 +127,6 @@ class RingMetrics(Part):
         "the same as measured: the median time between two tokens of a sample",
         "ms", null="if every request has a single output token",
     )  # fmt: skip
-    num_drafted: int | None = recorded("draft tokens of all samples", null=NO_DRAFTS)
-    num_accepted: int | None = recorded(
-        "draft tokens that were accepted, also past the end of a sample", null=NO_DRAFTS
-    )
-    acceptance_rate: float | None = recorded(
-        "accepted tokens divided by draft tokens", null=NO_DRAFTS + "; if nothing was drafted"
-    )
     tokens_per_round: float | None = recorded(
         "output tokens that a sample gains in a round: those of all samples after their first, "
         "divided by the rounds of all samples",
@@ -185,14 +176,12 @@ def ring_metrics(
 
 def describe_drafts(drafts: DraftCounts | None, num_later: int) -> dict[str, Any]:
     """The fields of `RingMetrics` about drafts."""
-    names = ("num_drafted", "num_accepted", "acceptance_rate", "tokens_per_round", "draft_ms")
-    if drafts is None or drafts.num_verified == 0:
-        return dict.fromkeys(names)
-    rate = drafts.num_accepted / drafts.num_drafted if drafts.num_drafted else None
-    tokens = num_later / drafts.num_verified
-    each_ms = 1e3 * drafts.draft_s / drafts.num_messages
-    values = drafts.num_drafted, drafts.num_accepted, rate, tokens, each_ms
-    return dict(zip(names, values, strict=True))
+    if drafts is None or drafts.num_rounds == 0:
+        return {"tokens_per_round": None, "draft_ms": None}
+    return {
+        "tokens_per_round": num_later / drafts.num_rounds,
+        "draft_ms": 1e3 * drafts.draft_s / drafts.num_messages,
+    }
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,12 +202,6 @@ class SpeculationMetrics(Part):
     )
     layers_computed: int = recorded("layers that stages computed for runs")
     layers_skipped: int = recorded("layers that they skipped")
-    drafted: int = recorded("tokens that were launched as drafts", label="drafted")
-    accepted: int = recorded("committed tokens that had been launched as drafts", label="accepted")
-    acceptance_rate: float | None = recorded(
-        "`accepted / drafted`", label="acceptance, %", digits=1, scale=100,
-        null="if nothing was drafted",
-    )  # fmt: skip
     failed_attempts: int = recorded(
         "attempts to draft whose candidate was less probable than the threshold"
     )
@@ -308,12 +291,15 @@ def speculation_metrics(observed: Observed, counts: Counts, has_drafts: bool) ->
     ]
     least_margin = counts.least_margin if math.isfinite(counts.least_margin) else None
     return SpeculationMetrics(
-        **vars(counts) | {"least_margin": least_margin},
+        runs=counts.runs,
+        speculative_runs=counts.speculative_runs,
+        invalid_runs=counts.invalid_runs,
+        failed_attempts=counts.failed_attempts,
+        least_margin=least_margin,
         skipped_before=sum(computed == 0 for computed, _ in layers),
         skipped_inside=sum(0 < computed < size for computed, size in layers),
         layers_computed=sum(computed for computed, _ in layers),
         layers_skipped=sum(size - computed for computed, size in layers),
-        acceptance_rate=counts.accepted / counts.drafted if counts.drafted else None,
         mean_in_flight=mean_in_flight,
         most_in_flight=most,
         num_layers=[len(each) for each in layout.layers],

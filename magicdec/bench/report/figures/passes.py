@@ -277,7 +277,7 @@ def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
 
     def show(of: pd.DataFrame) -> pd.DataFrame:
         return frame_of(
-            {"kv_policy": policy, "budget": budget} | summarize(same, "acceptance_rate")
+            {"kv_policy": policy, "budget": budget} | summarize(same, "draft_acceptance_rate")
             for (policy, budget), same in of.groupby(["kv_policy", "budget"])
         )
 
@@ -287,7 +287,7 @@ def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
         held=["drafter", *PROMPTS, "gamma", "pa", "reselect_every"],
         places=["budget", "kv_policy"],
         series="kv_policy", show=show,
-        draw=partial(draw_curves, x="budget", y="acceptance_rate", xscale="log"),
+        draw=partial(draw_curves, x="budget", y="draft_acceptance_rate", xscale="log"),
         labels=("KV budget (tokens that a draft reads)", "acceptance rate"),
         caption=(
             "Accepted draft tokens over drafted ones, by KV policy",
@@ -296,7 +296,7 @@ def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
         intervals="Bars are 95 % intervals over prompts, of repeated runs the range",
         what="combinations of settings; the table of runs has all", axes={"sharey": True},
     )  # fmt: skip
-    drafting = runs[runs["acceptance_rate"].notna() & runs["budget"].notna()]
+    drafting = runs[runs["draft_acceptance_rate"].notna() & runs["budget"].notna()]
     num_budgets = num_different(drafting, form.held, ["budget"])
     return form.of(drafting[[count > 1 for count in num_budgets]])
 
@@ -316,14 +316,14 @@ def draw_by_acceptance(runs: pd.DataFrame) -> Drawn | LeftOut:
         ),
         intervals="Upright lines are 95 % intervals of the speedup over batches",
     )  # fmt: skip
-    return form.of(runs[runs[["acceptance_rate", "speedup"]].notna().all(axis=1)])
+    return form.of(runs[runs[["draft_acceptance_rate", "speedup"]].notna().all(axis=1)])
 
 
-BOTH = ("acceptance_rate", "speedup", *SPEEDUP_ENDS)
+BOTH = ("draft_acceptance_rate", "speedup", *SPEEDUP_ENDS)
 
 
 def draw_against_acceptance(ax: Axes, _: pd.DataFrame, series: Series) -> dict[str, Any]:
-    handles = draw_marks(ax, series, "acceptance_rate", "speedup")
+    handles = draw_marks(ax, series, "draft_acceptance_rate", "speedup")
     ax.axhline(1, color=GREY, linewidth=1, linestyle=":")
     ax.margins(0.1)
     ax.set(ylim=(0, None))

@@ -1,0 +1,64 @@
+"""Converts a file of records of schema version 2 to the one that this program reads.
+
+    python scripts/convert_records.py OLD.jsonl NEW.jsonl
+
+The metrics of acceptance have vLLM's names since version 3, and more of them, which are computed
+from the samples of each run. Records of served modes lose what they said of acceptance, which had
+another definition in each mode. A file that ends in .gz is compressed.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from magicdec.names import RECORDS, load_named
+from magicdec.records.acceptance import acceptance_of
+from magicdec.records.reading import parse_line
+
+OLD = 2
+RENAMED = {
+    "acceptance_rate": "draft_acceptance_rate",
+    "acceptance_length": "mean_acceptance_length",
+    "acceptance_rate_interval": "draft_acceptance_rate_interval",
+    "acceptance_length_interval": "mean_acceptance_length_interval",
+}
+
+
+def converted(line: str) -> str:
+    """A line of the new version. Raises ValueError for a line of another version than the old."""
+    raw = json.loads(line)
+    if raw.get("schema_version") != OLD:
+        raise ValueError(f"schema_version is {raw.get('schema_version')}, not {OLD}")
+    raw["schema_version"] = OLD + 1
+    for part in ("metrics", "baseline_metrics"):
+        metrics = raw.get(part)
+        if isinstance(metrics, dict):
+            raw[part] = {RENAMED.get(key, key): value for key, value in metrics.items()}
+    record: Any = parse_line(json.dumps(raw), load_named(RECORDS, raw["kind"]))
+    if raw["kind"] == "run" and record.metrics is not None and record.samples is not None:
+        samples = record.samples[record.config["decoding"]["strategy"]].restored()
+        if record.metrics.draft_acceptance_rate is not None:
+            for key, value in acceptance_of(samples).items():
+                object.__setattr__(record.metrics, key, value)
+    text: str = record.to_json()
+    return text
+
+
+def read(path: Path) -> str:
+    data = path.read_bytes()
+    return (gzip.decompress(data) if path.suffix == ".gz" else data).decode()
+
+
+def main(old: Path, new: Path) -> None:
+    lines = [converted(line) for line in read(old).splitlines() if line.strip()]
+    data = "".join(f"{line}\n" for line in lines).encode()
+    new.write_bytes(gzip.compress(data, mtime=0) if new.suffix == ".gz" else data)
+    print(f"{len(lines)} records of version {OLD + 1} written to {new}")
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,96 @@
+"""The same prompts, drafts and number of drafts have the same acceptance in every way to serve
+them, verification by verification; in pipelined speculation of the drafts that were judged."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import Command
+
+from magicdec.records.acceptance import Verification, Verifications
+from magicdec.records.reading import load_records
+from magicdec.setup.prepare import Prepared
+
+WORDS = (
+    *("--model", "demo", "--draft", "model:demo-draft", "--kv_policy", "full", "--gamma", "3"),
+    *("--dtype", "float32", "--prefix_len", "96", "--gen_len", "21", "--B", "3", "--threads", "1"),
+)
+DRAFTING = ("static+draft", "inflight+draft", "ring+draft", "sync", "async")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("same")
+
+
+def of_run(command: Command, folder: Path) -> dict[int, list[Verification]]:
+    out = folder / "run.jsonl"
+    words = (*WORDS, "--num_batches", "1", "--warmup_batches", "0", "--no_baseline")
+    ended = command("run", *words, "--out", out)
+    assert ended.code == 0, ended.err
+    (record,) = load_records(out)
+    assert record.samples is not None
+    return Verifications.of(record.samples["speculative"].restored()).by_request
+
+
+def served(command: Command, folder: Path, *modes: str) -> dict[str, dict[str, Any]]:
+    out = folder / f"{len(modes)}.jsonl"
+    words = ("--num_requests", "3", "--arrival", "burst", "--pa", "0", "--modes", *modes)
+    ended = command("serve", *WORDS, *words, "--out", out)
+    assert ended.code == 0, ended.err
+    return {record["name"]: record for record in map(json.loads, out.read_text().splitlines())}
+
+
+def steps_of(record: dict[str, Any]) -> dict[int, list[Verification]]:
+    columns = ("per_step_drafted", "per_step_accepted", "per_step_emitted")
+    return {
+        number: [
+            Verification(*counts)
+            for counts in zip(*(request[name] for name in columns), strict=True)
+        ]
+        for number, request in enumerate(record["requests"])
+    }
+
+
+def test_every_mode_has_the_acceptance_of_a_run(command: Command, folder: Path) -> None:
+    expected = of_run(command, folder)
+    every = [each for steps in expected.values() for each in steps]
+    assert 0 < sum(each.accepted for each in every) < sum(each.drafted for each in every)
+    records = served(command, folder, "sequential", *DRAFTING)
+    for name in DRAFTING:
+        record, metrics = records[name], records[name]["metrics"]
+        assert record["status"] == "ok", name
+        steps = steps_of(record)
+        if name != "async":
+            assert steps == expected, name
+        found = [each for of_request in steps.values() for each in of_request]
+        assert metrics["num_spec_steps"] == len(found) == sum(metrics["acceptance_histogram"])
+        assert metrics["num_draft_tokens"] == sum(each.drafted for each in found)
+        accepted = sum(each.accepted for each in found)
+        assert metrics["num_accepted_draft_tokens"] == accepted
+        assert metrics["draft_acceptance_rate"] == accepted / metrics["num_draft_tokens"]
+        assert metrics["mean_acceptance_length"] == 1 + accepted / len(found)
+        by_count = enumerate(metrics["acceptance_histogram"])
+        assert sum(count * number for count, number in by_count) == accepted
+        cancelled = [request["num_cancelled_draft_tokens"] for request in record["requests"]]
+        if name in ("sync", "async"):
+            assert metrics["num_cancelled_draft_tokens"] == sum(cancelled)
+            assert name == "async" or sum(cancelled) == 0
+        else:
+            assert metrics["num_cancelled_draft_tokens"] is None and set(cancelled) == {None}
+    assert records["sequential"]["metrics"]["draft_acceptance_rate"] is None
+    assert {request["per_step_drafted"] for request in records["sequential"]["requests"]} == {None}
+
+
+def test_random_weights_have_no_acceptance(
+    command: Command, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Prepared, "is_random", property(lambda prepared: True))
+    for record in served(command, folder, "inflight", "inflight+draft").values():
+        assert record["status"] == "ok"
+        assert record["metrics"]["draft_acceptance_rate"] is None
+        assert record["metrics"]["acceptance_histogram"] is None
+        assert all(request["per_step_drafted"] is None for request in record["requests"])
