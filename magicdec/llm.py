@@ -27,7 +27,6 @@ from magicdec.output.console import make_progress
 from magicdec.runner.request import NotFinite, Request, Status
 from magicdec.runner.sampling.sampling import make_params
 from magicdec.runner.step_plan import PREFILL_TOKENS, Limits
-from magicdec.setup.autotune import settle
 from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.model_checks import check_fits
 from magicdec.setup.model_plan import ModelPlan
@@ -101,7 +100,7 @@ class LLM:
         _, self.tokenizer = find_tokenizer(run.source, cache)
         device, group = torch.device(run.config.parallel.device), Group((0,), 0)
         torch.set_num_threads(run.config.parallel.threads)
-        config = settle(run.config, self.model, None, group, device)
+        config = run.config
         models, longest = LoadedModels(device, make_progress(False)), row_tokens(config)
         plan = ModelPlan(
             config, self.model, group.ranks, 0, row_tokens=longest, block_tokens=block_tokens,

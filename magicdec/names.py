@@ -19,9 +19,12 @@ ATTENTION_BACKENDS = {
     "varlen": "magicdec.attention.varlen:VarlenBackend",
     "flash_attn": "magicdec.attention.flash_attn:FlashAttnBackend",
 }
-# What `--attention auto` takes on a CPU: the first of these that can serve the model there. The
-# last serves every model. On CUDA a measurement chooses among all backends.
-AUTO_BACKENDS = ("native", "grouped")
+# What `--attention auto` takes on each device: the first of these that can serve the run. The last
+# one serves every run.
+AUTO_BACKENDS = {
+    "cpu": ("native", "grouped", "sdpa"),
+    "cuda": ("triton", "flash_attn", "sdpa"),
+}
 PORTABLE_BACKEND = "grouped"  # the fastest that needs neither a compiler nor a library
 REFERENCE_BACKEND = "sdpa"  # the plainest; checks and measurements compare with it
 KV_POLICIES = {

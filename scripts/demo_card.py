@@ -19,7 +19,8 @@ import torch
 import torch.nn.functional as F
 from train_demo import BOS, FIRST_WORD, VOCAB_SIZE, phases_of
 
-from magicdec.config.choices.backend import choose_backend
+from magicdec.config.choices.backend import AttentionCase, choose_backend
+from magicdec.config.machine import ModelTraits
 from magicdec.distributed.groups import Group, read_launch
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.environment import probe_machine
@@ -41,7 +42,8 @@ def load_runner(directory: Path, num_rows: int, max_tokens: int) -> ModelRunner:
     cpu = torch.device("cpu")
     model = load_transformer(source.config, source.weights, Shard(), None, torch.float32, cpu)
     machine = probe_machine(read_launch())
-    backend = choose_backend("auto", "cpu", machine, source.config.head_dim)
+    case = AttentionCase("cpu", model=ModelTraits(source.config.head_dim))
+    backend = choose_backend("auto", machine, case)
     attention = load_named(ATTENTION_BACKENDS, backend)()
     return ModelRunner(model, attention, Group((0,), 0), num_rows, max_tokens)
 

@@ -33,7 +33,13 @@ from magicdec.config.choices.backend import check_returns_weights
 from magicdec.config.choices.layers import check_copy, check_low_bit
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, KVSection, OutputSection, WorkloadSection
+from magicdec.config.sections import (
+    SELF,
+    DecodingSection,
+    KVSection,
+    OutputSection,
+    WorkloadSection,
+)
 from magicdec.config.setting import same, setting
 from magicdec.distributed.groups import Launch
 from magicdec.distributed.ranks import find_world_size
@@ -98,9 +104,9 @@ def run(words: Sequence[str], launch: Launch) -> int:
         print(labelled("memory", memory, START), flush=True)
     from magicdec.bench.latency.forwards import measure
 
-    config, environment, rows = measure(resolved, grid, source, launch)
+    environment, rows = measure(resolved, grid, source, launch)
     if launch.rank == 0:
-        record = make_record(config, grid, source, environment, rows)
+        record = make_record(resolved, grid, source, environment, rows)
         try:
             append_records("--out", args.out, [record])
             print(f"record appended to {args.out}", file=sys.stderr)
@@ -150,8 +156,28 @@ def parse(words: Sequence[str]) -> tuple[RunConfig, Grid, GridSection]:
     new_tokens = tuple(sorted({1, *args.T}))
     times = args.repeats, args.warmup, (None, *(args.draft_weights or ()))
     grid = Grid(args.B, args.prefix_len, new_tokens, tuple(drafts), *times)
-    # A RunConfig has one policy; here it only lends the flags that all policies share.
-    return replace(config, kv=drafts[0]), grid, args
+    return config, grid, args
+
+
+def largest_run(asked: RunConfig, grid: Grid) -> RunConfig:
+    """The run by which `auto` decides for the whole grid. It has the largest batch and context, the
+    longest verification, as many draft tokens, and the policy that asks most of an attention
+    backend (else the first)."""
+    watching = [kv for kv in grid.drafts if policy_called(kv.policy).needs_weights]
+    most = max(1, max(grid.new_tokens) - 1)
+    return replace(
+        asked,
+        kv=[*watching, *grid.drafts][0],
+        decoding=replace(
+            asked.decoding, strategy="speculative", drafter=SELF, num_draft_tokens=most
+        ),
+        workload=replace(
+            asked.workload,
+            batch_size=max(grid.batch_sizes),
+            prefix_len=max(grid.contexts),
+            gen_len=1,
+        ),
+    )
 
 
 def prepare(
@@ -170,7 +196,7 @@ def prepare(
     )
     from magicdec.setup.prepare import SetupCache, check_agreement, find
 
-    run = find(asked, launch, SetupCache())
+    run = find(largest_run(asked, grid), launch, SetupCache())
     check_agreement(run, vars(grid))
     config, source, model = run.config, run.source, run.source.config
     check_interpreter(config)
@@ -183,7 +209,7 @@ def prepare(
     context, T = max(grid.contexts), max(grid.new_tokens)
     length = f"--prefix_len {context} + --T {T} = {context + T}"
     check_length(length, context + T, "--model", source)
-    backend = config.attention.backend.settled
+    backend = config.attention.backend
     check_scores(backend, config.model.dtype, "--model", source)
     check_window(backend, context + T, "--model", source)
     Shard(0, launch.world_size).heads(model.num_heads, model.num_kv_heads)

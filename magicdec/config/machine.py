@@ -1,5 +1,5 @@
-"""Machine: the facts about a host that decide what `auto` means there. Imports nothing of this
-package and no torch.
+"""The facts that decide what `auto` means: those about a host (`Machine`) and those about a model
+(`ModelTraits`). Imports nothing of this package and no torch.
 """
 
 from __future__ import annotations
@@ -38,3 +38,15 @@ class Machine:
     def local_ranks(self) -> range:
         """The ranks of this host."""
         return range(self.first_rank, self.first_rank + self.local_world_size)
+
+
+@dataclass(frozen=True)
+class ModelTraits:
+    """What `resolve` needs to know about a model: the size of a head in the cache, whether its
+    positions are ALiBi, its sliding window in tokens (None: it has none), and what in its layers
+    native steps do not compute (None: nothing)."""
+
+    head_dim: int = 64
+    has_alibi: bool = False
+    sliding_window: int | None = None
+    layer_obstacle: str | None = None

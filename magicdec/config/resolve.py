@@ -4,9 +4,14 @@ torch itself, but reading the capabilities of an attention backend does.
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass
 
-from magicdec.config.choices.backend import check_returns_weights, choose_backend
+from magicdec.config.choices.backend import (
+    AttentionCase,
+    check_returns_weights,
+    choose_backend,
+    choose_graphs,
+)
 from magicdec.config.choices.choice import Choice
 from magicdec.config.choices.collectives import choose_collectives
 from magicdec.config.choices.layers import (
@@ -19,7 +24,7 @@ from magicdec.config.choices.layers import (
     choose_native_steps,
     choose_weights,
 )
-from magicdec.config.machine import Machine
+from magicdec.config.machine import Machine, ModelTraits
 from magicdec.config.resolved import (
     ResolvedAttention,
     ResolvedConfig,
@@ -28,104 +33,113 @@ from magicdec.config.resolved import (
     ResolvedModel,
     ResolvedParallel,
     ResolvedWorkload,
+    tokens_of_rows,
 )
 from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import SELF
 
-LAYER_BY_LAYER = Choice("off")  # until all parts of a forward are known
+
+@dataclass(frozen=True)
+class Placement:
+    """How ranks hold the models, where the way to serve requests says it. `is_staged`: the ranks
+    are stages of a pipeline, whose steps are not captured, and one rank has the draft. `is_alone`:
+    a rank computes the target, or its layers of it, without other ranks, and the draft too."""
+
+    is_staged: bool = False
+    is_alone: bool = False
 
 
 def resolve(
     config: RunConfig,
     machine: Machine,
-    head_dim: int = 64,
-    draft_head_dim: int = 64,
-    layer_obstacles: tuple[str | None, str | None] = (None, None),
-    is_staged: bool = False,
+    target: ModelTraits = ModelTraits(),
+    draft: ModelTraits = ModelTraits(),
+    placement: Placement = Placement(),
 ) -> ResolvedConfig:
-    """The config that runs on `machine`, for models with these head sizes. `layer_obstacles` says
-    what in the layers of the target and of the draft native steps do not compute; None: nothing.
-    `is_staged`: the ranks are stages of a pipeline, whose steps are not captured and which measure
-    no backends.
+    """The config that runs on `machine`: everything that `auto` can mean is decided here, and
+    nothing decides it again. `target` and `draft` are what has to be known of the models.
     Raises ValueError if the machine lacks something that the user asked for, such as a device or a
     compiler."""
     device = choose_device(config.parallel.device, machine)
     dtype = choose_dtype(config, device, machine)
+    is_staged, decoding, w = placement.is_staged, config.decoding, config.workload
     parallel = ResolvedParallel(
         config.parallel.rank_group or tuple(range(machine.world_size)),
         device,
         choose_collectives(config.parallel.collectives, device, machine, is_staged),
         choose_threads(config.parallel.threads, machine),
     )
+    kv, low_bit = config.kv.resolve(), decoding.draft_weights
+    is_self = decoding.model_drafter == SELF
 
-    def backend_for(head_dim: int) -> Choice:
-        flag, has_tree = config.attention.backend, config.decoding.tree is not None
-        return choose_backend(flag, device, machine, head_dim, dtype, has_tree, is_staged)
+    def backend_for(traits: ModelTraits, policy: str | None) -> Choice:
+        case = AttentionCase(
+            device, dtype, traits, tokens_of_rows(w, decoding), policy, decoding.tree is not None
+        )
+        return choose_backend(config.attention.backend, machine, case)
 
-    backend, kv, low_bit = backend_for(head_dim), config.kv.resolve(), config.decoding.draft_weights
-    model = resolve_model(config, device, dtype, machine)
-    if config.decoding.model_drafter == "self":
+    backend = backend_for(target, kv.policy if is_self else None)
+    collectives = None if placement.is_alone else parallel.collectives
+    model = resolve_model(config, parallel, dtype, machine, backend, collectives, target)
+    if is_self:
         check_returns_weights(backend, kv.policy)
         check_copy(low_bit, model.target_dtype)
     check_low_bit(low_bit, device, machine)
-    draft = None
+    section, backends = None, [backend]
     if config.draft is not None:
-        draft = ResolvedDraft(
+        of_draft = backend_for(draft, None)
+        backends.append(of_draft)
+        shared = None if is_staged else collectives
+        parts = StepParts(
+            device, of_draft, model.linear, model.elementwise, shared, machine.avoids_native_steps
+        )
+        section = ResolvedDraft(
             config.draft.model,
             config.draft.rank_group or parallel.rank_group[:1],
-            backend_for(draft_head_dim),
-            LAYER_BY_LAYER,
+            of_draft,
+            choose_native_steps(config.model.native_steps, parts, draft.layer_obstacle),
             low_bit or dtype,
         )
-    gamma = config.decoding.gamma
-    w = config.workload
+    graphs = choose_graphs(
+        decoding.cuda_graphs, device, backends, decoding.tree is not None, is_staged, decoding.pa
+    )
+    chosen = {"num_draft_tokens": decoding.gamma, "cuda_graphs": graphs}
     sizes = {"gen_len": w.num_new_tokens, "max_len": None, "num_batches": w.most_batches}
-    resolved = ResolvedConfig(
+    return ResolvedConfig(
         run_config=config,
         model=model,
-        draft=draft,
+        draft=section,
         parallel=parallel,
         kv=kv,
         attention=ResolvedAttention(backend, config.attention.prefill_chunk),
-        decoding=ResolvedDecoding(**vars(config.decoding) | {"num_draft_tokens": gamma}),
+        decoding=ResolvedDecoding(**vars(decoding) | chosen),
         sampling=config.sampling,
         workload=ResolvedWorkload(**vars(w) | sizes),
         output=config.output,
     )
-    collectives = parallel.collectives
-    return with_steps(resolved, machine, layer_obstacles, collectives).resolve_graphs(is_staged)
 
 
-def resolve_model(config: RunConfig, device: str, dtype: str, machine: Machine) -> ResolvedModel:
-    """The target. Its linear layers are of the kind that a standalone draft has too."""
-    asked = config.model
+def resolve_model(
+    config: RunConfig,
+    parallel: ResolvedParallel,
+    dtype: str,
+    machine: Machine,
+    backend: str,
+    collectives: str | None,
+    traits: ModelTraits,
+) -> ResolvedModel:
+    """The target. Its linear layers are of the kind that a standalone draft has too. `collectives`
+    are those between the ranks that share a forward; None: one rank computes it."""
+    asked, device = config.model, parallel.device
     weights = choose_weights("--target_dtype", asked.target_dtype, dtype)
     of_draft = [] if config.draft is None else [config.decoding.draft_weights or dtype]
     linear = choose_linear(asked.linear, device, dtype, machine, [weights, *of_draft])
     elementwise = choose_elementwise(asked.elementwise, device, dtype, linear, machine)
-    return ResolvedModel(asked.model, dtype, linear, elementwise, LAYER_BY_LAYER, weights)
-
-
-def with_steps(
-    config: ResolvedConfig,
-    machine: Machine,
-    layer_obstacles: tuple[str | None, str | None],
-    collectives: str | None = None,
-) -> ResolvedConfig:
-    """The config with native steps, or without them, for the target and the draft. Without
-    `collectives` it is that of a rank that computes a model, or some of its layers, without the
-    other ranks. The obstacles are as in `resolve`."""
-    flag, model, draft = config.run_config.model.native_steps, config.model, config.draft
     parts = StepParts(
-        config.parallel.device, config.attention.backend, model.linear, model.elementwise,
-        collectives, machine.avoids_native_steps,
-    )  # fmt: skip
-    choice = choose_native_steps(flag, parts, layer_obstacles[0])
-    if draft is not None:
-        parts = dataclasses.replace(parts, backend=draft.backend)
-        of_draft = choose_native_steps(flag, parts, layer_obstacles[1])
-        draft = dataclasses.replace(draft, native_steps=of_draft)
-    model = dataclasses.replace(model, native_steps=choice)
-    return dataclasses.replace(config, model=model, draft=draft)
+        device, backend, linear, elementwise, collectives, machine.avoids_native_steps
+    )
+    native_steps = choose_native_steps(asked.native_steps, parts, traits.layer_obstacle)
+    return ResolvedModel(asked.model, dtype, linear, elementwise, native_steps, weights)
 
 
 def choose_device(value: str, machine: Machine) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from magicdec.config.choices.backend import choose_graphs
 from magicdec.config.choices.choice import Choice
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
@@ -81,6 +80,13 @@ class ResolvedWorkload(WorkloadSection):
     max_len: None = None
 
 
+def tokens_of_rows(workload: WorkloadSection, decoding: DecodingSection) -> int:
+    """Cached tokens of a row at most. The newest token is never cached, but a verification caches
+    its draft tokens too."""
+    num_drafts = 0 if decoding.strategy == BASELINE else decoding.most_draft_tokens
+    return workload.prefix_len + workload.num_new_tokens + num_drafts
+
+
 @dataclass(frozen=True)
 class ResolvedConfig:
     """The resolved sections. `run_config` is what the user wrote, for messages that name a flag."""
@@ -95,22 +101,6 @@ class ResolvedConfig:
     sampling: SamplingSection
     workload: ResolvedWorkload
     output: OutputSection
-
-    def resolve_graphs(self, is_staged: bool = False) -> ResolvedConfig:
-        """This config with CUDA graphs chosen for its backends, which a measurement may have
-        chosen. `is_staged` as in `resolve`.
-        Raises ValueError if the user asked for graphs that cannot be captured."""
-        drafts = [] if self.draft is None else [self.draft.backend]
-        graphs = choose_graphs(
-            self.run_config.decoding.cuda_graphs,
-            self.parallel.device,
-            [self.attention.backend, *drafts],
-            self.decoding.tree is not None,
-            is_staged,
-            self.decoding.pa,
-        )
-        decoding = dataclasses.replace(self.decoding, cuda_graphs=graphs)
-        return dataclasses.replace(self, decoding=decoding)
 
     @property
     def low_bit(self) -> str | None:

@@ -14,6 +14,7 @@ from magicdec.config.setting import setting
 from magicdec.config.tree_shape import TreeShape, parse_expansion
 from magicdec.names import (
     ATTENTION_BACKENDS,
+    AUTO_BACKENDS,
     COLLECTIVES,
     DEFAULT_KV_POLICY,
     DEVICES,
@@ -135,7 +136,11 @@ class KVSection:
 @dataclass(frozen=True)
 class AttentionSection:
     backend: str = setting(
-        "auto", "The attention backend.", "--attention", choices=("auto", *ATTENTION_BACKENDS)
+        "auto",
+        "The attention backend. auto takes the first that can serve the run: on a CPU "
+        f"{', '.join(AUTO_BACKENDS['cpu'])}, on CUDA {', '.join(AUTO_BACKENDS['cuda'])}.",
+        "--attention",
+        choices=("auto", *ATTENTION_BACKENDS),
     )
     prefill_chunk: int = setting(512, "Prompt tokens in each forward of prefill.", least=1)
 

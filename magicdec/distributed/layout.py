@@ -157,16 +157,26 @@ def make_grid(flag_text: str, num_stages: int, num_ranks: int, num_others: int =
     return StageGrid(num_stages, num_ranks // num_stages)
 
 
+def make_stage_grid(text: str | None, world_size: int) -> StageGrid:
+    """The stages of pipelined speculation, from rank 0 on if the head has layers, else from rank 1.
+    `text` as in `make_layout`. Raises ValueError, naming the flag."""
+    split = read_split(text)
+    num_headless = int(split.head != "")
+    num_others = int(split.is_apart) + num_headless
+    num_stages = max(1, split.num_stages(world_size))
+    grid = make_grid(f"{FLAG} {text}", num_stages, world_size - num_others, num_others)
+    return replace(grid, first_rank=num_headless)
+
+
 def make_layout(text: str | None, world_size: int, num_layers: int) -> Layout:
     """`text` as the user wrote it; None stands for equal shares of all ranks, with the draft on the
     head. Times are not known here, so that `auto` gives equal shares until `with_layers` replaces
     them. Raises ValueError, naming the flag."""
-    split = read_split(text)
-    num_apart, num_headless = int(split.is_apart), int(split.head != "")
-    num_others = num_apart + num_headless
-    num_stages = max(1, split.num_stages(world_size))
-    grid = make_grid(f"{FLAG} {text}", num_stages, world_size - num_others, num_others)
-    layers = split_layers(split.stages, num_stages, num_layers, [StageTimes(0.0, 1.0)] * num_stages)
+    split, grid = read_split(text), make_stage_grid(text, world_size)
+    num_headless = grid.first_rank
+    num_apart = int(split.is_apart)
+    any_times = [StageTimes(0.0, 1.0)] * grid.num_stages
+    layers = split_layers(split.stages, grid.num_stages, num_layers, any_times)
     computing = (each for each in layers for _ in range(grid.tensor_parallel))
     empty = (range(0),)
     draft_rank = world_size - 1 if num_apart else 0

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from magicdec.config.machine import Machine
-from magicdec.config.resolve import resolve, with_steps
+from magicdec.config.resolve import Placement, resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import ModelSection
 from magicdec.distributed.groups import Group, Launch
@@ -214,7 +214,7 @@ def measure_in(session: RankSession, config: ResolvedConfig, machine: Machine) -
     for dtype in DTYPES:
         hardware = measure_hardware(group, device, dtype, bandwidth, spreads)
         run_config = replace(config.run_config, model=ModelSection(dtype=dtype))
-        alone = with_steps(resolve(run_config, machine), machine, (None, None))
+        alone = resolve(run_config, machine, placement=Placement(is_alone=True))
         kinds = replace(Kinds.of(alone), weights=dtype)
         by_dtype[dtype] = measure_forwards(
             group, device, hardware, kinds, config.attention.backend, spreads

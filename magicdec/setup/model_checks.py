@@ -19,7 +19,7 @@ from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.config import ModelConfig
 from magicdec.model.linear.packed import GROUP, INT4
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
-from magicdec.names import AUTO_BACKENDS, REFERENCE_BACKEND
+from magicdec.names import REFERENCE_BACKEND
 from magicdec.setup.model_plan import max_tokens
 
 
@@ -38,7 +38,7 @@ def check_draft(config: ResolvedConfig, target: ModelSource, draft: ModelSource)
     check_choice(config, draft_flag, draft)
     check_shards(config, label, draft)
     check_groups(config.draft.draft_dtype, label, len(config.draft.rank_group), draft.config)
-    check_backend(config, config.draft.backend.settled, draft_flag, draft)
+    check_backend(config, config.draft.backend, draft_flag, draft)
 
 
 def check_vocabularies(
@@ -185,40 +185,36 @@ def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> 
     length = w.prefix_len + w.num_new_tokens
     flags_text = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
     check_length(flags_text, length, flag, source)
-    check_backend(config, config.attention.backend.settled, flag, source)
+    check_backend(config, config.attention.backend, flag, source)
     if config.decoding.model_drafter == "self":
         check_choice(config, flag, source)
     Shard(0, world_size).heads(source.config.num_heads, source.config.num_kv_heads)
     check_groups(config.low_bit, f"{flag} {source.name}", world_size, source.config)
 
 
-def check_backend(
-    config: ResolvedConfig, backend: str | None, flag: str, source: ModelSource
-) -> None:
+def check_backend(config: ResolvedConfig, backend: str, flag: str, source: ModelSource) -> None:
     """Raise ValueError if the backend does not compute the model's attention as it must be."""
     check_scores(backend, config.model.dtype, flag, source)
     check_window(backend, max_tokens(config), flag, source)
 
 
-def check_scores(backend: str | None, dtype: str, flag: str, source: ModelSource) -> None:
+def check_scores(backend: str, dtype: str, flag: str, source: ModelSource) -> None:
     """Raise ValueError if the model uses ALiBi and the backend rounds scores to bfloat16. ALiBi
     scores grow with the position, so rounding would remove the difference between neighbours."""
-    if backend is None or (source.config.positions, dtype) != ("alibi", "bfloat16"):
+    if (source.config.positions, dtype) != ("alibi", "bfloat16"):
         return
     if capabilities_of(backend).rounds_scores:
-        backends = (*AUTO_BACKENDS, REFERENCE_BACKEND)
-        fitting = [name for name in backends if not capabilities_of(name).rounds_scores]
         raise ValueError(
             f"--attention {backend} rounds scores to bfloat16, too coarse for the ALiBi of {flag} "
-            f"{source.name}; choose {', '.join(fitting)}, or --dtype float32"
+            f"{source.name}; choose from auto, {REFERENCE_BACKEND}, or --dtype float32"
         )
 
 
-def check_window(backend: str | None, length: int, flag: str, source: ModelSource) -> None:
+def check_window(backend: str, length: int, flag: str, source: ModelSource) -> None:
     """Raise ValueError if sequences of `length` tokens exceed the model's sliding window and the
     backend does not support windows."""
     window = source.config.sliding_window
-    if backend is None or window is None or window >= length:
+    if window is None or window >= length:
         return
     if not capabilities_of(backend).keeps_window:
         fitting = ", ".join(list_backends(lambda c: c.keeps_window))

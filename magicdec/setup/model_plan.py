@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 
 from magicdec.attention.backend import backend_class
-from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.resolved import ResolvedConfig, tokens_of_rows
 from magicdec.config.sections import SELF
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.hardware.costs import (
@@ -29,11 +29,8 @@ from magicdec.speculation.rolling_runner import BLOCK_SIZE, blocks_held
 
 
 def max_tokens(config: ResolvedConfig) -> int:
-    """Cached tokens of a row at most. The newest token is never cached, but a verification caches
-    its draft tokens too."""
-    w, d = config.workload, config.decoding
-    num_drafts = 0 if d.strategy == "autoregressive" else d.most_draft_tokens
-    return w.prefix_len + w.num_new_tokens + num_drafts
+    """Cached tokens of a row at most."""
+    return tokens_of_rows(config.workload, config.decoding)
 
 
 def max_following(config: ResolvedConfig, row_tokens: int) -> int:

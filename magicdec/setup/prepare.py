@@ -10,8 +10,8 @@ from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from typing import Any, TypeVar
 
-from magicdec.config.machine import Machine
-from magicdec.config.resolve import resolve, with_steps
+from magicdec.config.machine import Machine, ModelTraits
+from magicdec.config.resolve import Placement, resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import DraftSection, ModelSection, OutputSection, flag_of
@@ -19,6 +19,7 @@ from magicdec.config.setting import declared
 from magicdec.distributed.groups import Launch, check_equal
 from magicdec.hardware.environment import probe_machine
 from magicdec.model.checkpoint.source import ModelSource, find_model, fingerprint
+from magicdec.model.config import ModelConfig
 from magicdec.model.tokenizer import Tokenizer, load_tokenizer
 from magicdec.records.workload import ModelRecord, WorkloadRecord
 from magicdec.runner.native_steps.descriptions import layer_obstacle
@@ -43,11 +44,6 @@ class ResolvedRun:
     def models(self) -> Models:
         draft = self.draft_source
         return Models(self.source.config, None if draft is None else draft.config)
-
-    def alone(self) -> ResolvedConfig:
-        """The config of a rank that needs no other to compute what it holds, where this is resolved
-        for all ranks."""
-        return with_steps(self.config, self.machine, layer_obstacles(self.models))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,10 +142,13 @@ def check_agreement(run: ResolvedRun, more: Mapping[str, object] | None = None) 
 
 
 def find(
-    run_config: RunConfig, launch: Launch, cache: SetupCache, is_part: bool = False
+    run_config: RunConfig,
+    launch: Launch,
+    cache: SetupCache,
+    placement: Placement = Placement(),
 ) -> ResolvedRun:
-    """Find the models and resolve the config. Raises ValueError as `prepare` does. `is_part`:
-    this rank is a stage of a pipeline, as in `resolve`."""
+    """Find the models and resolve the config. Raises ValueError as `prepare` does. `placement` as
+    in `resolve`."""
     run_config.check(launch.world_size)
 
     def find_source(section: ModelSection | DraftSection) -> ModelSource:
@@ -159,21 +158,32 @@ def find(
     source = find_source(run_config.model)
     draft = None if run_config.draft is None else find_source(run_config.draft)
     machine = cache.get(("machine",), lambda: probe_machine(launch))
-    config = resolve(
-        as_stored(run_config, source, draft),
-        machine,
-        source.config.cached_head_dim,
-        (source if draft is None else draft).config.cached_head_dim,
-        layer_obstacles(Models(source.config, None if draft is None else draft.config)),
-        is_part,
-    )
+    run_config = as_stored(run_config, source, draft)
+    return resolve_run(run_config, launch, machine, source, draft, placement)
+
+
+def resolve_run(
+    run_config: RunConfig,
+    launch: Launch,
+    machine: Machine,
+    source: ModelSource,
+    draft: ModelSource | None,
+    placement: Placement = Placement(),
+) -> ResolvedRun:
+    """The run of models that were found. Raises ValueError and takes `placement` as `resolve`
+    does."""
+    of_draft = ModelTraits() if draft is None else traits_of(draft.config)
+    config = resolve(run_config, machine, traits_of(source.config), of_draft, placement)
     return ResolvedRun(config, launch, machine, source, draft)
 
 
-def layer_obstacles(models: Models) -> tuple[str | None, str | None]:
-    """What native steps do not compute in the layers of the target and of the draft."""
-    draft = models.draft
-    return layer_obstacle(models.target), None if draft is None else layer_obstacle(draft)
+def traits_of(model: ModelConfig) -> ModelTraits:
+    return ModelTraits(
+        head_dim=model.cached_head_dim,
+        has_alibi=model.positions == "alibi",
+        sliding_window=model.sliding_window,
+        layer_obstacle=layer_obstacle(model),
+    )
 
 
 def complete(

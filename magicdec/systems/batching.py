@@ -30,13 +30,12 @@ from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
 from magicdec.runner.step_plan import PREFILL_TOKENS, Limits
-from magicdec.setup.autotune import settle
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
 from magicdec.setup.memory_check import Room, largest
 from magicdec.setup.memory_plan import model_plans_of
 from magicdec.setup.model_checks import check_shared
 from magicdec.setup.model_plan import ModelPlan, max_tokens
-from magicdec.setup.prepare import ResolvedRun, SetupCache
+from magicdec.setup.prepare import ResolvedRun, SetupCache, resolve_run
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import keep_queries
 from magicdec.speculation.steps.recorder import CudaGraphs, Eager, Recorder
@@ -169,9 +168,6 @@ class Batching(System):
         else:
             alone = Group((0,), 0)
             groups = ParallelGroups(0, 1, alone, None if draft is None else alone)
-        target, draft_model = run.models.target, run.models.draft
-        config = settle(run.config, target, draft_model, groups.target, device)
-        self.run = run = replace(run, config=config)
         self.models = LoadedModels(device, progress, self._emulated_s)
         plan = self.model_plans(each, launch.rank)[0]
         self.runner = runner = make_runner(plan, run.source, groups.target, self.models)
@@ -253,11 +249,12 @@ class Batching(System):
 def of_first_rank_alone(models: ResolvedRun) -> ResolvedRun:
     """The run of the first rank, which needs no other, with the threads of all ranks of its host,
     since these wait, but with no more than the host has cores: threads that share a core wait for
-    each other for most of the time."""
-    config = models.alone()
-    own = config.parallel.threads
-    threads = min(own * len(models.launch.local_ranks), max(own, models.machine.num_cpus))
-    parallel = replace(config.parallel, rank_group=(0,), collectives=None, threads=threads)
-    draft = None if config.draft is None else replace(config.draft, rank_group=(0,))
-    config = replace(config, parallel=parallel, draft=draft)
-    return replace(models, config=config, launch=Launch(0, 1, 0, 1))
+    each other for most of the time. `models` are resolved for all ranks."""
+    asked, machine = models.config.run_config, models.machine
+    num_threads = models.config.parallel.threads * len(models.launch.local_ranks)
+    threads = min(num_threads, machine.num_cpus)
+    parallel = replace(asked.parallel, rank_group=(0,), threads=threads)
+    draft = None if asked.draft is None else replace(asked.draft, rank_group=(0,))
+    config = replace(asked, parallel=parallel, draft=draft)
+    alone = replace(machine, world_size=1, local_world_size=1, first_rank=0)
+    return resolve_run(config, Launch(0, 1, 0, 1), alone, models.source, models.draft_source)

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from magicdec.config.choices.collectives import Transport
+from magicdec.config.resolve import Placement
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NONE, SamplingSection, WorkloadSection
 from magicdec.distributed.groups import Launch
@@ -115,12 +116,12 @@ class System(ABC):
         run_config: RunConfig,
         workload: WorkloadSection,
         cache: SetupCache,
-        is_part: bool = False,
+        placement: Placement = Placement(),
     ) -> ResolvedRun:
         """Find the models for such a batch, as `setup.prepare.find` does; only for passes with
         drafts those of a draft."""
         config = run_config if self.has_drafts else run_config.with_draft(NONE)
-        models = find(replace(config, workload=workload), self.launch, cache, is_part)
+        models = find(replace(config, workload=workload), self.launch, cache, placement)
         most, name = models.source.config.max_length, config.model.model
         self.options.check_lengths(most, f"--model {name}")
         return models

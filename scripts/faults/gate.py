@@ -131,9 +131,8 @@ PROPERTIES = (
         f"{THREADS}test_each_rank_has_its_own_and_one_process_those_of_its_host",
         (
             Fault("one process expected to have a rank's threads", "systems/batching.py",
-                  "threads = min(own * len(models.launch.local_ranks), "
-                  "max(own, models.machine.num_cpus))",
-                  "threads = own"),
+                  "threads = min(num_threads, machine.num_cpus)",
+                  "threads = models.config.parallel.threads"),
         ),
     ),
     Property(

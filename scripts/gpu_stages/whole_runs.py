@@ -27,7 +27,13 @@ from gpu_stages.scale import Suite
 from magicdec.bench.latency.forwards import fill
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import DecodingSection, KVSection, ModelSection, ParallelSection
+from magicdec.config.sections import (
+    DecodingSection,
+    KVSection,
+    ModelSection,
+    ParallelSection,
+    WorkloadSection,
+)
 from magicdec.distributed.groups import read_launch
 from magicdec.hardware.timing import synchronize
 from magicdec.model.presets.presets import find_config
@@ -35,10 +41,9 @@ from magicdec.output.console import make_progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch, SamplingParams
 from magicdec.runner.sampling.verification import Judgement
-from magicdec.setup.autotune import settle
 from magicdec.setup.loading import LoadedModels, runner_of
 from magicdec.setup.model_plan import ModelPlan
-from magicdec.setup.prepare import SetupCache, find
+from magicdec.setup.prepare import ResolvedRun, SetupCache, find
 from magicdec.setup.session import RankSession
 from magicdec.speculation.steps import steps
 from magicdec.speculation.steps.recorder import CudaGraphs, Eager, Recorder
@@ -76,33 +81,31 @@ def rates_at(S: int) -> dict[str, float]:
     return rates
 
 
-def config_of(suite: Suite, B: int, S: int, gamma: int) -> ResolvedConfig:
+def find_run(suite: Suite, B: int, S: int, gamma: int) -> ResolvedRun:
     """A self-speculative run at this place. Raises ValueError as the commands do."""
     scale = suite.scale
     dtype = "float32" if suite.is_tiny else "bfloat16"
+    room = (WARM_UP + STEPS + 2) * (gamma + 1)
     asked = RunConfig(
         model=ModelSection(model=scale.model, dtype=dtype),
         parallel=ParallelSection(device=suite.device.type),
         decoding=DecodingSection("speculative", "self", gamma),
         kv=KVSection("streaming_llm", scale.run_budget),
+        workload=WorkloadSection(batch_size=B, prefix_len=S, gen_len=room),
     )
-    config = find(asked, read_launch(), SetupCache()).config
-    room = (WARM_UP + STEPS + 2) * (gamma + 1)
-    workload = replace(config.workload, batch_size=B, prefix_len=S, gen_len=room)
-    return replace(config, workload=workload)
+    return find(asked, read_launch(), SetupCache())
 
 
 def measure(suite: Suite, models: list[LoadedModels], B: int, S: int, gamma: int) -> dict[str, Any]:
     """Milliseconds of a step of both strategies, and the speedup by acceptance rate. Raises
     ValueError or torch's out-of-memory error where the place does not fit."""
     launch = read_launch()
-    config = config_of(suite, B, S, gamma)
+    run = find_run(suite, B, S, gamma)
+    config, source = run.config, run.source
     with RankSession(launch, config.parallel) as session:
         device = session.device
         if not models:
             models.append(LoadedModels(device, make_progress(False)))
-        source = find(config.run_config, launch, SetupCache()).source
-        config = settle(config, source.config, None, session.groups.target, device)
         plan = ModelPlan(config, source.config, (0,), 0)
         model = models[0].get(source, session.groups.target, plan.kinds)
         runner = runner_of(plan, model, session.groups.target)
@@ -110,7 +113,7 @@ def measure(suite: Suite, models: list[LoadedModels], B: int, S: int, gamma: int
         baseline = time_steps(runner, batch, config, "autoregressive", S)
         found: dict[str, Any] = {
             "measured": "times of steps; random weights, random keys and values",
-            "attention": config.attention.backend.settled,
+            "attention": config.attention.backend,
             "cuda_graphs": config.decoding.cuda_graphs,
             "autoregressive": baseline,
             "emulated_acceptance": {},

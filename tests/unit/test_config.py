@@ -1,6 +1,7 @@
 """RunConfig and its flags: what is refused and how, what `auto` becomes, and how little is loaded
 to say so."""
 
+import ast
 import dataclasses
 import itertools
 import re
@@ -10,16 +11,17 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from conftest import HANG
+from conftest import HANG, ROOT
 
 from magicdec import names as module
 from magicdec.cli import flags as cli
 from magicdec.cli.drivers import ALIASES, DRIVERS, Driver
 from magicdec.cli.flags import config_of
 from magicdec.cli.parsing.parser import Parser
-from magicdec.config.choices.backend import choose_backend
-from magicdec.config.choices.choice import Choice, How
-from magicdec.config.machine import Machine
+from magicdec.config import resolved
+from magicdec.config.choices.backend import AttentionCase, choose_backend
+from magicdec.config.choices.choice import How
+from magicdec.config.machine import Machine, ModelTraits
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
@@ -244,13 +246,13 @@ def test_a_draft_stands_on_any_ranks_and_by_default_on_the_targets_first() -> No
 
 
 def test_a_draft_has_the_attention_that_its_own_head_size_allows() -> None:
-    resolved = resolve(LONGSPEC, Machine(2, has_compiler=True), head_dim=64, draft_head_dim=72)
+    resolved = resolve(LONGSPEC, Machine(2, has_compiler=True), draft=ModelTraits(72))
     assert resolved.attention.backend == "native" and resolved.draft is not None
     assert resolved.draft.backend == "grouped"
     assert resolved.draft.backend.why == "auto: grouped; head size 72 is not a multiple of 16"
     with pytest.raises(ValueError, match="--attention native: head size 72"):
         asked = parsed("--attention", "native", driver=LONGSPEC)
-        resolve(asked, Machine(2, has_compiler=True), 64, 72)
+        resolve(asked, Machine(2, has_compiler=True), draft=ModelTraits(72))
 
 
 FAST = Machine(2, has_compiler=True, has_bfloat16_products=True)
@@ -392,22 +394,76 @@ else:
 
 def named(asked: str, device: str, machine: Machine, head_dim: int = 64) -> tuple[str, str]:
     """(name, reason) of the attention backend."""
-    choice = choose_backend(asked, device, machine, head_dim)
+    choice = choose_backend(asked, machine, AttentionCase(device, model=ModelTraits(head_dim)))
     return str(choice), choice.why
 
 
-def test_auto_attention_is_native_where_it_can_be() -> None:
+def test_auto_attention_on_a_cpu_is_native_where_it_can_be() -> None:
     machine = Machine(num_cpus=2, has_compiler=True)
     assert named("auto", "cpu", machine) == ("native", "auto: native")
     no_compiler = "auto: grouped; native needs a C++ compiler (on Debian: apt install g++)"
     assert named("auto", "cpu", machine, 72)[0] == "grouped"
-    assert named("auto", "cuda", machine) == ("grouped", "auto: to be measured")
     assert named("auto", "cpu", Machine(2)) == ("grouped", no_compiler)
     assert named("sdpa", "cpu", machine) == ("sdpa", "asked for")
     with pytest.raises(ValueError, match=r"--attention native: native needs a C\+\+ compiler"):
-        choose_backend("native", "cpu", Machine(2), 64)
+        choose_backend("native", Machine(2), AttentionCase("cpu"))
     with pytest.raises(ValueError, match="--attention native: head size 72 is not"):
-        choose_backend("native", "cpu", machine, 72)
+        choose_backend("native", machine, AttentionCase("cpu", model=ModelTraits(72)))
+
+
+FLASH = "flash_attn is for --dtype bfloat16, not float32"
+ON_CUDA = [
+    (AttentionCase("cuda", "bfloat16"), {}, ["triton"]),
+    (AttentionCase("cuda", "bfloat16"), {"triton": "no triton"}, ["flash_attn", "no triton"]),
+    (AttentionCase("cuda"), {"triton": "no triton"}, ["sdpa", "no triton", FLASH]),
+    (
+        AttentionCase("cuda", "bfloat16"),
+        {"triton": "no triton", "flash_attn": "no flash-attn"},
+        ["sdpa", "no triton", "no flash-attn"],
+    ),
+    (
+        AttentionCase("cuda", "bfloat16", ModelTraits(320)),
+        {},
+        [
+            "sdpa",
+            "head size 320 is not at most 256",
+            "head size 320 is not a multiple of 8, at most 256",
+        ],
+    ),
+    (
+        AttentionCase("cuda", "bfloat16", kv_policy="verified"),
+        {"triton": "no triton"},
+        ["sdpa", "no triton", "flash_attn does not return attention weights"],
+    ),
+    (
+        AttentionCase("cuda", "bfloat16", ModelTraits(sliding_window=64), longest=65),
+        {"triton": "no triton"},
+        ["sdpa", "no triton", "flash_attn does not keep to a sliding window"],
+    ),
+    (
+        AttentionCase("cuda", "bfloat16", ModelTraits(sliding_window=64), longest=64),
+        {"triton": "no triton"},
+        ["flash_attn", "no triton"],
+    ),
+]
+
+
+@pytest.mark.parametrize(("case", "missing", "found"), ON_CUDA)
+def test_auto_attention_on_cuda_is_the_first_of_its_line_that_can_serve(
+    case: AttentionCase, missing: dict[str, str], found: list[str]
+) -> None:
+    """Nothing is measured, and what kept it from the first is the reason."""
+    machine = Machine(2, has_cuda=True, missing_backends=missing)
+    choice = choose_backend("auto", machine, case)
+    assert choice == found[0] and choice.why == "; ".join([f"auto: {found[0]}", *found[1:]])
+    assert choice.how is (How.AUTO if len(found) == 1 else How.SECOND_BEST)
+
+
+def test_auto_attention_on_a_cpu_rounds_no_alibi() -> None:
+    """Without a compiler, where grouped attention would be refused for such a model."""
+    case = AttentionCase("cpu", "bfloat16", ModelTraits(has_alibi=True))
+    assert choose_backend("auto", Machine(2), case) == "sdpa"
+    assert choose_backend("auto", Machine(2), AttentionCase("cpu", "bfloat16")) == "grouped"
 
 
 @pytest.mark.parametrize(
@@ -431,10 +487,10 @@ def test_an_attention_backend_that_cannot_serve_is_refused(
     )
     message = f"--attention {asked}: {obstacle}; choose from auto, sdpa, grouped"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
-        choose_backend(asked, device, machine, head_dim, dtype)
+        choose_backend(asked, machine, AttentionCase(device, dtype, ModelTraits(head_dim)))
     with pytest.raises(ValueError, match=re.escape(obstacle)):
         config = parsed("--attention", asked, "--device", device, "--dtype", dtype)
-        resolve(config, machine, head_dim)
+        resolve(config, machine, ModelTraits(head_dim))
 
 
 def test_triton_on_a_cpu_is_said_to_be_interpreted(capsys: pytest.CaptureFixture[str]) -> None:
@@ -471,21 +527,15 @@ def test_graphs_are_used_where_they_can_be(flags: str, graphs: str, why: str) ->
         resolve(parsed("--cuda_graphs", "on", *flags.split()), machine)
 
 
-def test_a_backend_that_was_measured_decides_on_graphs_again() -> None:
-    machine = Machine(num_cpus=2, has_cuda=True)
-    resolved = resolve(DRIVER, machine)
+def test_nothing_of_a_run_on_cuda_is_left_to_its_ranks() -> None:
+    """Backends and graphs are known when the config is, also those of a standalone draft."""
+    resolved = resolve(LONGSPEC, Machine(2, has_cuda=True))
+    assert (resolved.attention.backend, resolved.draft.backend) == ("triton", "triton")
+    assert resolved.model.elementwise == "triton" and resolved.decoding.cuda_graphs == "on"
+    bare = {"triton": "no triton", "flash_attn": "no flash-attn"}
+    resolved = resolve(LONGSPEC, Machine(2, has_cuda=True, missing_backends=bare))
+    assert (resolved.attention.backend, resolved.draft.backend) == ("sdpa", "sdpa")
     assert resolved.decoding.cuda_graphs == "on"
-    for name, graphs in (("grouped", "off"), ("triton", "on")):
-        attention = dataclasses.replace(
-            resolved.attention,
-            backend=Choice(name, f"auto: {name} 0.1 ms", How.MEASURED),
-        )
-        again = dataclasses.replace(resolved, attention=attention).resolve_graphs()
-        assert again.decoding.cuda_graphs == graphs
-    longspec = resolve(LONGSPEC, machine)
-    draft = dataclasses.replace(longspec.draft, backend=Choice("grouped"))
-    again = dataclasses.replace(longspec, draft=draft).resolve_graphs()
-    assert again.decoding.cuda_graphs.why.endswith("--attention grouped needs lengths on the host")
 
 
 @pytest.mark.parametrize("name", ["varlen", "flash_attn"])
@@ -497,3 +547,22 @@ def test_the_verified_policy_needs_a_backend_that_tells(name: str) -> None:
     assert resolve(parsed(*flags, "snapkv"), machine).attention.backend == name
     whole = parsed(*flags, "verified", "--draft_budget", -1)  # all of the cache: the full policy
     assert resolve(whole, machine).attention.backend == name
+
+
+SECTIONS = ("config", "parallel", "decoding", "attention", "draft", "model", "section")
+
+
+def test_no_file_but_those_of_the_config_chooses_for_a_run() -> None:
+    """What a resolved section chose is never replaced."""
+    classes = (getattr(resolved, name) for name in vars(resolved) if name.startswith("Resolved"))
+    fields = [each for kind in classes for each in dataclasses.fields(kind)]
+    chosen = {each.name for each in fields if "Choice" in str(each.type)}
+    assert chosen == {"backend", "collectives", "cuda_graphs", "elementwise", "native_steps"}
+    for path in (ROOT / "magicdec").rglob("*.py"):
+        if path.is_relative_to(ROOT / "magicdec" / "config"):
+            continue
+        for call in ast.walk(ast.parse(path.read_text())):
+            if isinstance(call, ast.Call) and ast.unparse(call.func).endswith("replace"):
+                of = ast.unparse(call.args[0]).rpartition(".")[2] if call.args else ""
+                given = {keyword.arg for keyword in call.keywords} & chosen
+                assert of not in SECTIONS or not given, (path, given)

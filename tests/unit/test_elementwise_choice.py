@@ -10,7 +10,7 @@ from conftest import TINY, tiny_transformer
 
 from magicdec.cli import flags as cli
 from magicdec.config.choices.choice import INTERPRETED
-from magicdec.config.machine import Machine
+from magicdec.config.machine import Machine, ModelTraits
 from magicdec.config.resolve import resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
@@ -77,8 +77,10 @@ def test_what_cannot_be_is_refused(
 
 
 def test_what_is_slower_or_interpreted_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    missing = "triton is not installed; pip install triton"
+    of_both = f"--attention auto: flash_attn; {missing}\n--elementwise auto: torch; {missing}\n"
     said = {
-        "--elementwise auto: torch; triton is not installed; pip install triton\n": BARE_GPU,
+        of_both: BARE_GPU,
         "": replace(GPU, has_bfloat16_products=False),
     }
     for line, machine in said.items():
@@ -138,7 +140,7 @@ def test_native_steps_that_cannot_be_are_refused() -> None:
     config = RunConfig(parallel=ParallelSection(collectives="gloo"))
     ranks = replace(FAST, world_size=2, local_world_size=2, shared_memory_obstacle=None)
     assert resolve(config, ranks).model.native_steps.why == "auto: off, --collectives gloo"
-    layers = resolve(RunConfig(), FAST, layer_obstacles=("layer norms", None)).model
+    layers = resolve(RunConfig(), FAST, ModelTraits(layer_obstacle="layer norms")).model
     assert layers.native_steps.why == "auto: off, the model has layer norms"
 
 
@@ -147,8 +149,8 @@ def test_layers_that_keep_a_model_from_native_steps_are_announced(
 ) -> None:
     """What the parts of a step keep from it is not: `--linear torch` is the user's own choice."""
     asked = RunConfig(draft=DraftSection("demo-draft"))
-    obstacles = ("layer norms", "learned positions")
-    config = resolve(asked, FAST, layer_obstacles=obstacles)
+    obstacles = [ModelTraits(layer_obstacle=w) for w in ("layer norms", "learned positions")]
+    config = resolve(asked, FAST, *obstacles)
     for rank in (0, 1):
         cli.announce_backend(config, Launch(rank, 2, rank, 2))
     assert capsys.readouterr().err == (
@@ -156,8 +158,8 @@ def test_layers_that_keep_a_model_from_native_steps_are_announced(
         "draft: --native_steps auto: off, the model has learned positions\n"
     )
     for model in (ModelSection(linear="torch"), ModelSection(native_steps="off"), ModelSection()):
-        layers = (None, None) if model == ModelSection() else obstacles
+        traits = [] if model == ModelSection() else obstacles
         cli.announce_backend(
-            resolve(replace(asked, model=model), FAST, layer_obstacles=layers), Launch(0, 1, 0, 1)
+            resolve(replace(asked, model=model), FAST, *traits), Launch(0, 1, 0, 1)
         )
     assert capsys.readouterr().err == ""

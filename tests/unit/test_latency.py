@@ -23,8 +23,8 @@ from magicdec.bench.latency.forwards import (
     time_place,
 )
 from magicdec.bench.latency.record import Cell, Grid, summarise
-from magicdec.cli.latency import parse
-from magicdec.config.machine import Machine
+from magicdec.cli.latency import largest_run, parse
+from magicdec.config.machine import Machine, ModelTraits
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import AttentionSection, KVSection, ModelSection
@@ -236,3 +236,22 @@ def test_a_grid_of_decodes_alone() -> None:
     plan = plan_place(CONFIG, grid, MODELS, ALONE, 3, 200)
     assert plan.kv == 3 * 201 * 2 * TINY.num_layers * TINY.num_kv_heads * TINY.head_dim * 4
     assert plan.draft_kv == 0
+
+
+def test_auto_is_decided_for_the_whole_grid() -> None:
+    """By its largest cells and by the policy that asks most: what auto takes serves every cell."""
+    flags = "--B 2 8 --prefix_len 100 1000 --T 1 4 --kv_policy streaming_llm verified --budget 129"
+    config, grid, _ = parse(flags.split())
+    run = largest_run(config, grid)
+    assert (run.workload.batch_size, run.workload.prefix_len) == (8, 1000)
+    assert (run.decoding.most_draft_tokens, run.kv.policy) == (3, "verified")
+    machine = Machine(2, has_cuda=True, missing_backends={"triton": "no triton"})
+    resolved = resolve(run, machine)
+    assert resolved.attention.backend == "sdpa" and resolved.decoding.cuda_graphs == "on"
+    assert "flash_attn does not return attention weights" in resolved.attention.backend.why
+    config, grid, _ = parse(flags.replace("streaming_llm verified", "snapkv").split())
+    assert resolve(largest_run(config, grid), machine).attention.backend == "flash_attn"
+    window = ModelTraits(sliding_window=1002)
+    assert resolve(largest_run(config, grid), machine, window).attention.backend == "sdpa"
+    decodes = replace(grid, new_tokens=(1,))
+    assert largest_run(config, decodes).decoding.most_draft_tokens == 1

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from magicdec.config.choices.choice import How
 from magicdec.config.choices.collectives import (
     GROUP_BYTES,
     HOST_COPIES,
@@ -23,7 +22,7 @@ from magicdec.config.choices.collectives import (
     choose_transport,
 )
 from magicdec.config.machine import Machine
-from magicdec.config.resolve import resolve
+from magicdec.config.resolve import Placement, resolve
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import AttentionSection, ParallelSection
@@ -50,7 +49,7 @@ def staged(
     """The config of stages of a pipeline."""
     parallel = ParallelSection(device=device, collectives=collectives)
     asked = RunConfig(parallel=parallel, attention=AttentionSection(attention))
-    return resolve(asked, machine, is_staged=True)
+    return resolve(asked, machine, placement=Placement(is_staged=True))
 
 
 @pytest.mark.parametrize(
@@ -105,10 +104,8 @@ def test_ranks_that_share_a_gpu_cannot_share_layers() -> None:
         check_stage_group("--layer_split 1,1", staged(ONE_GPU).parallel)
 
 
-def test_stages_on_cuda_measure_no_backend_and_capture_no_steps() -> None:
-    config = staged(TWO_GPUS)
-    assert config.attention.backend.settled is not None
-    assert config.attention.backend.how is How.SECOND_BEST, "so it is announced"
+def test_stages_on_cuda_take_the_backend_of_every_run_and_capture_no_steps() -> None:
+    assert staged(TWO_GPUS).attention.backend == "triton"
     graphs = staged(TWO_GPUS, attention="sdpa").decoding.cuda_graphs
     assert (graphs, graphs.why) == (
         "off",

@@ -22,7 +22,6 @@ from torch import Tensor
 
 from magicdec.bench.latency.record import Cell, Grid, Row, Timing, summarise
 from magicdec.bench.run.roofline import bytes_read
-from magicdec.config.capabilities import policy_called
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import KVSection
 from magicdec.distributed.groups import Group, Launch
@@ -38,7 +37,6 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch, NotFinite, Request, SamplingParams, naming
 from magicdec.runner.sampling.metadata import SamplingMetadata
 from magicdec.runner.sampling.model_tokens import greedy_tokens
-from magicdec.setup.autotune import settle
 from magicdec.setup.loading import LoadedModels, runner_of, with_copy
 from magicdec.setup.memory_check import Room, describe_place, needed
 from magicdec.setup.memory_plan import MemoryPlan, Models
@@ -53,14 +51,11 @@ GREEDY = SamplingParams(max_new_tokens=1)
 
 def measure(
     config: ResolvedConfig, grid: Grid, source: ModelSource, launch: Launch
-) -> tuple[ResolvedConfig, Environment, list[Row]]:
-    """(config, environment, rows), the same on every rank. `config` is resolved; the one returned
-    names the backend that a measurement chose, if it was left to one. All ranks call this in
+) -> tuple[Environment, list[Row]]:
+    """(environment, rows), the same on every rank. `config` is resolved. All ranks call this in
     lockstep."""
     with RankSession(launch, config.parallel) as session:
         group, device = session.groups.target, session.device
-        settled = settle(largest_step(config, grid), source.config, None, group, device)
-        config = replace(config, attention=settled.attention).resolve_graphs()
         progress = make_progress(launch.rank == 0)
         models, context = LoadedModels(device, progress), max(grid.contexts)
         largest = place_config(config, grid, max(grid.batch_sizes), context)
@@ -80,26 +75,7 @@ def measure(
         # The ceiling is the larger of two measurements, as in a run.
         bandwidth = max(bandwidth, read_bandwidth(group, device))
         rows = summarise(group.all_gather_values(timings, list[Timing]), bandwidth)
-    return config, load.add_to(session.describe_environment(bandwidth)), rows
-
-
-def largest_step(config: ResolvedConfig, grid: Grid) -> ResolvedConfig:
-    """The run by whose step `auto` chooses one backend for the whole grid. It has the longest
-    verification of the grid, as many draft tokens, and the policy that asks most of a backend (else
-    the first)."""
-    workload = replace(
-        config.workload, batch_size=max(grid.batch_sizes), prefix_len=max(grid.contexts)
-    )
-    config, most = replace(config, workload=workload), max(grid.new_tokens) - 1
-    if most == 0 and not grid.drafts:
-        return config
-    drafter = "self" if grid.drafts else None
-    decoding = replace(
-        config.decoding, strategy="speculative", drafter=drafter, num_draft_tokens=max(1, most)
-    )
-    watched = [kv for kv in grid.drafts if policy_called(kv.policy).needs_weights]
-    kv = [*watched, *grid.drafts, config.kv][0].resolve()
-    return replace(config, decoding=decoding, kv=kv)
+    return load.add_to(session.describe_environment(bandwidth)), rows
 
 
 def time_place(

@@ -43,7 +43,6 @@ from magicdec.model.tokenizer import Tokenizer
 from magicdec.names import BASELINE
 from magicdec.output.console import Silent
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.setup.autotune import settle
 from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.memory_check import free_device_memory
 from magicdec.setup.model_plan import ModelPlan
@@ -320,8 +319,7 @@ def make_checked_runner(name: str, longest: int) -> ModelRunner:
     run = find(config_of(name, "float32", longest), Launch(), SetupCache())
     group, device = Group((0,), 0), torch.device("cpu")
     torch.set_num_threads(run.config.parallel.threads)
-    config = settle(run.config, run.source.config, None, group, device)
-    plan = ModelPlan(config, run.source.config, group.ranks, 0, row_tokens=longest)
+    plan = ModelPlan(run.config, run.source.config, group.ranks, 0, row_tokens=longest)
     return make_runner(plan, run.source, group, LoadedModels(device, Silent()))
 
 

@@ -45,7 +45,6 @@ from magicdec.records.correctness import Correctness, ForwardErrors, JudgedAgain
 from magicdec.records.samples import PassSamples, PrefillSamples, to_ms
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request, StepOutput, naming
-from magicdec.setup.autotune import settle
 from magicdec.setup.loading import (
     copy_runner,
     load_model,
@@ -386,10 +385,9 @@ def execute_in(
     room: Room | None = None,
 ) -> Outcome:
     """As `execute`, in a session that is open. `resident` and `room` as in `Run`."""
-    models, group, device = prepared.models, session.groups.target, session.device
+    group, device = session.groups.target, session.device
     was_in_use = resident is not None and not resident.is_empty
-    config = settle(prepared.config, models.target, models.draft, group, device)
-    run = Run(replace(prepared, config=config), session, progress, resident, room)
+    run = Run(prepared, session, progress, resident, room)
     bandwidth = read_bandwidth(group, device)
     run.load.begin()
     run.measure()

@@ -56,16 +56,12 @@ class Cell:
 
 def config_key(config: dict[str, Any]) -> str:
     """Equal for records of one resolved config. Where results go, and the reasons of choices, do
-    not matter; nor does a null, which an older record may lack. On CUDA, a choice that was left to
-    a measurement counts as left to it."""
+    not matter; nor does a null, which an older record may lack."""
     sections: dict[str, Any] = {}
     for name, section in config.items():
         if name == "output" or section is None:
             continue
         values = {k: v for k, v in section.items() if not k.endswith("_reason") and v is not None}
-        is_measured = str(section.get("backend_reason")).startswith("auto")
-        if "backend" in values and is_measured and config["parallel"]["device"] == "cuda":
-            values["backend"] = "auto"
         sections[name] = values
     return json.dumps(sections, sort_keys=True)
 

@@ -21,7 +21,6 @@ from magicdec.config.sections import DecodingSection, WorkloadSection
 from magicdec.distributed.groups import Launch
 from magicdec.names import BASELINE
 from magicdec.records.record import RunRecord
-from magicdec.setup.autotune import settle
 from magicdec.setup.memory_check import needed
 from magicdec.setup.prepare import Prepared, SetupCache, check_agreement, complete, find
 from magicdec.setup.session import Sessions
@@ -136,11 +135,7 @@ class DraftTrials:
     def _groups(self, prepared: Mapping[str, Prepared]) -> list[dict[str, Prepared]]:
         """The runs that are measured together: with the same state after prefill, and, where the
         memory has no room for all drafts at once, with the same draft."""
-        cells = [
-            Cell(settled, (name,), settled)
-            for name, each in prepared.items()
-            for settled in [self._settled(each)]
-        ]
+        cells = [Cell(each, (name,), each) for name, each in prepared.items()]
         groups = grouped(cells, lambda cell: (cell.model_key, cell.prompts_key))
         parts = [
             part
@@ -148,13 +143,6 @@ class DraftTrials:
             for part in ([group] if has_room(group) else grouped(group, draft_of))
         ]
         return [{c.names[0]: c.prepared for c in part if c.prepared} for part in parts]
-
-    def _settled(self, prepared: Prepared) -> Prepared:
-        """With the backend that a measurement chooses, if it was left to one."""
-        session, models = self.sessions.begin(prepared), prepared.models
-        group = session.groups.target
-        config = settle(prepared.config, models.target, models.draft, group, session.device)
-        return replace(prepared, config=config)
 
 
 def group_batches(group: Mapping[str, Prepared]) -> int:

@@ -1,65 +1,90 @@
-"""What `--attention auto` means on a machine, and the choice of CUDA graphs, which depends on the
-backend. Imports no torch itself, but reading the capabilities of a
-backend does. Knows a backend only by its `Capabilities`.
+"""What `--attention auto` means, and the choice of CUDA graphs, which depends on the backend.
+Imports no torch itself, but reading the capabilities of a backend does. Knows a backend only by its
+`Capabilities` and its place in the table `AUTO_BACKENDS`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from magicdec.config.capabilities import capabilities_of, list_backends, policy_called
+from magicdec.config.capabilities import (
+    Capabilities,
+    capabilities_of,
+    list_backends,
+    policy_called,
+)
 from magicdec.config.choices.choice import Choice, How, asked_for, first_obstacle
-from magicdec.config.machine import Machine
+from magicdec.config.machine import Machine, ModelTraits
 from magicdec.names import AUTO_BACKENDS, PORTABLE_BACKEND, REFERENCE_BACKEND
 
 
-def choose_backend(
-    value: str,
-    device: str,
-    machine: Machine,
-    head_dim: int,
-    dtype: str = "float32",
-    needs_trees: bool = False,
-    is_staged: bool = False,
-) -> Choice:
-    """The attention backend to use. Raises ValueError if the user named one that cannot serve. On
-    CUDA, `auto` is the portable backend until a measurement has chosen. `needs_trees`: the run
-    drafts trees. `is_staged`: the ranks are stages of a pipeline."""
-    if value == "auto" and device == "cuda" and is_staged:
-        why = f"auto: {PORTABLE_BACKEND}, because the stages of a pipeline measure no backends"
-        return Choice(PORTABLE_BACKEND, why, How.SECOND_BEST)
-    if value == "auto" and device == "cuda":
-        return Choice(PORTABLE_BACKEND, "auto: to be measured", How.TO_BE_MEASURED)
+@dataclass(frozen=True)
+class AttentionCase:
+    """What a run asks of the attention of one of its models: the dtype of its keys, the tokens that
+    a row comes to hold at most (`longest`), the KV policy with which the model drafts for itself
+    (None: it does not), and whether drafts are trees."""
+
+    device: str
+    dtype: str = "float32"
+    model: ModelTraits = ModelTraits()
+    longest: int = 0
+    kv_policy: str | None = None
+    has_tree: bool = False
+
+    def obstacle(self, capabilities: Capabilities, machine: Machine) -> str | None:
+        """Why a backend cannot serve this case, or not in a useful time; None if it can."""
+        name, window = capabilities.name, self.model.sliding_window
+        is_alibi_rounded = (self.model.has_alibi, self.dtype) == (True, "bfloat16")
+        asks_weights = self.kv_policy is not None and policy_called(self.kv_policy).needs_weights
+        obstacles = {
+            f"{name} is interpreted on a CPU": (
+                capabilities.is_interpreted_on_cpu and self.device == "cpu"
+            ),
+            f"{name} rounds scores to bfloat16, too coarse for ALiBi": (
+                capabilities.rounds_scores and is_alibi_rounded
+            ),
+            f"{name} does not return attention weights": (
+                asks_weights and not capabilities.returns_weights
+            ),
+            f"{name} computes no draft trees": self.has_tree and not capabilities.supports_trees,
+            f"{name} does not keep to a sliding window": (
+                not capabilities.keeps_window and (window or self.longest) < self.longest
+            ),
+        }
+        here = capabilities.obstacle(machine, self.device, self.model.head_dim, self.dtype)
+        return here or first_obstacle(obstacles)
+
+
+def choose_backend(value: str, machine: Machine, case: AttentionCase) -> Choice:
+    """The attention backend to use. Raises ValueError if the user named one that cannot serve the
+    machine, the model's heads or draft trees; what else it lacks is refused with the model's name
+    (`setup.model_checks`)."""
     if value == "auto":
-        return _choose_on_cpu(device, machine, head_dim, dtype, needs_trees)
+        return _first_that_serves(machine, case)
     capabilities = capabilities_of(value)
-    if needs_trees and not capabilities.supports_trees:
+    if case.has_tree and not capabilities.supports_trees:
         fitting = ", ".join(list_backends(lambda c: c.supports_trees))
         raise ValueError(
             f"--attention {value} computes no draft trees, which --tree needs; choose from auto, "
             f"{fitting}"
         )
-    obstacle = capabilities.obstacle(machine, device, head_dim, dtype)
-    is_interpreted = capabilities.is_interpreted_on_cpu and device == "cpu"
+    obstacle = capabilities.obstacle(machine, case.device, case.model.head_dim, case.dtype)
+    is_interpreted = capabilities.is_interpreted_on_cpu and case.device == "cpu"
     others = f"auto, {REFERENCE_BACKEND}, {PORTABLE_BACKEND}"
     return asked_for("--attention", value, obstacle, others, is_interpreted)
 
 
-def _choose_on_cpu(
-    device: str, machine: Machine, head_dim: int, dtype: str, needs_trees: bool
-) -> Choice:
-    """The first of AUTO_BACKENDS that can serve, and why those before it cannot."""
+def _first_that_serves(machine: Machine, case: AttentionCase) -> Choice:
+    """The first backend of the device's line that can serve, and why those before it cannot."""
     obstacles: list[str] = []
-    for name in AUTO_BACKENDS:
-        capabilities = capabilities_of(name)
-        obstacle = capabilities.obstacle(machine, device, head_dim, dtype)
-        if needs_trees and not capabilities.supports_trees:
-            obstacle = f"{name} computes no draft trees"
+    for name in AUTO_BACKENDS[case.device]:
+        obstacle = case.obstacle(capabilities_of(name), machine)
         if obstacle is None:
             how = How.SECOND_BEST if obstacles else How.AUTO
             return Choice(name, "; ".join([f"auto: {name}", *obstacles]), how)
         obstacles.append(obstacle)
-    raise AssertionError("the last of AUTO_BACKENDS serves every model")
+    raise AssertionError("the last backend of a device's line serves every case")
 
 
 def check_returns_weights(backend: str, policy: str) -> None:
@@ -76,16 +101,15 @@ def check_returns_weights(backend: str, policy: str) -> None:
 def choose_graphs(
     value: str,
     device: str,
-    backends: Sequence[Choice],
+    backends: Sequence[str],
     drafts_trees: bool = False,
     is_staged: bool = False,
     pa: float | None = None,
 ) -> Choice:
-    """Whether CUDA graphs are on or off. `backends` are the target's and a draft's; those that a
-    measurement will choose do not count. `is_staged`: the ranks are stages of a pipeline. `pa` is
-    `--pa`. Raises ValueError if the user asked for graphs that cannot be captured."""
-    names = [choice.settled for choice in backends if choice.settled is not None]
-    unfit = next((name for name in names if not capabilities_of(name).can_be_recorded), None)
+    """Whether CUDA graphs are on or off. `backends` are the target's and a draft's. `is_staged`:
+    the ranks are stages of a pipeline. `pa` is `--pa`. Raises ValueError if the user asked for
+    graphs that cannot be captured."""
+    unfit = next((name for name in backends if not capabilities_of(name).can_be_recorded), None)
     obstacles = {
         f"--device {device} has none": device != "cuda",
         f"--attention {unfit} needs lengths on the host": unfit is not None,

@@ -17,8 +17,6 @@ class How(Enum):
     INTERPRETED = "the user, though the kernels then run in Triton's interpreter"
     AUTO = "auto took what suits the machine best"
     SECOND_BEST = "auto could not take what it prefers"
-    TO_BE_MEASURED = "auto chooses by a measurement in the run"
-    MEASURED = "auto chose by a measurement"
 
 
 class Choice(str):
@@ -36,11 +34,6 @@ class Choice(str):
     @property
     def is_auto(self) -> bool:
         return self.how not in (How.ASKED, How.INTERPRETED)
-
-    @property
-    def settled(self) -> str | None:
-        """The name; None if a measurement will still choose it."""
-        return None if self.how is How.TO_BE_MEASURED else self
 
 
 def first_obstacle(obstacles: Mapping[str, bool]) -> str | None:

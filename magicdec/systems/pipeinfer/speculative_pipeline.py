@@ -22,7 +22,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NONE, SELF, DraftSection
 from magicdec.distributed.channels.message import Kind, Message, MessageForm
 from magicdec.distributed.groups import Group, ParallelGroups
-from magicdec.distributed.layout import Layout, make_layout
+from magicdec.distributed.layout import Layout, make_layout, make_stage_grid
 from magicdec.distributed.start import make_stage_groups
 from magicdec.model.emulated import following_tokens
 from magicdec.output.console import Progress
@@ -105,13 +105,15 @@ class SpeculativePipeline(StagedSystem):
         assert workload.gen_len is not None, "the batch has room for outputs"
         num_drafts = workload.gen_len + self.past_end
         decoding = replace(run_config.decoding, num_draft_tokens=num_drafts)
-        return self.find_part(replace(run_config, decoding=decoding), workload, cache)
+        grid = make_stage_grid(self.options.layer_split, self.launch.world_size)
+        return self.find_part(
+            replace(run_config, decoding=decoding), workload, cache, grid.tensor_parallel
+        )
 
     def _place_draft(self, models: ResolvedRun, layout: Layout) -> ResolvedConfig:
         """The config of this rank's stage, with the draft on its rank of the layout."""
         ranks = layout.group_of(self.rank)
-        config = self.of_stage(models, ranks, layout.tensor_parallel)
-        draft = models.alone().draft
+        config, draft = models.config.on_ranks(ranks), models.config.draft
         return replace(config, draft=draft and replace(draft, rank_group=(layout.draft_rank,)))
 
     def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:

@@ -66,10 +66,10 @@ class Ring(StagedSystem):
         self.stage_number = grid.stage_of(launch.rank)
         self.num_samples = options.samples(grid)
         workload = options.batch_of(run_config.workload, self.num_samples)
-        models = self.find_part(run_config, workload, cache)
+        models = self.find_part(run_config, workload, cache, grid.tensor_parallel)
         check_split(read_split(options.layer_split).stages, grid, models.source)
         self.check_stages(models, grid.tensor_parallel, grid.world_size < launch.world_size)
-        config = self.of_stage(models, grid.ranks_of(self.stage_number), grid.tensor_parallel)
+        config = models.config.on_ranks(grid.ranks_of(self.stage_number))
         self.run = self.complete(replace(models, config=config), cache)
         step = DecodeStep(options.batch_size, options.mean_context, num_drafts_of(config))
         tokens = f" and {step.num_drafts} drafts" if step.num_drafts else ""

@@ -4,14 +4,13 @@ divided, how messages travel, and what several ranks of a stage must be able to 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from magicdec.config.choices.collectives import NCCL, check_stage_group, choose_transport
-from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.resolve import Placement
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import WorkloadSection
 from magicdec.distributed.channels.connect import Connector
@@ -28,10 +27,12 @@ from magicdec.systems.system import System
 
 class StagedSystem(System):
     def find_part(
-        self, run_config: RunConfig, workload: WorkloadSection, cache: SetupCache
+        self, run_config: RunConfig, workload: WorkloadSection, cache: SetupCache, num_ranks: int
     ) -> ResolvedRun:
-        """As `find`, for ranks that read a part of a checkpoint and send each other messages."""
-        models = self.find(run_config, workload, cache, is_part=True)
+        """As `find`, for ranks that read a part of a checkpoint and send each other messages. A
+        stage has `num_ranks`; one rank needs no other to compute its layers."""
+        placement = Placement(is_staged=True, is_alone=num_ranks == 1)
+        models = self.find(run_config, workload, cache, placement)
         parallel, on_host = models.config.parallel, self.options.on_host
         self.transport = choose_transport(parallel, models.machine, on_host)
         return models
@@ -49,11 +50,6 @@ class StagedSystem(System):
                 f"{flag_text}: stages of {num_ranks} ranks are timed together, but other ranks "
                 "have no stage; give layer counts or shares"
             )
-
-    def of_stage(self, models: ResolvedRun, ranks: Sequence[int], num_ranks: int) -> ResolvedConfig:
-        """The config of the ranks of a stage, which has `num_ranks`; one rank needs no other."""
-        config = models.alone() if num_ranks == 1 else models.config
-        return config.on_ranks(ranks)
 
     def choose_layers(self, timing: Timing, what: str) -> tuple[range, ...]:
         """The layers of each stage. `what` says what is timed for `--layer_split auto`."""

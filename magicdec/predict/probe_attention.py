@@ -1,37 +1,37 @@
-"""What `--attention auto` becomes on CUDA: the fastest, by measurement, of the backends that can be
-loaded and agree with the reference, over what a step of the run reads: its drafts and its
-verification, or its decode forward, on one rank and in one layer, on random keys and values.
+"""Measures attention for `magicdec probe --attention`: every backend that can serve a run, over
+what a step of it reads (its drafts and its verification, or its decode forward), in one layer, on
+random keys and values.
 
-The choice is made once a run, on the leader's device, after the process group has started; the
-other ranks take it over. Its reason goes into the record.
+A run itself measures nothing of this: what `--attention auto` means is a table
+(`config/choices/backend.py`), and a user who measures it names the fastest. All ranks measure at
+the same time, as they work in a run.
 """
 
 from __future__ import annotations
 
 import statistics
-import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from magicdec.attention.backend import AttentionBackend
-from magicdec.config.capabilities import Capabilities, capabilities_of, policy_called
-from magicdec.config.choices.choice import Choice, How
-from magicdec.config.machine import Machine
+from magicdec.config.capabilities import Capabilities, capabilities_of
+from magicdec.config.choices.backend import AttentionCase
 from magicdec.config.resolved import ResolvedConfig
+from magicdec.config.sections import SELF
 from magicdec.distributed.groups import Group
 from magicdec.distributed.tensor_parallel import Shard
-from magicdec.hardware.environment import missing_backends
 from magicdec.hardware.timing import seconds_of, synchronize
 from magicdec.kv.cache import BatchRows, KVCache
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.view import FULL, WEIGHTS_BLOCK, KVView, Visible, make_view
 from magicdec.model.config import ModelConfig
-from magicdec.names import ATTENTION_BACKENDS, FULL_KV_POLICY, REFERENCE_BACKEND
+from magicdec.names import ATTENTION_BACKENDS, BASELINE, FULL_KV_POLICY, REFERENCE_BACKEND
 from magicdec.setup.loading import make_backend
 from magicdec.setup.model_plan import max_tokens
+from magicdec.setup.prepare import ResolvedRun, traits_of
 from magicdec.speculation.block_kv import BlockRanges, BlockSelection
 from magicdec.speculation.policies.policy import load_policy, make_policy
 from magicdec.speculation.steps.recorder import CudaGraphs, Eager, Recorder
@@ -68,14 +68,14 @@ class Step:
 
 
 def target_step(config: ResolvedConfig, model: ModelConfig) -> Step:
-    """The step of the run's own strategy. A speculative run's baseline goes by the same backend,
-    which is therefore the fastest for what the run is about, and perhaps not for the baseline."""
+    """The step of the run's own strategy. The baseline of a speculative run goes by the same
+    backend, which may not be the fastest for that baseline."""
     d, context = config.decoding, config.workload.prefix_len
     window, num_ranks = _window(config, model, context), len(config.parallel.rank_group)
-    if d.strategy == "autoregressive":
+    if d.strategy == BASELINE:
         decode = Read(1, 1, context, FULL, window)
         return _make_step("a decode forward", (decode,), config, model, num_ranks)
-    num_new, is_self = d.most_draft_tokens + 1, d.model_drafter == "self"
+    num_new, is_self = d.most_draft_tokens + 1, d.model_drafter == SELF
     watches = is_self and load_policy(config.kv.policy).needs_weights
     reads: tuple[Read, ...] = (Read(1, num_new, context, FULL, window, watches),)
     name = f"a verification of {num_new} tokens"
@@ -242,110 +242,108 @@ def _filled_cache(
 TOLERANCE = {torch.float32: 1e-4, torch.bfloat16: 3e-2}  # of the largest output, or of 1
 
 
-def settle(
-    config: ResolvedConfig, target: ModelConfig, draft: ModelConfig | None, group: Group,
-    device: torch.device,
-) -> ResolvedConfig:  # fmt: skip
-    """`config`, resolved, with measured names where a backend was left to be measured. Every rank
-    of `group` calls it."""
-    attention, section = config.attention, config.draft
-    if attention.backend.settled is None:
-        choice = _agreed(config, target, target_step(config, target), group, device)
-        config = replace(config, attention=replace(attention, backend=choice))
-    if section is not None and draft is not None and section.backend.settled is None:
-        choice = _agreed(config, draft, draft_step(config, draft), group, device)
-        config = replace(config, draft=replace(section, backend=choice))
-    return config.resolve_graphs()
+@dataclass(frozen=True)
+class BackendTime:
+    """What a backend was found to take: seconds of a layer in each step, or the `obstacle` for
+    which it has none."""
+
+    name: str
+    seconds: tuple[float, ...] = ()
+    obstacle: str = ""
 
 
-def _agreed(
-    config: ResolvedConfig, model: ModelConfig, step: Step, group: Group, device: torch.device
-) -> Choice:
-    """The leader's choice for a step of a model, told to all and printed."""
-    choice = Choice("")
-    if group.index == 0:
-        captures = config.decoding.cuda_graphs == "on"
-        recorder: Recorder = CudaGraphs(device) if captures else Eager()
-        candidates, left_out = list_candidates(config, model)
-        choice = choose_fastest(
-            candidates, left_out, step.name, lambda name: measure(name, step, device, recorder)
-        )
-        print(f"--attention {choice.why}", file=sys.stderr, flush=True)
-    parts = choice, choice.why, choice.how.value
-    by_rank = group.all_gather_values(parts, tuple[str, str, str])
-    name, why, how = next(of_leader for of_leader in by_rank if of_leader[0])
-    return Choice(name, why, How(how))
+def steps_of(run: ResolvedRun) -> list[tuple[ModelConfig, Step]]:
+    """The models of a run with the step of each: the target, and a standalone draft."""
+    models, config = run.models, run.config
+    steps = [(models.target, target_step(config, models.target))]
+    if models.draft is not None:
+        steps.append((models.draft, draft_step(config, models.draft)))
+    return steps
 
 
-def list_candidates(config: ResolvedConfig, model: ModelConfig) -> tuple[list[str], dict[str, str]]:
+def measure_backends(run: ResolvedRun, group: Group, device: torch.device) -> Iterator[BackendTime]:
+    """The times of every backend for this device, the reference's first. A backend that cannot
+    serve, fails or computes other outputs has its obstacle instead. Every rank of `group` calls
+    this; a time is that of the slowest rank."""
+    captures = run.config.decoding.cuda_graphs == "on"
+    recorder: Recorder = CudaGraphs(device) if captures else Eager()
+    steps = [step for _, step in steps_of(run)]
+
+    def measure_one(name: str) -> list[Measured]:
+        return [measure(name, step, device, recorder) for step in steps]
+
+    candidates, left_out = list_candidates(run)
+    reference = measure_one(REFERENCE_BACKEND)
+    for name in [REFERENCE_BACKEND, *(name for name in candidates if name != REFERENCE_BACKEND)]:
+        own = time_backend(name, measure_one, reference)
+        parts = list(own.seconds), own.obstacle
+        by_rank = group.all_gather_values(parts, tuple[list[float], str])
+        obstacle = next((why for _, why in by_rank if why), "")
+        slowest = map(max, zip(*(seconds for seconds, _ in by_rank), strict=True))
+        yield BackendTime(name, () if obstacle else tuple(slowest), obstacle)
+    for name, obstacle in left_out.items():
+        yield BackendTime(name, obstacle=obstacle)
+
+
+def time_backend(
+    name: str, measure_one: Callable[[str], Sequence[Measured]], reference: Sequence[Measured]
+) -> BackendTime:
+    """The times of a backend on this rank, whose outputs must be those of the reference."""
+    if name == REFERENCE_BACKEND:
+        return BackendTime(name, tuple(each.seconds for each in reference))
+    try:
+        found = measure_one(name)
+        for ours, theirs in zip(found, reference, strict=True):
+            check_outputs(ours.outputs, theirs.outputs)
+    except Exception as error:  # whatever a library or a compiler raises: it is no candidate
+        line = (str(error).strip() or type(error).__name__).splitlines()[0]
+        return BackendTime(name, obstacle=line)
+    return BackendTime(name, tuple(each.seconds for each in found))
+
+
+def list_candidates(run: ResolvedRun) -> tuple[list[str], dict[str, str]]:
     """(names to measure, why others are left out). Backends for other devices are in neither."""
-    missing = missing_backends(tuple(ATTENTION_BACKENDS))
-    machine = Machine(num_cpus=1, has_compiler=True, missing_backends=missing)
-    candidates, left_out = [], {}
+    config, models = run.config, run.models
+    policy = config.kv.policy if config.decoding.model_drafter == SELF else None
+    cases = [case_of(config, models.target, policy)]
+    if models.draft is not None:
+        cases.append(case_of(config, models.draft, None))
+    candidates, left_out = list[str](), dict[str, str]()
     for capabilities in map(capabilities_of, ATTENTION_BACKENDS):
-        obstacle = _obstacle(capabilities, machine, config, model)
+        if config.parallel.device not in capabilities.devices:
+            continue
+        obstacles = (each.obstacle(capabilities, run.machine) for each in cases)
+        obstacle = next(filter(None, obstacles), None) or _keeps_from_graphs(capabilities, config)
         if obstacle is None:
             candidates.append(capabilities.name)
-        elif config.parallel.device in capabilities.devices:
+        else:
             left_out[capabilities.name] = obstacle
-    recordable = [name for name in candidates if capabilities_of(name).can_be_recorded]
-    graphs = config.decoding.cuda_graphs == "on"
-    if graphs and (not config.decoding.cuda_graphs.is_auto or len(recordable) > 1):
-        why = "it needs lengths on the host, and no CUDA graph could hold it"
-        left_out |= {name: why for name in candidates if name not in recordable}
-        candidates = recordable
     return candidates, left_out
 
 
-def _obstacle(
-    capabilities: Capabilities, machine: Machine, config: ResolvedConfig, model: ModelConfig
-) -> str | None:
-    """Why a backend cannot serve this run; None where it can."""
-    dtype, longest = config.model.dtype, max_tokens(config)
-    is_self = config.decoding.model_drafter == "self"
-    needs_weights = is_self and policy_called(config.kv.policy).needs_weights
-    obstacles = {
-        "it rounds scores to bfloat16, too coarse for ALiBi": (
-            capabilities.rounds_scores and (model.positions, dtype) == ("alibi", "bfloat16")
-        ),
-        "it does not return attention weights": (
-            needs_weights and not capabilities.returns_weights
-        ),
-        "it computes no draft trees": (
-            config.decoding.tree is not None and not capabilities.supports_trees
-        ),
-        "it does not keep to a sliding window": (
-            not capabilities.keeps_window and (model.sliding_window or longest) < longest
-        ),
-    }
-    here = capabilities.obstacle(machine, config.parallel.device, model.cached_head_dim, dtype)
-    return here or next((reason for reason, applies in obstacles.items() if applies), None)
+def case_of(config: ResolvedConfig, model: ModelConfig, policy: str | None) -> AttentionCase:
+    """What the run asks of the attention of one model; `policy` as in `AttentionCase`."""
+    device, dtype = config.parallel.device, config.model.dtype
+    has_tree = config.decoding.tree is not None
+    return AttentionCase(device, dtype, traits_of(model), max_tokens(config), policy, has_tree)
 
 
-def choose_fastest(
-    candidates: Sequence[str],
-    left_out: Mapping[str, str],
-    step_name: str,
-    measure_one: Callable[[str], Measured],
-) -> Choice:
-    """The fastest candidate over what `step_name` says, whose outputs are the
-    reference's. What fails to load or to run is left out like `left_out`, and said."""
-    reference = measure_one(REFERENCE_BACKEND)
-    seconds, out = {REFERENCE_BACKEND: reference.seconds}, dict(left_out)
-    for name in candidates:
-        if name == REFERENCE_BACKEND:
-            continue
-        try:
-            measurement = measure_one(name)
-            check_outputs(measurement.outputs, reference.outputs)
-            seconds[name] = measurement.seconds
-        except Exception as error:  # whatever a library or a compiler raises: it is no candidate
-            out[name] = (str(error).strip() or type(error).__name__).splitlines()[0]
-    ranked = sorted(seconds, key=lambda name: seconds[name])
-    times = ", ".join(f"{name} {1e3 * seconds[name]:.3f} ms" for name in ranked)
-    reasons = "".join(f"; {name}: {why}" for name, why in out.items())
-    why = f"auto: {times} a layer, for {step_name}{reasons}"
-    return Choice(ranked[0], why, How.MEASURED)
+def _keeps_from_graphs(capabilities: Capabilities, config: ResolvedConfig) -> str | None:
+    """Why the steps of the run could not be captured with this backend, if they are to be."""
+    if capabilities.can_be_recorded or config.decoding.cuda_graphs == "off":
+        return None
+    return f"{capabilities.name} needs lengths on the host; --cuda_graphs off measures it"
+
+
+def fastest_of(times: Sequence[BackendTime], num_layers: Sequence[int]) -> BackendTime:
+    """The backend whose attention takes the least time in a step, over the layers of all models."""
+    served = [each for each in times if each.seconds]
+    return min(served, key=lambda each: step_seconds(each, num_layers))
+
+
+def step_seconds(time: BackendTime, num_layers: Sequence[int]) -> float:
+    """Seconds of attention in a step, over so many layers of each model."""
+    return sum(n * seconds for n, seconds in zip(num_layers, time.seconds, strict=True))
 
 
 def check_outputs(outputs: Sequence[Tensor], reference: Sequence[Tensor]) -> None:

@@ -1,7 +1,9 @@
-"""What `--attention auto` becomes on CUDA, tried on the CPU: what attention reads in a step of a
-run, that this is what is measured, who is a candidate, who wins, and what is said of the others."""
+"""`magicdec probe --attention`, also of runs on CUDA, tried on the CPU: what attention reads in a
+step of a run, that this is what is measured, which backends are measured, which is the fastest, and
+what is said of the others."""
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +12,10 @@ from recorder import Recorder
 from torch import Tensor
 
 from magicdec.attention.sdpa import SDPABackend
-from magicdec.bench.latency.forwards import largest_step
-from magicdec.bench.latency.record import Grid
-from magicdec.config.choices.choice import How
+from magicdec.cli import probe as command
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
+from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
     DecodingSection,
@@ -24,22 +25,29 @@ from magicdec.config.sections import (
     ParallelSection,
     WorkloadSection,
 )
-from magicdec.distributed.groups import Group
+from magicdec.distributed.groups import Group, Launch
 from magicdec.kv.view import FULL, KVView
+from magicdec.model.checkpoint.random_weights import RandomWeights
+from magicdec.model.checkpoint.source import ModelSource
 from magicdec.model.config import ModelConfig
-from magicdec.setup import autotune
-from magicdec.setup.autotune import (
+from magicdec.predict import probe_attention
+from magicdec.predict.probe_attention import (
+    BackendTime,
     Measured,
     Read,
     Step,
-    choose_fastest,
     draft_step,
+    fastest_of,
     list_candidates,
     measure,
+    measure_backends,
     measure_read,
-    settle,
+    step_seconds,
+    steps_of,
     target_step,
+    time_backend,
 )
+from magicdec.setup.prepare import ResolvedRun
 from magicdec.speculation.policies.streaming_llm import StreamingLLM
 from magicdec.speculation.policies.verified import VerifiedKV
 from magicdec.speculation.steps.recorder import Eager
@@ -64,26 +72,25 @@ STANDALONE = resolve(ASKED_STANDALONE, GPU)
 ONES = (torch.ones(2, 2),)
 
 
-@pytest.fixture
-def nothing_missing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "missing_backends", lambda names: {})
+def run_of(
+    config: ResolvedConfig, model: ModelConfig = MODEL, machine: Machine = GPU
+) -> ResolvedRun:
+    """The run of `config`, whose target has the shape of `model` and no weights."""
+    source = ModelSource("plain", model, RandomWeights({}), None, is_random=True)
+    return ResolvedRun(config, Launch(), machine, source)
 
 
-def test_the_fastest_wins_and_the_others_are_named() -> None:
-    times = {"sdpa": 3e-3, "grouped": 2e-3, "triton": 0.5e-3, "varlen": 1e-3}
-    asked = []
-
-    def timer(name: str) -> Measured:
-        asked.append(name)
-        return Measured(times[name], ONES)
-
-    choice = choose_fastest(list(times), {"x": "why"}, "a step", timer)
-    assert (choice, choice.how) == ("triton", How.MEASURED)
-    assert sorted(asked) == sorted(times), "each once"
-    assert choice.why == (
-        "auto: triton 0.500 ms, varlen 1.000 ms, grouped 2.000 ms, sdpa 3.000 ms a layer, "
-        "for a step; x: why"
-    )
+def test_the_fastest_is_that_of_all_layers() -> None:
+    """Of both models together, where a standalone draft has other heads and layers."""
+    times = [
+        BackendTime("sdpa", (3e-3, 3e-3)),
+        BackendTime("triton", (1e-3, 2e-3)),
+        BackendTime("flash_attn", (2e-3, 1e-3)),
+        BackendTime("grouped", obstacle="why"),
+    ]
+    assert fastest_of(times, [10, 2]).name == "triton"
+    assert fastest_of(times, [2, 10]).name == "flash_attn"
+    assert step_seconds(times[1], [10, 2]) == pytest.approx(14e-3)
 
 
 @pytest.mark.parametrize(
@@ -96,63 +103,67 @@ def test_the_fastest_wins_and_the_others_are_named() -> None:
     ],
     ids=str,
 )
-def test_who_fails_or_is_wrong_cannot_win(found: object, why: str) -> None:
-    def timer(name: str) -> Measured:
-        if name == "triton" and isinstance(found, Exception):
+def test_who_fails_or_is_wrong_has_no_time(found: object, why: str) -> None:
+    def timer(name: str) -> list[Measured]:
+        if isinstance(found, Exception):
             raise found
-        return found if name == "triton" else Measured(1.0, ONES * 2)
+        assert isinstance(found, Measured)
+        return [found]
 
-    choice = choose_fastest(["sdpa", "grouped", "triton"], {}, "a step", timer)
-    assert choice != "triton" and choice.why.endswith(f"; triton: {why}")
+    reference = [Measured(1.0, ONES * 2)]
+    assert time_backend("triton", timer, reference) == BackendTime("triton", obstacle=why)
 
 
 def test_rounding_of_large_outputs_is_no_disagreement() -> None:
     """Above 4 the neighbours in bfloat16 are further apart than what outputs below 1 may differ."""
     outputs = {"sdpa": (4.0, 0.5), "grouped": (4.0 + 2**-5, 0.5), "triton": (4.0, 0.5 + 2**-4)}
 
-    def timer(name: str) -> Measured:
+    def timer(name: str) -> list[Measured]:
         found = tuple(torch.tensor([x], dtype=torch.bfloat16) for x in outputs[name])
-        return Measured({"sdpa": 3.0, "grouped": 2.0, "triton": 1.0}[name], found)
+        return [Measured(1.0, found)]
 
-    choice = choose_fastest(list(outputs), {}, "a step", timer)
-    assert choice == "grouped" and "; triton: its output is 6.2e-02 away" in choice.why
+    reference = timer("sdpa")
+    assert time_backend("grouped", timer, reference).seconds == (1.0,)
+    assert "its output is 6.2e-02 away" in time_backend("triton", timer, reference).obstacle
 
 
-def test_an_error_of_the_reference_is_nobodys_fault_but_the_runs() -> None:
-    def timer(name: str) -> Measured:
+def test_an_error_of_the_reference_is_nobodys_fault_but_the_runs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(*arguments: object) -> Measured:
         raise RuntimeError("out of memory")
 
+    monkeypatch.setattr(probe_attention, "measure", fail)
     with pytest.raises(RuntimeError, match="out of memory"):
-        choose_fastest(["sdpa", "grouped"], {}, "a step", timer)
+        list(measure_backends(run_of(BFLOAT16), Group((0,), 0), CPU))
 
 
-def test_candidates_are_what_can_serve(
-    nothing_missing: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_candidates_are_what_can_serve() -> None:
     everything = ["sdpa", "grouped", "triton", "varlen", "flash_attn"]
-    assert list_candidates(BFLOAT16, MODEL) == (everything, {})
+    assert list_candidates(run_of(BFLOAT16)) == (everything, {})
 
     float32 = replace(BFLOAT16, model=replace(BFLOAT16.model, dtype="float32"))
-    candidates, left_out = list_candidates(float32, MODEL)
+    candidates, left_out = list_candidates(run_of(float32))
     assert candidates == ["sdpa", "grouped", "triton"]
     assert left_out["varlen"] == "varlen is for --dtype bfloat16, not float32"
 
     verified = replace(BFLOAT16, kv=KVSection("verified"))
-    candidates, left_out = list_candidates(verified, MODEL)
+    candidates, left_out = list_candidates(run_of(verified))
     assert candidates == ["sdpa", "grouped", "triton"]
-    assert set(left_out.values()) == {"it does not return attention weights"}
+    assert left_out["varlen"] == "varlen does not return attention weights"
 
     alibi = replace(MODEL, num_kv_heads=6, positions="alibi")
-    candidates, left_out = list_candidates(BFLOAT16, alibi)
+    candidates, left_out = list_candidates(run_of(BFLOAT16, alibi))
     assert "grouped" not in candidates and "too coarse for ALiBi" in left_out["grouped"]
 
-    candidates, left_out = list_candidates(BFLOAT16, replace(MODEL, sliding_window=1000))
+    candidates, left_out = list_candidates(run_of(BFLOAT16, replace(MODEL, sliding_window=1000)))
     assert candidates == ["sdpa", "grouped", "triton"]
-    assert set(left_out.values()) == {"it does not keep to a sliding window"}
-    assert list_candidates(BFLOAT16, replace(MODEL, sliding_window=1 << 20))[0] == everything
+    assert left_out["flash_attn"] == "flash_attn does not keep to a sliding window"
+    wide = replace(MODEL, sliding_window=1 << 20)
+    assert list_candidates(run_of(BFLOAT16, wide))[0] == everything
 
-    monkeypatch.setattr(autotune, "missing_backends", lambda names: {"flash_attn": "not installed"})
-    candidates, left_out = list_candidates(BFLOAT16, MODEL)
+    bare = replace(GPU, missing_backends={"flash_attn": "not installed"})
+    candidates, left_out = list_candidates(run_of(BFLOAT16, MODEL, bare))
     assert candidates == everything[:-1] and left_out == {"flash_attn": "not installed"}
 
 
@@ -179,7 +190,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
     """`flash_attn` is fast on full views and slow on others, `triton` in between on all."""
     clock = [0.0]
     speeds = {"sdpa": (50.0, 50.0), "flash_attn": (1.0, 3.0), "triton": (2.0, 2.0)}
-    monkeypatch.setattr(autotune, "make_backend", lambda name: Slow(clock, *speeds[name]))
+    monkeypatch.setattr(probe_attention, "make_backend", lambda name: Slow(clock, *speeds[name]))
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
 
 
@@ -207,63 +218,44 @@ def test_slow_on_what_the_drafts_read_loses_only_where_they_read_it(
         workload=replace(BFLOAT16.workload, batch_size=2, prefix_len=40),
     )
     step = target_step(config, MODEL)
-    choice = choose_fastest(
-        ["sdpa", "flash_attn", "triton"], {}, step.name, lambda name: measure(name, step, CPU)
-    )
-    assert choice == ("flash_attn" if flash_attn < triton else "triton")
-    for backend, seconds in (("flash_attn", flash_attn), ("triton", triton)):
-        assert f"{backend} {seconds}000.000 ms" in choice.why
-    assert choice.why.endswith(f" a layer, for {step.name}")
+    found = {name: measure(name, step, CPU).seconds for name in ("flash_attn", "triton")}
+    assert found == pytest.approx({"flash_attn": flash_attn, "triton": triton})
 
 
-def test_the_choice_is_made_once_and_recorded(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """For the target and for the draft, each with its own heads."""
-    sizes = {64: "triton", 32: "varlen"}
+def test_both_models_are_measured_each_with_its_heads(monkeypatch: pytest.MonkeyPatch) -> None:
+    def timer(name: str, step: Step, device: torch.device, recorder: object) -> Measured:
+        return Measured({"triton": 1.0}.get(name, 2.0) * step.head_dim, ONES)
 
-    def timer(name: str, step: Step, device: torch.device, recorder: None) -> Measured:
-        return Measured(1.0 if sizes[step.head_dim] == name else 2.0, ONES)
-
-    monkeypatch.setattr(autotune, "measure", timer)
-    monkeypatch.setattr(autotune, "missing_backends", lambda names: {})
-    config = resolve(replace(ASKED_STANDALONE, draft=DraftSection()), GPU, 64, 32)
-    assert config.attention.backend.settled is None
-    draft = replace(MODEL, head_dim=32)
-    found = settle(config, MODEL, draft, Group((0,), 0), CPU)
-    assert found.draft is not None
-    assert (found.attention.backend, found.draft.backend) == ("triton", "varlen")
-    target, drafts = found.attention.backend.why, found.draft.backend.why
-    assert target.startswith("auto: triton 1000.000 ms, sdpa 2000.000 ms")
-    assert target.endswith(" a layer, for a verification of 5 tokens")
-    assert drafts.endswith(" a layer, for 4 drafts (streaming_llm, budget 257)")
-    assert capsys.readouterr().err.splitlines() == [
-        f"--attention {target}",
-        f"--attention {drafts}",
+    monkeypatch.setattr(probe_attention, "measure", timer)
+    draft = ModelSource("d", replace(MODEL, head_dim=32), RandomWeights({}), None, is_random=True)
+    config = resolve(replace(ASKED_STANDALONE, draft=DraftSection()), GPU)
+    run = replace(run_of(config), draft_source=draft)
+    assert [step.name for _, step in steps_of(run)] == [
+        "a verification of 5 tokens",
+        "4 drafts (streaming_llm, budget 257)",
     ]
-    assert settle(found, MODEL, draft, Group((0,), 0), CPU) == found, "nothing left to measure"
+    times = list(measure_backends(run, Group((0,), 0), CPU))
+    assert times[0].name == "sdpa", "the others are compared with it"
+    assert {each.name: each.seconds for each in times}["triton"] == (64.0, 32.0)
 
 
 @pytest.mark.parametrize("graphs", ["auto", "on", "off"])
-def test_recorded_steps_are_measured_recorded(
-    graphs: str, nothing_missing: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """And what no graph can hold is left out then, in the order of the names."""
+def test_recorded_steps_are_measured_recorded(graphs: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And what no graph can hold is left out then."""
     given = set()
 
     def timer(name: str, step: Step, device: torch.device, recorder: object) -> Measured:
         given.add(recorder)
         return Measured(1.0, ONES)
 
-    monkeypatch.setattr(autotune, "measure", timer)
-    monkeypatch.setattr(autotune, "CudaGraphs", lambda device: f"graphs of {device}")
+    monkeypatch.setattr(probe_attention, "measure", timer)
+    monkeypatch.setattr(probe_attention, "CudaGraphs", lambda device: f"graphs of {device}")
     asked = replace(ASKED, decoding=replace(ASKED.decoding, cuda_graphs=graphs))
-    found = settle(resolve(asked, GPU), MODEL, None, Group((0,), 0), CPU)
-    reason = found.attention.backend.why
+    times = list(measure_backends(run_of(resolve(asked, GPU)), Group((0,), 0), CPU))
     assert given == ({Eager()} if graphs == "off" else {"graphs of cpu"})
-    why = "it needs lengths on the host, and no CUDA graph could hold it"
-    left_out = f"; grouped: {why}"
-    assert reason.endswith(left_out) == (graphs != "off")
+    grouped = next(each for each in times if each.name == "grouped")
+    why = "grouped needs lengths on the host; --cuda_graphs off measures it"
+    assert grouped.obstacle == ("" if graphs == "off" else why)
 
 
 def test_the_step_is_the_runs_own() -> None:
@@ -319,21 +311,6 @@ def test_a_standalone_draft_has_a_step_of_its_own() -> None:
     assert full.reads == (Read(4, 1, 1000, FULL, 500),) and full.name == "4 drafts (full)"
 
 
-def test_latency_is_measured_by_the_largest_step_of_its_grid() -> None:
-    grid = Grid((2, 8), (100, 1000), (1, 4), (), 1, 1)
-    step = target_step(largest_step(BASELINE, grid), MODEL)
-    assert (step.rows, step.reads) == (8, (Read(1, 4, 1000, FULL),))
-    drafts = (KVSection("streaming_llm", 257), KVSection("verified", 129))
-    config = largest_step(BASELINE, replace(grid, drafts=drafts))
-    drafted, verification = target_step(config, MODEL).reads
-    assert (drafted.times, drafted.policy.num_visible(1000) <= 129) == (3, True)
-    assert verification.returns_weights and "varlen" not in list_candidates(config, MODEL)[0]
-    graphs = resolve(replace(BASELINE.run_config, decoding=DecodingSection(cuda_graphs="on")), GPU)
-    assert largest_step(graphs, grid).decoding.cuda_graphs == "on"
-    decode = largest_step(BASELINE, replace(grid, new_tokens=(1,)))
-    assert target_step(decode, MODEL).name == "a decode forward"
-
-
 READS = [
     Read(4, 1, 150, StreamingLLM(4, 20)),
     Read(4, 1, 150, VerifiedKV(4, 16, 64)),
@@ -350,7 +327,7 @@ def test_backends_agree_on_what_is_measured(name: str, monkeypatch: pytest.Monke
     if name == "triton":
         pytest.importorskip("triton")
     for times in ("WARMUPS", "REPEATS"):
-        monkeypatch.setattr(autotune, times, 1)
+        monkeypatch.setattr(probe_attention, times, 1)
     step = Step("a step", tuple(READS), 2, 4, 2, 32, torch.float32, 1, 20)
     device = torch.device("cuda" if torch.cuda.is_available() and name != "native" else "cpu")
     found, reference = measure(name, step, device), measure("sdpa", step, device)
@@ -368,7 +345,7 @@ def test_a_recorded_run_is_measured_by_replays() -> None:
     recorder, eager = Recorder(), measure("sdpa", step, CPU)
     replayed = measure("sdpa", step, CPU, recorder)
     assert recorder.recorded == len(READS)
-    assert recorder.replayed == len(READS) * autotune.REPEATS
+    assert recorder.replayed == len(READS) * probe_attention.REPEATS
     for ours, theirs in zip(replayed.outputs, eager.outputs, strict=True):
         assert (ours - theirs).abs().max() < 1e-6
     measure("grouped", step, CPU, recorder)
@@ -389,7 +366,7 @@ def test_a_recorded_view_is_as_long_as_rows_may_become() -> None:
     longest = 256  # whole blocks of 64 that hold 150 + 100
     draft = ((longest - 1,) * 2, (20 + 5,) * 2, False)  # the budget, and what a step may draft
     whole = ((longest - 3,) * 2, (longest - 3,) * 2, True)
-    calls = autotune.WARMUPS + 1
+    calls = probe_attention.WARMUPS + 1
     assert lengths == [draft] * calls + [whole] * calls
 
 
@@ -411,7 +388,7 @@ def test_what_is_measured_is_what_is_read() -> None:
     for read in READS:
         seen.clear()
         measure_read(Watched(), read, step, CPU)
-        calls = autotune.WARMUPS + autotune.REPEATS
+        calls = probe_attention.WARMUPS + probe_attention.REPEATS
         assert len(seen) == calls * (1 + 3), "a plan and three layers each"
         view, policy = seen[0], read.policy
         assert (view.num_new, view.window, view.lengths) == (read.num_new, read.window, (150, 150))
@@ -421,3 +398,45 @@ def test_what_is_measured_is_what_is_read() -> None:
             assert view.per_head and len(shown.unique(dim=0)) > 1, "each head looked elsewhere"
         within = read.window or 151  # the next token counts too
         assert set(view.num_visible) == {min(policy.num_visible(150), within - 1)}
+
+
+def test_the_command_prints_the_table_and_the_flag(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It measures what can serve here, and says what auto takes and what is the fastest."""
+    for times in ("WARMUPS", "REPEATS"):
+        monkeypatch.setattr(probe_attention, times, 1)
+    seconds = {"grouped": 0.1, "sdpa": 0.2}
+    timed = probe_attention.measure
+
+    def measure_both(name: str, *arguments: Any) -> Measured:
+        return replace(timed(name, *arguments), seconds=seconds.get(name, 3.0))
+
+    monkeypatch.setattr(probe_attention, "measure", measure_both)
+    flags = "--attention --device cpu --dtype float32 --B 2 --prefix_len 90 --gen_len 4 --gamma 2"
+    assert command.run([*flags.split(), "--budget", "40", "--threads", "1"], Launch()) == 0
+    out = capsys.readouterr().out
+    assert "target: 2 drafts (streaming_llm, budget 40) and a verification of 3 tokens" in out
+    assert "--attention grouped was the fastest; auto takes " in out
+    # The demo model has 6 layers.
+    (line,) = (line for line in out.splitlines() if "grouped" in line and "fastest" not in line)
+    assert "100.000" in line and "600.000" in line
+    assert out.index("grouped") < out.index("sdpa")
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("--B 4", "--B does nothing here: it describes a run, for --attention"),
+        ("--draft self", "--draft does nothing here: it describes a run, for --attention"),
+        ("--attention --out m.json", "--out does nothing here: --attention prints what it finds"),
+        ("--attention --draft none --gamma 3", "--gamma does nothing here: autoregressive"),
+        ("--attention --draft ngram --budget 65", "--budget does nothing here: prompt lookup"),
+        ("--attention --draft nonsense", "--draft nonsense is not known; choose from self"),
+        ("--attention --kv_policy full --window_size 8", "--window_size does nothing here"),
+    ],
+)
+def test_flags_that_the_measurement_does_not_use_are_refused(flags: str, message: str) -> None:
+    with pytest.raises(ValueError) as refused:
+        command.parse(flags.split())
+    assert str(refused.value).startswith(message) and "\n" not in str(refused.value)
