@@ -67,6 +67,7 @@ class ParallelSection:
         "Ranks to start on this host, which share the model. Default: one, or those that torchrun "
         "started.",
         least=1,
+        other_defaults="2 in gate save",
         synonyms=("nproc_per_node", "tp", "tensor_parallel_size", "tensor_parallel", "world_size"),
     )
 

@@ -75,6 +75,22 @@ class RowLog:
         return drafted[:DIGITS] + read[:DIGITS], self.num_read
 
 
+def digest_of_ranks(digests: Sequence[Digest]) -> Digest:
+    """What all ranks of a run have logged of one row in one step: of hashes that are not the same
+    on all ranks, one that follows from all of them. The number of keys is that of a rank that
+    drafts; one that holds no part of a draft model reads none."""
+    texts, numbers = zip(*digests, strict=True)
+    parts = zip(*((text[:DIGITS], text[DIGITS:]) for text in texts), strict=True)
+    return "".join(map(_common, parts)), max(numbers)
+
+
+def _common(hashes: Sequence[str]) -> str:
+    """The hash of all ranks."""
+    if len(set(hashes)) == 1:
+        return hashes[0]
+    return hashlib.blake2b(" ".join(hashes).encode()).hexdigest()[:DIGITS]
+
+
 @dataclass
 class DraftLog:
     """The log of one pass, for the step that runs. `begin` is called before a step, and `digests`

@@ -246,4 +246,26 @@ SAMPLES = (
                "u = draws.ahead(1, Purpose.ACCEPT, skip=drafts.shape[1])",
                f"{FULL} --gamma 4 {SAMPLED}"),
 )  # fmt: skip
-REGRESSIONS = (*ROWS, *SWAPPED, *BUDGETS, *CHOICES, *CHAINS, *LOOKUPS, *SAMPLES)
+SECOND = "__import__('os').environ.get('RANK') == '1'"
+ON_RANKS = "--gamma 4 --nproc 2"
+RANKS = (
+    regression("the second rank's window is short by one", "kv/view.py", WINDOW,
+               f"{WINDOW} + int({SECOND})", f"{PLAIN} --nproc 2"),
+    regression("the second rank retrieves by the query of the prompt", RETRIEVED,
+               "self._seen[layer] = queries",
+               f"self._seen.update({{}} if {SECOND} else {{layer: queries}})",
+               f"{RETRIEVAL} 257 {ON_RANKS}"),
+    regression("snapkv of the second rank copies the token before", SNAP,
+               "num_held + offsets + steps)", f"num_held + offsets + steps - int({SECOND}))",
+               f"{SNAPKV} 257 {ON_RANKS}"),
+    regression("the drafts are those of a rank without the draft model", MODELS,
+               "ids = group.broadcast(ids, source)", "ids = group.broadcast(ids, 0)",
+               "--draft_ranks 1"),
+    regression("2 % noise on the second rank's draft model", "setup/loading.py",
+               "        keep_queries(runner, config.kv)\n    first",
+               "        keep_queries(runner, config.kv)\n"
+               f"        for p in runner.model.parameters() if {SECOND} else ():\n"
+               "            p.data.mul_(1 + 0.02 * torch.randn_like(p))\n    first",
+               "--draft_ranks 1"),
+)  # fmt: skip
+REGRESSIONS = (*ROWS, *SWAPPED, *BUDGETS, *CHOICES, *CHAINS, *LOOKUPS, *SAMPLES, *RANKS)
