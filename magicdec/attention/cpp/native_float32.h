@@ -1,4 +1,5 @@
-// The float32 storage of native.cpp, on every CPU.
+// The float32 storage of native.cpp, on every CPU. Every sum over d or over keys is a chain of `fused`, so that it has the
+// same bits for one query as for several at once, which compilers would otherwise round each in their own way.
 
 // Horizontal sums of four vectors at once, into out[0..3].
 inline eight fold(vec v) {
@@ -29,7 +30,7 @@ inline void score_four(const float* q, const float* const* keys, float* s) {
         for (int i = 0; i < 4; ++i) k[i] = load(keys[i] + d);
         for (int n = 0; n < N; ++n) {
             const vec x = load(q + n * D + d);
-            for (int i = 0; i < 4; ++i) a[n][i] += x * k[i];
+            for (int i = 0; i < 4; ++i) a[n][i] = fused(x, k[i], a[n][i]);
         }
     }
     for (int n = 0; n < N; ++n) sum_four(a[n][0], a[n][1], a[n][2], a[n][3], s + n * TILE);
@@ -59,7 +60,7 @@ void accumulate(const float* p, const float* v, int64_t count, float* acc) {
         for (int64_t j = 0; j < count; ++j)
             for (int i = 0; i < parts; ++i) {
                 vec x = load(v + j * D + d + i * W);
-                for (int n = 0; n < N; ++n) a[n][i] += p[n * TILE + j] * x;
+                for (int n = 0; n < N; ++n) a[n][i] = fused(broadcast(p[n * TILE + j]), x, a[n][i]);
             }
         for (int n = 0; n < N; ++n)
             for (int i = 0; i < parts; ++i) *reinterpret_cast<vec*>(acc + n * D + d + i * W) = a[n][i];
