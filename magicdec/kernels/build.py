@@ -48,7 +48,7 @@ FAST_MATH = (
     *("-ffinite-math-only", "-freciprocal-math"),
 )
 # A forward of so many new tokens a row is a prefill (LONG_CHUNK in native_problem.h).
-# In shorter ones, decoding and verification, attention in bfloat16 has the same bits however many.
+# In shorter ones, decoding and verification, a token's attention has the same bits however many.
 PREFILL_FROM = 32
 COMPILERS = ("g++", "clang++", "c++")
 MADV_HUGEPAGE = 14  # linux/mman.h

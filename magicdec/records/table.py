@@ -140,7 +140,7 @@ def _measured(found: ForwardErrors | None) -> str:
         )
         return f"{text}: TOO LARGE for rounding ({limits})"
     if found.hidden_error is None:
-        return f"{text}, at too few positions for limits"
+        return f"{text}, at too few positions to say what could hide in them"
     return f"{text}; more than {found.hidden_error:.2g} added to them would have been seen"
 
 

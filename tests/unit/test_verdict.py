@@ -200,10 +200,19 @@ def test_more_changes_than_rounding_makes_are_an_alarm() -> None:
     assert judge_errors(errors, 252, 252, 1.25).alarms == ["num_changed"]
 
 
-def test_few_positions_have_no_limits_of_errors() -> None:
-    found = judge_errors(simulated(torch.Generator().manual_seed(1), 1, 15), 15, 15, 1.25)
-    assert found.most_error_ratio is found.hidden_error is found.most_largest_error_ratio is None
-    assert found.alarms == [] and found.error_ratio is not None
+def test_few_positions_have_a_wide_limit_alone() -> None:
+    """Of their mean, since how far they spread is not known; and of fewer than four positions
+    none. Honest forwards stay below it, also those whose errors are as much larger as is
+    allowed, and eight times as large errors do not."""
+    generator = torch.Generator().manual_seed(1)
+    for length in (4, 8, 15) * 60:
+        honest = judge_errors(simulated(generator, 1, length, factor=1.25), length, length, 1.25)
+        assert honest.most_error_ratio == pytest.approx(2.5) and honest.alarms == []
+        assert honest.hidden_error is honest.most_largest_error_ratio is None
+        wrong = judge_errors(simulated(generator, 1, length, factor=8.0), length, length, 1.25)
+        assert wrong.alarms == ["error_ratio"]
+    found = judge_errors(simulated(generator, 1, 3), 3, 3, 1.25)
+    assert found.most_error_ratio is None and found.alarms == []
 
 
 @pytest.mark.parametrize("part", ["judged_again", "forwards"])

@@ -1,8 +1,8 @@
 """The exact comparison of two runs: what each prompt has drafted, read, accepted and emitted in
 each step. Owns where it applies, and which difference is named first. Imports no torch.
 
-In float32, on kernels that sum in a fixed order for a forward of the same shape, unchanged code on
-one machine repeats every step, so that any difference is one of the code (docs/statistics.md).
+In float32, on kernels that sum in a fixed order, unchanged code on one machine repeats every step,
+so that any difference is one of the code (docs/statistics.md).
 """
 
 from __future__ import annotations
