@@ -96,14 +96,13 @@ def accept_within(
     logits: Tensor,
     sampling: SamplingMetadata,
     drafts: Tensor | None = None,
-    is_before: Tensor | None = None,
     places: Tensor | None = None,
     *,
     exact: Callable[..., Tensor],
     limit: float,
 ) -> Tensor:
     """The greedy tokens [B, T], but a draft near the best token counts as the target's choice."""
-    target = exact(runner, logits, sampling, drafts, is_before, places)
+    target = exact(runner, logits, sampling, drafts, places)
     if drafts is None or logits.shape[1] != drafts.shape[1] + 1:  # not a verification
         return target
     whole = gather_vocab(logits, runner.vocab_places, runner.group)[:, :-1]

@@ -63,7 +63,7 @@ class BaselineSection:
 class GateSection(BaselineSection):
     quick: bool = setting(
         False,
-        "Run one case for each drafter and policy, and for each other way to draft (trees, chains "
+        "Run one case for each drafter and policy, and for each other way to draft (chains "
         "that stop, low-bit drafts, sampling, ...), the middle one in the file.",
     )
     out: Path | None = same(OutputSection, "results", None, is_default=True)

@@ -167,10 +167,7 @@ class DraftLog:
 
 
 def _ranges_of(view: KVView) -> Places:
-    """[L or 1, B, G or 1, R, 2] all ranges that a forward reads, a tree's nodes included; the last
-    one is the tail."""
+    """[L or 1, B, G or 1, R, 2] all ranges that a forward reads; the last one is the tail."""
     ranges: Places = view.all_ranges.cpu().numpy().copy()
     ranges[..., 1] = np.maximum(ranges[..., 0], ranges[..., 1])
-    if view.tree is not None:  # whose nodes follow the tail before it
-        ranges[..., -1, 1] += view.num_nodes
     return ranges

@@ -23,9 +23,7 @@ def cache_of(num_layers: int = LAYERS) -> Any:
 def view_of(cache: Any, ranges: torch.Tensor) -> Any:
     rows = ranges.shape[1]
     index = torch.arange(rows)
-    return SimpleNamespace(
-        cache=cache, rows=tuple(range(rows)), row_index=index, all_ranges=ranges, tree=None
-    )
+    return SimpleNamespace(cache=cache, rows=tuple(range(rows)), row_index=index, all_ranges=ranges)
 
 
 def shared(*ranges: tuple[int, int]) -> torch.Tensor:

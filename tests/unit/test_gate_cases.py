@@ -60,13 +60,12 @@ def test_a_case_has_the_name_that_runs_it() -> None:
         is_lookup = config.decoding.drafter == "ngram"  # which reads no cache
         assert is_lookup or ran.kv.resolve() == config.kv.resolve()
         assert (ran.draft and ran.draft.model) == (config.draft and config.draft.model)
-        names = ["strategy", "drafter", "tree", "pa", "draft_weights"]
-        for name in names + ["num_draft_tokens"] * (config.decoding.tree is None):
+        for name in ("strategy", "drafter", "pa", "draft_weights", "num_draft_tokens"):
             assert getattr(ran.decoding, name) == getattr(config.decoding, name)
         assert ran.sampling == config.sampling
         assert describe(baseline) == name_of(config)
-    other = with_fields(BASELINES[0], config__kv__num_sink_tokens=4, config__decoding__tree="3,2")
-    assert describe(other).endswith("--budget 33 --num_sink_tokens 4 --tree 3,2")
+    other = with_fields(BASELINES[0], config__kv__num_sink_tokens=4)
+    assert describe(other).endswith("--budget 33 --num_sink_tokens 4 --gamma 2")
 
 
 def test_the_standard_cases_cover_every_drafter_and_policy() -> None:
@@ -78,7 +77,7 @@ def test_the_standard_cases_cover_every_drafter_and_policy() -> None:
 
 def test_the_standard_cases_cover_every_other_way_to_draft() -> None:
     """Once without a draft model, and once with it where it can."""
-    ways = ("tree", "pa", "low-bit", "auto", "reselect", "sampled")
+    ways = ("pa", "low-bit", "auto", "reselect", "sampled")
     kinds = [kind for baseline in BASELINES for kind in kind_of(baseline).split()]
     assert set(ways) <= set(kinds)
     lone = standard_cases(Subject(draft="none"))

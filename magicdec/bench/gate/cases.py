@@ -38,7 +38,6 @@ BUDGETS = (33, 65, 129, 257, 513)  # of the default policy
 SOME_BUDGETS = (129, 257, 513)  # of the other policies
 DRAFT_BUDGET = 257  # of a standalone draft, and of the other ways to draft
 RANKS_PREFIX = 1024  # of the cases of several ranks, at most
-TREE = "3,2,1"
 PA = 0.5
 RESELECT_EVERY = 16
 LOOKUP_GAMMA = 31  # rows propose different numbers of tokens
@@ -114,7 +113,7 @@ def standard_cases(subject: Subject) -> list[RunConfig]:
 
 
 def _other_ways(subject: Subject) -> Iterator[RunConfig]:
-    """Mixtures with lookups, draft trees, low-bit drafts, chains that stop or whose length is
+    """Mixtures with lookups, low-bit drafts, chains that stop or whose length is
     chosen, choices that are made anew, and sampling."""
     full, kv = KVSection(FULL_KV_POLICY), KVSection(DEFAULT_KV_POLICY, DRAFT_BUDGET)
     if subject.prefix_len <= DRAFT_BUDGET:
@@ -123,7 +122,6 @@ def _other_ways(subject: Subject) -> Iterator[RunConfig]:
     yield subject.config("ngram+self", kv, GAMMA)
     yield subject.config("ngram+self", kv, "auto", step_cost=STEP_COST)
     yield subject.config("self", kv, "auto", step_cost=STEP_COST)
-    yield subject.config("self", kv, GAMMA, tree=TREE)
     yield subject.config("self", kv, GAMMA, pa=PA)
     yield from (subject.config("self", kv, GAMMA, draft_weights=bits) for bits in LOW_BIT)
     for policy in KV_POLICIES:
@@ -137,7 +135,6 @@ def _other_ways(subject: Subject) -> Iterator[RunConfig]:
         yield subject.config("model", full, GAMMA, TEMPERATURE)
     yield subject.config("self", kv, GAMMA, TEMPERATURE)
     yield subject.config("ngram+self", kv, GAMMA, TEMPERATURE)
-    yield subject.config("self", kv, GAMMA, TEMPERATURE, tree=TREE)
 
 
 def _on_ranks(subject: Subject) -> Iterator[RunConfig]:

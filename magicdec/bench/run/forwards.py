@@ -131,10 +131,10 @@ def kept_logits(witness: Witness, runner: ModelRunner) -> dict[int, Kept]:
             request, first = step.requests[walk.row], step.num_output[walk.row]
             of_request = found.setdefault(request.request_id, {})
             text = request.output_ids[first:]
-            for count, node in enumerate(walk.nodes):
+            for count in range(len(walk.tokens)):
                 if walk.tokens[:count] != text[:count]:
                     break
-                of_request[first + count - 1] = step.logits[walk.row, node]
+                of_request[first + count - 1] = step.logits[walk.row, count]
     return found
 
 

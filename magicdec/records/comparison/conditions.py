@@ -55,7 +55,7 @@ def measured_thing(record: RunRecord) -> Key:
         ("draft", None if draft is None else draft.model),
         ("policy", policy),
         *((SHORT_NAMES[s], kv.get(s) if s in settings else None) for s in SHORT_NAMES),
-        ("gamma", decoding.get("tree") or decoding["num_draft_tokens"]),
+        ("gamma", decoding["num_draft_tokens"]),
         ("pa", decoding.get("pa")),
     )
 
@@ -143,8 +143,8 @@ def flags_of(
         last = MODEL_PREFIX + (draft or config["draft"]["model"])
     words = [f"--draft {looked_up}{plus}{last}"]
     words += _flags_of_policy(policy_of(config), kv)
-    tree, pa = decoding.get("tree"), decoding.get("pa")
-    words.append(f"--gamma {decoding['num_draft_tokens']}" if tree is None else f"--tree {tree}")
+    pa = decoding.get("pa")
+    words.append(f"--gamma {decoding['num_draft_tokens']}")
     words += [] if pa is None else [f"--pa {pa:g}"]
     weights = decoding.get("draft_weights")
     words += [] if weights is None else [f"--draft_weights {weights}"]
@@ -205,7 +205,6 @@ def kind_of(record: RunRecord) -> str:
     decoding, kv = record.config["decoding"], record.config["kv"]
     several = record.environment.world_size > 1
     ways = {
-        "tree": decoding.get("tree"),
         "pa": decoding.get("pa"),
         "low-bit": decoding.get("draft_weights"),
         "auto": decoding["num_draft_tokens"] == "auto",
