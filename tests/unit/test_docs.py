@@ -1,13 +1,18 @@
 """The documentation: links, anchors and paths lead somewhere, its commands have the flags that they
 are given, and the README stays short."""
 
+import dataclasses
 import re
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 from conftest import ROOT
 
 from magicdec.cli.commands import COMMANDS, KNOWN, parser_of, start
+from magicdec.config import run_config, sections
+from magicdec.runner import request
+from magicdec.systems import options
 
 PAGES = sorted(
     str(page.relative_to(ROOT))
@@ -19,6 +24,7 @@ DATED = re.compile(r"^## \d{4}-\d{2}-\d{2} ", re.MULTILINE)  # the heading of an
 PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/[\w-]+\.(py|md|sh|cpp|h)|results/(baselines|paper)/\S*")
 DRIVERS = {f"tests/{name}_benchmark.py": name for name in KNOWN} | {"tests/probe.py": "probe"}
 MOST_README_LINES, WIDEST_README_LINE = 200, 122
+TERM = re.compile(r"^\| \*\*(.+)\*\* \|.*\|(.*)\|(.*)\|$", re.MULTILINE)  # of the glossary
 
 
 def prose(text: str) -> str:
@@ -109,6 +115,62 @@ def test_commands_have_their_flags(page: str) -> None:
             settings = parsers[each].settings.values() if each in parsers else ()
             known |= {flag for setting in settings for flag in setting.flags}
         assert set(flags) <= known, f"{name} in {page}"
+
+
+def keys() -> set[str]:
+    """The keys of all records, and the fields of settings and requests."""
+    found = set()
+    for page in PAGES:
+        for table in re.findall(r"<!-- fields: .*?<!-- end", (ROOT / page).read_text(), re.DOTALL):
+            found |= set(re.findall(r"^\| `(\w+)` ", table, re.MULTILINE))
+    for module in (run_config, sections, options, request):
+        for each in filter(dataclasses.is_dataclass, vars(module).values()):
+            found |= {field.name for field in dataclasses.fields(each)}
+    return found | set(vars(request.Request))
+
+
+def test_the_glossary_has_words_flags_and_keys_that_are_there() -> None:
+    """A word is one of the package's source, with any ending; a flag is of a command; a key is of a
+    record, a setting or a request."""
+    sources = "\n".join(path.read_text() for path in sorted((ROOT / "magicdec").glob("**/*.py")))
+    text = re.sub(r"[\s#\"_-]+", " ", sources.lower())
+    flags = {flag for n in KNOWN for s in parser_of(n).settings.values() for flag in s.flags}
+    terms = TERM.findall((ROOT / "docs" / "glossary.md").read_text())
+    assert len(terms) > 80
+    words = [word for word, _, _ in terms]
+    assert [w for w in words if not re.search(rf"\b{re.sub('[ _-]', ' ', w.lower())}", text)] == []
+    assert {flag.strip("` ") for _, flag, _ in terms} - flags - {""} == set()
+    assert {key.strip("` ") for _, _, key in terms} - keys() - {""} == set()
+    assert len(words) == len({word.lower() for word in words})
+
+
+@pytest.fixture
+def wrap_pages(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+    import wrap_pages
+
+    return wrap_pages
+
+
+def test_lines_are_as_long_as_they_may_be(wrap_pages: ModuleType) -> None:
+    texts = {page: page.read_text(encoding="utf-8") for page in wrap_pages.pages()}
+    differ = [str(page) for page, text in texts.items() if wrap_pages.wrapped(text) != text]
+    assert differ == [], "run scripts/wrap_pages.py"
+
+
+def test_filling_a_page_leaves_its_blocks_alone(wrap_pages: ModuleType) -> None:
+    """Code, tables, headings and pictures stay; no line becomes an item; short code stays whole."""
+    long, code = "word " * 30, "`a b`"
+    apart = [f"# {long}", f"| {long}|", f"    {long}", f"![{long}](x.png)", "```", long, "```"]
+    page = "\n\n".join([*apart, f"- {long}- 1. {code} {long}", f"   {long}"]) + "\n"
+    lines = wrap_pages.wrapped(page).splitlines()
+    assert [line for line in apart if line not in lines] == []
+    filled = lines[lines.index("") :][-8:]
+    assert max(map(len, filled)) <= wrap_pages.WIDTH
+    assert " ".join(" ".join(lines).split()) == " ".join(page.split())
+    assert sum(line.lstrip().startswith(("-", "1.")) for line in lines) == 1
+    assert any(code in line for line in lines)
+    assert wrap_pages.wrapped("\n".join(lines) + "\n").splitlines() == lines
 
 
 def test_the_readme_shows_every_command() -> None:
