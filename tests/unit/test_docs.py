@@ -10,7 +10,7 @@ import pytest
 from conftest import ROOT
 
 from magicdec.cli.commands import COMMANDS, KNOWN, parser_of, start
-from magicdec.config import run_config, sections
+from magicdec.config import resolved, sections
 from magicdec.runner import request
 from magicdec.systems import options
 
@@ -123,7 +123,7 @@ def keys() -> set[str]:
     for page in PAGES:
         for table in re.findall(r"<!-- fields: .*?<!-- end", (ROOT / page).read_text(), re.DOTALL):
             found |= set(re.findall(r"^\| `(\w+)` ", table, re.MULTILINE))
-    for module in (run_config, sections, options, request):
+    for module in (resolved, sections, options, request):
         for each in filter(dataclasses.is_dataclass, vars(module).values()):
             found |= {field.name for field in dataclasses.fields(each)}
     return found | set(vars(request.Request))
