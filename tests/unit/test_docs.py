@@ -23,7 +23,7 @@ DATED = re.compile(r"^## \d{4}-\d{2}-\d{2} ", re.MULTILINE)  # the heading of an
 # Written with a folder and as source or text, or within what is committed of the repository.
 PATH = re.compile(r"[\w.-]+(/[\w.-]+)*/[\w-]+\.(py|md|sh|cpp|h)|results/(baselines|paper)/\S*")
 DRIVERS = {f"tests/{name}_benchmark.py": name for name in KNOWN} | {"tests/probe.py": "probe"}
-MOST_README_LINES, WIDEST_README_LINE = 200, 122
+MOST_README_LINES, WIDEST_README_LINE = 200, 120
 TERM = re.compile(r"^\| \*\*(.+)\*\* \|.*\|(.*)\|(.*)\|$", re.MULTILINE)  # of the glossary
 
 
@@ -101,7 +101,8 @@ def test_every_page_is_in_the_index() -> None:
 def test_the_readme_is_short() -> None:
     lines = (ROOT / "README.md").read_text().splitlines()
     assert len(lines) <= MOST_README_LINES
-    assert [line for line in lines if len(line) > WIDEST_README_LINE] == []
+    is_wide = [len(line) > WIDEST_README_LINE and not line.startswith("|") for line in lines]
+    assert not any(is_wide)
 
 
 @pytest.mark.parametrize("page", PAGES)
