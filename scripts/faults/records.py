@@ -207,12 +207,17 @@ PROPERTIES = (
         "Emitted tokens of a verification are those up to the end of a row.",
         f"{METRICS}test_drafts_accepted_past_the_end_of_a_row_were_not_emitted",
         (
-            Fault("steps without drafts counted as verifications", "records/acceptance.py",
-                  "                if drafted and row < len(accepted):\n"
-                  "                    yield first + i, drafted, min(accepted[row], drafted), "
-                  "tokens",
-                  "                if row < len(accepted) or not drafted:\n"
-                  "                    yield first + i, drafted, [*accepted, 0][row], tokens"),
+            Fault("drafted tokens taken for emitted ones", "records/acceptance.py",
+                  "found.add(first + i, drafted, accepted[row], tokens)",
+                  "found.add(first + i, drafted, accepted[row], 1 + accepted[row])"),
+        ),
+    ),
+    Property(
+        "The padding of a row is no draft, and a row without drafts has no verification.",
+        f"{METRICS}test_padding_is_no_draft",
+        (
+            Fault("rows without drafts counted as verifications", "records/acceptance.py",
+                  "        if drafted:\n", "        if True:\n"),
         ),
     ),
     Property(

@@ -155,9 +155,9 @@ PROPERTIES = (
         f"{RING}test_metrics_of_drafts",
         (
             Fault("tokens of a round by message", "systems/stages/metrics.py",
-                  "num_later / drafts.num_verified", "num_later / drafts.num_messages"),
+                  "num_later / drafts.num_rounds", "num_later / drafts.num_messages"),
             Fault("time of drafts by row", "systems/stages/metrics.py",
-                  "drafts.draft_s / drafts.num_messages", "drafts.draft_s / drafts.num_verified"),
+                  "drafts.draft_s / drafts.num_messages", "drafts.draft_s / drafts.num_rounds"),
         ),
     ),
     Property(
@@ -174,8 +174,8 @@ PROPERTIES = (
         "test_an_end_token_among_accepted_drafts_ends_the_sample",
         (
             Fault("drafts of a message counted as those of one row", "systems/ring/recurrent.py",
-                  "self.counts.num_drafted += sum(proposed)",
-                  "self.counts.num_drafted += proposed[0]"),
+                  "ids = [request.request_id for request in flight.requests]",
+                  "ids = [request.request_id for request in flight.requests[:1]]"),
         ),
     ),
     Property(

@@ -54,8 +54,8 @@ PROPERTIES = (
         "Tokens of one step have no gap.",
         f"{METRICS}test_tokens_of_one_step_have_no_gap",
         (
-            Fault("gaps within a step", "bench/serving/metrics.py",
-                  "sorted(set(request.token_times_s))", "sorted(request.token_times_s)"),
+            Fault("gaps within a step", "runner/request.py",
+                  "sorted(set(self.token_times_s))", "sorted(self.token_times_s)"),
         ),
     ),
     Property(
@@ -112,8 +112,8 @@ PROPERTIES = (
                   "                if self.reference is None:\n"
                   "                    self._warm_up(each, system.warm_up_rows(each))"),
             Fault("whole requests as a warm-up", "bench/serving/measure.py",
-                  "self.serve(each, shortened(shapes, chunk), Watch())",
-                  "self.serve(each, shapes, Watch())"),
+                  "self.serve(each, shortened(shapes, chunk), PassObserver())",
+                  "self.serve(each, shapes, PassObserver())"),
         ),
     ),
     Property(

@@ -87,7 +87,7 @@ def test_a_step_and_its_phases_end_when_the_tokens_are_read(
     setup = Setup(
         runner, decoding, KVSection("streaming_llm", 18), phase=timer, draft_length=length
     )
-    decode(engine, name, setup, lambda output, seconds: steps_s.append(seconds))
+    decode(engine, name, setup, lambda ids, output, seconds: steps_s.append(seconds))
     assert steps_s == [sum(phases_s.values())] * len(steps_s) != []
     assert timer.seconds == {phase: [s] * len(steps_s) for phase, s in phases_s.items()}
     assert length.seconds == (steps_s if name == "speculative" else [])

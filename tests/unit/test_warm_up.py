@@ -88,6 +88,8 @@ def test_a_ring_counts_what_comes_after_it(
     if has_drafts:
         num_messages = record.ring.sent_messages[0] - 1
         assert record.metrics.num_draft_tokens == 3 * (num_messages - 2) > 0
+        rounds = num_messages - 2
+        assert record.ring.tokens_per_round == 2 * (NUM_NEW - 1) / rounds
     assert (record.metrics.num_draft_tokens is not None) == has_drafts
     assert len(stages) == len(trace.requests) == num_messages
     assert record.ring.sent_messages == [num_messages + 1], "and the end"
