@@ -14,14 +14,14 @@
 #include <deque>
 #include <vector>
 
-#include "../distributed/shared_memory.h"
-#include "../kernels/barrier.h"
+#include "../../distributed/shared_memory.h"
+#include "../../kernels/barrier.h"
 #include "forward_part.h"
-#include "../model/linear/packed_float32.h"
-#include "../model/linear/packed_int4.h"
-#include "../model/linear/packed_int8.h"
+#include "../../model/linear/packed_float32.h"
+#include "../../model/linear/packed_int4.h"
+#include "../../model/linear/packed_int8.h"
 #if defined(__AVX512BF16__)
-#include "../model/linear/packed.h"
+#include "../../model/linear/packed.h"
 #endif
 
 enum { DONE, INTERRUPTED, UNKNOWN_TOKEN };

@@ -2,8 +2,8 @@
 #pragma once
 #include <vector>
 
-#include "../attention/cpp/native_team.h"
-#include "../model/elementwise/rows.h"
+#include "../../attention/cpp/native_team.h"
+#include "../../model/elementwise/rows.h"
 
 // These are filled by executor.py, field by field in this order.
 struct LinearLayer {
