@@ -41,7 +41,8 @@ from magicdec.records.samples import PassSamples
 from magicdec.runner.request import Batch, Request, StepOutput
 from magicdec.setup.prepare import prepare
 from magicdec.setup.session import RankSession
-from magicdec.speculation.steps.strategy import DecodingStrategy, Setup, make_strategy
+from magicdec.speculation.steps.build import build_decoder
+from magicdec.speculation.steps.strategy import DecodingStrategy
 
 NGRAM, REFERENCE = "prompt lookup", "streaming_llm"
 
@@ -118,7 +119,7 @@ def make_ways(budgets: list[int]) -> list[Way]:
 def decode(run: Run, snapshots: list[Request], name: str, way: Way) -> list[Request]:
     run.engine.rewind(snapshots)
     decoding = replace(run.config.decoding, drafter=way.drafter)
-    strategy = Noting(make_strategy(name, Setup(run.runner, decoding, way.kv)), way)
+    strategy = Noting(build_decoder(run.runner, decoding, way.kv, name=name), way)
     run.engine.begin(strategy)
     started = time.perf_counter()
 
