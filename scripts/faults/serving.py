@@ -15,9 +15,9 @@ PROPERTIES = (
             Fault("makespan until the end of the last to arrive", "bench/serving/metrics.py",
                   "makespan_s = max(_finished_s(request) for request in requests)",
                   "makespan_s = _finished_s(requests[-1])"),
-            Fault("end-to-end latency from the first token", "bench/serving/metrics.py",
-                  "1e3 * (last_s - request.arrived_s)", "1e3 * (last_s - first_s)"),
-            Fault("TPOT over all tokens of a request", "bench/serving/metrics.py",
+            Fault("end-to-end latency from the first token", "runner/request.py",
+                  "1e3 * (last_s - self.arrived_s)", "1e3 * (last_s - first_s)"),
+            Fault("TPOT over all tokens of a request", "runner/request.py",
                   "1e3 * (last_s - first_s) / num_later",
                   "1e3 * (last_s - first_s) / (num_later + 1)"),
             Fault("arrivals counted instead of their gaps", "bench/serving/metrics.py",
@@ -54,8 +54,8 @@ PROPERTIES = (
         "Tokens of one step have no gap.",
         f"{METRICS}test_tokens_of_one_step_have_no_gap",
         (
-            Fault("gaps within a step", "bench/serving/metrics.py",
-                  "sorted(set(request.token_times_s))", "sorted(request.token_times_s)"),
+            Fault("gaps within a step", "runner/request.py",
+                  "sorted(set(self.token_times_s))", "sorted(self.token_times_s)"),
         ),
     ),
     Property(
