@@ -25,8 +25,8 @@ from magicdec.config.sections import DecodingSection, KVSection
 from magicdec.engine.engine import Engine
 from magicdec.kv.view import KVView
 from magicdec.model.config import ModelConfig
+from magicdec.runner import model_runner as runner_module
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.model_runner import model_runner as runner_module
 from magicdec.runner.native_steps.executor import Executor
 from magicdec.runner.request import Batch, Request
 from magicdec.runner.sampling.model_tokens import Proposal
