@@ -212,6 +212,13 @@ class PromptCounts:
     def num_prompts(self) -> int:
         return len(self.drafted)
 
+    @property
+    def rates(self) -> Array:
+        """[P] the acceptance rate of each prompt; NaN of one without drafts."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rates: Array = self.accepted.sum(axis=1) / self.drafted
+        return rates
+
     def equals(self, other: PromptCounts) -> bool:
         """Whether all counts of all prompts are equal."""
         return all(map(np.array_equal, vars(self).values(), vars(other).values()))
