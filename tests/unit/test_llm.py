@@ -140,7 +140,7 @@ def test_the_metrics_of_a_request_are_those_of_its_times_and_steps(
 
 def test_nothing_is_kept_of_requests_that_have_ended(tiny_checkpoint: Path) -> None:
     """The cache has blocks for two or three requests, so that some are preempted; of these one is
-    cancelled while it waits."""
+    cancelled while it waits, and another request while it runs."""
     llm = make_llm(
         tiny_checkpoint, draft="ngram", block_tokens=64, cache_tokens=320, max_concurrency=3
     )
@@ -151,6 +151,9 @@ def test_nothing_is_kept_of_requests_that_have_ended(tiny_checkpoint: Path) -> N
     assert preempted._request.status is Status.WAITING
     preempted.cancel()
     assert preempted.result().metrics.queue_ms is not None, "it had a row"
+    running = next(s for s in streams if s._request.status is Status.RUNNING)
+    running.cancel()
+    assert running.result().metrics.queue_ms is not None and running.is_done
     streams[-1].cancel()
     assert streams[-1].result().metrics.queue_ms is None, "it never had one"
     while llm.step():

@@ -151,6 +151,15 @@ def test_pieces_of_text_are_the_text(
         assert not any("\ufffd" in piece for piece in pieces)
 
 
+def test_a_blank_after_text_comes_by_itself(streamed: dict[str, Tokenizer]) -> None:
+    """Alone it has no text, since a text begins without it."""
+    tokenizer = streamed["fallback"]
+    ids = {piece: i for i, piece in tokenizer.pieces.items()}
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.add(ids[piece]) for piece in ("\u2581the", "\u2581", "\u2581cat", "s")]
+    assert pieces == ["the", " ", " cat", "s"]
+
+
 def test_pieces_come_as_soon_as_they_are_certain(loaded: dict[str, Tokenizer]) -> None:
     tokenizer = loaded["json"]
     detokenizer = Detokenizer(tokenizer)
