@@ -32,7 +32,7 @@ def predictions(suite: Suite) -> dict[str, Any]:
                 rate = rates[0]  # only tests the arithmetic
             if rate is None:
                 continue
-            prediction = predict(place, budget, float(rate["draft_acceptance_rate"]))
+            prediction = predict(place, budget, float(rate["acceptance_rate"]))
             published = [
                 {key: row[key] for key in ("hardware", "batch_size", "gamma", "speedup", "source")}
                 for row in read_table("speedups.csv")

@@ -77,7 +77,7 @@ def rates_at(S: int) -> dict[str, float]:
     with RATES_FILE.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["model"] == MODEL]
     if (row := near(rows, S)) is not None:
-        rates["published"] = float(row["draft_acceptance_rate"])
+        rates["published"] = float(row["acceptance_rate"])
     return rates
 
 
