@@ -16,7 +16,6 @@ ATTENTION_BACKENDS = {
     "grouped": "magicdec.attention.grouped:GroupedBackend",
     "native": "magicdec.attention.native:NativeBackend",
     "triton": "magicdec.attention.triton:TritonBackend",
-    "varlen": "magicdec.attention.varlen:VarlenBackend",
     "flash_attn": "magicdec.attention.flash_attn:FlashAttnBackend",
 }
 # What `--attention auto` takes on each device: the first of these that can serve the run. The last

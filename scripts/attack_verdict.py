@@ -1,9 +1,10 @@
-"""What does the verdict of a run see? Plants faults in verifications, one after the other, in runs
+r"""What does the verdict of a run see? Plants faults in verifications, one after the other, in runs
 of the demo model, and prints for each the status and what has found it.
 
     python scripts/attack_verdict.py
     python scripts/attack_verdict.py --attack nothing --num_seeds 200 --dtype bfloat16
-    TRITON_INTERPRET=1 python scripts/attack_verdict.py --kernels triton --B 1 --gen_len 16
+    TRITON_INTERPRET=1 python scripts/attack_verdict.py --kernels triton --B 1 --prefix_len 96 \
+        --gen_len 10
 
 The faults change verifications alone: prefill and the baseline are right. `by tokens` is what the
 comparison of the tokens says without the other parts of the verdict.
@@ -95,14 +96,13 @@ def accept_within(
     logits: Tensor,
     sampling: SamplingMetadata,
     drafts: Tensor | None = None,
-    is_before: Tensor | None = None,
     places: Tensor | None = None,
     *,
     exact: Callable[..., Tensor],
     limit: float,
 ) -> Tensor:
     """The greedy tokens [B, T], but a draft near the best token counts as the target's choice."""
-    target = exact(runner, logits, sampling, drafts, is_before, places)
+    target = exact(runner, logits, sampling, drafts, places)
     if drafts is None or logits.shape[1] != drafts.shape[1] + 1:  # not a verification
         return target
     whole = gather_vocab(logits, runner.vocab_places, runner.group)[:, :-1]

@@ -52,8 +52,8 @@ def section(folder: Path, parts: dict[str, dict[str, Any]]) -> str:
     lines = [
         "## GPU",
         "",
-        "On a machine with CUDA the same commands use the GPU: `auto` chooses the attention kernel "
-        "by measuring, and steps are recorded once as CUDA graphs and replayed.",
+        "On a machine with CUDA the same commands use the GPU: attention by Triton, else "
+        "flash-attn, else torch, and steps that are recorded once as CUDA graphs and replayed.",
         f"Measured on {made['gpu']} (driver {made['driver']}, torch {made['torch']}) on "
         f"{dates[0] if dates else 'an unknown date'} by `{COMMAND}`: {measured} cells, of which "
         f"{failed} failed.",

@@ -1,7 +1,7 @@
 """Plants faults in the code that measures, one at a time, and says whether a test sees them.
 
     python scripts/plant_faults.py           # all faults
-    python scripts/plant_faults.py TPOT ...  # those whose line in the table has one of the texts
+    python scripts/plant_faults.py TPOT ...  # those whose line has one of the texts
 
 Each fault of `faults/` is planted in a copy of the package, against which the test of its property
 runs. The exit code is 1 if a test passes with its fault, or fails without one, or if the text that

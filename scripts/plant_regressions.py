@@ -85,6 +85,7 @@ def run(each: Regression, baseline: Path, copy: Path) -> None:
         os.chdir(copy)
         # Compiled code would be written through a link into the package itself.
         sys.dont_write_bytecode = True
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"  # of the ranks of a case
         sys.path.insert(0, str(copy))
         code = compared(each, baseline)
     except Exception:
@@ -97,8 +98,9 @@ def run(each: Regression, baseline: Path, copy: Path) -> None:
 def compared(each: Regression, baseline: Path) -> int:
     """Run the cases, print what the gate says of those that it does not pass, and return the
     code."""
-    from magicdec.bench.gate.cases import config_of
-    from magicdec.bench.gate.measuring import run_cases, with_threads
+    from magicdec.bench.gate.cases import config_of, num_ranks
+    from magicdec.bench.gate.measuring import measure, run_cases, with_threads
+    from magicdec.config.run_config import RunConfig
     from magicdec.records.comparison.compare import Comparison, case_failed, compare, exit_code
     from magicdec.records.comparison.conditions import describe
     from magicdec.records.reading import load_records
@@ -111,7 +113,15 @@ def compared(each: Regression, baseline: Path) -> int:
         print("the baseline file has no case of it")
         return BROKEN
     configs = [with_threads(config_of(case), 1) for case in cases]
-    found = dict(run_cases(list(enumerate(configs))))
+    of_one, of_several = list[tuple[int, RunConfig]](), list[int]()
+    for number, config in enumerate(configs):
+        if num_ranks(config) == 1:
+            of_one.append((number, config))
+        else:
+            of_several.append(number)
+    found = dict(run_cases(of_one))
+    on_ranks = measure([configs[number] for number in of_several], 1, lambda result: None)
+    found |= zip(of_several, on_ranks, strict=True)
     comparisons = list[Comparison]()
     for number, case in enumerate(cases):
         result = found[number]
@@ -127,10 +137,11 @@ def compared(each: Regression, baseline: Path) -> int:
 
 
 def names_with(text: str, names: Sequence[str]) -> list[str]:
-    """The cases whose names end with the text or, if none does, those of greedy requests that hold
-    it as whole words."""
+    """The cases whose names end with the text or, if none does, those of greedy requests on one
+    rank that hold it as whole words."""
     ending = [name for name in names if name.endswith(text)]
-    return ending or [n for n in names if f"{text} " in f"{n} " and "--temperature" not in n]
+    plain = [name for name in names if "--temperature" not in name and "--nproc" not in name]
+    return ending or [name for name in plain if f"{text} " in f"{name} "]
 
 
 if __name__ == "__main__":

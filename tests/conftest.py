@@ -286,7 +286,6 @@ def decode_both(
     draft: DraftModel | None = None,
     recorder: Recorder | None = None,
     names: Sequence[str] = ("autoregressive", "speculative"),
-    tree: str | None = None,
     pa: float | None = None,
 ) -> tuple[list[list[int]], list[list[int]], list[list[int]]]:
     """(baseline tokens, speculation's tokens, accepted counts by step), from one shared prefill;
@@ -295,7 +294,7 @@ def decode_both(
     engine = Engine(runner, chunk)
     keep_queries(runner if draft is None or draft.runner is None else draft.runner, kv)
     snapshots = engine.prefill(requests)
-    decoding = DecodingSection("speculative", drafter, num_draft_tokens, tree, pa)
+    decoding = DecodingSection("speculative", drafter, num_draft_tokens, pa)
     accepted: list[list[int]] = []
     outputs: list[list[list[int]]] = []
     for name in names:

@@ -17,7 +17,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from magicdec.config.capabilities import Capabilities, list_backends
+from magicdec.config.capabilities import Capabilities
 from magicdec.kv.layout import PLAIN, Layout
 from magicdec.kv.view import WEIGHTS_BLOCK, KVView
 from magicdec.names import ATTENTION_BACKENDS, load_named
@@ -82,7 +82,7 @@ class AttentionBackend(Protocol):
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
         """Append k, v [B,T,G,D] to the cache and compute attention: q [B,T,H,D] -> [B,T,H,D]. The
-        score of a key is q.k / sqrt(D). A view has a tree only if the backend supports it."""
+        score of a key is q.k / sqrt(D)."""
 
     def run_with_weights(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
@@ -95,18 +95,13 @@ class AttentionBackend(Protocol):
 
 
 def visible_mask(
-    view: KVView, key_cells: Tensor, first: int = 0, last: int | None = None
+    view: KVView, key_positions: Tensor, first: int = 0, last: int | None = None
 ) -> Tensor:
     """The attention mask of rows `first` to `last` of the view: bool [B, G or 1, T, N], true where
-    a new token sees a key. `key_cells` [B, G or 1, N] is -1 for padding."""
+    a new token sees a key. `key_positions` [B, G or 1, N] is -1 for padding."""
     queries = view.query_positions()[first:last, None, :, None]
-    if view.tree is None:
-        keys = key_cells.unsqueeze(2)
-        mask = (keys >= 0) & (keys <= queries)
-    else:
-        tree = view.tree.rows(first, last)
-        mask = tree.sees(key_cells)[:, :, -view.num_new :]
-        keys = tree.positions_of(key_cells).unsqueeze(2)
+    keys = key_positions.unsqueeze(2)
+    mask = (keys >= 0) & (keys <= queries)
     return mask if view.window is None else mask & (keys > queries - view.window)
 
 
@@ -122,12 +117,3 @@ def backend_class(name: str) -> type[AttentionBackend]:
     """The class of the backend of that name. The library that it needs may be missing."""
     backend: type[AttentionBackend] = load_named(ATTENTION_BACKENDS, name)
     return backend
-
-
-def check_trees(backend: str) -> None:
-    """Raise ValueError if the backend does not compute draft trees."""
-    fitting = list_backends(lambda c: c.supports_trees)
-    if backend not in fitting:
-        raise ValueError(
-            f"--attention {backend} computes no draft trees; choose from {', '.join(fitting)}"
-        )

@@ -33,7 +33,7 @@ class Run:
     block: int
     first_key: int
     num_keys: int
-    cells: Tensor  # cells of the keys, [rows, G or 1, num_keys], -1 for padding
+    positions: Tensor  # of the keys, [rows, G or 1, num_keys], -1 for padding
     slots: Tensor | None
     num_unmasked: int  # number of leading keys that every new token of every row sees
     # bool [rows, G or 1, T, num_keys - num_unmasked]; None if every token sees every key
@@ -44,9 +44,7 @@ class GroupedBackend(AttentionBackend):
     """A block holds a whole row, so that the cache of a row is one strided matrix for the GEMM. The
     keys of rows with several blocks (a rolling cache chooses its own block size) are copied."""
 
-    capabilities = Capabilities(
-        "grouped", can_be_recorded=False, rounds_scores=True, supports_trees=True
-    )
+    capabilities = Capabilities("grouped", can_be_recorded=False, rounds_scores=True)
 
     def __init__(self) -> None:
         self._new: Tensor | None = None
@@ -63,7 +61,7 @@ class GroupedBackend(AttentionBackend):
         return max_tokens
 
     def plan(self, view: KVView) -> None:
-        self._new = view.cache.slots(view.row_index, view.query_cells())
+        self._new = view.cache.slots(view.row_index, view.query_positions())
         has_one_block = all(len(view.cache.blocks[row]) == 1 for row in view.rows)
         in_place = view.is_full and has_one_block
         self._runs = None
@@ -91,10 +89,7 @@ class GroupedBackend(AttentionBackend):
         for r in self._write(layer, k, v, view):
             out, weights = _attend(layer, q[r.first : r.last], r, view)
             outputs.append(out)
-            positions = r.cells
-            if view.tree is not None:
-                positions = view.tree.rows(r.first, r.last).positions_of(r.cells)
-            masses.append(sum_blocks(weights.sum(dim=2), positions, view.num_weight_blocks))
+            masses.append(sum_blocks(weights.sum(dim=2), r.positions, view.num_weight_blocks))
         return torch.cat(outputs), torch.cat(masses)
 
     def _write(self, layer: int, k: Tensor, v: Tensor, view: KVView) -> list[Run]:
@@ -113,20 +108,19 @@ def _dense_runs(view: KVView) -> Iterator[Run]:
         if i == len(blocks) or blocks[i][0] != blocks[i - 1][0] + 1:
             lengths, first_key = view.lengths[first:i], min(view.first_keys[first:i])
             stop = max(lengths) + view.num_new
-            cells = torch.arange(first_key, stop, device=view.seq_lens.device)
-            cells = cells.expand(i - first, 1, -1)
-            num_seen = [length - view.num_cached for length in lengths]
-            unmasked, mask = _mask(view, first, i, cells, min(num_seen), max(num_seen))
+            keys = torch.arange(first_key, stop, device=view.seq_lens.device)
+            keys = keys.expand(i - first, 1, -1)
+            unmasked, mask = _mask(view, first, i, keys, min(lengths), max(lengths))
             block, num_keys = blocks[first][0], stop - first_key
-            yield Run(first, i, block, first_key, num_keys, cells, None, unmasked, mask)
+            yield Run(first, i, block, first_key, num_keys, keys, None, unmasked, mask)
             first = i
 
 
 def _gathered_run(layer: int, view: KVView) -> Run:
     """The visible keys of all rows, which are copied together. Shorter rows are padded, and the
     padding is masked."""
-    keys = view.key_cells(layer)  # [B, G or 1, N]
-    least, most = (view.num_shared(n) for n in (min(view.num_visible), max(view.num_visible)))
+    keys = view.key_positions(layer)  # [B, G or 1, N]
+    least, most = min(view.num_visible), max(view.num_visible)
     unmasked, mask = _mask(view, 0, len(view.rows), keys, least, most)
     slots = view.cache.slots(view.row_index, keys.clamp(min=0))
     return Run(0, len(view.rows), 0, 0, keys.shape[2], keys, slots, unmasked, mask)
@@ -137,15 +131,14 @@ def _mask(
 ) -> tuple[int, Tensor | None]:
     """The number of leading keys that every new token sees, and the mask for the other keys.
 
-    `least` and `most` are the numbers of old tokens that every new token of the shortest and of the
-    longest row sees.
+    `least` and `most` are the numbers of old tokens that the new tokens of the shortest and of the
+    longest row see.
     Without a sliding window, only the keys after the first `least` can be masked, and the mask is
     the same for all heads, because all heads of a row see equally many keys. With a window, the
     first keys can be masked too."""
     longest = max(view.lengths[first:last]) + view.num_new
     is_cut = view.window is not None and view.window < longest
-    is_alone = view.num_new == 1 and view.tree is None
-    if is_alone and least == most and not (is_cut and view.per_head):
+    if view.num_new == 1 and least == most and not (is_cut and view.per_head):
         return keys.shape[2], None
     if is_cut:
         return 0, visible_mask(view, keys, first, last)

@@ -35,9 +35,9 @@ class Chosen:
 
 def choose_keys(layer: int, view: KVView) -> Chosen:
     """The keys that a layer reads, padded to the longest row."""
-    cells = view.key_cells(layer)  # [B, G or 1, N]
-    slots = view.cache.slots(view.row_index, cells.clamp(min=0))
-    lengths = (cells >= 0).sum(2, dtype=torch.int32)
+    positions = view.key_positions(layer)  # [B, G or 1, N]
+    slots = view.cache.slots(view.row_index, positions.clamp(min=0))
+    lengths = (positions >= 0).sum(2, dtype=torch.int32)
     return Chosen(slots, lengths.expand(slots.shape[:2]).reshape(-1))
 
 
@@ -63,10 +63,7 @@ def join_heads(out: Tensor, rows: int) -> Tensor:
 
 
 def library_capabilities(
-    name: str,
-    head_sizes: HeadSizes,
-    missing_parts: Callable[[], str | None],
-    can_be_recorded: bool = True,
+    name: str, head_sizes: HeadSizes, missing_parts: Callable[[], str | None]
 ) -> Capabilities:
     """The capabilities that all these libraries share: only CUDA and bfloat16, no sliding window,
     no attention weights."""
@@ -78,7 +75,6 @@ def library_capabilities(
         head_sizes=head_sizes,
         keeps_window=False,
         returns_weights=False,
-        can_be_recorded=can_be_recorded,
     )
 
 
@@ -118,7 +114,7 @@ class LibraryBackend(AttentionBackend, ABC):
 
     def plan(self, view: KVView) -> None:
         assert view.window is None, "a sliding window is refused before the run"
-        self._new = view.cache.slots(view.row_index, view.query_cells())
+        self._new = view.cache.slots(view.row_index, view.query_positions())
         self._in_place = view.is_full and self.can_read_in_place(view)
         chooses_alike = not self._in_place and not view.per_head
         self._chosen = choose_keys(0, view) if chooses_alike else None

@@ -22,7 +22,7 @@ from magicdec.kernels.build import (
     share_openmp,
 )
 from magicdec.kv.layout import PLAIN, TILE, TILED, Layout
-from magicdec.kv.view import NO_NODES, KVView, Nodes
+from magicdec.kv.view import KVView
 
 SOURCE = Path(__file__).parent / "cpp" / "native.cpp"
 HEADERS = (
@@ -36,7 +36,7 @@ HEADERS = (
 FLAGS = (*FAST_MATH, "-fopenmp")
 # The dtypes of the pools; native.cpp refers to a dtype by its index in this tuple.
 STORAGE = (torch.float32, torch.bfloat16)
-Shape = ctypes.c_int64 * 18
+Shape = ctypes.c_int64 * 17
 
 
 class NativeBackend(AttentionBackend):
@@ -49,7 +49,6 @@ class NativeBackend(AttentionBackend):
         head_sizes=HeadSizes("a multiple of 16", range(16, 1024, 16)),
         can_be_recorded=False,
         is_part_of_native_steps=True,
-        supports_trees=True,
     )
 
     def __init__(self, is_widened: bool = False) -> None:
@@ -80,7 +79,6 @@ class NativeBackend(AttentionBackend):
         return attention(
             q, k, v, cache.k[layer], cache.v[layer], cache.block_table, view.row_index,
             view.seq_lens, view.layer_ranges(layer), view.window or 0, self._is_widened, mass,
-            view.nodes,
         )  # fmt: skip
 
     def run_with_weights(
@@ -99,7 +97,7 @@ def kernel(head_size: int, *flags: str) -> ctypes.CDLL:
     share_openmp()
     library = load_library(SOURCE, (*FLAGS, f"-DHEAD_SIZE={head_size}", *flags), HEADERS)
     library.magicdec_keys_read.restype = ctypes.c_int64
-    library.magicdec_attention.argtypes = (ctypes.c_int, ctypes.c_int, Shape) + 14 * (
+    library.magicdec_attention.argtypes = (ctypes.c_int, ctypes.c_int, Shape) + 12 * (
         ctypes.c_void_p,
     )
     library.magicdec_received.restype = None
@@ -115,19 +113,17 @@ def has_dot_products() -> bool:
 def attention(
     q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor,
     block_table: Tensor, rows: Tensor, seq_lens: Tensor, ranges: Tensor, window: int,
-    is_widened: bool, mass: Tensor | None = None, nodes: Nodes = NO_NODES,
+    is_widened: bool, mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Append k, v [B,T,G,D] to the pools [blocks, G, block_size, D] of one layer and compute
     attention. Returns the output [B,T,H,D] and the log-sum-exp of the scores, float32 [B,T,H].
 
     `ranges` [B, G or 1, R, 2] holds the start and the end of each range of visible positions. A
     token sees only the last `window` positions of them; 0 stands for all. If `mass`, float32
-    [B, G, blocks], is given, it is filled with the attention weights of each block. `nodes` are
-    `KVView.nodes`; with them, k and v are of the last nodes, and the ranges end before the tree."""
+    [B, G, blocks], is given, it is filled with the attention weights of each block."""
     assert q.dtype in STORAGE, "computes in float32 or bfloat16"
     assert k_pool.dtype == q.dtype, "pools have the dtype of q"
     num_rows, num_new, num_heads, size = q.shape
-    _, parents = nodes
     strides = q.stride(), k.stride(), v.stride()
     assert all(s[2:] == (size, 1) for s in strides), "heads must be adjacent"
     assert ranges.is_contiguous(), "the library computes addresses from the shape"
@@ -137,9 +133,8 @@ def attention(
         num_rows, num_new, num_heads, k.shape[2], size, k_pool.shape[2], block_table.shape[1],
         ranges.shape[2], *(step for s in strides for step in s[:2]),
         ranges.shape[1], 0 if mass is None else mass.shape[2], window,
-        0 if parents is None else parents.shape[1],
     )  # fmt: skip
-    tensors = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, *nodes, out, lse, mass)
+    tensors = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, out, lse, mass)
     failed = kernel(size).magicdec_attention(
         STORAGE.index(k_pool.dtype),
         is_widened,

@@ -16,7 +16,7 @@ class SDPABackend(AttentionBackend):
     """Copies the visible keys and values in every layer. Correct for any block size, row lengths,
     KV policy and dtype."""
 
-    capabilities = Capabilities("sdpa", supports_trees=True)
+    capabilities = Capabilities("sdpa")
 
     def __init__(self, block_size: int = 64) -> None:
         self._block_size = block_size
@@ -38,7 +38,7 @@ class SDPABackend(AttentionBackend):
         return self._block_size
 
     def plan(self, view: KVView) -> None:
-        self._new = view.cache.slots(view.row_index, view.query_cells())
+        self._new = view.cache.slots(view.row_index, view.query_positions())
         self._chosen = None if view.per_head else _choose(0, view)
 
     def run(self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView) -> Tensor:
@@ -71,7 +71,6 @@ class SDPABackend(AttentionBackend):
 def _choose(layer: int, view: KVView) -> tuple[Tensor, Tensor, Tensor]:
     """The keys that a layer reads: their positions [B, G or 1, N], their slots [B, G, N] and their
     mask [B, G or 1, T, N]."""
-    cells = view.key_cells(layer)
-    slots = view.cache.slots(view.row_index, cells.clamp(min=0))
-    positions = cells if view.tree is None else view.tree.positions_of(cells)
-    return positions, slots, visible_mask(view, cells)
+    positions = view.key_positions(layer)
+    slots = view.cache.slots(view.row_index, positions.clamp(min=0))
+    return positions, slots, visible_mask(view, positions)

@@ -15,17 +15,19 @@ from pathlib import Path
 from magicdec.bench.gate.cases import (
     Places,
     Subject,
-    check_prompts,
+    check_case,
     config_of,
     margin_of,
     name_of,
+    num_ranks,
     quick,
     standard_cases,
 )
-from magicdec.bench.gate.measuring import Result, measure, with_threads
+from magicdec.bench.gate.measuring import Result, groups_of, measure, with_threads
 from magicdec.cli.compare import EXIT_CODES, RuleSection, conclude
 from magicdec.cli.flags import LoneCommand
 from magicdec.cli.parsing.parser import Values
+from magicdec.cli.parsing.rank_checks import check_heads
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import OutputSection
 from magicdec.config.setting import same, setting
@@ -52,7 +54,7 @@ class BaselineSection:
     processes: int = setting(
         2,
         "Processes that run cases side by side, and share the CPU cores; each holds a KV cache of "
-        "its own.",
+        "its own. A case of more ranks than that has as many.",
         least=1,
     )
 
@@ -61,7 +63,7 @@ class BaselineSection:
 class GateSection(BaselineSection):
     quick: bool = setting(
         False,
-        "Run one case for each drafter and policy, and for each other way to draft (trees, chains "
+        "Run one case for each drafter and policy, and for each other way to draft (chains "
         "that stop, low-bit drafts, sampling, ...), the middle one in the file.",
     )
     out: Path | None = same(OutputSection, "results", None, is_default=True)
@@ -83,7 +85,7 @@ def run_gate(values: Values) -> int:
     cases = quick(baselines) if args.quick else baselines
     configs = [places.moved(config_of(baseline)) for baseline in cases]
     for config in configs:
-        check_prompts(config)
+        check_case(config, num_cores())
     if places != Places():
         from magicdec.bench.gate.moved import with_names_here
 
@@ -110,10 +112,13 @@ def save_cases(values: Values) -> int:
         old = _read(path)
         configs, margins = [config_of(b) for b in old], [b.margin for b in old]
     else:
-        configs = standard_cases(values[Subject])
+        subject = values[Subject]
+        configs = standard_cases(subject)
+        if subject.nproc > 1:
+            check_heads(configs[0], subject.nproc)
         margins = [margin_of(config) for config in configs]
     for config in configs:
-        check_prompts(config)
+        check_case(config, num_cores())
     if args.margin is not None:
         margins = [0.0 if margin == 0 else args.margin for margin in margins]
     results = run(args.processes, configs)
@@ -140,7 +145,6 @@ def run(processes: int, configs: Sequence[RunConfig]) -> list[Result]:
     from magicdec.kernels.build import check_cpu
 
     check_cpu()
-    threads = max(1, len(os.sched_getaffinity(0)) // processes)
     started, done = time.monotonic(), 0
     side = f", {processes} side by side" if processes > 1 else ""
     print(f"{len(configs)} cases{side}; each has a line when it has ended", flush=True)
@@ -151,10 +155,22 @@ def run(processes: int, configs: Sequence[RunConfig]) -> list[Result]:
         spent = time.monotonic() - started
         print(f"{done} of {len(configs)} cases, {spent:.0f} s: {_describe(result)}", flush=True)
 
-    results = measure([with_threads(c, threads) for c in configs], processes, finished)
+    shared = [with_threads(config, threads_of(config, processes)) for config in configs]
+    results = measure(shared, processes, finished)
     measured = [result.environment for result in results if isinstance(result, RunRecord)]
     warn_of_load(measured, "cases")
     return results
+
+
+def num_cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+def threads_of(config: RunConfig, processes: int) -> int:
+    """The threads of each rank of a case, so that all that run side by side share the cores."""
+    ranks = num_ranks(config)
+    side_by_side = processes if ranks == 1 else ranks * groups_of(ranks, processes)
+    return max(1, num_cores() // side_by_side)
 
 
 def _describe(result: Result) -> str:
@@ -178,10 +194,10 @@ def _read(path: Path) -> list[RunRecord]:
 
 main = LoneCommand(
     run_gate,
-    "Run the cases of a baseline file again, on one rank, and compare what was drafted, read and "
-    "accepted with the baseline, prompt by prompt and step by step. Where unchanged code repeats "
-    "every step, any difference fails, gain or loss, until `magicdec gate save` accepts it; "
-    "elsewhere statistics decide. `magicdec gate save` makes such a file. --model, --draft and "
+    "Run the cases of a baseline file again, on as many ranks, and compare what was drafted, read "
+    "and accepted with the baseline, prompt by prompt and step by step. Where unchanged code "
+    "repeats every step, any difference fails, gain or loss, until `magicdec gate save` accepts "
+    "it; elsewhere statistics decide. `magicdec gate save` makes such a file. --model, --draft and "
     "--dataset say where its models and its text are here, if not where they were; other models "
     "and other text are refused.",
     {"gate": GateSection(), "places": Places(), "rule": RuleSection()},
@@ -191,7 +207,7 @@ save = LoneCommand(
     save_cases,
     "Run the cases of a baseline file and put the new records in their place, or make a file for "
     "your own model and text. What has changed since is printed, and accepted by this. The cases "
-    "of a new file are the standard ones: every drafter and KV policy, at several budgets, and "
-    "every other way to draft.",
+    "of a new file are the standard ones: every drafter and KV policy, at several budgets, "
+    "every other way to draft, and some cases on the ranks of --nproc, on the CPU (1: none).",
     {"save": SaveSection(), "subject": Subject()},
 )

@@ -71,7 +71,6 @@ class Capabilities(Requirements):
 
     head_sizes: HeadSizes | None = None  # None: all
     keeps_window: bool = True  # it supports the sliding window of a model
-    supports_trees: bool = False  # it computes draft trees (`kv.tree.DraftTree`)
     returns_weights: bool = True  # it can return the attention weights of each block of keys
     can_be_recorded: bool = True  # in a CUDA graph; otherwise it needs exact lengths on the host
     is_part_of_native_steps: bool = False  # its kernels are those of `--native_steps`

@@ -73,9 +73,7 @@ def resolve(
     is_self = decoding.model_drafter == SELF
 
     def backend_for(traits: ModelTraits, policy: str | None) -> Choice:
-        case = AttentionCase(
-            device, dtype, traits, tokens_of_rows(w, decoding), policy, decoding.tree is not None
-        )
+        case = AttentionCase(device, dtype, traits, tokens_of_rows(w, decoding), policy)
         return choose_backend(config.attention.backend, machine, case)
 
     backend = backend_for(target, kv.policy if is_self else None)
@@ -100,9 +98,7 @@ def resolve(
             choose_native_steps(config.model.native_steps, parts, draft.layer_obstacle),
             low_bit or dtype,
         )
-    graphs = choose_graphs(
-        decoding.cuda_graphs, device, backends, decoding.tree is not None, is_staged, decoding.pa
-    )
+    graphs = choose_graphs(decoding.cuda_graphs, device, backends, is_staged, decoding.pa)
     chosen = {"num_draft_tokens": decoding.gamma, "cuda_graphs": graphs}
     sizes = {"gen_len": w.num_new_tokens, "max_len": None, "num_batches": w.most_batches}
     return ResolvedConfig(

@@ -120,10 +120,9 @@ class ResolvedConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """The `config` of a record, nested by section (docs/record.md)."""
-        d, w = self.decoding, self.workload
+        w = self.workload
         names = [each.name for each in dataclasses.fields(self)][1:]
         sections = {name: _section(getattr(self, name)) for name in names}
-        sections["decoding"]["tree_nodes"] = None if d.tree is None else d.most_draft_tokens
         sections["workload"]["max_len"] = w.prefix_len + w.gen_len
         del sections["workload"]["extra_new_tokens"]
         return sections

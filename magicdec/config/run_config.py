@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from magicdec.config.capabilities import check_standalone, policy_name
 from magicdec.config.sections import (
     MODEL_PREFIX,
-    MOST_TREE_NODES,
     NGRAM,
     NONE,
     SELF,
@@ -82,28 +81,13 @@ class RunConfig:
     def _refusals(self) -> list[tuple[bool, str]]:
         """What settings must not do together: whether they do, and what to say then."""
         d, drafter, has_draft = self.decoding, self.decoding.drafter, self.draft is not None
-        has_tree, is_auto = d.tree is not None, d.gamma == "auto"
-        tree, pa = f"--tree {d.tree}", f"--pa {d.pa}"
+        pa = f"--pa {d.pa}"
         return [
             (
                 d.strategy == BASELINE and drafter is not None,
                 f"--drafter {drafter}: the baseline drafts nothing; that flag is for selfspec and "
                 "longspec",
             ),
-            (
-                has_tree and is_auto,
-                f"{tree} and --gamma auto: auto chooses among chains; give one of them",
-            ),
-            (
-                has_tree and d.looks_up,
-                f"{tree} --drafter {drafter}: prompt lookup drafts chains; choose self or model",
-            ),
-            (
-                has_tree and d.most_draft_tokens > MOST_TREE_NODES,
-                f"{tree} has {d.most_draft_tokens} draft tokens; it must have at most "
-                f"{MOST_TREE_NODES}",
-            ),
-            (has_tree and d.pa is not None, f"{tree} and {pa}: only chains stop; give one of them"),
             (
                 d.looks_up and d.pa is not None,
                 f"{pa} --drafter {drafter}: prompt lookup ends where its own evidence does; choose "

@@ -11,7 +11,6 @@ from pathlib import Path
 from magicdec.config.capabilities import policy_called, policy_name
 from magicdec.config.setting import flag_of as flag_of
 from magicdec.config.setting import setting
-from magicdec.config.tree_shape import TreeShape, parse_expansion
 from magicdec.names import (
     ATTENTION_BACKENDS,
     AUTO_BACKENDS,
@@ -40,7 +39,6 @@ MOST_DRAFT_TOKENS = 8  # the largest number that `--gamma auto` may choose
 # What a lookup proposes at most without a number in `--gamma`: with the newest token that is a
 # verification of 32, from which number on tile registers serve attention.
 MOST_LOOKUP_TOKENS = 31
-MOST_TREE_NODES = 255  # draft tokens of a tree
 PROBABILITY = {"least": 0, "most": 1}
 
 
@@ -67,6 +65,7 @@ class ParallelSection:
         "Ranks to start on this host, which share the model. Default: one, or those that torchrun "
         "started.",
         least=1,
+        other_defaults="2 in gate save",
         synonyms=("nproc_per_node", "tp", "tensor_parallel_size", "tensor_parallel", "world_size"),
     )
 
@@ -161,11 +160,6 @@ class DecodingSection:
         other_defaults=f"{FIXED_DRAFT_TOKENS} in advise and in pipelined speculation",
         synonyms=("num_speculative_tokens", "speculative_tokens", "num_draft", "draft_len", "k"),
     )
-    tree: str | None = setting(
-        None,
-        "Draft a tree in each step: the children of each token by level, such as 3,2,1,1. A step "
-        "accepts at most as many tokens as there are levels. Default: a chain of --gamma tokens.",
-    )
     pa: float | None = setting(
         None,
         "A chain of drafts stops when its best candidate is less probable than this.",
@@ -210,24 +204,14 @@ class DecodingSection:
         return None if name in ("", NGRAM) else name
 
     @property
-    def tree_shape(self) -> TreeShape | None:
-        """Raises ValueError if `tree` is no expansion configuration."""
-        return None if self.tree is None else TreeShape.of(parse_expansion(self.tree))
-
-    @property
     def num_draft_steps(self) -> int:
         """The largest number of draft forwards in a step, and of draft tokens that a row accepts
         in it."""
-        shape = self.tree_shape
-        if shape is not None:
-            return shape.depth
         return self._longest_chain(self.looks_up and self.model_drafter is None)
 
     @property
     def most_draft_tokens(self) -> int:
         """The largest number of tokens that a step may draft for a row, and append to it."""
-        if self.tree_shape is not None:
-            return self.tree_shape.num_nodes
         return self._longest_chain(self.looks_up)
 
     @property

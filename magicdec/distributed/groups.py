@@ -1,5 +1,5 @@
 """ParallelGroups: this rank and its groups, passed explicitly. Also the only reader of torchrun's
-environment variables.
+environment variables, and the only writer.
 
 Imports torch only when a group is made, so that a wrong command line is refused without delay.
 """
@@ -49,6 +49,21 @@ def read_launch() -> Launch:
         local_rank=int(env.get("LOCAL_RANK", 0)),
         local_world_size=int(env.get("LOCAL_WORLD_SIZE", 1)),
     )
+
+
+def set_launch(launch: Launch, address: str, port: int) -> None:
+    """Make this process that rank, whose rendezvous store another process or another part of this
+    one serves at the address and port, as torchrun would say it."""
+    os.environ |= {
+        "RANK": str(launch.rank),
+        "WORLD_SIZE": str(launch.world_size),
+        "LOCAL_RANK": str(launch.local_rank),
+        "LOCAL_WORLD_SIZE": str(launch.local_world_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+    }
 
 
 def first_refusal(launch: Launch, refusal: str, topic: str) -> str:

@@ -17,11 +17,17 @@ LOOPBACK = "127.0.0.1"
 PATIENCE = timedelta(seconds=300)  # torch's own
 
 
-def serve_store() -> TCPStore:
-    """A store that this process serves at LOOPBACK and its `port`, to this host alone."""
+def listen() -> socket.socket:
+    """Where a store may be served to this host alone: at LOOPBACK and a port that is free."""
+    return socket.create_server((LOOPBACK, 0))
+
+
+def serve_store(listening: socket.socket | None = None) -> TCPStore:
+    """A store that this process serves at LOOPBACK and its `port`, to this host alone. `listening`
+    is what `listen` gave, which the store takes over; by default it listens itself."""
     from torch.distributed import TCPStore
 
-    listening = socket.create_server((LOOPBACK, 0))
+    listening = listening or listen()
     port = listening.getsockname()[1]
     return TCPStore(
         LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=PATIENCE,

@@ -1,9 +1,8 @@
 """KVCache: the rows of the KV cache: their blocks, and how many tokens they hold, on the device and
 as far as the host knows it.
 
-Owns the block table and the lengths; `advance`, `truncate` and `keep_path` are all that changes
-them in a step. Must not know who reads the cache (a policy says what is visible, a backend reads
-it) nor why.
+Owns the block table and the lengths; `advance` and `truncate` are all that changes them in a
+step. Must not know who reads the cache (a policy says what is visible, a backend reads it) nor why.
 Source: PagedAttention (Kwon et al. 2023), section 4.
 """
 
@@ -154,26 +153,6 @@ class KVCache(KVPool):
         if not rows.is_captured:
             for row, bound in zip(rows.numbers, lengths.bounds, strict=True):
                 self.lengths[row] = min(self.lengths[row], bound)
-
-    def keep_path(self, rows: Rows, base: Lengths | Sequence[int], cells: Tensor) -> None:
-        """Keep the accepted path of a draft tree (`tree.DraftTree`): copy the tokens in `cells` [B,
-        N] of each row, which are its nodes from the root on, to the cells from `base` on, where
-        they are a chain. The rows then end after them. A row with a shorter path has cells of -1 at
-        the end. The copies have the same bits. On the host, the length of a row becomes an upper
-        bound if its path is shorter than N."""
-        rows = BatchRows.of(rows, self.seq_lens.device)
-        base, is_kept, root = Lengths.of(base, self.seq_lens.device), cells >= 0, cells[:, :1]
-        steps = torch.arange(cells.shape[1], device=cells.device)
-        targets = base.tensor.unsqueeze(1) + steps
-        # In place of what is not kept, the first token is copied again, or cell 0 to itself.
-        sources = torch.where(is_kept, cells, root.clamp(min=0))
-        targets = torch.where(is_kept, targets, torch.where(root >= 0, targets[:, :1], 0))
-        self.copy_from(self, self.slots(rows.index, sources), self.slots(rows.index, targets))
-        ends = torch.where(rows.active > 0, base.tensor + is_kept.sum(1), self.seq_lens[rows.index])
-        self.seq_lens.index_copy_(0, rows.index, ends)
-        if not rows.is_captured:
-            for row, bound in zip(rows.numbers, base.bounds, strict=True):
-                self.lengths[row] = bound + cells.shape[1]
 
     def advance(self, rows: Rows, num_tokens: int) -> None:
         """Add `num_tokens`, which were just written, to the length of each of `rows`."""

@@ -75,6 +75,22 @@ class RowLog:
         return drafted[:DIGITS] + read[:DIGITS], self.num_read
 
 
+def digest_of_ranks(digests: Sequence[Digest]) -> Digest:
+    """What all ranks of a run have logged of one row in one step: of hashes that are not the same
+    on all ranks, one that follows from all of them. The number of keys is that of a rank that
+    drafts; one that holds no part of a draft model reads none."""
+    texts, numbers = zip(*digests, strict=True)
+    parts = zip(*((text[:DIGITS], text[DIGITS:]) for text in texts), strict=True)
+    return "".join(map(_common, parts)), max(numbers)
+
+
+def _common(hashes: Sequence[str]) -> str:
+    """The hash of all ranks."""
+    if len(set(hashes)) == 1:
+        return hashes[0]
+    return hashlib.blake2b(" ".join(hashes).encode()).hexdigest()[:DIGITS]
+
+
 @dataclass
 class DraftLog:
     """The log of one pass, for the step that runs. `begin` is called before a step, and `digests`
@@ -151,10 +167,7 @@ class DraftLog:
 
 
 def _ranges_of(view: KVView) -> Places:
-    """[L or 1, B, G or 1, R, 2] all ranges that a forward reads, a tree's nodes included; the last
-    one is the tail."""
+    """[L or 1, B, G or 1, R, 2] all ranges that a forward reads; the last one is the tail."""
     ranges: Places = view.all_ranges.cpu().numpy().copy()
     ranges[..., 1] = np.maximum(ranges[..., 0], ranges[..., 1])
-    if view.tree is not None:  # whose nodes follow the tail before it
-        ranges[..., -1, 1] += view.num_nodes
     return ranges

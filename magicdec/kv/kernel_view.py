@@ -17,7 +17,6 @@ from torch import Tensor
 
 from magicdec.kernels.build import load_kernels, next_power
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows
-from magicdec.kv.tree import DraftTree
 from magicdec.kv.view import (
     ChosenRanges,
     FullView,
@@ -69,12 +68,11 @@ def make_kernel_view(
     num_new: int,
     committed: Lengths | Sequence[int] | None = None,
     window: int | None = None,
-    tree: DraftTree | None = None,
     offsets: Tensor | None = None,
 ) -> KVView:
-    """As `make_view`, to which views of trees and rules that the kernel does not know are left."""
-    if tree is not None or not isinstance(visible, FullView | SinksAndWindow | ChosenRanges):
-        return make_view(cache, rows, visible, num_new, committed, window, tree, offsets)
+    """As `make_view`, to which rules that the kernel does not know are left."""
+    if not isinstance(visible, FullView | SinksAndWindow | ChosenRanges):
+        return make_view(cache, rows, visible, num_new, committed, window, offsets)
     device = cache.seq_lens.device
     rows = BatchRows.of(rows, device)
     settled = None if committed is None else Lengths.of(committed, device)

@@ -2,8 +2,7 @@
 
 A rule (`Visible`) names a few half-open ranges of the committed context, from the lengths alone.
 The uncommitted tail (draft tokens and the forward's own tokens) is always visible as well. Tokens
-outside the ranges are not read at all; they are not masked. The nodes of a draft tree (`tree`) see
-only their ancestors of the tree.
+outside the ranges are not read at all; they are not masked.
 
 The sliding window of a model limits every rule: with a window of W tokens, a token at position p
 sees only positions p - W + 1 to p. Keys that no token of a forward sees are not read either. Where
@@ -21,7 +20,6 @@ import torch
 from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows
-from magicdec.kv.tree import DraftTree
 
 
 class Visible(Protocol):
@@ -68,9 +66,9 @@ def num_within(
     return tuple((ranges[..., 1] - ranges[..., 0]).sum(dim=1).tolist())
 
 
-def list_cells(ranges: Tensor, size: int) -> Tensor:
-    """The first `size` cells in the ranges [B, G or 1, R, 2] of each row: [B, G or 1, size]. Padded
-    with -1."""
+def list_positions(ranges: Tensor, size: int) -> Tensor:
+    """The first `size` positions in the ranges [B, G or 1, R, 2] of each row: [B, G or 1, size].
+    Padded with -1."""
     stops = (ranges[..., 1] - ranges[..., 0]).cumsum(2)  # where each range ends among the keys
     index = torch.arange(size, device=stops.device).expand(*stops.shape[:2], size).contiguous()
     which = torch.searchsorted(stops, index, right=True)  # the range that key i falls in
@@ -81,8 +79,6 @@ def list_cells(ranges: Tensor, size: int) -> Tensor:
     return torch.where(inside, position, -1)
 
 
-Nodes = tuple[Tensor | None, Tensor | None]
-NO_NODES: Nodes = (None, None)
 WEIGHTS_BLOCK = 16  # keys of a block whose attention weights are summed
 
 
@@ -115,9 +111,7 @@ class KVView:
 
     Rows hold `seq_lens` tokens before the forward, of which the first `committed` are committed.
     New token t of a row has position seq_lens + t. It sees the ranges and every tail token up to
-    itself, but only the last `window` positions of these. With a `tree`, the new tokens are its
-    last T nodes, and `tree` says what positions and cells they have. A cell is the place of a token
-    in its row of the cache; without a tree it equals the position.
+    itself, but only the last `window` positions of these.
 
     `lengths` and `num_visible` are the host's numbers. They are exact, except for captured rows,
     where they are upper bounds.
@@ -134,33 +128,12 @@ class KVView:
     num_new: int
     is_full: bool  # every cached token is visible, except those before the window
     window: int | None = None  # most tokens that a token sees, itself included; None: no limit
-    tree: DraftTree | None = None
     offsets: Tensor | None = None  # [rows of the cache]; see `positions`
-
-    @property
-    def num_nodes(self) -> int:
-        """The number of nodes of the tree; 0 without one."""
-        return 0 if self.tree is None else self.tree.num_nodes
-
-    @property
-    def nodes(self) -> Nodes:
-        """Base and parents of the tree for native code; `NO_NODES` without one."""
-        return NO_NODES if self.tree is None else self.tree.tensors
-
-    @property
-    def num_tail(self) -> int:
-        """The number of nodes of the tree. Without a tree, the number of new tokens."""
-        return self.num_nodes or self.num_new
-
-    @property
-    def num_cached(self) -> int:
-        """The nodes of the tree that the rows hold before the forward. Without a tree, none."""
-        return 0 if self.tree is None else self.tree.num_cached(self.num_new)
 
     @property
     def first_keys(self) -> tuple[int, ...]:
         """The first position of each row that its new tokens may see, on the host."""
-        return tuple(first_key(length - self.num_cached, self.window) for length in self.lengths)
+        return tuple(first_key(length, self.window) for length in self.lengths)
 
     @property
     def per_head(self) -> bool:
@@ -171,32 +144,29 @@ class KVView:
     def num_weight_blocks(self) -> int:
         """The number of blocks of WEIGHTS_BLOCK positions that the longest row has, its new tokens
         included."""
-        return -(-(max(self.lengths) - self.num_cached + self.num_tail) // WEIGHTS_BLOCK)
+        return -(-(max(self.lengths) + self.num_new) // WEIGHTS_BLOCK)
 
     @cached_property
     def all_ranges(self) -> Tensor:
-        """The ranges, with the tail as the last one, but without the nodes of a tree: [L or 1, B, G
-        or 1, R+1, 2]."""
+        """The ranges, with the tail and the new tokens as the last one: [L or 1, B, G or 1, R+1,
+        2]."""
         ranges = self.ranges if self.per_head else self.ranges[None, :, None]
-        start, before = self.committed, self.seq_lens if self.tree is None else self.tree.base
+        start = self.committed
         if self.window is not None:
-            start = torch.maximum(start, before + 1 - self.window)
-        tail = torch.stack(
-            [start, before if self.tree is not None else before + self.num_new], dim=1
-        )
+            start = torch.maximum(start, self.seq_lens + 1 - self.window)
+        tail = torch.stack([start, self.seq_lens + self.num_new], dim=1)
         tail = tail[None, :, None, None].expand(len(ranges), -1, ranges.shape[2], 1, 2)
         return torch.cat([ranges, tail], dim=3)
 
     def layer_ranges(self, layer: int) -> Tensor:
-        """The ranges that a layer sees, with the tail and the new tokens, but without the nodes of
-        a tree: [B, G, R+1, 2], or [B, 1, R+1, 2] if all heads see the same."""
+        """The ranges that a layer sees, with the tail and the new tokens: [B, G, R+1, 2], or
+        [B, 1, R+1, 2] if all heads see the same."""
         return self.all_ranges[layer if self.per_head else 0]
 
     def count_keys(self) -> Tensor:
         """The number of visible keys of each row, its new tokens included: int64 [B]."""
         first_head = self.layer_ranges(0)[:, 0]  # every head sees the same number
-        keys = (first_head[..., 1] - first_head[..., 0]).sum(dim=1)
-        return keys + self.num_nodes if self.num_nodes else keys
+        return (first_head[..., 1] - first_head[..., 0]).sum(dim=1)
 
     def reads(self, rows: BatchRows) -> Tensor:
         """What is counted of a captured forward, int64 [B, 2]: the keys that each row reads, and 1;
@@ -212,36 +182,13 @@ class KVView:
         return positions + self.offsets[self.row_index].unsqueeze(1)
 
     def query_positions(self) -> Tensor:
-        """Positions of the new tokens, [B, T]."""
-        if self.tree is not None:
-            return self.tree.positions[:, -self.num_new :]
+        """Positions of the new tokens in the cache, [B, T]."""
         return self.seq_lens.unsqueeze(1) + torch.arange(self.num_new, device=self.seq_lens.device)
 
-    def query_cells(self) -> Tensor:
-        """Cells of the new tokens, [B, T]."""
-        if self.tree is not None:
-            return self.tree.node_cells[:, -self.num_new :]
-        return self.query_positions()
-
     def key_positions(self, layer: int = 0) -> Tensor:
-        """The positions of the tokens in `key_cells`."""
-        cells = self.key_cells(layer)
-        return cells if self.tree is None else self.tree.positions_of(cells)
-
-    def key_cells(self, layer: int = 0) -> Tensor:
-        """The cells of all visible keys, new tokens included, in ascending order: [B, G, N], or [B,
-        1, N] if all heads see the same. Padded with -1 to the longest row. The nodes of a tree come
-        last, after the padding."""
-        if self.tree is None:
-            return list_cells(self.layer_ranges(layer), max(self.num_visible) + self.num_new)
-        before = list_cells(self.layer_ranges(layer), self.num_shared(max(self.num_visible)))
-        nodes = self.tree.node_cells.unsqueeze(1).expand(-1, before.shape[1], -1)
-        return torch.cat([before, nodes], dim=2)
-
-    def num_shared(self, num_visible: int) -> int:
-        """Of `num_visible` tokens that a row sees before the forward, those that each of its new
-        tokens sees, if there is no sliding window."""
-        return num_visible + self.num_new - self.num_tail
+        """The positions in the cache of all visible keys, new tokens included, in ascending order:
+        [B, G, N], or [B, 1, N] if all heads see the same. Padded with -1 to the longest row."""
+        return list_positions(self.layer_ranges(layer), max(self.num_visible) + self.num_new)
 
 
 def make_view(
@@ -251,16 +198,13 @@ def make_view(
     num_new: int,
     committed: Lengths | Sequence[int] | None = None,
     window: int | None = None,
-    tree: DraftTree | None = None,
     offsets: Tensor | None = None,
 ) -> KVView:
-    """The view of `rows` under a rule. `committed` defaults to all tokens that the rows hold, or
-    all before the `tree`. A rule whose heads have ranges of their own must keep them within the
-    `window` itself."""
+    """The view of `rows` under a rule. `committed` defaults to all tokens that the rows hold. A
+    rule whose heads have ranges of their own must keep them within the `window` itself."""
     device = cache.seq_lens.device
     rows = BatchRows.of(rows, device)
-    lengths_held = cache.lengths_of(rows)
-    before = lengths_held if tree is None else lengths_held.plus(-tree.num_cached(num_new))
+    before = cache.lengths_of(rows)
     base = before if committed is None else Lengths.of(committed, device)
     start = base.tensor
     if rows.is_captured and committed is not None:
@@ -274,29 +218,27 @@ def make_view(
         ranges = ranges * rows.active.view(is_row)
     settled = None if committed is None else base
     lengths, num_visible, is_full = host_numbers(
-        cache, rows, visible, num_new, before, settled, window, ranges.ndim == 5, tree
+        cache, rows, visible, num_new, before, settled, window, ranges.ndim == 5
     )
     return KVView(
-        cache, rows.numbers, rows.index, lengths_held.tensor, start, ranges,
-        lengths, num_visible, num_new, is_full, window, tree, offsets,
+        cache, rows.numbers, rows.index, before.tensor, start, ranges,
+        lengths, num_visible, num_new, is_full, window, offsets,
     )  # fmt: skip
 
 
 def host_numbers(
     cache: KVCache, rows: BatchRows, visible: Visible, num_new: int, before: Lengths,
-    committed: Lengths | None, window: int | None, per_head: bool, tree: DraftTree | None = None,
+    committed: Lengths | None, window: int | None, per_head: bool,
 ) -> tuple[tuple[int, ...], tuple[int, ...], bool]:  # fmt: skip
     """`lengths`, `num_visible` and `is_full` of a view of rows that hold `before` tokens."""
-    num_tail = num_new if tree is None else tree.num_nodes
     if rows.is_captured:
-        bounds = (cache.tokens_per_row - num_tail,) * len(rows)
-        seen, is_full = _captured_bounds(bounds, rows, visible, committed is None, window)
+        lengths = (cache.tokens_per_row - num_new,) * len(rows)
+        seen, is_full = _captured_bounds(lengths, rows, visible, committed is None, window)
     else:
-        bounds = before.bounds
-        settled = bounds if committed is None else committed.bounds
-        seen, is_full = _exact_bounds(bounds, settled, visible, per_head, window)
-    lengths = tuple(length + num_tail - num_new for length in bounds)
-    return lengths, tuple(count + num_tail - num_new for count in seen), is_full
+        lengths = before.bounds
+        settled = lengths if committed is None else committed.bounds
+        seen, is_full = _exact_bounds(lengths, settled, visible, per_head, window)
+    return lengths, seen, is_full
 
 
 def _exact_bounds(

@@ -157,11 +157,11 @@ Drafting = tuple[str, str, str | None]
 
 
 def drafting_of(config: Mapping[str, Any]) -> Drafting | None:
-    """How a run with this config of a record drafted, if a plan predicts the like: None for trees
-    and for chains that end early (`--pa`), at whose positions more is accepted than in chains, and
-    for chains whose lengths were chosen by a given cost, as in a case of the gate."""
+    """How a run with this config of a record drafted, if a plan predicts the like: None for
+    chains that end early (`--pa`), at whose positions more is accepted than in others, and for
+    chains whose lengths were chosen by a given cost, as in a case of the gate."""
     decoding = config["decoding"]
-    if any(decoding.get(name) is not None for name in ("tree", "pa", "step_cost")):
+    if any(decoding.get(name) is not None for name in ("pa", "step_cost")):
         return None
     return decoding["drafter"], config["kv"]["policy"], decoding.get("draft_weights")
 

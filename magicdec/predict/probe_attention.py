@@ -323,8 +323,7 @@ def list_candidates(run: ResolvedRun) -> tuple[list[str], dict[str, str]]:
 def case_of(config: ResolvedConfig, model: ModelConfig, policy: str | None) -> AttentionCase:
     """What the run asks of the attention of one model; `policy` as in `AttentionCase`."""
     device, dtype = config.parallel.device, config.model.dtype
-    has_tree = config.decoding.tree is not None
-    return AttentionCase(device, dtype, traits_of(model), max_tokens(config), policy, has_tree)
+    return AttentionCase(device, dtype, traits_of(model), max_tokens(config), policy)
 
 
 def _keeps_from_graphs(capabilities: Capabilities, config: ResolvedConfig) -> str | None:

@@ -122,7 +122,7 @@ class SpeedMetrics(Part):
         "the rest of `mean_step_ms` without these phases", "other", "if no phase is known"
     )
     mean_draft_tokens: float | None = _chance(
-        "mean number of draft tokens for each row in a step, of a tree its levels, over all steps, "
+        "mean number of draft tokens for each row in a step, over all steps, "
         "including those without drafts", "tokens",
         "in `baseline_metrics`; " + NO_STEP + CHANCE, "draft positions a step", digits=2,
     )

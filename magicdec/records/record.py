@@ -119,7 +119,7 @@ class RunRecord(MeasuredRecord):
         return line if self.seal is None else with_seal(line, seal_of(line))
 
     def __post_init__(self) -> None:
-        problem = contradiction(self) or missing_key(self.config)
+        problem = contradiction(self) or missing_key(self.config) or gone_with_trees(self.config)
         assert problem is None, problem
 
     @property
@@ -157,6 +157,13 @@ def missing_key(config: Mapping[str, Any]) -> str | None:
             if key not in values:
                 return f"it has no config.{section}.{key}"
     return None
+
+
+def gone_with_trees(config: Mapping[str, Any]) -> str | None:
+    """A message if the drafts of an older record were a tree, which no run has any more: it must
+    not be taken for a chain of as many tokens as `--gamma` says."""
+    tree = config["decoding"].get("tree")
+    return None if tree is None else f"it drafted a tree (--tree {tree}), which is gone"
 
 
 def append_record(path: Path, record: Record) -> None:

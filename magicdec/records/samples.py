@@ -56,7 +56,7 @@ class SamplesRecord(Part):
         "emitted tokens after the first ones, summed over rows, by batch", "tokens"
     )
     num_drafted: list[list[int]] | None = recorded(
-        "draft tokens for each row, of a tree its levels, by batch and step; 0 in a step without "
+        "draft tokens for each row, by batch and step; 0 in a step without "
         "drafts", "tokens", null=UNDRAFTED
     )
     num_proposed: list[list[list[int]]] | None = recorded(

@@ -47,7 +47,7 @@ def table_of(record: RunRecord) -> Table:
 
 def method(record: RunRecord) -> str:
     """How a run decoded, in a few words: drafter and its low-bit weights, KV policy, budget, and
-    gamma or the tree."""
+    gamma."""
     return method_of(record.config)
 
 
@@ -62,10 +62,8 @@ def method_of(config: dict[str, Any]) -> str:
     weights = decoding.get("draft_weights")
     drafter += f" in {weights}" if weights else ""
     budget = "full KV" if kv["policy"] == FULL_KV_POLICY else f"{kv['policy']} {kv['budget']}"
-    tree, gamma = decoding.get("tree"), f"gamma {decoding['num_draft_tokens']}"
-    if tree is not None:
-        gamma = f"tree {tree} ({decoding['tree_nodes']} tokens)"
-    elif decoding.get("pa") is not None:
+    gamma = f"gamma {decoding['num_draft_tokens']}"
+    if decoding.get("pa") is not None:
         gamma += f", pa {decoding['pa']:g}"
     return ", ".join([drafter, *([budget] if policy_of(config) else []), gamma])
 
@@ -140,7 +138,7 @@ def _measured(found: ForwardErrors | None) -> str:
         )
         return f"{text}: TOO LARGE for rounding ({limits})"
     if found.hidden_error is None:
-        return f"{text}, at too few positions for limits"
+        return f"{text}, at too few positions to say what could hide in them"
     return f"{text}; more than {found.hidden_error:.2g} added to them would have been seen"
 
 

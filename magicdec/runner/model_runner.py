@@ -18,7 +18,7 @@ from typing import Concatenate, ParamSpec
 import torch
 from torch import Tensor
 
-from magicdec.attention.backend import AttentionBackend, check_trees
+from magicdec.attention.backend import AttentionBackend
 from magicdec.distributed.groups import Group
 from magicdec.kv.cache import BatchRows, KVCache, Lengths, Rows, upload
 from magicdec.kv.draft_log import DraftLog
@@ -26,7 +26,6 @@ from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.kv.kernel_view import make_kernel_view
 from magicdec.kv.pool import CacheShape
 from magicdec.kv.prompt_queries import PromptQueries
-from magicdec.kv.tree import DraftTree
 from magicdec.kv.view import FULL, Visible, make_view
 from magicdec.model.transformer import Transformer
 from magicdec.runner.native_steps.executor import Cancellation, Cancelled, Executor, Forward, Watch
@@ -163,7 +162,6 @@ class ModelRunner:
         watch: Watch | None = None,
         watch_queries: Watch | None = None,
         is_draft: bool = False,
-        tree: DraftTree | None = None,
         cancellation: Cancellation | None = None,
     ) -> Forward:
         """Append the tokens of x to `rows`. What `Transformer.forward` returns is in `out`: this
@@ -177,19 +175,13 @@ class ModelRunner:
         is counted separately as well. `watch` is called with each layer and its attention weights
         [B, G, blocks], `watch_queries` with its queries [B, T, H, D] after RoPE. Raises Cancelled
         if the `cancellation` is set before a layer; nothing is appended then.
-
-        With a `tree`, the tokens are its last T nodes, and logits [B, T, V] are those of the nodes.
-        The rows become longer by T tokens all the same, so that `cache.keep_path` or `truncate`
-        must follow. Raises ValueError if the attention backend does not support trees.
         """
         x = x if isinstance(x, Tensor) else upload(x, self.device)
         num_new, rows = x.shape[1], BatchRows.of(rows, self.device)
-        if tree is not None:
-            check_trees(self.backend.capabilities.name)
         policy = policy or self.policy
-        committed = self.make_room(rows, num_new, policy, committed, tree)
+        committed = self.make_room(rows, num_new, policy, committed)
         make = make_kernel_view if self.model.elementwise.has_views else make_view
-        view = make(self.cache, rows, policy, num_new, committed, self.window, tree, self.offsets)
+        view = make(self.cache, rows, policy, num_new, committed, self.window, self.offsets)
         if is_draft and self.draft_log is not None:
             self.draft_log.is_complete &= not rows.is_captured
             self.draft_log.read(view, self.offsets)
@@ -225,7 +217,6 @@ class ModelRunner:
         num_new: int,
         policy: Visible,
         committed: Lengths | Sequence[int] | None,
-        tree: DraftTree | None,
     ) -> Lengths | Sequence[int] | None:
         """Called before each forward, whose `committed` it returns. Here rows have their blocks
         already."""

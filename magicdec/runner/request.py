@@ -195,8 +195,8 @@ class Batch:
 @dataclass(frozen=True)
 class StepOutput:
     """The tokens that a step emitted for each request of its batch, in order. `num_drafted` is the
-    number of draft tokens for each request, or the largest if they differ, or the depth
-    of the tree, padding included. `num_proposed` are those of each request without padding, and
+    number of draft tokens for each request, or the largest if they differ, padding
+    included. `num_proposed` are those of each request without padding, and
     `num_accepted` those that it accepted; both are None if nothing was drafted."""
 
     token_ids: list[list[int]]

@@ -22,7 +22,7 @@ from magicdec.kv.view import WEIGHTS_BLOCK as BLOCK
 from magicdec.kv.view import ChosenRanges, Visible
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.speculation.block_choice import top_blocks
-from magicdec.speculation.draft_kv import AcceptedPath, DraftKV
+from magicdec.speculation.draft_kv import DraftKV
 from magicdec.speculation.observation import sum_over_replicas
 from magicdec.speculation.policies.policy import KVPolicy, check_sinks
 
@@ -190,7 +190,7 @@ class BlockKV(DraftKV):
         is_equal = not rows.is_captured and lengths.bounds == committed.bounds
         return lengths is committed or (is_equal and numbers == rows.numbers)
 
-    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
+    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
         self._choice = None
 
 

@@ -9,36 +9,17 @@ copied.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, Lengths, Rows
-from magicdec.kv.tree import DraftTree
 from magicdec.kv.view import Visible
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Watch
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.metadata import SamplingMetadata
 from magicdec.runner.sampling.model_tokens import Proposal, confidence, draft_token
-
-
-@dataclass(frozen=True)
-class AcceptedPath:
-    """The path of a draft tree that a verification accepted. Node u of the tree was appended as
-    token `base` + u of a row."""
-
-    base: Lengths
-    accepted: Tensor  # int64 [B]
-    nodes: Tensor  # int64 [B, D + 1]: the newest token and the accepted drafts, the last repeated
-
-    def places(self, most: int | None = None) -> Tensor:
-        """The places [B, N] of its tokens in the order of the path, of the first `most` at most. A
-        shorter path ends in -1."""
-        nodes = self.nodes[:, :most]
-        is_on_path = torch.arange(nodes.shape[1], device=nodes.device) <= self.accepted.unsqueeze(1)
-        return torch.where(is_on_path, self.base.tensor.unsqueeze(1) + nodes, -1)
 
 
 class DraftKV:
@@ -82,21 +63,15 @@ class DraftKV:
         token_ids: Tensor,
         rows: Rows,
         committed: Lengths,
-        parents: Tensor | None = None,
         num_outputs: int | None = None,
     ) -> Tensor:
         """This rank's logits [B, T, V] of token_ids [B, T], appended to `rows`, or those of the
         last `num_outputs` tokens alone. The policy chooses among the first `committed` tokens of
         each row; all tokens after them are read. `committed` is one object for all forwards between
-        two verifications.
-
-        With `parents` [B, U], the tokens after the committed ones are a tree (`kv.tree`), of which
-        token_ids are the last nodes."""
-        num_held = self.held(rows, committed)
-        tree = None if parents is None else DraftTree(num_held.tensor, parents)
-        visible = self.select(rows, committed)
+        two verifications."""
+        num_held, visible = self.held(rows, committed), self.select(rows, committed)
         return self.runner.forward(
-            token_ids, rows, visible, num_held, num_outputs=num_outputs, is_draft=True, tree=tree
+            token_ids, rows, visible, num_held, num_outputs=num_outputs, is_draft=True
         )
 
     def chain(
@@ -120,17 +95,8 @@ class DraftKV:
         """Forget the tokens of `rows` after the first `lengths` tokens of context."""
         self.runner.truncate(rows, self.held(rows, lengths))
 
-    def keep_path(self, rows: BatchRows, path: AcceptedPath, most: int) -> None:
-        """Keep the first `most` tokens at most of an accepted path, in the order of the path, and
-        forget all others that were drafted with them."""
-        base, places = self.held(rows, path.base), path.places(most)
-        cells = places - (path.base.tensor - base.tensor).unsqueeze(1)
-        cells = torch.where(places < 0, -1, cells)
-        self.runner.cache.keep_path(rows, base, cells)
-
-    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
-        """A verification has ended. The target now holds `lengths` committed tokens of `rows`. If
-        it verified a tree, the newest of them are those of `path`."""
+    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
+        """A verification has ended. The target now holds `lengths` committed tokens of `rows`."""
 
 
 def draft_chain(

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from magicdec.config.sections import DecodingSection, KVSection
-from magicdec.config.tree_shape import TreeShape
 from magicdec.kv.cache import BatchRows, Lengths
 from magicdec.names import DRAFTERS, load_named
 from magicdec.runner.device_batch import DeviceBatch
@@ -18,7 +17,7 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Watch
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import Proposal
-from magicdec.speculation.draft_kv import AcceptedPath, DraftKV
+from magicdec.speculation.draft_kv import DraftKV
 from magicdec.speculation.draft_length import DraftLength
 
 
@@ -51,13 +50,11 @@ class DraftPlan:
 
 @dataclass(frozen=True)
 class DraftShape:
-    """What `propose` drafts: a chain of at most `num_tokens` tokens or, with a `tree`, a tree of
-    that depth. The first draft forward takes the `pending` newest tokens of each row, as `prepare`
-    has returned."""
+    """What `propose` drafts: at most `num_tokens` tokens. The first draft forward takes the
+    `pending` newest tokens of each row, as `prepare` has returned."""
 
     num_tokens: int
     pending: int = 1
-    tree: TreeShape | None = None
 
 
 @dataclass(frozen=True)
@@ -136,11 +133,8 @@ class Drafter(ABC):
         cache is the same afterwards. If drafts have no `pa`, the host reads no result, and all
         shapes of tensors follow from the arguments, so that the phase can be captured."""
 
-    def commit(  # noqa: B027
-        self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None
-    ) -> None:
-        """A step has ended. The target's cache now holds `lengths` committed tokens of `rows`. If a
-        tree was verified, the newest of them are those of `path`."""
+    def commit(self, rows: BatchRows, lengths: Lengths) -> None:  # noqa: B027
+        """A step has ended. The target's cache now holds `lengths` committed tokens of `rows`."""
 
     def release(self, rows: Sequence[int]) -> None:  # noqa: B027
         """The requests in `rows` have ended."""

@@ -23,7 +23,6 @@ from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import Proposal
-from magicdec.speculation.draft_kv import AcceptedPath
 from magicdec.speculation.draft_length import LOOKUP, DraftCost, DraftLength
 from magicdec.speculation.drafter import Drafter, DraftPlan, DraftSetup, DraftShape, make_drafter
 from magicdec.speculation.forecast import Acceptance
@@ -142,5 +141,5 @@ class MixedDrafter(Drafter):
             probs = torch.where(is_ours.unsqueeze(2), one_hot, F.pad(probs, (0, 0, 0, room)))
         return Proposal(torch.where(is_ours, ids, F.pad(drafts.ids, (0, room))), probs)
 
-    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
-        self.model.commit(rows, lengths, path)
+    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
+        self.model.commit(rows, lengths)

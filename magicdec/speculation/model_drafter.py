@@ -23,8 +23,7 @@ from magicdec.runner.prefill import prefill
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import Proposal
 from magicdec.runner.step_plan import Part
-from magicdec.speculation.draft_kv import AcceptedPath, DraftKV, draft_chain
-from magicdec.speculation.draft_tree import draft_tree, fold
+from magicdec.speculation.draft_kv import DraftKV, draft_chain
 from magicdec.speculation.drafter import Drafter, DraftModel, DraftSetup, DraftShape
 from magicdec.speculation.policies.policy import make_draft_kv
 
@@ -35,19 +34,26 @@ def draft(
     kv: DraftKV, batch: DeviceBatch, committed: Lengths, newest: Tensor, shape: DraftShape,
     pa: float, vocab_size: int,
 ) -> Proposal:  # fmt: skip
-    """Draft a chain or a tree with ids below `vocab_size`, after the newest tokens [B, T] of each
+    """Draft tokens with ids below `vocab_size`, after the newest tokens [B, T] of each
     row, which `kv` does not hold, and the `committed` tokens, which it does. All but the last
     drafts are appended, uncommitted."""
-    rows, sampling = batch.rows, batch.sampling
-    if shape.tree is not None:
-        return draft_tree(kv, rows, committed, newest, sampling, shape.tree, vocab_size)
-    proposal = draft_chain(kv, rows, committed, newest, sampling, shape.num_tokens, pa)
+    proposal = draft_chain(kv, batch.rows, committed, newest, batch.sampling, shape.num_tokens, pa)
     if kv.runner.model.config.vocab_size == vocab_size:
         return proposal
     probs = proposal.probabilities
     return Proposal(
         proposal.ids.clamp(max=vocab_size - 1), None if probs is None else fold(probs, vocab_size)
     )
+
+
+def fold(probs: Tensor, vocab_size: int) -> Tensor:
+    """The probabilities of ids that are clamped to `vocab_size`: probs [B, K, any] to [B, K,
+    vocab_size]."""
+    missing = vocab_size - probs.shape[2]
+    if missing >= 0:
+        return torch.nn.functional.pad(probs, (0, missing))
+    last = probs[:, :, vocab_size - 1 :].sum(dim=2, keepdim=True)
+    return torch.cat([probs[:, :, : vocab_size - 1], last], dim=2)
 
 
 class SelfDrafter(Drafter):
@@ -78,8 +84,8 @@ class SelfDrafter(Drafter):
         kv.rewind(batch.rows, committed)
         return proposal
 
-    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
-        self.draft_kv.commit(rows, lengths, path)
+    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
+        self.draft_kv.commit(rows, lengths)
 
     def release(self, rows: Sequence[int]) -> None:
         self.draft_kv.release(rows)
@@ -171,27 +177,20 @@ class ModelDrafter(Drafter):
             ids = ids[:, : int((ids[0] != STOPPED).sum())]
             probs = None if probs is None else probs[:, : ids.shape[1]]
         probs = None if probs is None else group.broadcast(probs, source)
-        return Proposal(ids, probs, shape.tree)
+        return Proposal(ids, probs)
 
     def _room_for(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
         """Zeros, in whose place a rank without the draft receives the proposal."""
-        num_drafts, num_drawn, tree = shape.num_tokens, shape.num_tokens, shape.tree
-        if tree is not None:
-            num_drafts, num_drawn = tree.num_nodes, tree.num_expanded
-        ids, probs = batch.newest.new_zeros(len(batch.rows), num_drafts), None
+        ids, probs = batch.newest.new_zeros(len(batch.rows), shape.num_tokens), None
         if batch.sampling.draws is not None:
-            probs = ids.new_zeros(len(ids), num_drawn, self.vocab_size, dtype=torch.float64)
+            probs = ids.new_zeros(*ids.shape, self.vocab_size, dtype=torch.float64)
         return Proposal(ids, probs)
 
-    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
+    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
         """Forget rejected drafts. The policy's own `commit` is not called, because it would copy K
         and V from the target, and the draft model has its own."""
-        if self.draft_kv is None:
-            return
-        if path is None:
+        if self.draft_kv is not None:
             self.draft_kv.rewind(rows, lengths)
-        else:  # the last level of the tree was not computed
-            self.draft_kv.keep_path(rows, path, path.nodes.shape[1] - 1)
 
     def _known(self, token_ids: Tensor) -> Tensor:
         """`token_ids` limited to the draft's vocabulary. The two models may pad their vocabularies

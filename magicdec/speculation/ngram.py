@@ -92,7 +92,6 @@ class NgramDrafter(Drafter):
         return 1
 
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
-        assert shape.tree is None, "refused before"
         return Proposal(self._tokens[batch.rows.index, : shape.num_tokens])
 
 

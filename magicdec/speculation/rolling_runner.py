@@ -20,7 +20,6 @@ from typing import cast
 import torch
 
 from magicdec.kv.cache import BatchRows, Lengths, upload
-from magicdec.kv.tree import DraftTree
 from magicdec.kv.view import SinksAndWindow, Visible
 from magicdec.model.elementwise.operators import apply_rope
 from magicdec.runner.device_batch import NEWEST
@@ -74,14 +73,12 @@ class RollingRunner(ModelRunner):
         num_new: int,
         policy: Visible,
         committed: Lengths | Sequence[int] | None,
-        tree: DraftTree | None,
     ) -> Lengths:
         """The host evicts and allocates blocks, so that a forward cannot be captured."""
         assert policy == self.policy, "evicted tokens cannot be shown"
         assert not rows.is_captured, "blocks are allocated and freed by the host"
         lengths = self.cache.lengths_of(rows)
-        before = lengths if tree is None else lengths.plus(-tree.num_cached(num_new))
-        bases = before if committed is None else Lengths.of(committed, self.device)
+        bases = lengths if committed is None else Lengths.of(committed, self.device)
         self._roll(rows.numbers, bases.bounds)
         for row, length, start in zip(rows.numbers, lengths.bounds, bases.bounds, strict=True):
             tail = length + num_new - start

@@ -76,8 +76,8 @@ PROPERTIES = (
         f"{READS}[retrieval-grouped-layers]",
         (
             Fault("the query of a rejected draft", "speculation/policies/retrieval.py",
-                  "newest = lengths.tensor - before - 1 if path is None else path.nodes[:, -1]",
-                  "newest = 0 * before - 1 + queries.shape[1]"),
+                  "place = (lengths.tensor - before - 1).clamp(0, queries.shape[1] - 1)",
+                  "place = (0 * before - 1 + queries.shape[1]).clamp(0, queries.shape[1] - 1)"),
             Fault("mean keys of a row's former request", "speculation/policies/retrieval.py",
                   "            self._complete[row] = 0\n", ""),
             Fault("the query of one head alone", "speculation/policies/retrieval.py",
@@ -90,18 +90,6 @@ PROPERTIES = (
                   "keys = self._mean_keys[:, rows.index - 1, :, :num_blocks]"),
             Fault("a text's length at its admission not kept", "speculation/policies/retrieval.py",
                   "            self._committed[row] = request.num_cached\n", ""),
-        ),
-    ),
-    Property(
-        "Drafts of a tree read what follows from the accepted path.",
-        "test_draft_choices.py::test_drafts_of_a_tree_read_what_the_policy_says[retrieval]",
-        (
-            Fault("the query of the token before the drafts", "speculation/policies/retrieval.py",
-                  "newest = lengths.tensor - before - 1 if path is None else path.nodes[:, -1]",
-                  "newest = lengths.tensor - before - 1 if path is None else path.nodes[:, 0]"),
-            Fault("the query of a node by the path's length", "speculation/policies/retrieval.py",
-                  "newest = lengths.tensor - before - 1 if path is None else path.nodes[:, -1]",
-                  "newest = lengths.tensor - before - 1"),
         ),
     ),
     Property(

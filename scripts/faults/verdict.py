@@ -26,8 +26,8 @@ PROPERTIES = (
             Fault(
                 "padding judged as drafts",
                 "bench/run/judgement.py",
-                "list(range(count)) if tree is None",
-                "list(range(step.drafts.shape[1])) if tree is None",
+                "[: step.num_output[row]], step.counts[row]",
+                "[: step.num_output[row]], step.drafts.shape[1]",
             ),
             Fault(
                 "steps judged wrong not counted",

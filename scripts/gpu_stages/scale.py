@@ -44,7 +44,7 @@ class Scale:
     run_budget: int
 
 
-GPU_BACKENDS = ("triton", "varlen", "flash_attn", "grouped")
+GPU_BACKENDS = ("triton", "flash_attn", "grouped")
 # In order of importance, because the last ones are left out when time runs out.
 FULL = Scale(
     model="random:llama-3.1-8b",
@@ -83,7 +83,7 @@ QUICK = replace(
     contexts=(4096, 16384, 32768),
     new_tokens=(1, 5),
     budgets=(513,),
-    backends=("triton", "grouped", "varlen", "flash_attn"),
+    backends=("triton", "grouped", "flash_attn"),
     peer_places=((1, 4096), (8, 4096), (8, 16384)),
     attention_tokens=(1, 5),
     run_places=((28, 32768), (1, 32768)),

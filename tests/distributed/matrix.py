@@ -45,7 +45,7 @@ from magicdec.speculation.steps.recorder import Eager
 from magicdec.speculation.steps.strategy import Setup, make_strategy
 
 PROMPTS, NUM_NEW = [5, 70, 1, 33], [110, 110, 9, 91]
-TREE, MOST_DRAFTS = "2,2,1", 2 + 4 + 4
+MOST_DRAFTS = 5
 MAX_TOKENS = 70 + 110 + MOST_DRAFTS
 # The three longer rows outgrow these budgets by at least 45 tokens; a prompt outgrows SnapKV's.
 KV_SECTIONS = [
@@ -72,7 +72,6 @@ class Case:
     kv: KVSection
     gamma: int
     draft_ranks: tuple[int, ...] | None = None
-    tree: str | None = None  # of the depth of gamma
     pa: float | None = None
     steps: str = "native"  # or "eager", "replayed" or "in flight", by operators of torch
     is_sampled: bool = False
@@ -117,7 +116,7 @@ def make_cases(num_ranks: int, other_groups: bool = False) -> list[Case]:
             cases += [Case(drafter, kv, gamma, ranks) for ranks in groups if ranks != turn]
         elif not other_groups:
             cases.append(Case(drafter, kv, gamma, turn if drafter == "model" else None))
-    others = [*make_tree_cases(groups), *make_stops(groups), *make_replayed(groups)]
+    others = [*make_stops(groups), *make_replayed(groups)]
     others += make_in_flight(order)
     return cases if other_groups else [*cases, *others]
 
@@ -128,17 +127,6 @@ def make_mixed(order: tuple[int, ...]) -> list[tuple[str, KVSection, tuple[int, 
     verified = next(kv for kv in others if kv.policy == "verified")
     of_self = [("ngram+self", kv, None) for kv in (streaming_llm, verified)]
     return [*of_self, ("ngram+model", full, order[:1]), ("ngram+model", streaming_llm, order)]
-
-
-def make_tree_cases(groups: Sequence[tuple[int, ...]]) -> list[Case]:
-    """Trees by self-speculation under two policies, and by a standalone draft on the last of the
-    groups."""
-    _, streaming_llm, _, _, _, retrieval = KV_SECTIONS
-    pairs = [("self", streaming_llm), ("self", retrieval), ("model", KV_SECTIONS[0])]
-    return [
-        Case(drafter, kv, 3, groups[-1] if drafter == "model" else None, TREE)
-        for drafter, kv in pairs
-    ]
 
 
 def make_stops(groups: Sequence[tuple[int, ...]]) -> list[Case]:
@@ -207,7 +195,7 @@ class Rank:
     def decode(self, case: Case, name: str = "speculative") -> Result:
         groups, recorder = self.groups[case.is_native, case.draft_ranks], Recorder()
         runner = self.make_runner(case, 0, groups.target)
-        decoding = DecodingSection(name, case.drafter, case.gamma, case.tree, case.pa)
+        decoding = DecodingSection(name, case.drafter, case.gamma, case.pa)
         is_in_flight, draft = case.steps == "in flight", self.make_draft(case, groups)
         is_auto = is_in_flight and case.kv.policy == "streaming_llm"
         setup = Setup(

@@ -42,7 +42,7 @@ def test_two_ranks_agree_on_the_verdict(
 
 def key(case: dict[str, Any]) -> tuple[Any, ...]:
     """What a case is, whatever the ranks."""
-    names = ("drafter", "gamma", "tree", "pa", "steps", "is_sampled")
+    names = ("drafter", "gamma", "pa", "steps", "is_sampled")
     return *(case[name] for name in names), *case["kv"].values()
 
 
@@ -120,7 +120,6 @@ def test_the_table_is_complete() -> None:
         pairs = {(c.drafter, None if c.drafter == "ngram" else c.kv.policy) for c in cases}
         mixed = {(drafter, kv.policy) for drafter, kv, _ in make_mixed((0,))}
         assert pairs == served_pairs() | mixed and {d for d, _ in pairs} == set(DRAFTERS)
-    assert {c.drafter for c in cases if c.tree} == {"self", "model"}
     groups = {(0,), (1,), (1, 0)}
     assert {c.draft_ranks for c in cases if c.drafter == "model"} == groups
     drafts = [c for c in [*cases, *make_cases(2, other_groups=True)] if c.drafter == "model"]

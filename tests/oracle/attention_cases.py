@@ -22,7 +22,6 @@ from magicdec.attention.grouped import GroupedBackend
 from magicdec.attention.native import NativeBackend
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.triton import TritonBackend
-from magicdec.attention.varlen import VarlenBackend
 from magicdec.config.capabilities import capabilities_of
 from magicdec.config.machine import Machine
 from magicdec.kv.cache import KVCache
@@ -38,10 +37,9 @@ ON_CPUS: dict[str, Callable[[], AttentionBackend]] = {
 }
 BACKENDS = ON_CPUS | {
     "triton": TritonBackend,
-    "varlen": VarlenBackend,
     "flash_attn": FlashAttnBackend,
 }
-LIBRARIES = (VarlenBackend, FlashAttnBackend)  # bfloat16, on a GPU
+LIBRARIES = (FlashAttnBackend,)  # bfloat16, on a GPU
 HEADS = [(4, 4, 64), (6, 2, 16), (5, 1, 80), (7, 7, 32), (4, 2, 96), (8, 1, 128), (2, 2, 256)]
 TOLERANCE = {torch.float32: 2e-5, torch.bfloat16: 3e-2}
 DTYPES = [torch.float32, torch.bfloat16]

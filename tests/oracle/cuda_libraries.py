@@ -2,7 +2,6 @@
 computed in float64. What they refuse, the libraries refuse."""
 
 from types import ModuleType
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -65,25 +64,3 @@ def flash_attn_3() -> ModuleType:
     module = ModuleType("flash_attn_interface")
     module.flash_attn_with_kvcache = flash_attn_with_kvcache
     return module
-
-
-def varlen_attn(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, cu_seq_k: Tensor | None,
-    max_q: int, max_k: int, *, return_aux: Any = None, scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1), enable_gqa: bool = False,
-    seqused_k: Tensor | None = None, block_table: Tensor | None = None,
-    num_splits: int | None = None,
-) -> Tensor:  # fmt: skip
-    assert window_size == (-1, 0) and block_table is None and cu_seq_k is not None
-    assert enable_gqa or query.shape[1] == key.shape[1]
-    assert seqused_k is not None and int(seqused_k.max()) <= max_k
-    assert {t.dtype for t in (cu_seq_q, cu_seq_k, seqused_k)} == {torch.int32}
-    assert len(cu_seq_q) == len(cu_seq_k) == len(seqused_k) + 1
-    outputs = []
-    for i, length in enumerate(seqused_k.tolist()):
-        queries = query[cu_seq_q[i] : cu_seq_q[i + 1]]
-        assert len(queries) <= max_q
-        keys = slice(int(cu_seq_k[i]), int(cu_seq_k[i]) + length)
-        assert keys.stop <= len(key)
-        outputs.append(attend(queries, key[keys], value[keys]))
-    return torch.cat(outputs)

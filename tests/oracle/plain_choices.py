@@ -58,11 +58,8 @@ class PlainModel:
         mask = torch.ones(num_tokens, num_tokens, dtype=torch.bool).tril()
         return mask if self.window is None else mask.triu(1 - self.window)
 
-    def run(
-        self, ids: Sequence[int], masks: Tensor | None = None, places: Sequence[int] | None = None
-    ) -> Seen:
-        """`masks` bool [L, G, T, T] say what each token sees, by default what the target's do;
-        `places` are the positions of the tokens, by default one after the other."""
+    def run(self, ids: Sequence[int], masks: Tensor | None = None) -> Seen:
+        """`masks` bool [L, G, T, T] say what each token sees, by default what the target's do."""
         count, groups = len(ids), self.config.num_kv_heads
         if masks is None:
             masks = self.causal(count).expand(self.config.num_layers, groups, -1, -1)
@@ -78,7 +75,7 @@ class PlainModel:
                 part.append(tensor)
             return (weights @ values.repeat_interleave(each, 0)).transpose(0, 1)[None]
 
-        positions = torch.tensor([list(range(count)) if places is None else list(places)])
+        positions = torch.arange(count)[None]
         with torch.inference_mode():
             logits = self.model(torch.tensor([list(ids)]), positions, attend, lambda x: x)[0]
         return Seen(logits, *parts)
@@ -134,8 +131,9 @@ class Reference:
     def admitted(self, text: Sequence[int]) -> None:
         """The text is in the cache."""
 
-    def verified(self, text: Sequence[int], tree: "Tree", accepted: Sequence[int]) -> None:
-        """After `text`, the tokens of the tree were verified, and the nodes `accepted` stay."""
+    def verified(self, text: Sequence[int], chain: Sequence[int], num_accepted: int) -> None:
+        """After `text`, the `chain` of its newest token and of drafts was verified, of which so
+        many drafts were accepted."""
 
     def drafts(self, text: Sequence[int], num_drafts: int) -> Heads:
         """What is read of `text` if as many tokens are drafted after it."""
@@ -248,8 +246,8 @@ class ByMeanKeys(BestBlocks):
     def admitted(self, text: Sequence[int]) -> None:
         self.place = len(text) - 1
 
-    def verified(self, text: Sequence[int], tree: "Tree", accepted: Sequence[int]) -> None:
-        self.place = len(text) + len(accepted) - 1
+    def verified(self, text: Sequence[int], chain: Sequence[int], num_accepted: int) -> None:
+        self.place = len(text) + num_accepted
 
     def block_scores(self, text: Sequence[int], layer: int) -> Tensor:
         seen, complete = self.plain.read(text), len(text) // BLOCK
@@ -265,61 +263,18 @@ class ByLastVerification(BestBlocks):
 
     def admitted(self, text: Sequence[int]) -> None:
         self.weights = self.plain.read(text).weights
-        self.places = range(len(text))
         self.observed = range(max(0, len(text) - RERUN), len(text))
 
-    def verified(self, text: Sequence[int], tree: "Tree", accepted: Sequence[int]) -> None:
-        self.weights = tree.run(self.plain, text).weights
-        self.places = tree.places(len(text))
-        self.observed = range(len(text), len(text) + len(tree.ids))
+    def verified(self, text: Sequence[int], chain: Sequence[int], num_accepted: int) -> None:
+        self.weights = self.plain.run([*text, *chain]).weights
+        self.observed = range(len(text), len(text) + len(chain))
 
     def block_scores(self, text: Sequence[int], layer: int) -> Tensor:
         received = self.plain.by_group(self.weights[layer][:, list(self.observed)].sum(dim=1))
-        block = torch.tensor(self.places) // BLOCK
-        num_blocks = -(-max(len(text), 1 + max(self.places)) // BLOCK)
+        count = received.shape[1]
+        num_blocks = -(-max(len(text), count) // BLOCK)
+        block = torch.arange(count) // BLOCK
         return received.new_zeros(len(received), num_blocks).index_add(1, block, received)
-
-
-@dataclass(frozen=True)
-class Tree:
-    """Tokens after a text: the newest, and drafts, each of which follows another; a chain is a tree
-    too. The parent of the newest token is -1."""
-
-    ids: tuple[int, ...]
-    parents: tuple[int, ...]
-
-    @classmethod
-    def chain(cls, ids: Sequence[int]) -> "Tree":
-        return cls(tuple(ids), tuple(range(-1, len(ids) - 1)))
-
-    def path(self, node: int) -> list[int]:
-        """The nodes from the newest token to this one."""
-        return [*self.path(self.parents[node]), node] if node >= 0 else []
-
-    def places(self, before: int) -> list[int]:
-        """The position of every token, the `before` of the text included."""
-        return [*range(before), *(before + len(self.path(n)) - 1 for n in range(len(self.ids)))]
-
-    def mask(self, plain: PlainModel, before: int, masks: Tensor | None = None) -> Tensor:
-        """Which tokens each token sees, bool [L, G, T, T]. The tree's see `masks` [L, G, before] of
-        the text, by default all of it."""
-        config, count = plain.config, before + len(self.ids)
-        mask = torch.zeros(count, count, dtype=torch.bool)
-        mask[:before, :before] = plain.causal(before)
-        for node in range(len(self.ids)):
-            mask[before + node, [before + each for each in self.path(node)]] = True
-        mask = mask.repeat(config.num_layers, config.num_kv_heads, 1, 1)
-        mask[:, :, before:, :before] = True if masks is None else masks[:, :, None]
-        if plain.window is not None:
-            places = torch.tensor(self.places(before))
-            mask &= places[:, None] - places < plain.window
-        return mask
-
-    def run(self, plain: PlainModel, text: Sequence[int], masks: Tensor | None = None) -> Seen:
-        before = len(text)
-        return plain.run(
-            [*text, *self.ids], self.mask(plain, before, masks), self.places(before)
-        )  # fmt: skip
 
 
 REFERENCES: dict[str, type[Reference]] = {

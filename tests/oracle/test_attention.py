@@ -147,6 +147,10 @@ def test_native_splits_long_rows_and_returns_the_log_sum_exp(
             [(), NO_AMX, AVX2, AVX512], [None, 62, 66, 700, 1237],
             [(2, 2, 64), (6, 2, 64), (32, 2, 64)], [torch.bfloat16],
         ),
+        *itertools.product(
+            [(), AVX2, AVX512], [None, 66, 700], [(2, 2, 64), (6, 2, 64), (32, 2, 64)],
+            [torch.float32],
+        ),
     ],
     ids=str,
 )  # fmt: skip
@@ -162,7 +166,7 @@ def test_native_gives_a_token_the_same_bits_alone_and_with_others(
     backend, num_new = NativeBackend(), 5
     num_heads, kv_heads, size = heads
     cache, k, v = fill(backend, kv_heads, size, [1300, 63], dtype, 1400, layers=1)
-    q = torch.randn(2, num_new, num_heads, size).bfloat16()
+    q = torch.randn(2, num_new, num_heads, size).to(dtype)
 
     def attend(rows: list[int], first: int, count: int) -> Tensor:
         view = make_view(cache, rows, FullKV(), count, window=window)
@@ -317,10 +321,14 @@ def test_native_weights_over_splits_and_blocks_of_queries(
     assert results[1].shape == (2, 2, -(-(1501 + num_new) // WEIGHTS_BLOCK))
 
 
-@pytest.mark.parametrize("is_widened", [False, True])
+@pytest.mark.parametrize(
+    ("is_widened", "dtype"),
+    [(False, torch.bfloat16), (True, torch.bfloat16), (False, torch.float32)],
+    ids=str,
+)
 @pytest.mark.parametrize("heads", [(6, 2, 64), (32, 2, 64)])
 def test_native_gives_a_token_the_same_bits_under_ranges_by_head(
-    heads: tuple[int, int, int], is_widened: bool
+    heads: tuple[int, int, int], is_widened: bool, dtype: torch.dtype
 ) -> None:
     """One token at a time and five at once read the same keys."""
     torch.manual_seed(0)
@@ -332,7 +340,7 @@ def test_native_gives_a_token_the_same_bits_under_ranges_by_head(
             return ranges
 
     policy = Fixed(heads[1], 0.5)
-    case = make_case(backend, heads, policy, 5, rows, torch.bfloat16)
+    case = make_case(backend, heads, policy, 5, rows, dtype)
     together = case.run(backend)
     for t in range(5):
         view = make_view(case.view.cache, rows, policy, 1, committed)

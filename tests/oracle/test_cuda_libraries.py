@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import tiny_transformer
-from cuda_libraries import flash_attn_2, flash_attn_3, varlen_attn
+from cuda_libraries import flash_attn_2, flash_attn_3
 from lossless import speculate
 from test_attention import BACKENDS, DTYPES, POLICIES, Scattered
 from test_attention import test_a_forward_sees_neither_the_future_nor_another_row as sees_no_other
@@ -26,8 +26,6 @@ from magicdec.attention.flash_attn import FlashAttnBackend
 from magicdec.attention.flash_attn import missing_parts as flash_attn_missing
 from magicdec.attention.sdpa import SDPABackend
 from magicdec.attention.triton import TritonBackend
-from magicdec.attention.varlen import VarlenBackend, as_one_text
-from magicdec.attention.varlen import missing_parts as varlen_missing
 from magicdec.config.capabilities import capabilities_of, list_backends
 from magicdec.config.sections import KVSection
 from magicdec.kv.cache import KVCache
@@ -37,14 +35,11 @@ from magicdec.speculation.policies.policy import FullKV
 from magicdec.speculation.policies.streaming_llm import StreamingLLM
 
 HEADS = [(4, 4, 64), (6, 2, 16), (8, 1, 128)]
-LIBRARIES = ["varlen", "flash_attn 2", "flash_attn 3"]
+LIBRARIES = ["flash_attn 2", "flash_attn 3"]
 
 
 def install(name: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Put the stand-in where its library would be; returns the backend's name."""
-    if name == "varlen":
-        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", varlen_attn)
-        return name
     make = {"flash_attn 2": flash_attn_2, "flash_attn 3": flash_attn_3}
     module = make[name]()
     module.__spec__ = ModuleSpec(module.__name__, None)
@@ -125,7 +120,7 @@ class TestContract:
         assert ours.tokens == plain.tokens
 
 
-READ_ON_DEVICE = ["sdpa", "triton", "varlen", "flash_attn 2", "flash_attn 3"]
+READ_ON_DEVICE = ["sdpa", "triton", "flash_attn 2", "flash_attn 3"]
 
 
 def test_every_backend_that_may_be_recorded_is_tried_with_bounds() -> None:
@@ -144,7 +139,7 @@ def test_lengths_on_the_host_may_be_bounds(
     if name == "triton":
         pytest.importorskip("triton")
         block = max(block, TritonBackend().block_size(block))  # a tile of keys lies in one block
-    backend = install(name, monkeypatch) if " " in name or name == "varlen" else name
+    backend = install(name, monkeypatch) if " " in name else name
     view = filled_view(policy, block)
     lengths, num_visible = (
         (short + 40, long + 20) for short, long in (view.lengths, view.num_visible)
@@ -170,29 +165,19 @@ def test_a_full_view_is_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
         given["k"] = k
         return q
 
-    for name, build in (("varlen", VarlenBackend), ("flash_attn 2", FlashAttnBackend)):
-        install(name, monkeypatch)
-        backend = build()
-        monkeypatch.setattr(backend, "_attend", spy)
-        block = backend.block_size(600)
-        per_row = -(-600 // block)
-        shape = CacheShape(1, 2, 16, block, 2 * per_row)
-        cache = KVCache(shape, 2, per_row, torch.float32, torch.device("cpu"))
-        for row in range(2):
-            cache.allocate(row, 600)
-        view = make_view(cache, [1, 0], FullKV(), 2)
-        backend.plan(view)
-        backend.run(0, torch.zeros(2, 2, 4, 16), *[torch.zeros(2, 2, 2, 16)] * 2, view)
-        assert given["k"].untyped_storage().data_ptr() == cache.k.untyped_storage().data_ptr()
-
-
-def test_one_text_holds_every_token_at_its_number() -> None:
-    pool = torch.randn(3, 2, 5, 4)  # blocks, G, block_size, D
-    text = as_one_text(pool)
-    assert text.data_ptr() == pool.data_ptr()
-    for block in range(3):
-        first = block * 2 * 5
-        assert torch.equal(text[first : first + 5], pool[block].transpose(0, 1))
+    install("flash_attn 2", monkeypatch)
+    backend = FlashAttnBackend()
+    monkeypatch.setattr(backend, "_attend", spy)
+    block = backend.block_size(600)
+    per_row = -(-600 // block)
+    shape = CacheShape(1, 2, 16, block, 2 * per_row)
+    cache = KVCache(shape, 2, per_row, torch.float32, torch.device("cpu"))
+    for row in range(2):
+        cache.allocate(row, 600)
+    view = make_view(cache, [1, 0], FullKV(), 2)
+    backend.plan(view)
+    backend.run(0, torch.zeros(2, 2, 4, 16), *[torch.zeros(2, 2, 2, 16)] * 2, view)
+    assert given["k"].untyped_storage().data_ptr() == cache.k.untyped_storage().data_ptr()
 
 
 def test_version_3_of_flash_attn_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -208,29 +193,9 @@ def test_what_is_missing_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) ->
     assert flash_attn_missing() == (
         "flash-attn is not installed; pip install flash-attn (it is built with nvcc)"
     )
-
-    def of_torch_2_10(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False): ...
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_torch_2_10)
-    lacks = "lacks window_size, enable_gqa, seqused_k; install torch 2.12 or later"
-    assert str(varlen_missing()).endswith(lacks)
-
-    def of_torch_2_11(
-        query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, window_size=(-1, -1)
-    ): ...
-
-    monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", of_torch_2_11)
-    lacks = "lacks enable_gqa, seqused_k; install torch 2.12 or later"
-    assert str(varlen_missing()).endswith(lacks)
-    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
-    assert "has no varlen_attn; install torch 2.12 or later" in str(varlen_missing())
-    for name, build in zip(
-        list_backends(lambda c: "cpu" not in c.devices),
-        (VarlenBackend, FlashAttnBackend),
-        strict=True,
-    ):
-        with pytest.raises(ValueError, match=f"--attention {name}: "):
-            build()
+    assert list_backends(lambda c: "cpu" not in c.devices) == ["flash_attn"]
+    with pytest.raises(ValueError, match="--attention flash_attn: "):
+        FlashAttnBackend()
 
 
 @pytest.mark.parametrize("is_imported", [False, True])
@@ -249,18 +214,3 @@ def test_version_4_of_flash_attn_alone_is_refused(
     (tmp_path / "flash_attn" / "__init__.py").touch()
     importlib.invalidate_caches()
     assert flash_attn_missing() is None
-
-
-OLD_TORCH = tuple(map(int, torch.__version__.split(".")[:2])) < (2, 12)
-
-
-@pytest.mark.skipif(OLD_TORCH, reason="varlen needs torch 2.12, which --attention varlen says")
-def test_this_torch_has_what_varlen_needs() -> None:
-    """The stand-in's parameters are those of the torch that is installed."""
-    import inspect
-
-    from torch.nn.attention import varlen
-
-    assert varlen_missing() is None
-    ours = list(inspect.signature(varlen_attn).parameters)
-    assert list(inspect.signature(varlen.varlen_attn).parameters) == ours

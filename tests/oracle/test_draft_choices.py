@@ -62,7 +62,7 @@ def check(run: Run, policy: str, name: str, kv: KVSection, is_checked: bool = Tr
             elif isinstance(event, Measured):
                 reference.drafts(event.text, event.asked)
             elif isinstance(event, Verified):
-                reference.verified(event.text, event.tree, event.accepted)
+                reference.verified(event.text, event.chain, event.num_accepted)
                 seen[kind_of(event)] += 1
             else:
                 check_keys(event, plain(name), place)
@@ -75,8 +75,8 @@ def check(run: Run, policy: str, name: str, kv: KVSection, is_checked: bool = Tr
 
 
 def kind_of(event: Verified) -> str:
-    num_accepted, depth = len(event.accepted) - 1, len(set(event.tree.places(0))) - 1
-    return "none" if num_accepted == 0 else "all" if num_accepted == depth else "some"
+    is_all = event.num_accepted == len(event.chain) - 1
+    return "none" if event.num_accepted == 0 else "all" if is_all else "some"
 
 
 def check_keys(event: Drafted, model: PlainModel, place: str) -> None:
@@ -100,7 +100,7 @@ def check_places(event: Drafted, place: str) -> None:
 def check_reads(event: Drafted, reference: Reference, seen: Counter[str], place: str) -> None:
     """The first forward over so many committed tokens reads what it must; others read the same, and
     the tokens since, as far as the sliding window goes."""
-    text, before = (*event.text, event.tree.ids[0]), dict[int, list[list[frozenset[int]]]]()
+    text, before = (*event.text, event.chain[0]), dict[int, list[list[frozenset[int]]]]()
     for forward in event.forwards:
         count, first = forward.committed, reference.first_of(forward.begin)
         is_new, heads = count not in before, before.setdefault(count, forward.read)
@@ -124,17 +124,15 @@ def check_reads(event: Drafted, reference: Reference, seen: Counter[str], place:
 def check_tokens(event: Drafted, model: PlainModel, place: str) -> None:
     """What was drafted are the likeliest tokens of a model that reads these positions and no
     others."""
-    before, first = len(event.text), event.forwards[0]
-    masks = torch.zeros(*event.keys.shape[:2], before, dtype=torch.bool)
-    for layer, of_layer in enumerate(first.read):
+    before, ids = len(event.text), [*event.text, *event.chain]
+    masks = model.causal(len(ids)).repeat(*event.keys.shape[:2], 1, 1)
+    for layer, of_layer in enumerate(event.forwards[0].read):
         for head, read in enumerate(of_layer):
-            masks[layer, head, [p for p in read if p < before]] = True
-    logits = event.tree.run(model, event.text, masks).logits[before:]
-    for node, after in enumerate(logits):
-        children = [n for n, parent in enumerate(event.tree.parents) if parent == node]
-        best = after.topk(len(children)).values
-        found = after[[event.tree.ids[n] for n in children]]
-        assert torch.allclose(found, best, rtol=0, atol=2e-3), f"{place}, node {node}"
+            hidden = [p for p in range(before) if p not in read]
+            masks[layer, head, before:, hidden] = False
+    logits = model.run(ids, masks).logits[before:-1]
+    found = logits.gather(1, torch.tensor(event.chain[1:]).view(-1, 1))[:, 0]
+    assert torch.allclose(found, logits.amax(dim=1), rtol=0, atol=2e-3), place
 
 
 def run_schedules(
@@ -171,12 +169,6 @@ def test_snapkv_chooses_anew_when_that_is_due(name: str, is_native: bool) -> Non
         assert seen["by score"] > 0 and seen["choices"] > seen["admitted"], seen
 
 
-@pytest.mark.parametrize("policy", KV_POLICIES)
-def test_drafts_of_a_tree_read_what_the_policy_says(policy: str) -> None:
-    seen = run_schedules(policy, "grouped", range(1), tree="2,2,1")
-    assert min(seen[each] for each in ("none", "some", "all")) > 0, seen
-
-
 @pytest.mark.parametrize("policy", ["full", "streaming_llm", "snapkv"])
 def test_a_standalone_draft_reads_what_its_policy_says(policy: str) -> None:
     """StreamingLLM in a cache that gives blocks back. The draft lacks one or two of the newest
@@ -199,6 +191,4 @@ def test_drafts_beside_lookups_read_what_the_policy_says(policy: str) -> None:
 @pytest.mark.parametrize("policy", KV_POLICIES)
 def test_many_schedules(policy: str, name: str, is_native: bool) -> None:
     run_schedules(policy, name, range(10, 16), is_native=is_native)
-    others: list[dict[str, object]] = [{"tree": "2,2,1"}, {"drafter": "ngram+self"}]
-    for each in others:
-        run_schedules(policy, name, range(30, 32), is_native=is_native, **each)
+    run_schedules(policy, name, range(30, 32), is_native=is_native, drafter="ngram+self")

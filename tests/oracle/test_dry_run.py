@@ -21,7 +21,6 @@ import test_replay
 import torch
 from conftest import (
     TINY,
-    decode_both,
     make_draft,
     make_requests,
     make_runner,
@@ -276,32 +275,9 @@ def test_chains_that_stop(drafter: str, policy: str, waits: Counter[str]) -> Non
     assert set(waits) & OF_PA
 
 
-@pytest.mark.parametrize("drafter", ["self", "model"])
-def test_trees_of_drafts(drafter: str, waits: Counter[str]) -> None:
-    kv, size = section_of("streaming_llm" if drafter == "self" else "full"), (3, 140)
-    prompts = random_prompts([60, 1, 80], 97)
-
-    def decoded(device: str | torch.device) -> tuple[list[list[int]], list[list[int]]]:
-        model = tiny_transformer().to(device)
-        draft = None
-        if drafter == "model":
-            draft = make_draft(model, kv, *size, SDPABackend(16))
-        runner = make_runner(model, *size, SDPABackend(16))
-        names, requests = ("speculative",), make_requests(prompts, [24, 13, 36])
-        _, *found = decode_both(
-            runner, requests, kv, 3, 64, drafter, draft, names=names, tree="3,2,1"
-        )
-        return found[0], found[1]
-
-    assert decoded(DEVICE) == decoded("cpu")
-    check(waits)
-    assert waits[STEP] > 0
-
-
-def test_graphs_of_trees_stages_and_chains_that_stop_are_refused() -> None:
+def test_graphs_of_stages_and_of_chains_that_stop_are_refused() -> None:
     sdpa = [Choice("sdpa")]
     for arguments, reason in (
-        ({"drafts_trees": True}, "steps with a --tree are not captured"),
         ({"pa": 0.3}, "the host decides in each draft whether --pa 0.3 stops it"),
         ({"is_staged": True}, "the steps of a pipeline are not captured"),
     ):

@@ -76,7 +76,7 @@ def test_the_kernel_and_torch_compute_the_same_view(
         on_host = (view.lengths, view.num_visible, view.is_full, view.per_head, view.num_new)
         return [*(tensor.tolist() for tensor in tensors), *on_host]
 
-    arguments = (cache, batch, visible, num_new, committed, window, None, offsets)
+    arguments = (cache, batch, visible, num_new, committed, window, offsets)
     by_kernel = make_kernel_view(*arguments)
     assert isinstance(by_kernel, KernelView)
     assert members(by_kernel) == members(make_view(*arguments))
@@ -105,7 +105,7 @@ def launch_all() -> list[Any]:
         for kind in KINDS:
             rule = rule_of(kind, [38, 7], 4, 16, None)
             for given_committed, offsets in ((None, None), (committed, cache.seq_lens)):
-                make_kernel_view(cache, rows, rule, 5, given_committed, None, None, offsets)
+                make_kernel_view(cache, rows, rule, 5, given_committed, None, offsets)
     assert len(recorder.launches) == 6
     return recorder.launches
 

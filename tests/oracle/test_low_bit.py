@@ -214,19 +214,18 @@ CASES = [
 
 @pytest.mark.parametrize(("weights", "dtype", "is_native"), CASES)
 @pytest.mark.parametrize(
-    ("kv", "tree"),
+    "kv",
     [
-        (KVSection("full"), None),
-        (KVSection("streaming_llm", 40, 4), None),
-        (KVSection("snapkv", 40, window_size=8, reselect_every=20), None),
-        (KVSection("verified", 40, 4), None),
-        (KVSection("retrieval", 40, 4), None),
-        (KVSection("streaming_llm", 40, 4), "2,2,1"),
+        KVSection("full"),
+        KVSection("streaming_llm", 40, 4),
+        KVSection("snapkv", 40, window_size=8, reselect_every=20),
+        KVSection("verified", 40, 4),
+        KVSection("retrieval", 40, 4),
     ],
     ids=str,
 )
 def test_tokens_are_the_targets(
-    kv: KVSection, tree: str | None, weights: str, dtype: torch.dtype, is_native: bool
+    kv: KVSection, weights: str, dtype: torch.dtype, is_native: bool
 ) -> None:
     """Ragged rows, which end at an end token too. The draft is another model: over the whole cache
     it is right often, but not always."""
@@ -237,7 +236,7 @@ def test_tokens_are_the_targets(
     for eos in ((), (7, 11)):
         runner = with_copy(model, weights, is_native, RAGGED, most)
         requests = make_requests(prompts, 60, eos)
-        baseline, tokens, accepted = decode_both(runner, requests, kv, 3, tree=tree)
+        baseline, tokens, accepted = decode_both(runner, requests, kv, 3)
         assert (tokens == baseline and {len(row) for row in tokens} != {60}) or not eos
         counts = [count for step in accepted for count in step]
         assert runner.drafting is not None and runner.drafting.counts.num_forwards > 0

@@ -12,14 +12,12 @@ from conftest import TINY, make_requests, pack, tiny_transformer
 from hypothesis import given
 from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
-from test_draft_trees import drawn_parents, path_of
 from torch import Tensor
 
 from magicdec.attention.native import NativeBackend
 from magicdec.distributed.groups import Group
 from magicdec.engine.engine import Engine
 from magicdec.kv.cache import BatchRows
-from magicdec.kv.tree import DraftTree
 from magicdec.kv.view import FULL, SinksAndWindow, Visible
 from magicdec.model.config import ModelConfig, RopeConfig
 from magicdec.runner.model_runner import ModelRunner
@@ -190,34 +188,6 @@ def test_a_native_chain_stops_where_the_forwards_do(dtype: torch.dtype) -> None:
             assert check_same(pair, chain, ids, FULL, count, near).shape == (3, expected)
             drafted.add(expected)
     assert {1, count} < drafted
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("name", ["grouped heads", "window", "yarn"])
-def test_a_native_forward_of_a_tree_has_the_bits_of_its_layers(
-    name: str, dtype: torch.dtype
-) -> None:
-    """At once and level by level. In bfloat16 a node has the bits of its path as a chain, too."""
-    lengths, rows, count = [70, 3, 126], [0, 1, 2], 40
-    pair = make_pair(MODELS[name], dtype, lengths)
-    parents, ids = torch.tensor(drawn_parents(3, count, 4)), ids_for(3, count)
-    base = torch.tensor(lengths)
-    for cuts in ([count], [2, 9, count]):
-        found: list[list[Tensor]] = [[], []]
-        for first, last in zip([0, *cuts], cuts, strict=False):
-            tree = DraftTree(base, parents[:, :last])
-            for runner, logits in zip(pair, found, strict=True):
-                logits.append(runner.forward(ids[:, first:last], rows, tree=tree))
-            check_equal(*pair)
-        assert torch.equal(*(torch.cat(logits, 1) for logits in found))
-        for runner in pair:
-            runner.truncate(rows, lengths)
-    assert pair[1].executor is not None and pair[1].executor.keys_read > 0, "it was used"
-    for row, node in itertools.product(rows, range(count if dtype == torch.bfloat16 else 0)):
-        path = path_of(parents[row].tolist(), node)[:31]  # more tokens would be a prefill
-        chained = pair[1].forward(ids[row : row + 1, path], [row])[0, -1]
-        pair[1].truncate([row], [lengths[row]])
-        assert torch.equal(chained, torch.cat(found[1], 1)[row, path[-1]])
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -66,14 +66,12 @@ def decode_until_overflow(
     sampling: SamplingSection,
     recorder: Any = Eager(),
     draft: Any = None,
-    tree: str | None = None,
 ) -> str:
     """What a decoding says in whose third step the logits of `broken` overflow."""
     engine, done = Engine(runner, 64), list[float]()
     engine.prefill(make_requests(PROMPTS, 20, sampling=sampling))
     name = "autoregressive" if drafter is None else "speculative"
-    gamma = None if tree else 3
-    section = DecodingSection(name, drafter, gamma, tree)
+    section = DecodingSection(name, drafter, 3)
     strategy = make_strategy(name, Setup(runner, section, KV, draft=draft, recorder=recorder))
 
     def observe(request_ids: object, output: object, seconds: float) -> None:
@@ -99,13 +97,6 @@ def test_a_decoding_ends_at_the_step(
     found = decode_until_overflow(runner, model, drafter, sampling, make_recorder())
     assert found.startswith(f"decode step {STEPS + 1}: the logits of request 0 after output token")
     assert "are not finite numbers" in found and "\n" not in found
-
-
-@pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=str)
-def test_a_tree_ends_at_the_step(sampling: SamplingSection) -> None:
-    model = tiny_transformer()
-    found = decode_until_overflow(make_runner(model, 2, 80), model, "self", sampling, tree="2,1")
-    assert found.startswith(f"decode step {STEPS + 1}: ")
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, WARM], ids=str)

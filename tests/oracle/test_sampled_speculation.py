@@ -80,11 +80,10 @@ def emitted(
     kv: KVSection,
     num_draft_tokens: int,
     recorder: Recorder | None = None,
-    tree: str | None = None,
 ) -> Counter[tuple[int, ...]]:
     counts: Counter[tuple[int, ...]] = Counter()
-    is_plain, draft = recorder is None and tree is None, None
-    backend = GroupedBackend() if is_plain else SDPABackend(16)
+    draft = None
+    backend = GroupedBackend() if recorder is None else SDPABackend(16)
     runner = make_runner(tiny_transformer(TOY), ROWS, 32, backend)
     if drafter == "self in int8":
         copy_of_it = low_bit_copy(runner.model, "int8", is_packed=False)
@@ -92,7 +91,7 @@ def emitted(
     if drafter.endswith("model"):
         size = ROWS, 32
         draft = make_draft(tiny_transformer(TOY, seed=4), kv, *size, copy(backend), max_drafts=16)
-    decoding = DecodingSection(strategy, drafter, num_draft_tokens, tree)
+    decoding = DecodingSection(strategy, drafter, num_draft_tokens)
     setup = Setup(runner, decoding, kv, draft=draft, recorder=recorder or Eager())
     for seed in range(ROUNDS):
         engine = Engine(runner, 16)
@@ -110,24 +109,21 @@ def p_of(counts: Counter[tuple[int, ...]], expected: dict[tuple[int, ...], float
 
 @pytest.mark.usefixtures("trusted_lookups")
 @pytest.mark.parametrize(
-    ("drafter", "kv", "num_drafts", "tree"),
+    ("drafter", "kv", "num_drafts"),
     [
-        ("self", KVSection("streaming_llm", 3, 1), 5, None),
-        ("self in int8", KVSection("streaming_llm", 6, 2), 3, None),
-        pytest.param("ngram", KVSection("full"), 4, None, marks=pytest.mark.wide),
-        pytest.param("model", KVSection("streaming_llm", 5, 2), 2, None, marks=pytest.mark.wide),
-        ("ngram+self", KVSection("streaming_llm", 3, 1), 2, None),
-        pytest.param("ngram+model", KVSection("full"), 3, None, marks=pytest.mark.wide),
-        # Children of a node are drawn from up to all tokens that the filters leave.
-        ("self", KVSection("streaming_llm", 3, 1), 1, "3,2"),
-        pytest.param("model", KVSection("full"), 1, "2,2,1", marks=pytest.mark.wide),
+        ("self", KVSection("streaming_llm", 3, 1), 5),
+        ("self in int8", KVSection("streaming_llm", 6, 2), 3),
+        pytest.param("ngram", KVSection("full"), 4, marks=pytest.mark.wide),
+        pytest.param("model", KVSection("streaming_llm", 5, 2), 2, marks=pytest.mark.wide),
+        ("ngram+self", KVSection("streaming_llm", 3, 1), 2),
+        pytest.param("ngram+model", KVSection("full"), 3, marks=pytest.mark.wide),
     ],
     ids=str,
 )
 def test_speculation_samples_from_the_targets_distribution(
-    drafter: str, kv: KVSection, num_drafts: int, tree: str | None
+    drafter: str, kv: KVSection, num_drafts: int
 ) -> None:
-    counts = emitted("speculative", drafter, kv, num_drafts, tree=tree)
+    counts = emitted("speculative", drafter, kv, num_drafts)
     assert p_of(counts, exact_distribution(SECTION)) > ACCEPTED
 
 

@@ -72,9 +72,7 @@ def spoiled() -> Iterator[None]:
         yield
 
 
-def decoded(
-    name: str, dtype: torch.dtype, drafter: str, kv: KVSection, tree: str | None = None
-) -> Any:
+def decoded(name: str, dtype: torch.dtype, drafter: str, kv: KVSection) -> Any:
     """The tokens of both passes over a ragged batch, and the accepted drafts of each step."""
     backend = {**ON_CPUS, "native steps": NativeBackend}[name]()
     model, size = pack(tiny_transformer(dtype=dtype)), (len(RAGGED), max(RAGGED) + NUM_NEW + 12)
@@ -85,7 +83,7 @@ def decoded(
     place = type(backend)(), 16, blocks
     draft = make_draft(model, kv, *size, *place) if drafter == "model" else None
     requests = make_requests(random_prompts(RAGGED, 97), NUM_NEW)
-    return decode_both(runner, requests, kv, NUM_DRAFTS, 16, drafter, draft, tree=tree)
+    return decode_both(runner, requests, kv, NUM_DRAFTS, 16, drafter, draft)
 
 
 @pytest.mark.narrow("pairs")
@@ -99,14 +97,6 @@ def test_a_batch_emits_what_it_emits_in_a_clean_cache(
     clean = decoded(name, dtype, drafter, kv)
     with spoiled():
         assert decoded(name, dtype, drafter, kv) == clean
-
-
-@pytest.mark.parametrize("name", [*ON_CPUS, "native steps"])
-def test_so_does_a_tree(name: str) -> None:
-    case = name, torch.float32, "self", KVSection("streaming_llm", 17, 4), "2,2,1"
-    clean = decoded(*case)
-    with spoiled():
-        assert decoded(*case) == clean
 
 
 def test_triton_loads_no_masked_slot() -> None:

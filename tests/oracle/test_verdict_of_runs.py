@@ -104,7 +104,6 @@ def decode(
 SELF = DecodingSection("speculative", "self", 3)
 KINDS = {
     "chain": SELF,
-    "tree": DecodingSection("speculative", "self", tree="2,1,1"),
     "lookups of several lengths": DecodingSection("speculative", "ngram", 5),
     "penalties": SELF,
 }

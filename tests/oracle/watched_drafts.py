@@ -15,7 +15,6 @@ import pytest
 import torch
 from conftest import make_draft, make_requests, make_runner, pack, random_prompts, tiny_transformer
 from fake_clock import VirtualClock
-from plain_choices import Tree
 from test_in_flight import RandomLength
 from torch import Tensor
 
@@ -41,9 +40,10 @@ from magicdec.speculation.steps.steps import Steps
 from magicdec.speculation.steps.strategy import Setup, make_strategy
 
 NUM_REQUESTS, NUM_ROWS, SEED = 6, 3, 1
-MOST_NEW, MOST_DRAFTS, MOST_NODES = 30, 4, 10
+MOST_NEW, MOST_DRAFTS = 30, 4
+MOST_RESERVED = 10  # tokens of a step; more than it drafts, so that requests are preempted
 LENGTHS = (1, 9, 18, 40, 47, 64, 70, 96)
-FOLLOWING = MOST_NEW + MOST_NODES + 2  # tokens after a prompt, the nodes of a tree included
+FOLLOWING = MOST_NEW + MOST_RESERVED + 2  # tokens after a prompt, drafts included
 MAX_TOKENS = max(LENGTHS) + FOLLOWING
 
 Positions = list[list[frozenset[int]]]
@@ -57,11 +57,12 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Verified:
-    """After `text`, the tokens of the tree were verified, and of its nodes `accepted` stay."""
+    """After `text`, the `chain` of its newest token and of drafts was verified, of which so many
+    drafts were accepted."""
 
     text: tuple[int, ...]
-    tree: Tree
-    accepted: tuple[int, ...]
+    chain: tuple[int, ...]
+    num_accepted: int
 
 
 @dataclass(frozen=True)
@@ -86,11 +87,11 @@ class Forward:
 
 @dataclass
 class Drafted:
-    """After `text` and the newest token, the `tree` was drafted, with these forwards. `keys` [L, G,
-    T, D] are those of the text in the target's cache."""
+    """After `text`, drafts were added to its newest token with these forwards, together the
+    `chain`. `keys` [L, G, T, D] are those of the text in the target's cache."""
 
     text: tuple[int, ...]
-    tree: Tree
+    chain: tuple[int, ...]
     asked: int
     forwards: list[Forward]
     keys: Tensor
@@ -137,12 +138,9 @@ def positions_of(
     """The positions in the context that each row and KV head reads in a layer. `is_target`: the
     target itself drafts."""
     found = list[list[list[int]]]()
-    cells = view.key_cells(layer).expand(-1, runner.cache.shape.num_kv_heads, -1)
+    cells = view.key_positions(layer).expand(-1, runner.cache.shape.num_kv_heads, -1)
     for place, row in enumerate(view.rows):
         own = [[cell for cell in of_head if cell >= 0] for of_head in cells[place].tolist()]
-        if view.tree is not None:
-            tree_positions = view.tree.positions_of(cells)[place].tolist()
-            own = [[p for p in of_head if p >= 0] for of_head in tree_positions]
         if runner.offsets is not None:
             where = places_of_copies(view, runner, source, layer, place, is_target)
             own = [
@@ -150,8 +148,7 @@ def positions_of(
                 + [cell + int(runner.offsets[row]) for cell in of_head if cell >= len(where[g])]
                 for g, of_head in enumerate(own)
             ]
-        is_once = all(len(set(of_head)) == len(of_head) for of_head in own)
-        assert is_once or view.tree is not None, "nothing is read twice"
+        assert all(len(set(of_head)) == len(of_head) for of_head in own), "nothing is read twice"
         found.append(own)
     return found
 
@@ -189,14 +186,6 @@ def dictated(random: Random, vocab_size: int) -> Any:
         if drafts.shape[1] == 0:
             return found
         following = torch.tensor([random.randrange(3, vocab_size) for _ in drafts])
-        if proposal.tree is not None:
-            most = proposal.tree.num_nodes
-            nodes = [random.choice((0, random.randint(0, most), most)) for _ in drafts]
-            paths = [sorted(proposal.tree.ancestors[node]) for node in nodes]
-            accepted = [len(path) - 1 for path in paths]
-            depth = proposal.tree.depth + 1
-            padded = [[*path, *path[-1:] * depth][:depth] for path in paths]
-            return Judgement.of(drafts, torch.tensor(accepted), following, torch.tensor(padded))
         counts = proposal.counts or [drafts.shape[1]] * len(drafts)
         accepted = [random.choice((0, n, random.randint(0, n))) for n in counts]
         return Judgement.of(drafts, torch.tensor(accepted), following)
@@ -258,9 +247,9 @@ def watch_steps(patch: pytest.MonkeyPatch, watch: Watch, source: ModelRunner) ->
             watch.of(request).append(Admitted(request.cached_ids))
         admit(strategy, batch)
 
-    def drafted(steps: Steps, batch: Batch, count: int, tree: Any = None) -> Proposal:
+    def drafted(steps: Steps, batch: Batch, count: int) -> Proposal:
         watch.forwards = {}
-        proposal = draft(steps, batch, count, tree)
+        proposal = draft(steps, batch, count)
         for request, ids in zip(batch.requests, proposal.ids.tolist(), strict=True):
             assert request.row is not None
             if watch.is_measuring:
@@ -271,8 +260,8 @@ def watch_steps(patch: pytest.MonkeyPatch, watch: Watch, source: ModelRunner) ->
             layers = range(source.cache.shape.num_layers)
             keys = torch.stack([source.cache.read(layer, slots)[0][0] for layer in layers])
             forwards = watch.forwards.get(request.row, [])
-            nodes = tree_of(proposal, request.last_token, ids)
-            watch.of(request).append(Drafted(text, nodes, count, forwards, keys))
+            chain = (request.last_token, *ids)
+            watch.of(request).append(Drafted(text, chain, count, forwards, keys))
         return proposal
 
     def verified(steps: Steps, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
@@ -284,9 +273,7 @@ def watch_steps(patch: pytest.MonkeyPatch, watch: Watch, source: ModelRunner) ->
             (text, newest), ids = texts[place], proposal.ids[place].tolist()
             if proposal.counts is not None:
                 ids = ids[: proposal.counts[place]]
-            tree, num_accepted = tree_of(proposal, newest, ids), lines[place][0]
-            path = path_of(tree, lines[place][1 : 1 + num_accepted])
-            watch.of(request).append(Verified(text, tree, tuple(path)))
+            watch.of(request).append(Verified(text, (newest, *ids), lines[place][0]))
         return lines
 
     def measured(strategy: Speculative, batch: Batch) -> list[float]:
@@ -300,22 +287,6 @@ def watch_steps(patch: pytest.MonkeyPatch, watch: Watch, source: ModelRunner) ->
     patch.setattr(Speculative, "measure", measured)
     patch.setattr(Steps, "draft", drafted)
     patch.setattr(Steps, "verify", verified)
-
-
-def tree_of(proposal: Proposal, newest: int, ids: Sequence[int]) -> Tree:
-    """What is verified of a row."""
-    if proposal.tree is None:
-        return Tree.chain([newest, *ids])
-    return Tree((newest, *ids), (-1, *proposal.tree.parents))
-
-
-def path_of(tree: Tree, ids: Sequence[int]) -> list[int]:
-    """The nodes of a path from the newest token with these ids. Siblings differ."""
-    nodes = [0]
-    for token in ids:
-        pairs = enumerate(zip(tree.ids, tree.parents, strict=True))
-        nodes.append(next(n for n, pair in pairs if pair == (token, nodes[-1])))
-    return nodes
 
 
 @dataclass(frozen=True)
@@ -335,7 +306,6 @@ def serve(
     *,
     is_native: bool = False,
     drafter: str = "self",
-    tree: str | None = None,
 ) -> Run:
     """Requests of random lengths that join and leave `NUM_ROWS` rows. Steps draft any number of
     tokens, also none."""
@@ -353,16 +323,14 @@ def serve(
     of_drafts = runner if draft is None or draft.runner is None else draft.runner
     keep_queries(of_drafts, kv)
     draft_length: Any = RandomLength(random, per_row=random.random() < 0.5)
-    if tree is not None:
-        draft_length = WholeTrees(random)
-    decoding = DecodingSection("speculative", drafter, MOST_DRAFTS, tree)
+    decoding = DecodingSection("speculative", drafter, MOST_DRAFTS)
     setup = Setup(runner, decoding, kv, draft=draft, draft_length=draft_length, is_in_flight=True)
     shape = runner.cache.shape
     limits = Limits(
         MAX_TOKENS,
         shape.block_size,
         shape.num_blocks if runner.num_blocks else None,
-        1 + MOST_NODES,
+        1 + MOST_RESERVED,
         random.choice((None, 9)),
     )
     engine = Engine(runner, 64, limits, VirtualClock())
@@ -384,13 +352,3 @@ def make_target(config: ModelConfig, is_native: bool, is_short: bool) -> ModelRu
         size = backend.block_size(8)
         runner = replace(runner, block_tokens=8, num_blocks=1 - (-MAX_TOKENS // size))
     return runner
-
-
-class WholeTrees(RandomLength):
-    """A step drafts a whole tree, or nothing."""
-
-    def begin(self, batch: Batch, measure: Any) -> None:
-        """Nothing is measured."""
-
-    def lengths(self, batch: Batch) -> list[int]:
-        return [self.random.choice((0, 3, 3))] * len(batch.requests)

@@ -183,7 +183,7 @@ def test_a_verdict_says_what_its_parts_have_found(capsys: pytest.CaptureFixture[
     out = line(replace(right, forwards=measured))
     assert "errors of the logits 0.024, the baseline's 0.023; more than 0.022 added" in out
     few = replace(measured, most_error_ratio=None, hidden_error=None)
-    assert "at too few positions for limits" in line(replace(right, forwards=few))
+    assert "at too few positions to say what could hide" in line(replace(right, forwards=few))
     out = line(replace(right, forwards=replace(measured, error_ratio=1.7, num_changed=4)))
     assert out.startswith("DIVERGED: 99 tokens compared with autoregressive, no difference; 30")
     assert "(error_ratio 1.7 of at most 1.3, num_changed 4 of at most 3); no performance" in out

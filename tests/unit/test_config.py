@@ -65,20 +65,8 @@ def mapped(*argv: object, driver: RunConfig) -> RunConfig:
         ),
         (
             "--kv_policy verified --gamma 31",
-            "31 draft tokens (--gamma or --tree) are too many for --kv_policy verified; "
-            "it takes at most 30",
+            "31 draft tokens (--gamma) are too many for --kv_policy verified; it takes at most 30",
         ),
-        (
-            "--kv_policy verified --tree 4,4,1",
-            "36 draft tokens (--gamma or --tree) are too many for --kv_policy verified; "
-            "it takes at most 30",
-        ),
-        ("--tree 3,0", "--tree 3,0 is not known; give the children of each token by level"),
-        ("--tree 4,4,4,4", "--tree 4,4,4,4 has 340 draft tokens; it must have at most 255"),
-        ("--tree 3,2 --drafter ngram", "--tree 3,2 --drafter ngram: prompt lookup drafts chains"),
-        ("--tree 3,2 --gamma 4", "--gamma does nothing here: --tree says what a step drafts"),
-        ("--tree 3,2 --gamma auto", "--gamma does nothing here: --tree says what a step drafts"),
-        ("--tree 3,2 --pa 0.3", "--tree 3,2 and --pa 0.3: only chains stop; give one of them"),
         ("--drafter ngram --pa 0.3", "--pa 0.3 --drafter ngram: prompt lookup ends"),
         ("--rank_group 0 1", "0 1: name all of the launched ranks, each once: 0 1 2"),
         ("--rank_group 0 1 -1", "--rank_group 0 1 -1: name all"),
@@ -291,8 +279,6 @@ def test_resolve_leaves_no_auto_and_no_gap(config: RunConfig) -> None:
     open_ends = {
         ("decoding", "pa"),
         ("decoding", "lookup_corpus"),
-        ("decoding", "tree"),
-        ("decoding", "tree_nodes"),
         ("decoding", "step_cost"),
         ("output", "save_tokens"),
         ("kv", "recent_window"),
@@ -470,8 +456,8 @@ def test_auto_attention_on_a_cpu_rounds_no_alibi() -> None:
     ("asked", "device", "head_dim", "dtype", "obstacle"),
     [
         ("triton", "cuda", 257, "float32", "head size 257 is not at most 256"),
-        ("varlen", "cuda", 64, "float32", "varlen is for --dtype bfloat16, not float32"),
-        ("varlen", "cuda", 84, "bfloat16", "head size 84 is not a multiple of 8, at most 256"),
+        ("flash_attn", "cuda", 64, "float32", "flash_attn is for --dtype bfloat16, not float32"),
+        ("flash_attn", "cuda", 84, "bfloat16", "head size 84 is not a multiple of 8, at most 256"),
         ("flash_attn", "cpu", 64, "bfloat16", "flash_attn is for --device cuda"),
         ("flash_attn", "cuda", 64, "bfloat16", "flash-attn is not installed"),
     ],
@@ -538,7 +524,7 @@ def test_nothing_of_a_run_on_cuda_is_left_to_its_ranks() -> None:
     assert resolved.decoding.cuda_graphs == "on"
 
 
-@pytest.mark.parametrize("name", ["varlen", "flash_attn"])
+@pytest.mark.parametrize("name", ["flash_attn"])
 def test_the_verified_policy_needs_a_backend_that_tells(name: str) -> None:
     machine, message = Machine(2, has_cuda=True), f"--attention {name} does not return attention"
     flags = ("--attention", name, "--dtype", "bfloat16", "--kv_policy")

@@ -32,11 +32,10 @@ SELFSPEC: dict[str, Any] = {
     },
     "attention": {"backend": "native", "backend_reason": "auto: native", "prefill_chunk": 512},
     "decoding": {
-        "strategy": "speculative", "drafter": "self", "num_draft_tokens": 4, "tree": None,
+        "strategy": "speculative", "drafter": "self", "num_draft_tokens": 4,
         "pa": None, "draft_weights": None, "cuda_graphs": "off",
         "cuda_graphs_reason": "auto: off, --device cpu has none", "ignore_eos": False,
         "baseline": True, "lookup_corpus": None, "step_cost": None,
-        "tree_nodes": None,
     },
     "sampling": {
         "temperature": 0.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "repetition_penalty": 1.0,

@@ -91,7 +91,7 @@ def test_a_damaged_file_on_disk_is_fetched_anew(hub: Hub, tmp_path: Path) -> Non
     assert weights.read_bytes() == SINGLE["model.safetensors"]
 
 
-def test_sharded_weights_run_and_bin_is_second_choice(hub: Hub, tmp_path: Path) -> None:
+def test_sharded_weights_run_and_no_pickle_is_fetched(hub: Hub, tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     source = write_sharded(tmp_path / "source", make_tensors())
     hub.files = {p.name: p.read_bytes() for p in source.iterdir()} | {"pytorch_model.bin": b"old"}
@@ -105,8 +105,10 @@ def test_sharded_weights_run_and_bin_is_second_choice(hub: Hub, tmp_path: Path) 
     assert code == 2
     assert "--repo_id org/model lacks b.safetensors, though its model.safetensors.index.json" in err
     hub.files = {"config.json": SINGLE["config.json"], "pytorch_model.bin": b"old"}
-    assert fetch(hub, tmp_path / "other")[0] == 0
-    assert "pytorch_model.bin" in held(tmp_path / "other")
+    code, _, err = fetch(hub, tmp_path / "other")
+    assert code == 2 and err.count("\n") == 1
+    assert "holds no model.safetensors, whole or in shards; its files end in .bin, .json" in err
+    assert not hub.ranges("pytorch_model.bin")
 
 
 def unfinished(directory: Path) -> list[Path]:
@@ -216,8 +218,7 @@ def test_damage_on_the_way(hub: Hub, tmp_path: Path) -> None:
         ({"README.md": b""}, "--repo_id org/model holds no config.json; is it a model?"),
         (
             {"config.json": b"{}", "m.gguf": b""},
-            "holds no model.safetensors or pytorch_model.bin, whole or in shards; its files end in "
-            ".gguf, .json",
+            "holds no model.safetensors, whole or in shards; its files end in .gguf, .json",
         ),
         (
             {

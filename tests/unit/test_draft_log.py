@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from magicdec.kv.draft_log import Digest, DraftLog
+from magicdec.kv.draft_log import DIGITS, Digest, DraftLog, digest_of_ranks
 
 LAYERS, HEADS = 3, 2
 Ranges = Sequence[tuple[int, int]]
@@ -23,9 +23,7 @@ def cache_of(num_layers: int = LAYERS) -> Any:
 def view_of(cache: Any, ranges: torch.Tensor) -> Any:
     rows = ranges.shape[1]
     index = torch.arange(rows)
-    return SimpleNamespace(
-        cache=cache, rows=tuple(range(rows)), row_index=index, all_ranges=ranges, tree=None
-    )
+    return SimpleNamespace(cache=cache, rows=tuple(range(rows)), row_index=index, all_ranges=ranges)
 
 
 def shared(*ranges: tuple[int, int]) -> torch.Tensor:
@@ -126,3 +124,18 @@ def test_a_step_begins_with_nothing_and_captured_steps_have_no_log() -> None:
     assert log.digests([0]) != before and (log.digests([0]) or [("", 1)])[0][1] == 0
     log.is_complete = False
     assert log.digests([0]) is None
+
+
+def test_what_ranks_have_logged_becomes_one_digest_that_follows_from_all_of_them() -> None:
+    """In four digits, so that the numbers here are fixed ones that show it."""
+    tokens, reads, others = "1111", "2222", "3333"
+    same = digest_of_ranks([(tokens + reads, 260)] * 3)
+    assert same == (tokens + reads, 260) == digest_of_ranks([(tokens + reads, 260)])
+    found = [
+        digest_of_ranks([(tokens + first, 0), (tokens + second, 260)])
+        for first, second in ((reads, others), (others, reads), (reads, "4444"))
+    ]
+    assert all(text[:DIGITS] == tokens and number == 260 for text, number in found)
+    assert len({text for text, _ in found} | {tokens + reads, tokens + others}) == 5
+    (text, _), half = digest_of_ranks([(tokens + reads, 1), (others + reads, 1)]), slice(DIGITS)
+    assert text[half] not in (tokens, others) and text[DIGITS:] == reads

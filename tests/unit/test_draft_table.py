@@ -126,7 +126,7 @@ def test_measured_runs_stand_beside_predictions() -> None:
 
 @pytest.mark.parametrize(
     "other",
-    [{"drafter": "ngram+model"}, {"tree": [3, 2]}, {"pa": 0.9}, {"draft_weights": "int4"}],
+    [{"drafter": "ngram+model"}, {"pa": 0.9}, {"draft_weights": "int4"}],
     ids=str,
 )
 def test_runs_that_draft_otherwise_are_not_measurements_of_a_plan(

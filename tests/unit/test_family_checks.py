@@ -130,9 +130,9 @@ def test_random_presets_are_found(name: str) -> None:
 
 def test_a_library_that_keeps_to_no_window_serves_texts_within_it() -> None:
     windowed = source(sliding_window=64)
-    check_window("varlen", 64, "--model", windowed)
+    check_window("flash_attn", 64, "--model", windowed)
     check_window("triton", 65, "--model", windowed)
     with pytest.raises(
-        ValueError, match=r"^--attention varlen does not support the sliding window of 64"
+        ValueError, match=r"^--attention flash_attn does not support the sliding window of 64"
     ):
-        check_window("varlen", 65, "--model", windowed)
+        check_window("flash_attn", 65, "--model", windowed)

@@ -5,24 +5,27 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import ROOT, Command, served_pairs
-from synthetic_records import drawn, with_fields
+from synthetic_records import with_fields
 
 from magicdec.bench.gate.cases import (
+    LEAST_PROMPTS,
     STEP_COST,
     Subject,
     config_of,
     margin_of,
     name_of,
+    num_ranks,
     quick,
     standard_cases,
 )
 from magicdec.bench.gate.measuring import shares_of
 from magicdec.cli.drivers import RUN
 from magicdec.config.sections import AttentionSection, ModelSection
-from magicdec.names import DRAFTERS
+from magicdec.names import DRAFTERS, FULL_KV_POLICY, KV_POLICIES
 from magicdec.records.comparison.conditions import (
     describe,
     first_difference,
@@ -57,13 +60,12 @@ def test_a_case_has_the_name_that_runs_it() -> None:
         is_lookup = config.decoding.drafter == "ngram"  # which reads no cache
         assert is_lookup or ran.kv.resolve() == config.kv.resolve()
         assert (ran.draft and ran.draft.model) == (config.draft and config.draft.model)
-        names = ["strategy", "drafter", "tree", "pa", "draft_weights"]
-        for name in names + ["num_draft_tokens"] * (config.decoding.tree is None):
+        for name in ("strategy", "drafter", "pa", "draft_weights", "num_draft_tokens"):
             assert getattr(ran.decoding, name) == getattr(config.decoding, name)
         assert ran.sampling == config.sampling
         assert describe(baseline) == name_of(config)
-    other = with_fields(BASELINES[0], config__kv__num_sink_tokens=4, config__decoding__tree="3,2")
-    assert describe(other).endswith("--budget 33 --num_sink_tokens 4 --tree 3,2")
+    other = with_fields(BASELINES[0], config__kv__num_sink_tokens=4)
+    assert describe(other).endswith("--budget 33 --num_sink_tokens 4 --gamma 2")
 
 
 def test_the_standard_cases_cover_every_drafter_and_policy() -> None:
@@ -75,7 +77,7 @@ def test_the_standard_cases_cover_every_drafter_and_policy() -> None:
 
 def test_the_standard_cases_cover_every_other_way_to_draft() -> None:
     """Once without a draft model, and once with it where it can."""
-    ways = ("tree", "pa", "low-bit", "auto", "reselect", "sampled")
+    ways = ("pa", "low-bit", "auto", "reselect", "sampled")
     kinds = [kind for baseline in BASELINES for kind in kind_of(baseline).split()]
     assert set(ways) <= set(kinds)
     lone = standard_cases(Subject(draft="none"))
@@ -119,9 +121,61 @@ def test_what_auto_chose_is_left_to_auto_again() -> None:
     assert config_of(chosen).attention.backend == record.config["attention"]["backend"]
 
 
-def test_a_case_of_several_ranks_is_refused() -> None:
-    with pytest.raises(ValueError, match="a baseline has 2 ranks; the gate runs cases of one rank"):
-        config_of(with_fields(drawn(), environment__world_size=2))
+ON_RANKS = [b for b in BASELINES if b.environment.world_size > 1]
+
+
+def test_a_case_of_several_ranks_is_run_on_as_many() -> None:
+    policies = {name for name in KV_POLICIES if name != FULL_KV_POLICY}
+    apart = "--draft model:demo-draft --kv_policy full --gamma 4 --nproc 2 --draft_ranks 1"
+    assert {b.config["kv"]["policy"] for b in ON_RANKS[:-1]} == policies
+    assert describe(ON_RANKS[-1]) == apart
+    for baseline in ON_RANKS:
+        config, w = config_of(baseline), baseline.config["workload"]
+        assert num_ranks(config) == 2 and config.parallel.rank_group == (0, 1)
+        assert config.parallel.collectives == "auto" and config.parallel.threads is None
+        assert w["batch_size"] * w["num_batches"] == LEAST_PROMPTS
+        assert name_of(config) == describe(baseline)
+    draft = config_of(ON_RANKS[-1]).draft
+    assert draft is not None and draft.rank_group == (1,)
+    assert all("--nproc" not in describe(b) for b in BASELINES if b not in ON_RANKS)
+    turned = with_fields(ON_RANKS[-1], config__parallel__rank_group=[1, 0])
+    assert describe(turned).endswith("--nproc 2 --rank_group 1 0"), "the draft is on its first"
+
+
+def test_the_user_chooses_the_ranks_of_the_new_cases() -> None:
+    counts = [
+        [num_ranks(config) for config in standard_cases(Subject(nproc=nproc, batch_size=3))]
+        for nproc in (1, 3)
+    ]
+    assert set(counts[0]) == {1} and counts[1] == counts[0] + [3] * len(ON_RANKS)
+    last = standard_cases(Subject(nproc=3, batch_size=3))[-1]
+    assert last.draft is not None and last.draft.rank_group == (2,)
+    assert last.workload.num_prompts == 6, "whole batches, of four prompts at least"
+    assert last.parallel.device == "cpu"
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"environment__world_size": 1000}, "1000 ranks are too many for "),
+        ({"environment__world_size": 3}, "--rank_group 0 1: name all of the launched ranks, each"),
+        ({"config__draft__rank_group": [2]}, "--draft_ranks 2: name some of the launched ranks"),
+        ({"environment__world_size": 0}, "--nproc 0 is too small; it must be at least 1"),
+    ],
+)
+def test_ranks_that_cannot_be_are_refused_with_the_case(
+    fields: dict[str, Any], said: str, tmp_path: Path, command: Command,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Before any process starts."""
+    monkeypatch.setattr("magicdec.cli.gate.num_cores", lambda: 2)
+    monkeypatch.setattr("magicdec.cli.gate.measure", None)
+    path, baseline = tmp_path / "old.jsonl", with_fields(ON_RANKS[-1], **fields)
+    path.write_text(replace(baseline, seal="").to_json() + "\n")
+    for words in (("gate",), ("gate", "save")):
+        code, _, err = command(*words, "--baseline", path)
+        assert code == 2 and err.count("\n") == 1 and said in err, err
+        assert "--draft model:demo-draft --kv_policy full --gamma 4" in err
 
 
 def test_quick_has_one_case_for_each_method_and_other_way_to_draft() -> None:
@@ -141,7 +195,7 @@ def test_the_gate_is_refused_without_baselines(tmp_path: Path, command: Command)
 def test_every_case_has_one_process_and_few_with_other_prompts_stay_together(
     num_processes: int,
 ) -> None:
-    cases = list(enumerate(map(config_of, BASELINES)))
+    cases = [(n, config_of(b)) for n, b in enumerate(BASELINES) if b not in ON_RANKS]
     shares = shares_of(cases, num_processes)
     assert sorted(number for share in shares for number, _ in share) == [*range(len(cases))]
     assert len(shares) == min(num_processes, len(cases)) and all(shares)

@@ -14,16 +14,19 @@ import xml.etree.ElementTree as ElementTree
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from conftest import ROOT, Command
 from synthetic_records import drawn, with_fields
 
+from magicdec.bench.gate import measuring
 from magicdec.bench.gate.cases import config_of, quick
-from magicdec.bench.gate.measuring import NO_RESULT, Result, run_cases
+from magicdec.bench.gate.measuring import APART, NO_RESULT, Result, run_cases
 from magicdec.cli import gate as gate_command
 from magicdec.config.run_config import RunConfig
+from magicdec.distributed.groups import Launch
 from magicdec.distributed.watching.processes import is_alive
 from magicdec.records.comparison.conditions import describe, method_of
 from magicdec.records.record import RunRecord
@@ -165,6 +168,32 @@ def test_a_worker_gives_a_result_of_each_case_that_ends_with_any_error(
     assert arrivals == [(n, "MemoryError: no memory") for n in range(len(CASES))]
 
 
+def test_ranks_stop_after_a_case_that_failed_on_any_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Their states may differ. Other ranks tell of failures alone, and of no refusal, which is that
+    of the first as well."""
+    absent, *cases = [config_of(case) for case in CASES[:4]]
+
+    def prepare(config: RunConfig, launch: Launch) -> object:
+        if config == absent:
+            raise ValueError("absent")
+        return SimpleNamespace(config=config)
+
+    results: list[Result] = [CASES[1], "RuntimeError: no room", CASES[3]]
+    monkeypatch.setattr("magicdec.setup.prepare.prepare", prepare)
+    monkeypatch.setattr("magicdec.bench.run.resident.prefill_key", lambda config: 0)
+    monkeypatch.setattr(
+        measuring, "_run_group", lambda group, _: zip((n for n, _ in group), results, strict=True)
+    )
+    numbered, failed = list(enumerate([absent, *cases])), (2, "RuntimeError: no room")
+    first, other = (list(run_cases(numbered, Launch(rank, 2, rank, 2))) for rank in (0, 1))
+    assert first == [(0, "absent"), (1, CASES[1]), failed, (3, APART)]
+    assert other == [failed, (3, APART)]
+    alone = list(run_cases(numbered))
+    assert alone == [(0, "absent"), (1, CASES[1]), failed, (3, CASES[3])], "costs this case alone"
+
+
 def test_cases_that_cannot_run_here_are_named_and_fail(gate: Gate, tmp_path: Path) -> None:
     """In real processes. The policies of the other cases exist, but no case has a model."""
     absent = with_fields(drawn(), config__kv__policy="no_such_policy")
@@ -205,15 +234,18 @@ import sys, time
 from multiprocessing import current_process
 from pathlib import Path
 from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import ParallelSection
 from magicdec.bench.gate import measuring
 
-def run_cases(cases):
+def run_cases(cases, launch):
     Path(sys.argv[1], str(current_process().pid)).touch()
-    yield cases[0][0], "done"
+    if launch.rank == 0:
+        yield cases[0][0], "done"
     time.sleep(600)
 
 if __name__ == "__main__":
-    for n, result in enumerate(measuring.measure([RunConfig()] * 5, 2, lambda result: None)):
+    config = RunConfig(parallel=ParallelSection(nproc=int(sys.argv[2])))
+    for n, result in enumerate(measuring.measure([config] * 5, 2, lambda result: None)):
         print(n, result)
 else:
     measuring.run_cases = run_cases
@@ -221,12 +253,18 @@ else:
 
 
 @pytest.fixture
-def sleeping_gate(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
+def ranks() -> int:
+    """Of each case of `sleeping_gate`."""
+    return 1
+
+
+@pytest.fixture
+def sleeping_gate(tmp_path: Path, ranks: int) -> Iterator[tuple[subprocess.Popen[str], list[int]]]:
     """A gate whose two processes sleep after their first case, and their numbers."""
     script, folder = tmp_path / "gate.py", tmp_path / "pids"
     script.write_text(GATE)
     folder.mkdir()
-    words = [sys.executable, script, folder]
+    words = [sys.executable, script, folder, str(ranks)]
     paths = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     with subprocess.Popen(
         words, text=True, stdout=subprocess.PIPE, env=os.environ | {"PYTHONPATH": paths}
@@ -257,7 +295,26 @@ def test_a_gate_whose_process_is_killed_ends_and_names_it(
     assert not any(map(is_alive, pids))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+@pytest.mark.parametrize("ranks", [2])
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_lost_rank_is_named_by_the_cases_that_it_had_left(
+    lost: int, sleeping_gate: tuple[subprocess.Popen[str], list[int]]
+) -> None:
+    gate, pids = sleeping_gate
+    os.kill(pids[lost], signal.SIGKILL)
+    out, _ = gate.communicate(timeout=60)
+    results = [line.split(" ", 1)[1] for line in out.splitlines()]
+    named = [
+        f"rank {rank} of 2 (process {pids[lost]} of the gate) was ended by SIGKILL"
+        for rank in (0, 1)
+    ]
+    assert results[0] in ("done", *named) and len(results) == 5 and gate.returncode == 0
+    assert results[1] in named and results[1:] == [results[1]] * 4
+    assert not any(map(is_alive, pids))
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL, signal.SIGINT])
 def test_a_gate_leaves_no_process(
     number: signal.Signals, sleeping_gate: tuple[subprocess.Popen[str], list[int]]
 ) -> None:

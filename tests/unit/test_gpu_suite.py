@@ -270,7 +270,7 @@ def test_goals_are_read_off_or_left_open(tmp_path: Path) -> None:
     cells = {
         "copy_bandwidth": {"bytes_per_s": 1e9},
         "llama-3.1-8b/B32/S16384/triton": {"1": {"of_copy": 0.8}},
-        "llama-3.1-8b/B32/S16384/varlen": {"1": {"of_copy": 0.7}},
+        "llama-3.1-8b/B32/S16384/flash_attn": {"1": {"of_copy": 0.7}},
     }
     (tmp_path / "attention.json").write_text(json.dumps({"made_with": made, "cells": cells}))
     place = {"B": 28, "context": 32768, "budget": None}

@@ -39,7 +39,7 @@ SHARED = {
     "attention": {"backend", "library", "triton_kernels"},
     "speculation": {
         *("drafter", "draft_length", "forecast", "draft_kv", "block_kv", "policy"),
-        *("observation", "block_choice", "draft_tree", "suffix_index"),
+        *("observation", "block_choice", "suffix_index"),
         "streaming_llm",  # whose budget bounds the cache of `rolling_runner`
     },
 }

@@ -141,26 +141,3 @@ def test_truncate_shortens_rows_and_never_lengthens_them() -> None:
 def test_streaming_llm_needs_room_for_a_window() -> None:
     with pytest.raises(ValueError, match="KV budget 16 must be larger than 16 sink tokens"):
         StreamingLLM(16, 16)
-
-
-@pytest.mark.parametrize("layout", [PLAIN, TILED], ids=["plain", "tiled"])
-def test_a_kept_path_has_the_same_bits_in_its_new_cells(layout: Layout) -> None:
-    """Rows lie in two blocks. The paths have 4, 0 and 2 tokens, and one begins at cell 0."""
-    dtype = torch.bfloat16
-    cache = KVCache(CacheShape(2, 3, 32, 64, 6, layout), 3, 2, dtype, torch.device("cpu"))
-    for row in (2, 0, 1):
-        cache.allocate(row, 128)
-        cache.advance([row], 128)
-    everything = cache.slots(torch.arange(3), torch.arange(128).expand(3, -1))
-    numbers = torch.randn(2, 3, 128, 3, 32).to(dtype)
-    cache.write(0, everything, *numbers)
-    before = cache.read(0, everything)
-    paths = torch.tensor([[62, 63, 66, 70], [-1, -1, -1, -1], [1, 5, -1, -1]])
-    cache.keep_path([0, 1, 2], [61, 124, 0], paths)
-    assert cache.seq_lens.tolist() == [65, 124, 2] and cache.lengths == [65, 128, 4]
-    for old, new in zip(before, cache.read(0, everything), strict=True):
-        expected = old.clone()
-        expected[0, :, 61:65] = old[0, :, paths[0]]
-        expected[2, :, :2] = old[2, :, [1, 5]]
-        assert torch.equal(new, expected)
-    assert not cache.k[1].any(), "another layer is copied from itself alone"

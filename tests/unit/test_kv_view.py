@@ -1,5 +1,5 @@
 """KVView against an enumeration of what a forward reads: rules, uncommitted tails, sliding windows,
-draft trees in any cells, and ranges by head. And captured rows, whose lengths only the device
+and ranges by head. And captured rows, whose lengths only the device
 knows: they read the same keys and get the same lengths as rows whose lengths the host knows, and
 the bounds on the host hold."""
 
@@ -15,7 +15,6 @@ from test_kv_cache import make_cache
 from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, KVCache, Lengths
-from magicdec.kv.tree import DraftTree
 from magicdec.kv.view import FULL, WEIGHTS_BLOCK, KVView, SinksAndWindow, Visible, make_view
 from magicdec.speculation.block_kv import BlockRanges
 from magicdec.speculation.policies.policy import FullKV
@@ -27,12 +26,10 @@ ROW_TOKENS = 80
 
 @dataclass(frozen=True)
 class Row:
-    """`before` tokens, of which `committed` are committed, then the nodes or the new tokens."""
+    """`before` tokens, of which `committed` are committed, then the new tokens."""
 
     before: int
     committed: int
-    parents: tuple[int, ...]  # of all nodes, or of the new tokens as a chain
-    cells: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -41,18 +38,12 @@ class Case:
     rule: SinksAndWindow | None
     window: int | None
     num_new: int
-    has_tree: bool
-
-    @property
-    def num_cached(self) -> int:
-        """Nodes that the lengths of the rows include."""
-        return len(self.rows[0].parents) - self.num_new
 
     def first(self, row: Row) -> int:
         return 0 if self.window is None else max(0, row.before + 1 - self.window)
 
     def old(self, row: Row) -> list[int]:
-        """The visible positions before the nodes or the new tokens."""
+        """The visible positions before the new tokens."""
         seen = set(range(row.before))
         if self.rule is not None:
             newest = self.rule.budget - self.rule.num_sink_tokens
@@ -60,50 +51,34 @@ class Case:
             seen -= set(hidden)
         return sorted(position for position in seen if position >= self.first(row))
 
-    def node_positions(self, row: Row) -> list[int]:
-        found: list[int] = []
-        for parent in row.parents:
-            found.append(row.before if parent < 0 else found[parent] + 1)
-        return found
+    def new(self, row: Row) -> list[int]:
+        return [*range(row.before, row.before + self.num_new)]
 
 
 def draw(chooser: random.Random) -> Case:
-    has_tree = chooser.random() < 0.6
-    num_nodes = chooser.randint(1, 7)
-    num_new = chooser.randint(1, num_nodes) if has_tree else num_nodes
+    num_new = chooser.randint(1, 7)
     rows = []
     for _ in range(chooser.randint(1, 3)):
         before = chooser.randint(0, 40)
-        committed = max(0, before - chooser.choice([0, 0, 1, 4]))
-        parents = tuple(chooser.randint(-1, i - 1) if has_tree else i - 1 for i in range(num_nodes))
-        cells = tuple(range(before, before + num_nodes))
-        rows.append(Row(before, committed, parents, cells))
+        rows.append(Row(before, max(0, before - chooser.choice([0, 0, 1, 4]))))
     sinks = chooser.randint(0, 5)
     rule = chooser.choice([None, SinksAndWindow(sinks, sinks + chooser.randint(1, 30))])
-    return Case(rows, rule, chooser.choice([None, 1, 9, 30]), num_new, has_tree)
+    return Case(rows, rule, chooser.choice([None, 1, 9, 30]), num_new)
 
 
 def view_of(case: Case) -> KVView:
     cache = make_cache(len(case.rows), ROW_TOKENS, 1)
     for number, row in enumerate(case.rows):
-        cache.advance([number], row.before + case.num_cached)
-    tree = None
-    if case.has_tree:
-        tree = DraftTree(
-            torch.tensor([row.before for row in case.rows]),
-            torch.tensor([row.parents for row in case.rows]),
-        )
+        cache.advance([number], row.before)
     numbers, rule = range(len(case.rows)), case.rule or FULL
     committed = Lengths.of([row.committed for row in case.rows], torch.device("cpu"))
-    return make_view(cache, numbers, rule, case.num_new, committed, case.window, tree)
+    return make_view(cache, numbers, rule, case.num_new, committed, case.window)
 
 
-def padded(rows: list[list[int]], ends: list[list[int]], at_end: bool) -> list[list[int]]:
-    """`rows` filled with -1 to equal lengths, with `ends` behind the padding or before it."""
+def padded(rows: list[list[int]]) -> list[list[int]]:
+    """`rows` filled with -1 to equal lengths."""
     size = max(map(len, rows))
-    fill = [[-1] * (size - len(row)) for row in rows]
-    triples = zip(rows, fill, ends, strict=True)
-    return [[*row, *gap, *end] if at_end else [*row, *end, *gap] for row, gap, end in triples]
+    return [[*row, *[-1] * (size - len(row))] for row in rows]
 
 
 @pytest.mark.parametrize("block", range(4))
@@ -114,24 +89,20 @@ def test_a_view_has_the_keys_of_an_enumeration(block: int) -> None:
 
 def check(case: Case) -> None:
     view, rows = view_of(case), case.rows
-    old, num_tail = [case.old(row) for row in rows], len(rows[0].parents)
-    assert view.lengths == tuple(row.before + case.num_cached for row in rows)
+    old = [case.old(row) for row in rows]
+    assert view.lengths == tuple(row.before for row in rows)
     assert view.lengths == tuple(view.seq_lens.tolist())
-    assert view.num_visible == tuple(len(each) + num_tail - case.num_new for each in old)
-    assert [view.num_shared(n) for n in view.num_visible] == [len(each) for each in old]
+    assert view.num_visible == tuple(map(len, old))
     assert view.first_keys == tuple(case.first(row) for row in rows)
     in_window = [row.before - case.first(row) for row in rows]
     assert view.is_full == ([len(each) for each in old] == in_window)
-    assert view.count_keys().tolist() == [len(each) + num_tail for each in old]
-    longest = max(row.before for row in rows) + num_tail
+    assert view.count_keys().tolist() == [len(each) + case.num_new for each in old]
+    longest = max(row.before for row in rows) + case.num_new
     assert view.num_weight_blocks == -(-longest // WEIGHTS_BLOCK)
-    cells = [list(row.cells) for row in rows]
-    positions = [case.node_positions(row) for row in rows]
-    at_end = case.has_tree
-    assert view.key_cells()[:, 0].tolist() == padded(old, cells, at_end)
-    assert view.key_positions()[:, 0].tolist() == padded(old, positions, at_end)
-    assert view.query_cells().tolist() == [each[-case.num_new :] for each in cells]
-    assert view.query_positions().tolist() == [each[-case.num_new :] for each in positions]
+    new = [case.new(row) for row in rows]
+    seen = [[*before, *after] for before, after in zip(old, new, strict=True)]
+    assert view.key_positions()[:, 0].tolist() == padded(seen)
+    assert view.query_positions().tolist() == new
 
 
 @dataclass(frozen=True)
@@ -159,7 +130,7 @@ def test_layers_and_heads_may_have_ranges_of_their_own() -> None:
     for layer, head in product(range(2), range(3)):
         first = layer + head
         expected = [*range(first, first + 5), 18, 19, 20, 21]
-        assert view.key_cells(layer)[0, head].tolist() == expected
+        assert view.key_positions(layer)[0, head].tolist() == expected
     assert view.num_visible == (7,) and view.count_keys().tolist() == [9]
 
 

@@ -156,7 +156,6 @@ def test_records_of_another_kind_do_not_count(tmp_path: Path) -> None:
     first = json.loads(BASELINES.read_text().splitlines()[0])
     for section, key, value in (
         ("decoding", "drafter", "ngram"),
-        ("decoding", "tree", [3, 2]),
         ("decoding", "pa", 0.9),
         ("kv", "policy", "full"),
         ("kv", "budget", -1),

@@ -38,7 +38,7 @@ def test_every_fault_has_its_place(script: ModuleType) -> None:
 
 
 def test_every_property_is_in_the_table(script: ModuleType) -> None:
-    page = (ROOT / "CONTRIBUTING.md").read_text().splitlines()
+    page = (ROOT / "docs" / "properties.md").read_text().splitlines()
     shown = [line for line in page if "::test_" in line]
     assert shown == [f"| {each.name} | `{each.test}` |" for each in script.PROPERTIES]
 

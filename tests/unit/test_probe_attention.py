@@ -140,18 +140,18 @@ def test_an_error_of_the_reference_is_nobodys_fault_but_the_runs(
 
 
 def test_candidates_are_what_can_serve() -> None:
-    everything = ["sdpa", "grouped", "triton", "varlen", "flash_attn"]
+    everything = ["sdpa", "grouped", "triton", "flash_attn"]
     assert list_candidates(run_of(BFLOAT16)) == (everything, {})
 
     float32 = replace(BFLOAT16, model=replace(BFLOAT16.model, dtype="float32"))
     candidates, left_out = list_candidates(run_of(float32))
     assert candidates == ["sdpa", "grouped", "triton"]
-    assert left_out["varlen"] == "varlen is for --dtype bfloat16, not float32"
+    assert left_out["flash_attn"] == "flash_attn is for --dtype bfloat16, not float32"
 
     verified = replace(BFLOAT16, kv=KVSection("verified"))
     candidates, left_out = list_candidates(run_of(verified))
     assert candidates == ["sdpa", "grouped", "triton"]
-    assert left_out["varlen"] == "varlen does not return attention weights"
+    assert left_out["flash_attn"] == "flash_attn does not return attention weights"
 
     alibi = replace(MODEL, num_kv_heads=6, positions="alibi")
     candidates, left_out = list_candidates(run_of(BFLOAT16, alibi))

@@ -20,12 +20,11 @@ std::atomic<int64_t> keys_read{0};
 struct Strides { int64_t row, token; };
 
 template <typename Kernel, typename S>
-void run(const Problem& problem, const Trees& trees, const S* q, Strides qs, const S* k, Strides ks, const S* v, Strides vs,
+void run(const Problem& p, const S* q, Strides qs, const S* k, Strides ks, const S* v, Strides vs,
          Pools<Kernel> pools, const Table& table, const Ranges& ranges, S* out, float* lse, float* mass,
          int64_t num_blocks) {
     static thread_local Attention<Kernel, S> own;
     Attention<Kernel, S>& attention = own;  // each OpenMP thread has its own thread-locals, so pass a reference
-    const Problem p = attention.with_trees(problem, table, trees);
     attention.plan_view(p, table, ranges, mass);
     attention.keys_read = 0;
 #pragma omp parallel
@@ -61,23 +60,21 @@ extern "C" int64_t magicdec_keys_read() { return keys_read; }
 
 // Appends k_new, v_new [B,T,G,D] at positions seq_lens.. and computes attention: out [B,T,H,D], lse [B,T,H] float32.
 // `shape` is B, T, H, G, D, block_size, table_stride, num_ranges, then (row, token) strides of q, k_new, v_new, then
-// range_heads, num_blocks, window (0: none) and nodes of a tree (0: no trees). `ranges` [B, range_heads, num_ranges, 2] are the visible keys, including
-// new ones; range_heads is G, or 1 if they are the same for all heads. With trees (`Trees` of native_plan.h) the new tokens are
-// nodes; they lie in the cells of the last T nodes, and the ranges end before the trees. `mass` [B, G, num_blocks] float32 receives the
+// range_heads, num_blocks and window (0: none). `ranges` [B, range_heads, num_ranges, 2] are the visible keys, including
+// new ones; range_heads is G, or 1 if they are the same for all heads. `mass` [B, G, num_blocks] float32 receives the
 // attention probability of each block of keys, summed over the queries, or is null. `is_widened`: bfloat16 is
 // widened, whatever this CPU has. `storage` of the pools is FLOAT32 or BFLOAT16, the same as of all other tensors. Compiled for one head size, HEAD_SIZE, in some seconds. Returns 0, or 1 if D is another
 // size.
 extern "C" int magicdec_attention(int storage, int is_widened, const int64_t* shape, const void* q,
                                   const void* k_new, const void* v_new, void* k_pool, void* v_pool,
                                   const int64_t* table, const int64_t* rows, const int64_t* seq_lens,
-                                  const int64_t* ranges, const int64_t* base, const int64_t* parents,
-                                  void* out, float* lse, float* mass) {
+                                  const int64_t* ranges, void* out, float* lse, float* mass) {
     const Problem p{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5], seq_lens, shape[16]};
     if (p.D != HEAD_SIZE) return 1;
     auto call = [&](auto kernel, auto number) {
         using S = decltype(number);
         using Pool = typename decltype(kernel)::Pool;
-        run<decltype(kernel)>(p, {base, parents, shape[17]}, (const S*)q, {shape[8], shape[9]}, (const S*)k_new, {shape[10], shape[11]},
+        run<decltype(kernel)>(p, (const S*)q, {shape[8], shape[9]}, (const S*)k_new, {shape[10], shape[11]},
                               (const S*)v_new, {shape[12], shape[13]}, {(Pool*)k_pool, (Pool*)v_pool},
                               {table, rows, shape[6]}, {ranges, shape[7], shape[14]}, (S*)out, lse, mass, shape[15]);
         return 0;
@@ -85,7 +82,7 @@ extern "C" int magicdec_attention(int storage, int is_widened, const int64_t* sh
     if (storage == FLOAT32) return call(Float32{}, float{});
 #if defined(__AVX512BF16__)
 #if defined(HAS_TILES)
-    if (!is_widened && AmxBf16::serves(p, shape[17] > 0)) return call(AmxBf16{}, bfloat16{});
+    if (!is_widened && AmxBf16::serves(p)) return call(AmxBf16{}, bfloat16{});
 #endif
     if (!is_widened) return call(Bf16{}, bfloat16{});
 #endif

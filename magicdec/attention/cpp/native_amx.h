@@ -12,7 +12,6 @@ struct AmxScratch {
     alignas(64) float scores[MAX_QUERIES * TILE];
     alignas(64) uint32_t weights[MAX_QUERIES * TILE / 2];  // bfloat16 pairs
     alignas(64) float acc[MAX_QUERIES * HEAD_SIZE];
-    PathRoom<bfloat16, TILE, HEAD_SIZE> path;
     amx::Registers registers;
 };
 
@@ -36,14 +35,9 @@ struct Stretch {
 class AmxQueries {
 public:
     AmxQueries(const uint32_t* q, int64_t M, bool is_far, AmxScratch& scratch)
-        : AmxQueries(q, M, scratch.scores, scratch.weights, scratch.acc, is_far, scratch.registers) {
+        : q(q), blocks((M + amx::ROWS - 1) / amx::ROWS), rows((M + blocks - 1) / blocks), scores(scratch.scores),
+          weights(scratch.weights), acc(scratch.acc), is_far(is_far), registers(scratch.registers) {
         std::fill(acc, acc + blocks * rows * HEAD_SIZE, 0.0f);
-    }
-
-    // Queries [first, first + count) of these, at most amx::ROWS, with the sums that they have so far.
-    AmxQueries part(int64_t first, int64_t count) const {
-        return {q + first * PAIRS, count, scores + first * TILE, weights + first * TILE / 2,
-                acc + first * HEAD_SIZE, is_far, registers};
     }
 
     // Scores of all queries for all groups. While keys are read, those of `next` are prefetched. Call it before `weigh`.
@@ -90,11 +84,6 @@ public:
     }
 
 private:
-    AmxQueries(const uint32_t* q, int64_t M, float* scores, uint32_t* weights, float* acc, bool is_far,
-               amx::Registers& registers)
-        : q(q), blocks((M + amx::ROWS - 1) / amx::ROWS), rows((M + blocks - 1) / blocks), scores(scores),
-          weights(weights), acc(acc), is_far(is_far), registers(registers) {}
-
     template <int BLOCKS, int C>
     void score_part(int64_t b, int64_t group, const Stretch& keys, amx::Ahead& ahead) const {
         amx::zero_sums<BLOCKS * C>();
@@ -124,8 +113,8 @@ private:
 struct AmxBf16 : Bf16 {
     using Scratch = AmxScratch;
     // Whether it is used. The number of tokens does not decide between decoding and verification, which agree to the bit.
-    static bool serves(const Problem& p, bool has_trees = false) {
-        return (has_trees || !p.is_prefill()) && PAIRS % amx::STEP == 0 && may_use_tiles();
+    static bool serves(const Problem& p) {
+        return !p.is_prefill() && PAIRS % amx::STEP == 0 && may_use_tiles();
     }
 
     // Like attend_piece of native_float32.h, but q is [queries][PAIRS] bfloat16 pairs and not scaled.
@@ -133,27 +122,26 @@ struct AmxBf16 : Bf16 {
                           const bfloat16* v_pool, const Query* q, Scratch& x, float* maximum, float* total, float* acc,
                           const Mass& mass) {
         const int64_t M = task.num_queries, head = task.head * p.block_size;
-        // Where what is visible ends. All keys before a tree are, in whichever cells they lie.
-        const int64_t end = p.paths ? INT64_MAX : p.seq_lens[task.row] + (task.first_query + M - 1) / p.group() + 1;
+        const int64_t end = p.position(task.row, (task.first_query + M - 1) / p.group()) + 1;  // of what is visible
         int64_t read = 0, met = 0;  // keys read, and blocks of keys processed for `mass`
         const AmxQueries queries(q, M, task.is_far, x);
         mass.clear(M);
         std::fill(maximum, maximum + M, HIDDEN);
         std::fill(total, total + M, 0.0f);
-        // Adds the keys of a stretch, `count` from `position` on, to the results of `some` queries from `first` on.
-        auto add = [&](const AmxQueries& some, const Stretch& keys, const Stretch& next, int64_t position, int64_t count,
-                       bool are_before, int64_t first, int64_t last) {
-            some.score(keys, next);
-            for (int64_t m = first; m < last; ++m) {
-                const auto [from, to] = p.seen(task, m, position, count, are_before);
+        // Adds the keys of a stretch, `count` from `position` on, to the results. Not inlined, as in native_tile.h.
+        auto add = [&](const Stretch& keys, const Stretch& next, int64_t position, int64_t count)
+                       __attribute__((noinline)) {
+            queries.score(keys, next);
+            for (int64_t m = 0; m < M; ++m) {
+                const auto [from, to] = p.seen(task, m, position, count);
                 alignas(16) float sums[TILE / LANES];
-                const float scale = some.soften(m - first, keys.groups, keys.low + from, keys.low + to, maximum + m,
-                                                    total + m, mass.data ? sums : nullptr);
+                const float scale = queries.soften(m, keys.groups, keys.low + from, keys.low + to, maximum + m, total + m,
+                                                   mass.data ? sums : nullptr);
                 if (!mass.data) continue;
                 mass.rescale(m, met, scale);  // one vector holds one block of keys
                 std::copy_n(sums + keys.low / LANES, blocks_touched(position, count), mass.of(m) + met);
             }
-            some.weigh(keys, next);
+            queries.weigh(keys, next);
         };
         for (int64_t i = task.segment_begin; i < task.segment_end; ++i) {
             const Segment& segment = segments[i];
@@ -165,22 +153,11 @@ struct AmxBf16 : Bf16 {
                 const int64_t position = segment.first + at;
                 count = std::min(position / TILE * TILE + TILE - segment.first, stop) - at;
                 read += count;
-                if (at + count > segment.num_before) {
-                    by_path<AmxBf16>(p, task, segment, at, count, k_pool, v_pool, x.path,
-                                     [&](int64_t first, int64_t last, int64_t lane) {
-                                         const auto keys = Stretch::at(x.path.keys, x.path.values, lane, count);
-                                         for (int64_t m = first; m < last; m += amx::ROWS) {
-                                             const int64_t until = std::min(m + amx::ROWS, last);
-                                             add(queries.part(m, until - m), keys, keys, position, count, false, m, until);
-                                         }
-                                     });
-                } else {
-                    const auto keys = Stretch::at(k_pool, v_pool, slot + at, count);
-                    const auto next = at + count < stop
-                                          ? Stretch::at(k_pool, v_pool, slot + at + count, stop - at - count)
-                                          : Stretch::at(k_pool, v_pool, following, next_count);
-                    add(queries, keys, next, position, count, p.is_before(segment, at + count), 0, M);
-                }
+                const auto keys = Stretch::at(k_pool, v_pool, slot + at, count);
+                const auto next = at + count < stop
+                                      ? Stretch::at(k_pool, v_pool, slot + at + count, stop - at - count)
+                                      : Stretch::at(k_pool, v_pool, following, next_count);
+                add(keys, next, position, count);
                 met += blocks_touched(position, count);
             }
         }

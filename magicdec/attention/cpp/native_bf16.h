@@ -1,13 +1,11 @@
 // Attention over tiles of bfloat16 pairs (native_tile.h) for CPUs with bfloat16 dot products (AVX512-BF16). Both products
 // are small GEMMs on tiles of TILE keys, so that M queries cost little more than one.
 
-// Per thread: the scores and weights of up to MAX_QUERIES queries on one tile, and room for the tile of a path.
-template <typename Pool, int64_t SIZE>
+// Per thread: the scores and weights of up to MAX_QUERIES queries on one tile.
 struct TileScratch {
     alignas(64) float scores[MAX_QUERIES * TILE];
     alignas(64) uint32_t weights[MAX_QUERIES * TILE / 2];  // bfloat16 pairs
     float scale[MAX_QUERIES];
-    PathRoom<Pool, TILE, SIZE> path;
     uint32_t* weights_of(int64_t query) { return weights + query * TILE / 2; }
 };
 
@@ -67,7 +65,7 @@ struct Bf16 : PairPools {
     using Query = uint32_t;
     static constexpr int QUERY_SIZE = PAIRS;
     static constexpr int64_t QUERY_BLOCK = MAX_QUERIES / 2;
-    using Scratch = TileScratch<bfloat16, HEAD_SIZE>;
+    using Scratch = TileScratch;
     static void stage(const bfloat16* from, Query* to) { std::memcpy(to, from, HEAD_SIZE * sizeof(bfloat16)); }
     static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const bfloat16* k_pool,
                           const bfloat16* v_pool, const Query* q, Scratch& scratch, float* maximum, float* total,

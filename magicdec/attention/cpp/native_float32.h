@@ -1,4 +1,5 @@
-// The float32 storage of native.cpp, on every CPU.
+// The float32 storage of native.cpp, on every CPU. Every sum over d or over keys is a chain of `fused`, so that it has the
+// same bits for one query as for several at once, which compilers would otherwise round each in their own way.
 
 // Horizontal sums of four vectors at once, into out[0..3].
 inline eight fold(vec v) {
@@ -29,7 +30,7 @@ inline void score_four(const float* q, const float* const* keys, float* s) {
         for (int i = 0; i < 4; ++i) k[i] = load(keys[i] + d);
         for (int n = 0; n < N; ++n) {
             const vec x = load(q + n * D + d);
-            for (int i = 0; i < 4; ++i) a[n][i] += x * k[i];
+            for (int i = 0; i < 4; ++i) a[n][i] = fused(x, k[i], a[n][i]);
         }
     }
     for (int n = 0; n < N; ++n) sum_four(a[n][0], a[n][1], a[n][2], a[n][3], s + n * TILE);
@@ -59,7 +60,7 @@ void accumulate(const float* p, const float* v, int64_t count, float* acc) {
         for (int64_t j = 0; j < count; ++j)
             for (int i = 0; i < parts; ++i) {
                 vec x = load(v + j * D + d + i * W);
-                for (int n = 0; n < N; ++n) a[n][i] += p[n * TILE + j] * x;
+                for (int n = 0; n < N; ++n) a[n][i] = fused(broadcast(p[n * TILE + j]), x, a[n][i]);
             }
         for (int n = 0; n < N; ++n)
             for (int i = 0; i < parts; ++i) *reinterpret_cast<vec*>(acc + n * D + d + i * W) = a[n][i];
@@ -68,9 +69,9 @@ void accumulate(const float* p, const float* v, int64_t count, float* acc) {
 
 // Online softmax over one piece of one KV head: maximum, sum and weighted values of M queries. Returns the number of keys
 // read.
-template <typename Kernel, int D, typename Room>
+template <int D>
 int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments, const float* k_pool, const float* v_pool,
-                     const float* q, float* scores, Room& room, float* maximum, float* total, float* acc,
+                     const float* q, float* scores, float* maximum, float* total, float* acc,
                      const Mass& mass) {
     const int64_t M = task.num_queries;
     int64_t read = 0, met = 0;  // keys read, and blocks of keys processed for `mass`
@@ -78,12 +79,12 @@ int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments
     std::fill(maximum, maximum + M, HIDDEN);
     std::fill(total, total + M, 0.0f);
     std::fill(acc, acc + M * D, 0.0f);
-    // Adds `count` keys from `position` on to the results of queries [first, last).
-    auto add = [&](const float* k, const float* v, int64_t position, int64_t count, bool are_before, int64_t first, int64_t last) {
-        score<D>(q + first * D, last - first, k, count, scores + first * TILE);
-        for (int64_t m = first; m < last; ++m) {
+    // Adds `count` keys from `position` on to the results. Not inlined, as in native_tile.h.
+    auto add = [&](const float* k, const float* v, int64_t position, int64_t count) __attribute__((noinline)) {
+        score<D>(q, M, k, count, scores);
+        for (int64_t m = 0; m < M; ++m) {
             float* s = scores + m * TILE;
-            const auto [from, to] = p.seen(task, m, position, count, are_before);
+            const auto [from, to] = p.seen(task, m, position, count);
             float top = maximum[m];
             for (int64_t j = from; j < to; ++j) top = std::max(top, s[j]);
             const float scale = exp_negative(maximum[m] - top);
@@ -101,10 +102,10 @@ int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments
             total[m] = total[m] * scale + added;
             maximum[m] = top;
         }
-        int64_t m = first;
-        for (; m + 4 <= last; m += 4) accumulate<D, 4>(scores + m * TILE, v, count, acc + m * D);
-        for (; m + 2 <= last; m += 2) accumulate<D, 2>(scores + m * TILE, v, count, acc + m * D);
-        for (; m < last; ++m) accumulate<D, 1>(scores + m * TILE, v, count, acc + m * D);
+        int64_t m = 0;
+        for (; m + 4 <= M; m += 4) accumulate<D, 4>(scores + m * TILE, v, count, acc + m * D);
+        for (; m + 2 <= M; m += 2) accumulate<D, 2>(scores + m * TILE, v, count, acc + m * D);
+        for (; m < M; ++m) accumulate<D, 1>(scores + m * TILE, v, count, acc + m * D);
     };
     for (int64_t i = task.segment_begin; i < task.segment_end; ++i) {
         const Segment& segment = segments[i];
@@ -113,13 +114,7 @@ int64_t attend_piece(const Problem& p, const Task& task, const Segment* segments
             const int64_t position = segment.first + at;
             count = std::min(tile_end(position) - segment.first, segment.count) - at;
             read += count;
-            if (at + count > segment.num_before)
-                by_path<Kernel>(p, task, segment, at, count, k_pool, v_pool, room,
-                                [&](int64_t first, int64_t last, int64_t lane) {
-                                    add(room.keys + lane * D, room.values + lane * D, position, count, false, first, last);
-                                });
-            else
-                add(k_pool + base + at * D, v_pool + base + at * D, position, count, p.is_before(segment, at + count), 0, M);
+            add(k_pool + base + at * D, v_pool + base + at * D, position, count);
             met += blocks_touched(position, count);
         }
     }
@@ -133,12 +128,8 @@ struct Float32 {
     using Query = float;
     static constexpr int QUERY_SIZE = HEAD_SIZE;
     static constexpr int64_t QUERY_BLOCK = MAX_QUERIES;
-    struct PieceScratch {
-        float scores[(MAX_QUERIES + 1) * TILE];
-        PathRoom<float, TILE, HEAD_SIZE> path;
-    };
     union Scratch {
-        PieceScratch piece;
+        float scores[(MAX_QUERIES + 1) * TILE];
         ChunkScratch chunk;
     };
     static void stage(const float* from, Query* to) {
@@ -149,16 +140,12 @@ struct Float32 {
         std::memcpy(k_pool + slot * HEAD_SIZE, k, HEAD_SIZE * sizeof(float));
         std::memcpy(v_pool + slot * HEAD_SIZE, v, HEAD_SIZE * sizeof(float));
     }
-    static void copy(const float* k_pool, const float* v_pool, int64_t slot, int64_t to, float* keys, float* values) {
-        append(k_pool + slot * HEAD_SIZE, v_pool + slot * HEAD_SIZE, to, keys, values);
-    }
     static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const float* k_pool,
                           const float* v_pool, const Query* q, Scratch& scratch, float* maximum, float* total, float* acc, const Mass& mass) {
         if (p.is_prefill() && !mass.data) {
             FloatRows rows;
             return attend_chunk(rows, p, task, segments, k_pool, v_pool, q, scratch.chunk, maximum, total, acc);
         }
-        return attend_piece<Float32, HEAD_SIZE>(p, task, segments, k_pool, v_pool, q, scratch.piece.scores,
-                                                 scratch.piece.path, maximum, total, acc, mass);
+        return attend_piece<HEAD_SIZE>(p, task, segments, k_pool, v_pool, q, scratch.scores, maximum, total, acc, mass);
     }
 };

@@ -28,48 +28,18 @@ struct Ranges {
     const int64_t* of(int64_t b, int64_t g) const { return data + (b * heads + (heads > 1 ? g : 0)) * count * 2; }
 };
 
-// Draft trees as the caller gives them (kv/tree.py). Without `num_nodes` there are none.
-struct Trees {
-    const int64_t *base, *parents;  // [B], [B, U]
-    int64_t num_nodes;
-};
-
-void make_paths(const Problem& p, const Table& table, const Trees& trees, Paths& paths) {
-    const int64_t U = trees.num_nodes;
-    paths.num_new = p.T, paths.num_nodes = U;
-    paths.bases.assign(trees.base, trees.base + p.B);
-    paths.slots.resize(p.B * U), paths.depths.resize(p.B * p.T);
-    std::vector<int64_t> depths(p.B * U);
-    for (int64_t b = 0; b < p.B; ++b)
-        for (int64_t u = 0; u < U; ++u) {
-            const int64_t i = b * U + u, parent = trees.parents[i];
-            depths[i] = parent < 0 ? 0 : depths[b * U + parent] + 1;
-            paths.slots[i] = table.slot(p, b, trees.base[b] + u);
-            if (u >= U - p.T) paths.depths[b * p.T + u - (U - p.T)] = depths[i];
-        }
-    paths.longest = *std::max_element(paths.depths.begin(), paths.depths.end()) + 1;
-    paths.nodes.resize(p.B * p.T * paths.longest);
-    for (int64_t b = 0; b < p.B; ++b)
-        for (int64_t t = 0; t < p.T; ++t)
-            for (int64_t u = U - p.T + t; u >= 0; u = trees.parents[b * U + u])
-                paths.nodes[(b * p.T + t) * paths.longest + depths[b * U + u]] = u;
-}
-
 // Segments and pieces of one row and head.
 void add_pieces(const Problem& p, const Table& table, const int64_t* ranges, int64_t num_ranges, int64_t b, bool cut,
                 Plan& plan) {
     bool fresh = true;
-    const int64_t tree = num_ranges, base = p.paths ? p.paths->bases[b] : 0;  // the nodes are one more range, the last
-    auto begin_of = [&](int64_t r) { return r == tree ? base : ranges[2 * r]; };
-    auto end_of = [&](int64_t r) { return r == tree ? base + p.paths->longest : ranges[2 * r + 1]; };
-    if (p.paths) ++num_ranges;
+    auto begin_of = [&](int64_t r) { return ranges[2 * r]; };
+    auto end_of = [&](int64_t r) { return ranges[2 * r + 1]; };
     for (int64_t r = 0; r < num_ranges;) {
         int64_t at = begin_of(r), stop = end_of(r);
         for (++r; r < num_ranges && (begin_of(r) == stop || at == stop); ++r) {  // merge adjacent ranges, skip empty ones
             if (at == stop) at = begin_of(r);
             stop = end_of(r);
         }
-        const int64_t before = r > tree ? base : stop;  // where the keys before a tree end
         while (at < stop) {
             // Scattered ranges rarely contain a multiple of SHARE, so they are also divided by their number of keys.
             if (fresh || (cut && (at % SHARE == 0 || plan.pieces.back().num_keys >= SHARE)))
@@ -77,9 +47,7 @@ void add_pieces(const Problem& p, const Table& table, const int64_t* ranges, int
             fresh = false;
             const int64_t count = std::min({stop - at, p.block_size - at % p.block_size,
                                             cut ? SHARE - at % SHARE : stop - at});
-            const int64_t num_before = std::clamp<int64_t>(before - at, 0, count);
-            const int64_t slot = num_before ? table.slot(p, b, at) : p.paths->first_slot(b);
-            plan.segments.push_back({b, at, count, slot, num_before});
+            plan.segments.push_back({b, at, count, table.slot(p, b, at)});
             Piece& piece = plan.pieces.back();
             piece.segment_end = int64_t(plan.segments.size());
             piece.num_keys += count;

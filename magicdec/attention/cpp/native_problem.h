@@ -34,8 +34,8 @@ constexpr float LOG2_E = 1.44269504f, LN_2 = 0.69314718f;  // most exponents are
 
 enum { FLOAT32, BFLOAT16 };   // storage of the KV pools
 
-// `count` keys of a row from `first` on; `slot`: head 0's in the pool. Keys after the first `num_before` are nodes of a tree.
-struct Segment { int64_t row, first, count, slot, num_before; };
+// `count` keys of a row from `first` on; `slot`: head 0's in the pool.
+struct Segment { int64_t row, first, count, slot; };
 // Queries from first_query on of one row and KV head, over some of the row's segments. The task that probably
 // follows begins with a segment of `next_count` keys at slot `next`, which is prefetched. `is_far`: whether keys and values
 // are far (FAR_BYTES).
@@ -70,42 +70,30 @@ struct Mass {
 };
 inline int64_t blocks_touched(int64_t first, int64_t count) { return (first + count - 1) / BLOCK - first / BLOCK + 1; }
 
-struct Paths;
-
 struct Problem {
     int64_t B, T, H, G, D, block_size;
     const int64_t* seq_lens;
     int64_t window;  // most keys that are visible to a query, including its own; 0: all
-    const Paths* paths = nullptr;  // of the new tokens, if they are nodes of draft trees
     int64_t group() const { return H / G; }
     int64_t num_queries() const { return T * group(); }
-    bool is_prefill() const { return T >= LONG_CHUNK && !paths; }
-    // The position of token t of row b, and the cell of the cache in which it lies.
-    int64_t position(int64_t b, int64_t t) const;
-    int64_t cell(int64_t b, int64_t t) const;
+    bool is_prefill() const { return T >= LONG_CHUNK; }
+    // The position of token t of row b.
+    int64_t position(int64_t b, int64_t t) const { return seq_lens[b] + t; }
     // Whether the token at `position` comes after all queries of a task.
     bool is_hidden(const Task& task, int64_t position) const {
-        return !paths && position - seq_lens[task.row] > (task.first_query + task.num_queries - 1) / group();
+        return position > this->position(task.row, (task.first_query + task.num_queries - 1) / group());
     }
-    // Whether all keys up to `last` of a segment come before a tree, so that only a window hides some of them.
-    bool is_before(const Segment& segment, int64_t last) const { return paths && last <= segment.num_before; }
     struct Span { int64_t from, to; };
     // The range of the `count` keys from `position` on that is visible to the task's query m.
-    Span seen(const Task& task, int64_t m, int64_t position, int64_t count, bool are_before = false) const {
+    Span seen(const Task& task, int64_t m, int64_t position, int64_t count) const {
         const int64_t own = this->position(task.row, (task.first_query + m) / group());
         const int64_t first = window ? own + 1 - window - position : 0;
-        return {std::clamp<int64_t>(first, 0, count),
-                are_before ? count : std::clamp<int64_t>(own + 1 - position, 0, count)};
+        return {std::clamp<int64_t>(first, 0, count), std::clamp<int64_t>(own + 1 - position, 0, count)};
     }
 };
 
 // Tiles end at multiples of TILE wherever a range begins, so that a key is always in a tile with the same keys.
 inline int64_t tile_end(int64_t position) { return position / TILE * TILE + TILE; }
-
-#include "native_tree.h"
-
-inline int64_t Problem::position(int64_t b, int64_t t) const { return paths ? paths->position(b, t) : seq_lens[b] + t; }
-inline int64_t Problem::cell(int64_t b, int64_t t) const { return paths ? paths->cell(b, t) : seq_lens[b] + t; }
 
 #include "native_float32.h"
 #if defined(__AVX512BF16__)

@@ -36,23 +36,13 @@ struct Pools {
     typename Kernel::Pool *k, *v;
 };
 
-// Attention of one forward over a planned view. `with_trees` and `plan_view` are called by one thread, `place` for each token,
-// and `attend` and `merge` by all threads of a parallel region, in this order. Threads must meet after each of these three,
+// Attention of one forward over a planned view. `plan_view` is called by one thread, `place` for each token, and
+// `attend` and `merge` by all threads of a parallel region, in this order. Threads must meet after each of these three,
 // which do not wait, so that several calls can be computed at once. Every layer of a forward may use one plan.
 template <typename Kernel, typename S>
 class Attention {
 public:
     using Query = typename Kernel::Query;
-
-    // The problem with the paths of its new tokens, if these are nodes of trees. The ranges then end before the trees.
-    Problem with_trees(Problem p, const Table& table, const Trees& trees) {
-        p.paths = nullptr;
-        if (trees.num_nodes) {
-            make_paths(p, table, trees, paths);
-            p.paths = &paths;
-        }
-        return p;
-    }
 
     void plan_view(const Problem& p, const Table& table, const Ranges& ranges, bool with_mass) {
         make_plan(p, table, ranges, Kernel::QUERY_BLOCK, plan);
@@ -65,7 +55,7 @@ public:
     // Append the key and value [G, D] of token t of row b, and keep its queries [H, D].
     void place(const Problem& p, const Table& table, Pools<Kernel> pools, int64_t b, int64_t t, const S* q, const S* k,
                const S* v) {
-        const int64_t M = p.num_queries(), rep = p.group(), slot = table.slot(p, b, p.cell(b, t));
+        const int64_t M = p.num_queries(), rep = p.group(), slot = table.slot(p, b, p.position(b, t));
         for (int64_t g = 0; g < p.G; ++g)
             Kernel::append(k + g * HEAD_SIZE, v + g * HEAD_SIZE, slot + g * p.block_size, pools.k, pools.v);
         for (int64_t h = 0; h < p.H; ++h)
@@ -130,7 +120,6 @@ private:
     }
 
     Plan plan;
-    Paths paths;
     std::vector<float> results, sums;
     std::vector<Query> queries;
 };

@@ -28,13 +28,6 @@ struct PairPools {
         for (int pair = 0; pair < PAIRS; ++pair) std::memcpy(k_pool + tile + (pair * TILE + lane) * 2, k + 2 * pair, 4);
         for (int d = 0; d < HEAD_SIZE; ++d) v_pool[tile + (lane / 2 * HEAD_SIZE + d) * 2 + lane % 2] = v[d];
     }
-    static void copy(const Pool* k_pool, const Pool* v_pool, int64_t slot, int64_t to, Pool* keys, Pool* values) {
-        const int64_t tile = slot / TILE * TILE * HEAD_SIZE, lane = slot % TILE;
-        bfloat16 k[HEAD_SIZE], v[HEAD_SIZE];
-        for (int pair = 0; pair < PAIRS; ++pair) std::memcpy(k + 2 * pair, k_pool + tile + (pair * TILE + lane) * 2, 4);
-        for (int d = 0; d < HEAD_SIZE; ++d) v[d] = v_pool[tile + (lane / 2 * HEAD_SIZE + d) * 2 + lane % 2];
-        append(k, v, to, keys, values);
-    }
 };
 
 // Calls body.operator()<C>() with the number C of vectors that hold `count` keys.
@@ -67,21 +60,20 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
     const bool has_registers = Tiles::has_registers && p.is_prefill() && may_use_tiles();
     amx::Registers registers;
     if (has_registers) registers.load(SIDE);
-    // Adds the keys of a tile, `count` from `position` on, to the results of queries [first, last). While they are read,
-    // the keys and values of `next` are prefetched.
-    auto add = [&](const auto& tile, const auto& next, int64_t position, int64_t count, bool are_before, int64_t first,
-                   int64_t last) {
+    // Adds the keys of a tile, `count` from `position` on, to the results. While they are read, the keys and values of
+    // `next` are prefetched. Inlined it is slower: within the loops over segments, registers are spilled.
+    auto add = [&](const auto& tile, const auto& next, int64_t position, int64_t count)
+                   __attribute__((noinline)) {
         const int64_t keys_ahead = next.keys - tile.keys, values_ahead = next.values - tile.values;
         const bool by_registers = has_registers && tile.low == 0 && tile.high == TILE;
         by_vectors(tile.high, [&]<int C>() {
             if constexpr (Tiles::has_registers)
                 if (by_registers) score_in_registers(M, q, tile, x.scores);
             if (!by_registers)
-                in_blocks(last - first, [&]<int N>(int64_t i) {
-                    const int64_t m = first + i;
+                in_blocks(M, [&]<int N>(int64_t m) {
                     tiles.template score<N, C>(q + m * Kernel::QUERY_SIZE, tile, keys_ahead, x.scores + m * TILE);
                 });
-            for (int64_t m = first; m < last; ++m) {
+            for (int64_t m = 0; m < M; ++m) {
 #if defined(HAS_TILES)
                 if constexpr (Tiles::has_registers)
                     if (by_registers && !mass.data && four_see_all(p, task, m, position)) {
@@ -90,7 +82,7 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
                         continue;
                     }
 #endif
-                const auto [from, to] = p.seen(task, m, position, count, are_before);
+                const auto [from, to] = p.seen(task, m, position, count);
                 tiles.template soften<C>(tile, x.scores + m * TILE, tile.low + from, tile.low + to, factor, maximum + m,
                                          total + m, x.scale + m, x.weights_of(m), mass.data ? mass.of(m) + met : nullptr);
                 if (mass.data) mass.rescale(m, met, x.scale[m]);  // one vector holds one block of keys
@@ -99,8 +91,7 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
         if constexpr (Tiles::has_registers)
             if (by_registers) weigh_in_registers(M, x.weights_of(0), tile, x.scale, acc);
         if (!by_registers)
-            in_blocks(last - first, [&]<int N>(int64_t i) {
-                const int64_t m = first + i;
+            in_blocks(M, [&]<int N>(int64_t m) {
                 tiles.template weigh<N>(x.weights_of(m), tile, values_ahead, x.scale + m, acc + m * HEAD_SIZE);
             });
     };
@@ -111,20 +102,12 @@ inline int64_t attend_tiles(const Tiles& tiles, const Problem& p, const Task& ta
             count = std::min(tile_end(position) - segment.first, segment.count) - at;
             if (p.is_hidden(task, position)) break;  // all later keys are hidden as well
             read += count;
-            if (at + count > segment.num_before) {
-                by_path<Kernel>(p, task, segment, at, count, k_pool, v_pool, x.path,
-                                [&](int64_t first, int64_t last, int64_t lane) {
-                                    const auto tile = tiles.at(x.path.keys, x.path.values, lane, count);
-                                    add(tile, tile, position, count, false, first, last);
-                                });
-            } else {
-                const auto tile = tiles.at(k_pool, v_pool, segment.slot + head + at, count);
-                const bool is_end = at + count == segment.count, is_last = i + 1 == task.segment_end;
-                const int64_t following = is_end ? (is_last ? task.next : head + segments[i + 1].slot)
-                                                 : head + segment.slot + at + count;
-                const auto next = tiles.at(k_pool, v_pool, following, 1);
-                add(tile, next, position, count, p.is_before(segment, at + count), 0, M);
-            }
+            const auto tile = tiles.at(k_pool, v_pool, segment.slot + head + at, count);
+            const bool is_end = at + count == segment.count, is_last = i + 1 == task.segment_end;
+            const int64_t following = is_end ? (is_last ? task.next : head + segments[i + 1].slot)
+                                             : head + segment.slot + at + count;
+            const auto next = tiles.at(k_pool, v_pool, following, 1);
+            add(tile, next, position, count);
             met += blocks_touched(position, count);
         }
     }

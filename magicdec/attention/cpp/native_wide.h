@@ -26,11 +26,9 @@ struct WidenedTile {
     }
 };
 
-template <typename Pool, int64_t SIZE>
 struct WideScratch {
     alignas(64) float scores[MAX_QUERIES * TILE];  // which become weights
     float scale[MAX_QUERIES];
-    PathRoom<Pool, TILE, SIZE> path;
     ChunkScratch chunk;
     WidenedTile tile;
     float* weights_of(int64_t query) { return scores + query * TILE; }
@@ -131,21 +129,18 @@ struct WidePairs : WideProducts<WidePairs, PairPools> {
     }
 };
 
-template <typename Tiles, int64_t TOKEN_SIZE>
-struct WideKernel : Tiles {
+struct Wide : WidePairs {
     using Query = float;
     static constexpr int QUERY_SIZE = HEAD_SIZE;
     static constexpr int64_t QUERY_BLOCK = MAX_QUERIES;
-    using Scratch = WideScratch<typename Tiles::Pool, TOKEN_SIZE>;
+    using Scratch = WideScratch;
     static void stage(const bfloat16* from, Query* to) {
         for (int d = 0; d < HEAD_SIZE; ++d) to[d] = to_float(from[d]);
     }
-    static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const typename Tiles::Pool* k_pool,
-                          const typename Tiles::Pool* v_pool, const Query* q, Scratch& scratch, float* maximum,
-                          float* total, float* acc, const Mass& mass) {
+    static int64_t attend(const Problem& p, const Task& task, const Segment* segments, const Pool* k_pool, const Pool* v_pool,
+                          const Query* q, Scratch& scratch, float* maximum, float* total, float* acc, const Mass& mass) {
         if (p.is_prefill() && !mass.data)
             return attend_chunk(scratch.tile, p, task, segments, k_pool, v_pool, q, scratch.chunk, maximum, total, acc);
-        return attend_tiles<WideKernel>(Tiles{}, p, task, segments, k_pool, v_pool, q, scratch, maximum, total, acc, mass);
+        return attend_tiles<Wide>(WidePairs{}, p, task, segments, k_pool, v_pool, q, scratch, maximum, total, acc, mass);
     }
 };
-using Wide = WideKernel<WidePairs, HEAD_SIZE>;

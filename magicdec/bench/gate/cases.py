@@ -31,12 +31,13 @@ from magicdec.records.comparison.conditions import describe, flags_of, kind_of
 from magicdec.records.record import RunRecord
 
 LEAST_PROMPTS = 4  # fewer show no loss (docs/statistics.md)
+RANKS_PER_CORE = 2  # more of them would wait for each other for most of the time
 GAMMA = 4
 GAMMAS = (2, 4)  # of the default policy and of the full KV cache
 BUDGETS = (33, 65, 129, 257, 513)  # of the default policy
 SOME_BUDGETS = (129, 257, 513)  # of the other policies
 DRAFT_BUDGET = 257  # of a standalone draft, and of the other ways to draft
-TREE = "3,2,1"
+RANKS_PREFIX = 1024  # of the cases of several ranks, at most
 PA = 0.5
 RESELECT_EVERY = 16
 LOOKUP_GAMMA = 31  # rows propose different numbers of tokens
@@ -56,6 +57,7 @@ class Subject:
     batch_size: int = same(WorkloadSection, "batch_size", 8)
     num_batches: int = same(WorkloadSection, "num_batches", 2)
     gen_len: int | None = same(WorkloadSection, "gen_len")
+    nproc: int = same(ParallelSection, "nproc", 2)
 
     @property
     def standalone(self) -> str | None:
@@ -106,11 +108,12 @@ def standard_cases(subject: Subject) -> list[RunConfig]:
         subject.config("ngram", full, GAMMA),
         *(subject.config("model", kv, GAMMA) for kv in standalone),
         *_other_ways(subject),
+        *_on_ranks(subject),
     ]
 
 
 def _other_ways(subject: Subject) -> Iterator[RunConfig]:
-    """Mixtures with lookups, draft trees, low-bit drafts, chains that stop or whose length is
+    """Mixtures with lookups, low-bit drafts, chains that stop or whose length is
     chosen, choices that are made anew, and sampling."""
     full, kv = KVSection(FULL_KV_POLICY), KVSection(DEFAULT_KV_POLICY, DRAFT_BUDGET)
     if subject.prefix_len <= DRAFT_BUDGET:
@@ -119,7 +122,6 @@ def _other_ways(subject: Subject) -> Iterator[RunConfig]:
     yield subject.config("ngram+self", kv, GAMMA)
     yield subject.config("ngram+self", kv, "auto", step_cost=STEP_COST)
     yield subject.config("self", kv, "auto", step_cost=STEP_COST)
-    yield subject.config("self", kv, GAMMA, tree=TREE)
     yield subject.config("self", kv, GAMMA, pa=PA)
     yield from (subject.config("self", kv, GAMMA, draft_weights=bits) for bits in LOW_BIT)
     for policy in KV_POLICIES:
@@ -133,7 +135,28 @@ def _other_ways(subject: Subject) -> Iterator[RunConfig]:
         yield subject.config("model", full, GAMMA, TEMPERATURE)
     yield subject.config("self", kv, GAMMA, TEMPERATURE)
     yield subject.config("ngram+self", kv, GAMMA, TEMPERATURE)
-    yield subject.config("self", kv, GAMMA, TEMPERATURE, tree=TREE)
+
+
+def _on_ranks(subject: Subject) -> Iterator[RunConfig]:
+    """Ranks of one host that share the target, on the CPU: self-speculation, under policies that
+    choose for each of a rank's heads as well, and a draft model on the last rank alone. They have
+    few and short prompts, since no other case shares their prefill."""
+    if subject.nproc == 1:
+        return
+    rows = min(subject.batch_size, LEAST_PROMPTS)
+    few = replace(
+        subject, batch_size=rows, num_batches=-(-LEAST_PROMPTS // rows),
+        prefix_len=min(subject.prefix_len, RANKS_PREFIX),
+    )  # fmt: skip
+    parallel = ParallelSection(device="cpu", nproc=subject.nproc)
+    for policy in (policy for policy in KV_POLICIES if policy != FULL_KV_POLICY):
+        for kv in _budgets(subject, policy, (DRAFT_BUDGET,)):
+            yield replace(few.config("self", kv, GAMMA), parallel=parallel)
+    last = (subject.nproc - 1,)
+    if subject.standalone is not None:
+        config = few.config("model", KVSection(FULL_KV_POLICY), GAMMA)
+        draft = DraftSection(subject.standalone, last)
+        yield replace(config, draft=draft, parallel=parallel)
 
 
 def _budgets(subject: Subject, policy: str, budgets: Sequence[int]) -> Iterator[KVSection]:
@@ -152,6 +175,11 @@ def _standalone(subject: Subject) -> Iterator[KVSection]:
             yield from _budgets(subject, policy, (DRAFT_BUDGET,))
 
 
+def num_ranks(config: RunConfig) -> int:
+    """On how many ranks a case runs."""
+    return 1 if config.parallel.nproc is None else config.parallel.nproc
+
+
 def name_of(config: RunConfig) -> str:
     """A case that may have no record yet, as `describe` names one that has."""
     return flags_of(asdict(config))
@@ -167,15 +195,13 @@ def margin_of(config: RunConfig) -> float | None:
 
 
 def config_of(record: RunRecord) -> RunConfig:
-    """The configuration that repeats the run of a record, here. Raises ValueError as
-    `recorded_config` does, and if the run had several ranks."""
-    ranks = record.environment.world_size
+    """The configuration that repeats the run of a record, here, on as many ranks. Raises
+    ValueError as `recorded_config` does."""
+    config, ranks = recorded_config(record), record.environment.world_size
+    parallel = ParallelSection(device=config.parallel.device)
     if ranks != 1:
-        raise ValueError(
-            f"{describe(record)}: a baseline has {ranks} ranks; the gate runs cases of one rank"
-        )
-    config = recorded_config(record)
-    return replace(config, parallel=ParallelSection(device=config.parallel.device))
+        parallel = replace(config.parallel, threads=None, nproc=ranks)
+    return replace(config, parallel=parallel)
 
 
 def recorded_config(record: RunRecord) -> RunConfig:
@@ -228,9 +254,22 @@ class Places:
         return config
 
 
-def check_prompts(config: RunConfig) -> None:
-    """Raises ValueError for a case of too few prompts to show anything."""
-    w = config.workload
+def check_case(config: RunConfig, num_cores: int) -> None:
+    """Raises ValueError for a case of too few prompts to show anything, and for one of more ranks
+    than a machine with so many cores can run, or than its other settings allow."""
+    w, ranks = config.workload, num_ranks(config)
+    most = RANKS_PER_CORE * num_cores
+    if ranks > most:
+        raise ValueError(
+            f"{name_of(config)}: {ranks} ranks are too many for {num_cores} cores, which run at "
+            f"most {most}; run it on a larger machine, or save a baseline file of fewer ranks: "
+            "`magicdec gate save --nproc`"
+        )
+    if ranks != 1:
+        try:
+            config.check(ranks)
+        except ValueError as error:
+            raise ValueError(f"{name_of(config)}: {error}") from None
     if w.num_prompts < LEAST_PROMPTS:
         raise ValueError(
             f"{name_of(config)}: --B {w.batch_size} x --num_batches {w.num_batches} are "

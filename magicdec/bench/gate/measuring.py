@@ -1,8 +1,10 @@
-"""Runs the cases of the gate, in several processes of one rank side by side. Cases of the same
-prompts that a process runs share the loaded models and one prefill.
+"""Runs the cases of the gate. Those of one rank run in several processes side by side; those of
+several ranks run after them, in a group of as many processes. Cases of the same prompts that a
+process or a group runs share the loaded models and one prefill.
 
-Must not know what the cases are nor how their records are judged. Imports torch only in the
-processes that it starts.
+A case is a config and its number of ranks (`cases.num_ranks`); what a rank does with the cases of
+its share is `run_cases`. Must not know what the cases are nor how their records are judged. Imports
+torch only in the processes that it starts.
 """
 
 from __future__ import annotations
@@ -10,61 +12,85 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from typing import TYPE_CHECKING, Any
 
+from magicdec.bench.gate.cases import num_ranks
 from magicdec.config.run_config import RunConfig
-from magicdec.distributed.groups import Launch
+from magicdec.distributed.groups import Launch, set_launch
+from magicdec.distributed.loopback import LOOPBACK, listen, serve_store
 from magicdec.distributed.ranks import end_with_parent, interrupting_no_child
 from magicdec.output.console import make_progress
 from magicdec.records.record import RunRecord
 
 if TYPE_CHECKING:
     from magicdec.setup.prepare import Prepared
+    from magicdec.setup.session import Sessions
 
 Case = tuple[int, RunConfig]
 Result = RunRecord | str
 """The record of a case, or why it has none."""
 NO_RESULT = "no result came back: its process has skipped it, or ended before it"
+APART = "not run: the ranks of its group may differ since the failure of an earlier case"
 PREFILL = 4  # cases that take as long as a prefill
 ENDS_S = 5.0  # until a process that has closed its connection has ended
 
 
+@dataclass(frozen=True)
+class Start:
+    """What a process of the gate gets: its cases, which rank of them it is, and at which port of
+    this host several ranks meet; the first of them serves the store there."""
+
+    share: Sequence[Case]
+    launch: Launch = Launch()
+    port: int = 0
+    listening: socket.socket | None = None
+
+
 @dataclass
 class Worker:
-    """A process that runs its share of the cases, one after the other, so that it can reuse what it
-    has prefilled. `left` are the numbers of those without a result."""
+    """A process that is a rank of those that run a share of the cases, one after the other, so that
+    they can reuse what they have prefilled. `left` are the numbers of the cases without a result,
+    which all ranks of the share have in common."""
 
     process: BaseProcess
     connection: Connection
+    launch: Launch
     left: list[int]
 
     @classmethod
-    def start(cls, share: Sequence[Case]) -> Worker:
+    def start(cls, start: Start, left: list[int]) -> Worker:
         context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=work, args=(share, theirs, os.getpid()), daemon=True)
+        process = context.Process(target=work, args=(start, theirs, os.getpid()), daemon=True)
         process.start()
         theirs.close()
-        return cls(process, ours, [number for number, _ in share])
+        return cls(process, ours, start.launch, left)
 
-    def receive(self) -> tuple[int, Result] | None:
-        """The next result; None if no more will come."""
+    def receive(self) -> list[tuple[int, Result]] | None:
+        """The next result, unless there is one of another rank; None if no more will come."""
         try:
             number, result = self.connection.recv()
         except (EOFError, OSError):  # also in the middle of a result
             return None
+        if number not in self.left:
+            return []
         self.left.remove(number)
-        return number, result
+        is_of_other = self.launch.rank > 0
+        return [(number, f"rank {self.launch.rank}: {result}" if is_of_other else result)]
 
     def loss(self) -> str:
         """How it was lost; empty if it has ended by itself."""
         self.process.join(ENDS_S)
         code, name = self.process.exitcode, f"process {self.process.pid} of the gate"
+        if self.launch.world_size > 1:
+            name = f"rank {self.launch.rank} of {self.launch.world_size} ({name})"
         if code is None:
             return f"{name} does not answer"
         if code < 0:
@@ -76,23 +102,55 @@ def measure(
     configs: Sequence[RunConfig], num_processes: int, finished: Callable[[Result], None]
 ) -> list[Result]:
     """The result of each case; `finished` is called with it when the case has ended. Each process
-    has a share of the cases. If one is lost, the gate has failed: the others are ended, and
-    every case that is left says which process was lost."""
-    cases, results = list(enumerate(configs)), list[Result]([NO_RESULT] * len(configs))
+    has a share of the cases. If one is lost, the gate has failed: the others that run are ended,
+    and every case that these had left says which process was lost."""
+    results = list[Result]([NO_RESULT] * len(configs))
+
+    def keep(number: int, result: Result) -> None:
+        results[number] = result
+        finished(result)
+
+    by_ranks: dict[int, list[Case]] = {}
+    for case in enumerate(configs):
+        by_ranks.setdefault(num_ranks(case[1]), []).append(case)
+    for ranks, cases in sorted(by_ranks.items()):
+        _measure_shares(shares_of(cases, groups_of(ranks, num_processes)), keep)
+    return results
+
+
+def groups_of(ranks: int, num_processes: int) -> int:
+    """How many groups of so many ranks run side by side."""
+    return max(1, num_processes // ranks)
+
+
+def _measure_shares(shares: Sequence[Sequence[Case]], keep: Callable[[int, Result], None]) -> None:
+    """Run these shares side by side; `keep` gets the number and the result of each case."""
     workers = list[Worker]()
     try:
         # Before the workers, because its start lets Ctrl-C through again.
         resource_tracker.ensure_running()
         with interrupting_no_child():
-            workers += map(Worker.start, shares_of(cases, num_processes))
+            for share in shares:
+                workers += _start_ranks(share)
         for number, result in _receive_all(workers):
-            results[number] = result
-            finished(result)
+            keep(number, result)
     finally:
         for worker in workers:
             worker.process.terminate()
             worker.process.join()
-    return results
+
+
+def _start_ranks(share: Sequence[Case]) -> list[Worker]:
+    """Start the processes that run these cases, one for each of their ranks."""
+    size, left = num_ranks(share[0][1]), [number for number, _ in share]
+    if size == 1:
+        return [Worker.start(Start(share), left)]
+    with listen() as listening:
+        port = listening.getsockname()[1]
+        return [
+            Worker.start(Start(share, Launch(rank, size, rank, size), port, at), left)
+            for rank, at in zip(range(size), chain([listening], [None] * size), strict=False)
+        ]
 
 
 def shares_of(cases: Sequence[Case], num_processes: int) -> list[list[Case]]:
@@ -125,7 +183,7 @@ def _receive_all(workers: Sequence[Worker]) -> Iterator[tuple[int, Result]]:
             assert isinstance(ready, Connection)
             worker = running[ready]
             if (found := worker.receive()) is not None:
-                yield found
+                yield from found
                 continue
             del running[ready]
             # One that has given all its results may take its time to end.
@@ -134,56 +192,73 @@ def _receive_all(workers: Sequence[Worker]) -> Iterator[tuple[int, Result]]:
                 return
 
 
-def work(cases: Sequence[Case], connection: Any, parent: int) -> None:
+def work(start: Start, connection: Any, parent: int) -> None:
     """Run cases in this process, whose parent is the gate, and send the number and the result of
     each. It ends with the gate, however that ends."""
     end_with_parent(parent)
+    store = None if start.listening is None else serve_store(start.listening)
+    if start.launch.world_size > 1:
+        set_launch(start.launch, LOOPBACK, start.port)
     try:
-        for number, result in run_cases(cases):
+        for number, result in run_cases(start.share, start.launch):
             connection.send((number, result))
     finally:
         connection.close()
+    del store  # which the other ranks have needed until now
 
 
-def run_cases(cases: Sequence[Case]) -> Iterator[tuple[int, Result]]:
-    """Run cases in this process, those with the same prompts one after the other."""
+def run_cases(cases: Sequence[Case], launch: Launch = Launch()) -> Iterator[tuple[int, Result]]:
+    """Run cases on this rank, those with the same prompts one after the other. All ranks must call
+    it with the same cases. The first gives all results, the others what fails on them."""
     from magicdec.bench.run.resident import prefill_key
+    from magicdec.distributed.start import close_groups
+    from magicdec.distributed.watching.watch import stop_watching
     from magicdec.setup.prepare import prepare
+    from magicdec.setup.session import Sessions
 
     groups: dict[object, list[tuple[int, Prepared]]] = {}
     for number, config in cases:
         try:
-            config.check(world_size=1)
-            prepared = prepare(config, Launch())
-        except ValueError as error:
-            yield number, str(error)
+            config.check(launch.world_size)
+            prepared = prepare(config, launch)
+        except ValueError as error:  # the same on all ranks
+            yield from [(number, str(error))] * (launch.rank == 0)
         except Exception as error:  # such as a value of another type, in a file that was edited
             yield number, f"{type(error).__name__}: {error}"
         else:
             groups.setdefault(repr(prefill_key(prepared.config)), []).append((number, prepared))
-    for group in groups.values():
-        yield from _run_group(group)
+    sessions, left = Sessions(), [number for group in groups.values() for number, _ in group]
+    for number, result in chain.from_iterable(_run_group(g, sessions) for g in groups.values()):
+        left.remove(number)
+        if launch.rank == 0 or isinstance(result, str):
+            yield number, result
+        if launch.world_size > 1 and isinstance(result, str):
+            stop_watching()
+            yield from ((each, APART) for each in left)
+            return
+    close_groups()
 
 
-def _run_group(group: Sequence[tuple[int, Prepared]]) -> Iterator[tuple[int, Result]]:
+def _run_group(
+    group: Sequence[tuple[int, Prepared]], sessions: Sessions
+) -> Iterator[tuple[int, Result]]:
     """The results of cases that share their prompts."""
     from magicdec.bench.run.resident import Resident, Room
     from magicdec.bench.run.run import execute_in
-    from magicdec.setup.session import session_of
 
     progress = make_progress(False)
     room = Room.of([prepared.config for _, prepared in group], is_kept=True)
     resident: Resident | None = None
     for number, prepared in group:
-        with session_of(prepared) as session:
-            resident = resident or Resident(session.device, progress, is_counted=True)
-            resident.models.drop_others(group[0][1].source, prepared.draft_source)
-            try:
-                record = execute_in(session, prepared, progress, resident, room).record
-                yield number, replace(record, seal="")  # its line gets the one of its content
-            except Exception as error:  # so that it costs this case only
-                yield number, f"{type(error).__name__}: {error}"
-                resident = None
+        session = sessions.begin(prepared)
+        resident = resident or Resident(session.device, progress, is_counted=True)
+        resident.models.drop_others(group[0][1].source, prepared.draft_source)
+        try:
+            record = execute_in(session, prepared, progress, resident, room).record
+            yield number, replace(record, seal="")  # its line gets the one of its content
+        except Exception as error:  # so that it costs this case only
+            yield number, f"{type(error).__name__}: {error}"
+            resident = None
 
 
 def with_threads(config: RunConfig, threads: int) -> RunConfig:

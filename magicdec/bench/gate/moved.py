@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from magicdec.config.run_config import RunConfig
-from magicdec.config.sections import MODEL_PREFIX
+from magicdec.config.sections import MODEL_PREFIX, ParallelSection
 from magicdec.distributed.groups import Launch
 from magicdec.records.comparison.conditions import describe
 from magicdec.records.record import RunRecord
@@ -24,8 +24,8 @@ def with_names_here(
     is not that of the baseline."""
     cache, here = SetupCache(), list[RunRecord]()
     for config, baseline in zip(configs, baselines, strict=True):
-        # Cases differ in how they draft, which neither hash follows from.
-        run = complete(find(config, Launch(), cache), cache, lambda launch, check: "")
+        # Cases differ in how and on which ranks they draft, from which neither hash follows.
+        run = complete(find(on_one_rank(config), Launch(), cache), cache, lambda launch, check: "")
         ours, theirs = run.describe_workload(), baseline.workload
         if theirs is None:  # of a run that failed, which the comparison says
             here.append(baseline)
@@ -38,6 +38,13 @@ def with_names_here(
         named = replace(theirs, model=ours.model, draft=draft)
         here.append(replace(baseline, workload=named))
     return here
+
+
+def on_one_rank(config: RunConfig) -> RunConfig:
+    """The case with all that it holds on one rank."""
+    draft = None if config.draft is None else replace(config.draft, rank_group=None)
+    parallel = ParallelSection(device=config.parallel.device)
+    return replace(config, draft=draft, parallel=parallel)
 
 
 def _other(config: RunConfig, ours: WorkloadRecord, theirs: WorkloadRecord) -> str | None:

@@ -37,6 +37,9 @@ SEEN = 0.99  # the probability that errors above `hidden_error` exceed a limit
 ALLOWED = {"float32": 3.0, "bfloat16": 1.25}  # by what factor errors of honest kernels differ
 BLOCK = 8  # neighbouring positions of a row, whose errors have causes in common
 FEWEST_BLOCKS = 4
+# Of fewer blocks the spread is not known: then the limit of the mean is this many times ALLOWED.
+UNKNOWN_SPREAD = 2.0
+FEWEST_POSITIONS = 4  # that have a limit
 MOST_POSITIONS = 1024  # that are measured: as many rows as have so many together, at least 4
 FEWEST_ROWS = 4
 MOST_SHIFTS = 16  # by which the errors of positions are subtracted from each other
@@ -128,10 +131,10 @@ def kept_logits(witness: Witness, runner: ModelRunner) -> dict[int, Kept]:
             request, first = step.requests[walk.row], step.num_output[walk.row]
             of_request = found.setdefault(request.request_id, {})
             text = request.output_ids[first:]
-            for count, node in enumerate(walk.nodes):
+            for count in range(len(walk.tokens)):
                 if walk.tokens[:count] != text[:count]:
                     break
-                of_request[first + count - 1] = step.logits[walk.row, node]
+                of_request[first + count - 1] = step.logits[walk.row, count]
     return found
 
 
@@ -191,6 +194,8 @@ def judge_errors(
     decode, verify = (each.clamp(min=SMALLEST).log() for each in (errors.decode, errors.verify))
     ratios, chances = verify - decode, chances_to_change(errors)
     most, seen = mean_limits(block_means(ratios, errors.places), allowed)
+    if most is None and len(ratios) >= FEWEST_POSITIONS:
+        most = math.log(UNKNOWN_SPREAD * allowed)
     largest, typical = largest_limit(ratios, allowed), decode.mean().exp().item()
     return ForwardErrors(
         num_positions=num_positions,

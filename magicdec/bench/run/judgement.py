@@ -24,12 +24,10 @@ from magicdec.speculation.steps.witness import KeptStep, Witness
 
 @dataclass(frozen=True)
 class Walk:
-    """What a row should have emitted in a step, and the nodes after which: 0 is the newest token,
-    and n is draft n."""
+    """What a row should have emitted in a step: token n after its first n drafts."""
 
     row: int  # among the rows of the step
     tokens: list[int]
-    nodes: list[int]
 
 
 @torch.inference_mode()
@@ -56,25 +54,16 @@ def walks(step: KeptStep, runner: ModelRunner) -> Iterator[Walk]:
     logits = gather_vocab(step.logits, runner.vocab_places, runner.group)
     best, drafts = logits.argmax(dim=-1).tolist(), step.drafts.tolist()
     for row, request in enumerate(step.requests):
-        tree, count = step.tree, step.counts[row]
-        parents = list(range(count)) if tree is None else list(tree.parents)
-        text, node, nodes = request.output_ids[: step.num_output[row]], 0, [0]
+        text, count = request.output_ids[: step.num_output[row]], step.counts[row]
         tokens = list[int]()
-        while True:
-            token = best[row][node]
+        for place in range(1 + count):
+            token = best[row][place]
             if request.sampling.has_penalties:
-                token = best_after(logits[row, node], request, [*text, *tokens])
+                token = best_after(logits[row, place], request, [*text, *tokens])
             tokens.append(token)
-            following = [
-                draft
-                for draft, parent in enumerate(parents, 1)
-                if parent == node and drafts[row][draft - 1] == token
-            ]
-            if not following:
+            if place < count and drafts[row][place] != token:
                 break
-            node = following[0]
-            nodes.append(node)
-        yield Walk(row, tokens, nodes)
+        yield Walk(row, tokens)
 
 
 def best_after(logits: Tensor, request: Request, output: Sequence[int]) -> int:

@@ -9,7 +9,7 @@ strategy decodes.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
@@ -36,7 +36,7 @@ from magicdec.hardware.timing import (
     reset_peak_memory,
     synchronize,
 )
-from magicdec.kv.draft_log import DraftLog
+from magicdec.kv.draft_log import Digest, DraftLog, digest_of_ranks
 from magicdec.kv.forward_counts import ForwardCounts
 from magicdec.model.transformer import Transformer
 from magicdec.names import BASELINE, REFERENCE_BACKEND
@@ -70,6 +70,18 @@ class RankCounts(NamedTuple):
     draft_kv_tokens: int
     draft_rows: int
     threads: RankThreads
+
+
+class RankLog(NamedTuple):
+    """What a rank tells the others of its log of a pass over one batch: by batch, step and row."""
+
+    hashes: list[list[list[str]]]
+    keys: list[list[list[int]]]
+
+    def steps(self) -> Iterator[list[Digest]]:
+        """The digests of the rows of each step."""
+        for hashes, keys in zip(chain(*self.hashes), chain(*self.keys), strict=True):
+            yield list(zip(hashes, keys, strict=True))
 
 
 class Run:
@@ -265,6 +277,8 @@ class Run:
         self.gpu.read()
         samples.observe_phases(timer.seconds)
         self.gather_counts(name, samples, before, threads)
+        if log is not None and self.groups.target.size > 1:
+            self.gather_log(samples)
         requests, judged = [r.snapshot() for r in finished], None
         if witness is not None:
             judged, self.kept[name] = judge_again(witness, finished, self.runner), witness
@@ -299,6 +313,21 @@ class Run:
         # The same on all ranks that draft; 0 on others.
         samples.draft_kv_tokens.append(max(draft_tokens))
         samples.draft_rows.append(max(draft_rows))
+
+    def gather_log(self, samples: PassSamples) -> None:
+        """Put what all ranks have drafted and read in a pass over one batch in the place of what
+        this rank has. Each of them sees its own KV heads, or no part of a draft model."""
+        mine = RankLog(samples.draft_hashes or [], samples.draft_keys or [])
+        logs = self.groups.target.all_gather_values(mine, RankLog)
+        if not all(log.hashes for log in logs):  # a rank has none of forwards that were replayed
+            samples.draft_hashes, samples.draft_keys = None, None
+            return
+        hashes, keys = list[list[str]](), list[list[int]]()
+        for of_ranks in zip(*(log.steps() for log in logs), strict=True):
+            rows = [digest_of_ranks(row) for row in zip(*of_ranks, strict=True)]
+            hashes.append([hashed for hashed, _ in rows])
+            keys.append([num_read for _, num_read in rows])
+        samples.draft_hashes, samples.draft_keys = [hashes], [keys]
 
     def begin(self, name: str, strategy: DecodingStrategy, samples: PassSamples) -> None:
         """Let the strategy prepare, and note how long that took and how much was calibration."""

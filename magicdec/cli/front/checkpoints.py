@@ -25,9 +25,9 @@ from magicdec.model.checkpoint.hub import DIRECTORY, find_repository
 from magicdec.model.checkpoint.hub import download as fetch_files
 
 ABOUT_DOWNLOAD = (
-    "Download the files that running a model needs (safetensors, else .bin; config and tokenizer) "
-    "and compare their checksums. After an interruption, the same command fetches the files that "
-    "are missing."
+    "Download the files that running a model needs (safetensors, config and tokenizer, never "
+    "pickles) and compare their checksums. After an interruption, the same command fetches the "
+    "files that are missing."
 )
 ABOUT_CONVERT = (
     "Write a checkpoint as one file, .safetensors or .pth, with a manifest of checksums beside it. "

@@ -125,7 +125,6 @@ def with_recorded(run_config: RunConfig, config: dict[str, Any]) -> RunConfig:
     return dataclasses.replace(
         run_config,
         kv=policy,
-        decoding=dataclasses.replace(run_config.decoding, tree=config["decoding"].get("tree")),
         sampling=dataclasses.replace(run_config.sampling, temperature=temperature),
     )
 

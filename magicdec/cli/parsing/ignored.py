@@ -16,10 +16,7 @@ from magicdec.names import BASELINE, FULL_KV_POLICY
 # Fields, beside those of the KV section and the draft's, that only drafting uses.
 OF_DRAFTING = tuple(
     f"decoding.{name}"
-    for name in (
-        *("num_draft_tokens", "tree", "pa", "draft_weights", "baseline"),
-        "lookup_corpus",
-    )
+    for name in ("num_draft_tokens", "pa", "draft_weights", "baseline", "lookup_corpus")
 )
 # Fields of the KV section that are not a policy's settings.
 OF_EVERY_POLICY = ("policy", "budget")
@@ -47,8 +44,6 @@ def why_ignored(config: RunConfig, setting: str) -> str | None:
     is_of_drafts = section in ("kv", "draft") or setting in OF_DRAFTING
     if decoding.strategy == BASELINE and is_of_drafts:
         return "autoregressive decoding drafts nothing"
-    if setting == "decoding.num_draft_tokens" and decoding.tree is not None:
-        return "--tree says what a step drafts"
     if setting == "decoding.lookup_corpus" and not decoding.looks_up:
         return "nothing is looked up"
     if section == "draft" and decoding.model_drafter != "model":

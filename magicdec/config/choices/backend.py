@@ -22,15 +22,14 @@ from magicdec.names import AUTO_BACKENDS, PORTABLE_BACKEND, REFERENCE_BACKEND
 @dataclass(frozen=True)
 class AttentionCase:
     """What a run asks of the attention of one of its models: the dtype of its keys, the tokens that
-    a row comes to hold at most (`longest`), the KV policy with which the model drafts for itself
-    (None: it does not), and whether drafts are trees."""
+    a row comes to hold at most (`longest`), and the KV policy with which the model drafts for
+    itself (None: it does not)."""
 
     device: str
     dtype: str = "float32"
     model: ModelTraits = ModelTraits()
     longest: int = 0
     kv_policy: str | None = None
-    has_tree: bool = False
 
     def obstacle(self, capabilities: Capabilities, machine: Machine) -> str | None:
         """Why a backend cannot serve this case, or not in a useful time; None if it can."""
@@ -47,7 +46,6 @@ class AttentionCase:
             f"{name} does not return attention weights": (
                 asks_weights and not capabilities.returns_weights
             ),
-            f"{name} computes no draft trees": self.has_tree and not capabilities.supports_trees,
             f"{name} does not keep to a sliding window": (
                 not capabilities.keeps_window and (window or self.longest) < self.longest
             ),
@@ -58,17 +56,11 @@ class AttentionCase:
 
 def choose_backend(value: str, machine: Machine, case: AttentionCase) -> Choice:
     """The attention backend to use. Raises ValueError if the user named one that cannot serve the
-    machine, the model's heads or draft trees; what else it lacks is refused with the model's name
+    machine or the model's heads; what else it lacks is refused with the model's name
     (`setup.model_checks`)."""
     if value == "auto":
         return _first_that_serves(machine, case)
     capabilities = capabilities_of(value)
-    if case.has_tree and not capabilities.supports_trees:
-        fitting = ", ".join(list_backends(lambda c: c.supports_trees))
-        raise ValueError(
-            f"--attention {value} computes no draft trees, which --tree needs; choose from auto, "
-            f"{fitting}"
-        )
     obstacle = capabilities.obstacle(machine, case.device, case.model.head_dim, case.dtype)
     is_interpreted = capabilities.is_interpreted_on_cpu and case.device == "cpu"
     others = f"auto, {REFERENCE_BACKEND}, {PORTABLE_BACKEND}"
@@ -102,7 +94,6 @@ def choose_graphs(
     value: str,
     device: str,
     backends: Sequence[str],
-    drafts_trees: bool = False,
     is_staged: bool = False,
     pa: float | None = None,
 ) -> Choice:
@@ -113,7 +104,6 @@ def choose_graphs(
     obstacles = {
         f"--device {device} has none": device != "cuda",
         f"--attention {unfit} needs lengths on the host": unfit is not None,
-        "steps with a --tree are not captured": drafts_trees,
         f"the host decides in each draft whether --pa {pa} stops it": bool(pa),
         "the steps of a pipeline are not captured": is_staged,
     }

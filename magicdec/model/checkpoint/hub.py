@@ -84,11 +84,9 @@ OTHER_FILES = (
     *("config.json", "generation_config.json", "tokenizer_config.json"),
     "special_tokens_map.json",
 )
-# The preferred format first: a single file, or the index of the shards.
-WEIGHTS = (
-    *("model.safetensors", "model.safetensors.index.json"),
-    *("pytorch_model.bin", "pytorch_model.bin.index.json"),
-)
+# A single file, or the index of the shards. Pickles are never fetched: those of strangers need not
+# be trusted to be weights alone.
+WEIGHTS = ("model.safetensors", "model.safetensors.index.json")
 SOURCE_FILE = "download.json"  # the repository, the commit and the checksums of the files
 
 
@@ -107,7 +105,7 @@ def download(
     info: ModelInfo, repo_id: str, directory: Path, token: str | None
 ) -> list[RepoSibling]:
     """Fetch what is needed to run the model into `directory`: the config, one tokenizer and the
-    weights, safetensors before .bin, all of one commit. Returns the files, all verified.
+    weights as safetensors, all of one commit. Returns the files, all verified.
 
     Raises ValueError before any weights are fetched if the model cannot run or the disk is too
     full.
@@ -120,8 +118,8 @@ def download(
     if weights is None:
         suffixes = ", ".join(sorted({Path(name).suffix for name in files} - {""}))
         raise ValueError(
-            f"{what} holds no {' or '.join(WEIGHTS[::2])}, whole or in shards; its files end in "
-            f"{suffixes}"
+            f"{what} holds no {WEIGHTS[0]}, whole or in shards; its files end in {suffixes} "
+            "(pickled weights are never fetched)"
         )
     is_index = weights.endswith(".json")
     small = [files[name] for name in OTHER_FILES if name in files]

@@ -34,6 +34,7 @@ from magicdec.records.comparison.conditions import (
     describe,
     first_difference,
     measured_thing,
+    placement,
 )
 from magicdec.records.comparison.exact import RENEW, find_change, is_logged, why_not_exact
 from magicdec.records.intervals import FEWEST_PROMPTS, LEVEL, Array, jackknife_error, quantile
@@ -319,7 +320,9 @@ def alike_baselines(record: RunRecord, baselines: Sequence[RunRecord]) -> list[R
     alike = [b for b in passed if first_difference(record, b) is None]
     if not alike:
         raise ValueError(first_difference(record, passed[0]))
-    return alike
+    # Ranks change no token, but where there is a baseline of the same ranks, it is the one.
+    on_same_ranks = [b for b in alike if placement(b) == placement(record)]
+    return on_same_ranks or alike
 
 
 def level_for(matches: Sequence[Match]) -> float:

@@ -55,7 +55,7 @@ def measured_thing(record: RunRecord) -> Key:
         ("draft", None if draft is None else draft.model),
         ("policy", policy),
         *((SHORT_NAMES[s], kv.get(s) if s in settings else None) for s in SHORT_NAMES),
-        ("gamma", decoding.get("tree") or decoding["num_draft_tokens"]),
+        ("gamma", decoding["num_draft_tokens"]),
         ("pa", decoding.get("pa")),
     )
 
@@ -117,16 +117,24 @@ def compared_with_nothing(record: RunRecord) -> bool:
     return not checked and sampling(record.config) == "greedy"
 
 
+def placement(record: RunRecord) -> str:
+    """On which ranks the target and a draft model are, as the flags of `magicdec run`, in words."""
+    return " ".join(_flags_of_ranks(record.config, record.environment.world_size)) or "one rank"
+
+
 def describe(record: RunRecord) -> str:
     """What a record measures, as `flags_of` has it, in a form that can be printed."""
     draft = None if record.workload is None else record.workload.draft
-    return printable(flags_of(record.config, None if draft is None else draft.model))
+    name, num_ranks = None if draft is None else draft.model, record.environment.world_size
+    return printable(flags_of(record.config, name, num_ranks))
 
 
-def flags_of(config: Mapping[str, Any], draft: str | None = None) -> str:
+def flags_of(
+    config: Mapping[str, Any], draft: str | None = None, num_ranks: int | None = None
+) -> str:
     """What is measured, as the flags of `magicdec run` that a user would write: those of the
     sections of a config, without settings of the policy that have their default. `draft` is the
-    name of the draft model, by default that of the config."""
+    name of the draft model and `num_ranks` the number of ranks, by default those of the config."""
     decoding, kv = config["decoding"], config["kv"]
     if decoding["strategy"] == BASELINE:
         return f"--draft {NONE}"
@@ -135,12 +143,31 @@ def flags_of(config: Mapping[str, Any], draft: str | None = None) -> str:
         last = MODEL_PREFIX + (draft or config["draft"]["model"])
     words = [f"--draft {looked_up}{plus}{last}"]
     words += _flags_of_policy(policy_of(config), kv)
-    tree, pa = decoding.get("tree"), decoding.get("pa")
-    words.append(f"--gamma {decoding['num_draft_tokens']}" if tree is None else f"--tree {tree}")
+    pa = decoding.get("pa")
+    words.append(f"--gamma {decoding['num_draft_tokens']}")
     words += [] if pa is None else [f"--pa {pa:g}"]
     weights = decoding.get("draft_weights")
     words += [] if weights is None else [f"--draft_weights {weights}"]
-    return " ".join(words + _flags_of_sampling(config.get("sampling")))
+    words += _flags_of_sampling(config.get("sampling"))
+    return " ".join(words + _flags_of_ranks(config, num_ranks))
+
+
+def _flags_of_ranks(config: Mapping[str, Any], num_ranks: int | None) -> list[str]:
+    """Of one rank none."""
+    parallel, draft = config.get("parallel") or {}, config.get("draft") or {}
+    number = num_ranks or parallel.get("nproc") or 1
+    if number == 1:
+        return []
+    usual = list(range(number))
+    ranks = list(parallel.get("rank_group") or usual)
+    of_draft = list(draft.get("rank_group") or ranks[:1])
+    words = [f"--nproc {number}"]
+    for flag, given, default in (
+        ("--rank_group", ranks, usual),
+        ("--draft_ranks", of_draft, ranks[:1]),
+    ):
+        words += [] if given == default else [f"{flag} {' '.join(map(str, given))}"]
+    return words
 
 
 def _flags_of_sampling(section: Any) -> list[str]:
@@ -172,15 +199,18 @@ def method_of(record: RunRecord) -> str:
 
 def kind_of(record: RunRecord) -> str:
     """The method of a record where it drafts chains of one length with its own weights for greedy
-    requests; else in which other way it drafts, without parameters, whatever the method. Sampling
-    is one way, since its prompts are prefilled by themselves."""
+    requests on one rank; else in which other way it drafts, without parameters, whatever the
+    method. Sampling is one way, since its prompts are prefilled by themselves. So are several
+    ranks, and a draft model on some of them."""
     decoding, kv = record.config["decoding"], record.config["kv"]
+    several = record.environment.world_size > 1
     ways = {
-        "tree": decoding.get("tree"),
         "pa": decoding.get("pa"),
         "low-bit": decoding.get("draft_weights"),
         "auto": decoding["num_draft_tokens"] == "auto",
         "reselect": policy_of(record.config) and kv.get("reselect_every"),
+        "ranks": several and record.config["draft"] is None,
+        "draft-ranks": several and record.config["draft"] is not None,
     }
     if sampling(record.config) != "greedy":
         return "sampled"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from magicdec.records.comparison.conditions import placement
 from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples
 
@@ -86,7 +87,16 @@ def why_not_exact(new: RunRecord, old: RunRecord) -> str | None:
         return f"the baseline holds no log of what was drafted and read; {RENEW}"
     if not is_logged(new):
         return "the new record holds no log of what was drafted and read, as that of a gate's run"
+    ours, theirs = ([*ranks_of(each)] for each in (new, old))
+    if ours != theirs:
+        return next(f"{a}, was {b}" for a, b in zip(ours, theirs, strict=True) if a != b)
     return other_machine(new, old)
+
+
+def ranks_of(record: RunRecord) -> Iterator[str]:
+    """What the order of sums between ranks follows from, in words."""
+    yield placement(record)
+    yield f"--collectives {record.config['parallel']['collectives']}"
 
 
 def other_machine(new: RunRecord, old: RunRecord) -> str | None:

@@ -66,7 +66,7 @@ class CallFields(ctypes.Structure):
     _fields_: ClassVar = [
         *_fields(
             "B T steps tokens* rows* seq_lens* committed* offsets* hidden_in* ranges* range_layers "
-            "range_heads num_ranges window base* parents* num_nodes num_outputs logits* "
+            "range_heads num_ranges window num_outputs logits* "
             "hidden_out* drafts* mass* num_blocks queries* cancelled* "
             "cancelled_value layers_done keys_seen keys_read num_drafted not_finite"
         ),

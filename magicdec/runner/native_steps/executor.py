@@ -44,7 +44,6 @@ from magicdec.runner.native_steps.descriptions import (
     describe_cache,
     describe_layer,
     describe_model,
-    pointer,
 )
 from magicdec.runner.native_steps.interrupts import Interrupts
 
@@ -247,8 +246,7 @@ class Executor:
             *x.shape[:2], steps, tokens, rows, seq_lens, committed,
             None if offsets is None else tensors[-1].data_ptr(), hidden, ranges.data_ptr(),
             ranges.shape[0] if view.per_head else 1, ranges.shape[2] if view.per_head else 1,
-            ranges.shape[-2], view.window or 0, *map(pointer, view.nodes), view.num_nodes,
-            num_outputs,
+            ranges.shape[-2], view.window or 0, num_outputs,
         )  # fmt: skip
         call.kept = [tensors, view]  # the library reads them until it returns
         return call

@@ -43,7 +43,6 @@ struct Call {
     const void* hidden_in;  // S [B, T, hidden] instead of tokens, or null
     const int64_t* ranges;  // visible committed tokens [range_layers, B, range_heads, num_ranges, 2]
     int64_t range_layers, range_heads, num_ranges, window;
-    Trees trees;  // of which the tokens are the last nodes, if there are nodes
     int64_t num_outputs;  // newest tokens of each row whose logits or hidden states are wanted
     void* logits;       // S [outputs of all calls, V] in the first call, or null
     void* hidden_out;   // S [outputs of all calls, hidden] after the last of these layers, instead of logits, or null
@@ -84,12 +83,10 @@ public:
         const Call& c = *call;
         table = {kv->table, c.rows, kv->table_stride};
         problem = {c.B, step ? 1 : c.T, m->H, m->G, HEAD_SIZE, kv->block_size, lengths.data(), c.window};
-        if constexpr (!std::is_same_v<Short, Kernel>) is_short = Short::serves(problem, c.trees.num_nodes > 0);
-        with_attention([&](auto& attention) { problem = attention.with_trees(problem, table, c.trees); });
+        if constexpr (!std::is_same_v<Short, Kernel>) is_short = Short::serves(problem);
         for (int64_t layer = 0; layer < c.range_layers; ++layer)
             for (int64_t b = 0; b < c.B; ++b)
                 for (int64_t g = 0; g < c.range_heads; ++g) add_tail((layer * c.B + b) * c.range_heads + g, b);
-        call->keys_seen += c.B * c.trees.num_nodes;
         for (int64_t b = 0; b < c.B; ++b)
             for (int64_t r = 0; r <= c.num_ranges; ++r) {
                 const int64_t* range = of_layer(0).of(b, 0) + 2 * r;
@@ -159,16 +156,14 @@ private:
         return pools_of(attention, kv->k + layer * kv->layer_bytes, kv->v + layer * kv->layer_bytes);
     }
 
-    // The ranges of one row and head with its uncommitted tokens before a tree, cut at the sliding window as in kv/view.py.
+    // The ranges of one row and head with its uncommitted tokens, cut at the sliding window as in kv/view.py.
     void add_tail(int64_t place, int64_t b) {
-        const int64_t stop = problem.paths ? call->trees.base[b] : lengths[b] + problem.T;
-        const int64_t oldest = problem.paths ? stop : lengths[b];  // the smallest position of a new token
-        const int64_t *from = call->ranges + place * call->num_ranges * 2, first = oldest + 1 - call->window;
+        const int64_t *from = call->ranges + place * call->num_ranges * 2, first = lengths[b] + 1 - call->window;
         int64_t* to = ranges.data() + place * (call->num_ranges + 1) * 2;
         const bool is_cut = call->window && call->range_heads == 1 && call->range_layers == 1;
         for (int64_t i = 0; i < 2 * call->num_ranges; ++i) to[i] = is_cut ? std::max(from[i], first) : from[i];
         to[2 * call->num_ranges] = call->window ? std::max(call->committed[b], first) : call->committed[b];
-        to[2 * call->num_ranges + 1] = stop;
+        to[2 * call->num_ranges + 1] = lengths[b] + problem.T;
     }
 
     Ranges of_layer(int64_t layer) const {

@@ -70,14 +70,12 @@ class Draws:
             lengths = upload([len(r.prompt_ids) for r in requests], device)
         return cls(Filters.of(params, device), seeds, emitted, lengths)
 
-    def ahead(
-        self, count: int, purpose: Purpose, skip: int = 0, branches: int | None = None
-    ) -> Tensor:
-        """Random numbers for the next `count` output positions, float64 [B, count], or [B, count,
-        branches]; see `uniforms`. The first `skip` positions are left out: a draft token is that
-        many positions ahead of the committed output."""
+    def ahead(self, count: int, purpose: Purpose, skip: int = 0) -> Tensor:
+        """Random numbers for the next `count` output positions, float64 [B, count]. The first
+        `skip` positions are left out: a draft token is that many positions ahead of the committed
+        output."""
         steps = torch.arange(skip, skip + count, device=self.seeds.device)
-        return uniforms(self.seeds, self.emitted.unsqueeze(1) + steps, purpose, branches)
+        return uniforms(self.seeds, self.emitted.unsqueeze(1) + steps, purpose)
 
 
 @dataclass(frozen=True)

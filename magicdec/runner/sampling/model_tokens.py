@@ -1,5 +1,5 @@
 """Turns a model's logits into tokens: the next token of each row, the next draft token, and the
-verification of a chain or a tree of draft tokens.
+verification of draft tokens.
 
 Owns the step from logits that are sharded over ranks to tokens, with the sampling metadata of a
 batch. The arithmetic is in `sampling` and `verification`.
@@ -14,21 +14,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from magicdec.config.tree_shape import TreeShape
 from magicdec.kv.cache import upload
 from magicdec.runner.model_runner import ModelRunner, gather_vocab, greedy
 from magicdec.runner.sampling.coupled import perturb
 from magicdec.runner.sampling.metadata import SamplingMetadata
 from magicdec.runner.sampling.randomness import Purpose
 from magicdec.runner.sampling.sampling import probabilities, process, sample
-from magicdec.runner.sampling.verification import (
-    Judgement,
-    ancestor_mask,
-    count_accepted,
-    longest_path,
-    verify,
-    verify_tree,
-)
+from magicdec.runner.sampling.verification import Judgement, count_accepted, verify
 
 
 @dataclass(frozen=True)
@@ -36,19 +28,16 @@ class Proposal:
     """Draft tokens of a batch and the distributions they were drawn from.
 
     `probabilities` is None if the drafts were not drawn at random: with greedy requests and with
-    prompt lookup. With a `tree`, the drafts are its nodes 1 to K, and the probabilities are those
-    after each of its E expanded nodes, from which their children were drawn without replacement.
-    With `counts`, rows have different numbers of drafts, and the rest of their K is padding.
+    prompt lookup. With `counts`, rows have different numbers of drafts, and the rest of their K is
+    padding.
     """
 
     ids: Tensor  # int64 [B, K]
-    probabilities: Tensor | None = None  # float64 [B, K or E, V] over the whole vocabulary
-    tree: TreeShape | None = None  # None: the drafts are a chain
+    probabilities: Tensor | None = None  # float64 [B, K, V] over the whole vocabulary
     counts: Sequence[int] | None = None  # None: K for each row
 
     def first(self, count: int) -> Proposal:
-        """The first `count` drafts of each row of a chain."""
-        assert self.tree is None, "a tree is judged as a whole"
+        """The first `count` drafts of each row."""
         probs = self.probabilities
         return Proposal(self.ids[:, :count], None if probs is None else probs[:, :count])
 
@@ -79,7 +68,6 @@ def greedy_tokens(
     logits: Tensor,
     sampling: SamplingMetadata,
     drafts: Tensor | None = None,
-    is_before: Tensor | None = None,
     places: Tensor | None = None,
 ) -> Tensor:
     """The greedy token ids [B, T] from this rank's logits [B, T, V], which are noted
@@ -92,7 +80,7 @@ def greedy_tokens(
         if sums is not None:
             sampling.note_sums(sums, places)
         return ids if places is None else ids[0, places]
-    return whole_logits(runner, logits, sampling, drafts, is_before).argmax(dim=-1)
+    return whole_logits(runner, logits, sampling, drafts).argmax(dim=-1)
 
 
 def whole_logits(
@@ -100,13 +88,12 @@ def whole_logits(
     logits: Tensor,
     sampling: SamplingMetadata,
     drafts: Tensor | None = None,
-    is_before: Tensor | None = None,
 ) -> Tensor:
     """The logits over the whole vocabulary after each request's penalties, float32 [B, T, V]. They
     are noted (`SamplingMetadata.note`), and the same on every rank."""
     whole = gather_vocab(logits, runner.vocab_places, runner.group)
     sampling.note(whole)
-    return process(whole, sampling.penalties, drafts, is_before)
+    return process(whole, sampling.penalties, drafts)
 
 
 def next_tokens(runner: ModelRunner, logits: Tensor, sampling: SamplingMetadata) -> Tensor:
@@ -155,7 +142,7 @@ def judge(
     """Verify a proposal of K drafts with this rank's logits [B, K+1, V], those of the newest token
     and of the K drafts, which `sampling` notes. If rows have different numbers of drafts, the
     logits are [1, N, V], and `places` [B, K+1] says which of the N are those."""
-    draws, drafts, tree = sampling.draws, proposal.ids, proposal.tree
+    draws, drafts = sampling.draws, proposal.ids
     counts = None if proposal.counts is None else upload(proposal.counts, drafts.device)
     # Where only the likeliest tokens are needed, no logits are copied.
     is_copied = draws is not None or sampling.penalties is not None
@@ -165,20 +152,11 @@ def judge(
         token = next_tokens(runner, logits, sampling)
         return Judgement(torch.zeros_like(token[:, 0]), token)
     assert draws is None or draws.prompt_lens is None, "only pipelined speculation couples drafts"
-    is_before = None if tree is None else ancestor_mask(tree, drafts.device)[:, 1:]
     if draws is None:
-        target = greedy_tokens(
-            runner, logits, sampling, drafts, is_before, None if is_copied else places
-        )
-        if tree is not None:
-            return longest_path(tree, drafts, target)
+        target = greedy_tokens(runner, logits, sampling, drafts, None if is_copied else places)
         return Judgement(count_accepted(drafts, target, counts), target)
-    whole = whole_logits(runner, logits, sampling, drafts, is_before)
-    probs, drawn_from = probabilities(whole, draws.filters), proposal.probabilities
-    depth = drafts.shape[1] if tree is None else tree.depth
-    resample = draws.ahead(depth + 1, Purpose.RESAMPLE)
-    if tree is None:
-        accept = draws.ahead(depth, Purpose.ACCEPT)
-        return Judgement.of(drafts, *verify(drafts, drawn_from, probs, accept, resample, counts))
-    accept = draws.ahead(depth, Purpose.ACCEPT, branches=tree.most_children)
-    return verify_tree(tree, drafts, drawn_from, probs, accept, resample)
+    probs = probabilities(whole_logits(runner, logits, sampling, drafts), draws.filters)
+    accept = draws.ahead(drafts.shape[1], Purpose.ACCEPT)
+    resample = draws.ahead(drafts.shape[1] + 1, Purpose.RESAMPLE)
+    verdict = verify(drafts, proposal.probabilities, probs, accept, resample, counts)
+    return Judgement.of(drafts, *verdict)

@@ -5,8 +5,8 @@ Every rank therefore computes the same number without communication, a request g
 in any batch, and going back to an earlier state needs no special care. A step may draw numbers for
 positions that it does not reach in the end, and the next step draws the same numbers for them
 again. That is correct, because no token that was emitted before a position depends on the numbers
-of that position. Where a position needs several numbers, for the candidates of a tree or for every
-token of the vocabulary, each of them is a hash of the position's number.
+of that position. Where a position needs several numbers, for every token of the vocabulary, each of
+them is a hash of the position's number.
 
 Source: SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators"). Its
 i-th output depends only on its initial state and on i.
@@ -38,16 +38,10 @@ def splitmix64(state: Tensor, index: Tensor) -> Tensor:
     return _mix(state + (index + 1) * GAMMA)
 
 
-def uniforms(
-    seeds: Tensor, positions: Tensor, purpose: Purpose, branches: int | None = None
-) -> Tensor:
+def uniforms(seeds: Tensor, positions: Tensor, purpose: Purpose) -> Tensor:
     """A random number, float64 in [0, 1), for each of `positions` [B, K] of the requests with
-    `seeds` [B]. Positions are int64 and counted in the request's output. With `branches`, so many
-    independent numbers for each position, [B, K, branches], the first of them the same."""
+    `seeds` [B]. Positions are int64 and counted in the request's output."""
     bits = splitmix64(_mix(seeds).unsqueeze(1), positions * len(Purpose) + int(purpose))
-    if branches is not None:
-        others = splitmix64(bits.unsqueeze(2), torch.arange(branches - 1, device=seeds.device))
-        bits = torch.cat([bits.unsqueeze(2), others], dim=2)
     return _shift_right(bits, 11).double() * 2.0**-53
 
 

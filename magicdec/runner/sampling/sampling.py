@@ -85,19 +85,13 @@ def _fake(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     return torch.empty_like(scores)
 
 
-def process(
-    logits: Tensor,
-    penalties: Penalties | None,
-    drafts: Tensor | None = None,
-    is_before: Tensor | None = None,
-) -> Tensor:
+def process(logits: Tensor, penalties: Penalties | None, drafts: Tensor | None = None) -> Tensor:
     """Apply the penalties of each row to its logits [B, T, V]: float32 [B, T, V]. The vocabulary of
     `penalties` may be larger than V.
 
     `drafts` [B, D] are the tokens proposed after the committed output. D + 1 positions follow that
-    output, and the T positions of the logits are the last of these: T = D + 1 when a chain is
-    verified, T = 1 when its next token is drafted. If the drafts are a tree, `is_before`, bool [T,
-    D], says which of them come before a position. The history of a position is the prompt, the
+    output, and the T positions of the logits are the last of these: T = D + 1 when they are
+    verified, T = 1 when the next token is drafted. The history of a position is the prompt, the
     output and the drafts before it; drafts count as output. The repetition penalty comes first (as
     in transformers, it divides positive logits and multiplies negative ones), then the presence
     penalty (as in vLLM, it is subtracted once for each token).
@@ -109,7 +103,7 @@ def process(
     _, num_positions, vocab_size = x.shape
     in_output = penalties.in_output[:, :vocab_size].unsqueeze(1)
     if drafts is not None:
-        before = _chain_before(drafts, num_positions) if is_before is None else is_before
+        before = _drafts_before(drafts, num_positions)
         in_output = in_output | _drafted(drafts[penalties.index], before, vocab_size)
     in_prompt = penalties.in_prompt[:, :vocab_size].unsqueeze(1)
     weakened = torch.where(x < 0, x * penalties.repetition, x / penalties.repetition)
@@ -170,8 +164,8 @@ def make_params(
     return SamplingParams(max_new_tokens, eos_token_ids, is_coupled=is_coupled, **values)
 
 
-def _chain_before(drafts: Tensor, num_positions: int) -> Tensor:
-    """Which drafts of a chain [B, D] come before each of the last T = `num_positions` of the D + 1
+def _drafts_before(drafts: Tensor, num_positions: int) -> Tensor:
+    """Which drafts [B, D] come before each of the last T = `num_positions` of the D + 1
     positions: bool [T, D]."""
     num_drafts = drafts.shape[1]
     assert num_positions <= num_drafts + 1

@@ -24,7 +24,7 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
 from magicdec.speculation.block_choice import add_mean_keys, score_blocks
 from magicdec.speculation.block_kv import BLOCK, BlockKV, BlockSelection
-from magicdec.speculation.draft_kv import AcceptedPath, DraftKV
+from magicdec.speculation.draft_kv import DraftKV
 from magicdec.speculation.observation import newest_queries
 
 HIDDEN = -1e30  # score of a block that may not be chosen
@@ -96,17 +96,16 @@ class RetrievedBlocks(BlockKV):
         weights = (query @ keys.mT).masked_fill(is_partial, HIDDEN).softmax(dim=-1)
         return weights.sum(dim=3), index
 
-    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
+    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
         """Keep the query of the last committed token that a verification showed."""
         before = self._committed[rows.index]
         for layer, queries in self._seen.items():
-            newest = lengths.tensor - before - 1 if path is None else path.nodes[:, -1]
-            place = newest.clamp(0, queries.shape[1] - 1)
+            place = (lengths.tensor - before - 1).clamp(0, queries.shape[1] - 1)
             query = queries.gather(1, place.view(-1, 1, 1, 1).expand(-1, 1, *queries.shape[2:]))
             self._query[layer].index_copy_(0, rows.index, self._by_kv_head(query[:, 0]))
         self._seen.clear()
         self._committed.index_copy_(0, rows.index, lengths.tensor)
-        super().commit(rows, lengths, path)
+        super().commit(rows, lengths)
 
     def _by_kv_head(self, queries: Tensor) -> Tensor:
         """queries [B, H, D] to float32 [B, G, H/G, D]."""

@@ -20,7 +20,7 @@ from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
 from magicdec.speculation.block_kv import BlockKV, BlockSelection
-from magicdec.speculation.draft_kv import AcceptedPath, DraftKV
+from magicdec.speculation.draft_kv import DraftKV
 from magicdec.speculation.observation import newest_cached, rerun_tail
 
 RERUN_TOKENS = 16  # newest prompt tokens that run again for the first choice
@@ -38,7 +38,7 @@ class VerifiedKV(BlockSelection):
         super().check(kv, num_draft_tokens, flag)
         if num_draft_tokens >= MOST_WATCHED:
             raise ValueError(
-                f"{num_draft_tokens} draft tokens (--gamma or --tree) are too many for --kv_policy "
+                f"{num_draft_tokens} draft tokens (--gamma) are too many for --kv_policy "
                 f"{kv.policy}; it takes at most {MOST_WATCHED - 1}"
             )
 
@@ -88,9 +88,9 @@ class WeighedBlocks(BlockKV):
     def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> tuple[Tensor, Tensor]:
         return self._weights, rows.index
 
-    def commit(self, rows: BatchRows, lengths: Lengths, path: AcceptedPath | None = None) -> None:
+    def commit(self, rows: BatchRows, lengths: Lengths) -> None:
         """What was seen of the verification belongs to `rows`."""
         for layer, weights in self._seen.items():
             self._weights[layer, :, :, : weights.shape[2]].index_copy_(0, rows.index, weights)
         self._seen.clear()
-        super().commit(rows, lengths, path)
+        super().commit(rows, lengths)

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from magicdec.config.tree_shape import TreeShape
 from magicdec.kv.cache import BatchRows, upload
 from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.model_runner import ModelRunner
@@ -106,8 +105,7 @@ class CapturedSteps(Steps):
         if self.is_in_flight:
             super().release(rows)
 
-    def _drafted(self, batch: Batch, num_draft_tokens: int, tree: TreeShape | None) -> Proposal:
-        assert tree is None, "refused before"
+    def _drafted(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         drafter = self.drafter
         assert drafter is not None, "only a strategy with a drafter drafts"
         pending = drafter.prepare(batch.requests, num_draft_tokens)

@@ -13,7 +13,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from magicdec.config.tree_shape import TreeShape
 from magicdec.kv.draft_log import DraftLog
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch, Request, StepOutput
@@ -42,8 +41,7 @@ class Draft:
 
 
 class Speculative:
-    """In each step, `drafter` drafts as many tokens for each row as `draft_length` chooses, or a
-    `tree` of that depth."""
+    """In each step, `drafter` drafts as many tokens for each row as `draft_length` chooses."""
 
     def __init__(
         self,
@@ -51,9 +49,8 @@ class Speculative:
         drafter: Drafter | None,
         draft_length: DraftLength,
         steps: Steps,
-        tree: TreeShape | None = None,
     ) -> None:
-        self.runner, self.drafter, self.tree = runner, drafter, tree
+        self.runner, self.drafter = runner, drafter
         self.draft_length, self.steps = draft_length, steps
         self._running: dict[int, Request] = {}  # by row
 
@@ -115,14 +112,10 @@ class Speculative:
         if not any(plan.counts):
             return Draft(batch, plan, None, 0)
         count = self.steps.padded_length(max(plan.counts))
-        proposal = self.steps.draft(batch, count, self.tree)
-        if self.tree is None:
-            count = proposal.ids.shape[1]  # the draft may end before
-        draft = Draft(batch, plan, proposal, count)
+        proposal = self.steps.draft(batch, count)
+        draft = Draft(batch, plan, proposal, proposal.ids.shape[1])  # the draft may end before
         if self.log is not None:
-            num_ids = proposal.ids.shape[1]  # of a tree all of its nodes
-            counts = draft.counts if self.tree is None else [num_ids] * len(batch.rows)
-            self.log.drafted(batch.rows, proposal.ids, counts)
+            self.log.drafted(batch.rows, proposal.ids, draft.counts)
         return draft
 
     def _join(self, drafts: Sequence[Draft]) -> Proposal | None:
@@ -131,7 +124,7 @@ class Speculative:
         proposal, counts = drafts[0].proposal, [draft.counts for draft in drafts]
         if len(drafts) > 1:
             return join([draft.proposal for draft in drafts], counts)
-        is_ragged = self.tree is None and self.steps.can_join and len(set(counts[0])) > 1
+        is_ragged = self.steps.can_join and len(set(counts[0])) > 1
         return replace(proposal, counts=counts[0]) if proposal and is_ragged else proposal
 
     def _observe(
@@ -172,7 +165,7 @@ def speculative(setup: Setup) -> Speculative:
         setup.decoding, runner.group, runner.device, per_row=per_row
     )
     steps = make_steps(setup, drafter)
-    return Speculative(runner, drafter, length, steps, setup.decoding.tree_shape)
+    return Speculative(runner, drafter, length, steps)
 
 
 def autoregressive(setup: Setup) -> Speculative:

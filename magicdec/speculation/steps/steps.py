@@ -14,14 +14,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from magicdec.config.tree_shape import TreeShape
 from magicdec.kv.cache import BatchRows, Lengths, upload
-from magicdec.kv.tree import DraftTree
 from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.model_runner import Forward, ModelRunner
 from magicdec.runner.request import Batch, NotFinite, Request
 from magicdec.runner.sampling.model_tokens import Proposal, judge
-from magicdec.speculation.draft_kv import AcceptedPath
 from magicdec.speculation.drafter import Drafter, DraftShape
 from magicdec.speculation.steps.strategy import Phase
 from magicdec.speculation.steps.witness import Witness
@@ -95,12 +92,11 @@ class Steps:
         return [row[1:] for row in self.verify(batch, None)]
 
     @torch.inference_mode()
-    def draft(self, batch: Batch, num_draft_tokens: int, tree: TreeShape | None = None) -> Proposal:
-        """A proposal for the rows of `batch`, valid until the next draft: a chain of
-        `num_draft_tokens`, or a tree of that depth."""
+    def draft(self, batch: Batch, num_draft_tokens: int) -> Proposal:
+        """A proposal of `num_draft_tokens` for the rows of `batch`, valid until the next draft."""
         with self.phase("draft"):
             self._show(batch)
-            return self._drafted(batch, num_draft_tokens, tree)
+            return self._drafted(batch, num_draft_tokens)
 
     @torch.inference_mode()
     def verify(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
@@ -141,10 +137,10 @@ class Steps:
             self._runners.append(draft_kv.runner)
         self._vocab_size = max(r.model.config.vocab_size for r in self._runners)
 
-    def _drafted(self, batch: Batch, num_draft_tokens: int, tree: TreeShape | None) -> Proposal:
+    def _drafted(self, batch: Batch, num_draft_tokens: int) -> Proposal:
         assert self.drafter is not None, "only a strategy with a drafter drafts"
         pending = self.drafter.prepare(batch.requests, num_draft_tokens)
-        return self.drafter.propose(self._batch, DraftShape(num_draft_tokens, pending, tree))
+        return self.drafter.propose(self._batch, DraftShape(num_draft_tokens, pending))
 
     def _judged(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
         """Verify, and read the result, which is the only read of a step."""
@@ -197,11 +193,7 @@ class Steps:
         before = runner.cache.lengths_of(rows)
         if proposal.counts is not None:
             return Verification(proposal, before, *self._begin_ragged(proposal.counts, tokens))
-        tree = None
-        if proposal.tree is not None:
-            parents = upload([-1, *proposal.tree.parents], before.tensor.device)
-            tree = DraftTree(before.tensor, parents.expand(len(before.bounds), -1))
-        forward = runner.defer(tokens, rows, watch=watch, watch_queries=watch_queries, tree=tree)
+        forward = runner.defer(tokens, rows, watch=watch, watch_queries=watch_queries)
         return Verification(proposal, before, [forward])
 
     def _begin_ragged(self, counts: Sequence[int], tokens: Tensor) -> tuple[list[Forward], Tensor]:
@@ -239,15 +231,12 @@ class Steps:
         # yet.
         bounds = tuple(bound + ids.shape[1] for bound in before.bounds)
         new_lengths = Lengths(before.tensor + emitted, bounds)
-        path = None if judgement.path is None else AcceptedPath(before, accepted, judgement.path)
-        if path is not None:
-            runner.cache.keep_path(rows, before, path.places())
-        elif proposal.ids.shape[1] > 0:
+        if proposal.ids.shape[1] > 0:
             runner.truncate(rows, new_lengths)
         places = torch.stack([accepted, emitted], dim=1)
         batch.newest.copy_(torch.cat([last, ids], dim=1).gather(1, places))
         if drafter is not None and tells_drafter:
-            drafter.commit(rows, new_lengths, path)
+            drafter.commit(rows, new_lengths)
         lengths = [r.cache.seq_lens[rows.index].unsqueeze(1) for r in self._runners]
         columns = [*lengths, accepted.unsqueeze(1), ids]
         is_noted = batch.sampling.flaws is not None

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from magicdec.config.tree_shape import TreeShape
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import Proposal
@@ -35,7 +34,6 @@ class KeptStep:
     logits: Tensor  # [R, K+1, V]
     drafts: Tensor  # int64 [R, K]
     counts: tuple[int, ...]  # how many of the K are drafts of a row, and not padding
-    tree: TreeShape | None  # of the drafts; None: a chain
 
 
 @dataclass
@@ -92,10 +90,10 @@ class Witness:
         """Keep the rows at `places` of a step of `requests`. Their logits [R, K+1, V] must stay as
         they are; the proposal may change later."""
         requests = [requests[place] for place in places]
-        drafts, tree = logits.new_zeros(len(places), 0).long(), None
+        drafts = logits.new_zeros(len(places), 0).long()
         counts = [0] * len(places)
         if proposal is not None:
-            drafts, tree = proposal.ids[list(places)], proposal.tree
+            drafts = proposal.ids[list(places)]
             counts = [(proposal.counts or [drafts.shape[1]] * (p + 1))[p] for p in places]
         step = KeptStep(
             tuple(requests),
@@ -104,7 +102,6 @@ class Witness:
             logits,
             drafts,
             tuple(counts),
-            tree,
         )
         self.steps.append(step)
         self.num_bytes += logits.numel() * logits.element_size()

@@ -359,7 +359,7 @@ def draw_by_position(runs: pd.DataFrame) -> Drawn | LeftOut:
 
 def by_draft(runs: pd.DataFrame) -> pd.DataFrame:
     """The runs with the way to draft as their series: drafter, policy and budget, without gamma."""
-    names = runs["method"].str.split(", gamma |, tree ", regex=True).str[0]
+    names = runs["method"].str.split(", gamma ").str[0]
     return runs.assign(series=names.astype(object))
 
 
