@@ -1,17 +1,20 @@
 """LLM: a model in this process that serves requests which come and go. This is the Python interface
 for programs; the drivers measure whole batches.
 
-Owns how an engine is built for that, and the streams of tokens.
+Owns how an engine is built for that, the streams of tokens and of text, and what a request that has
+ended has become.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
+    NONE,
     AttentionSection,
     DecodingSection,
     KVSection,
@@ -20,46 +23,57 @@ from magicdec.config.sections import (
     SamplingSection,
     WorkloadSection,
 )
-from magicdec.distributed.groups import Group, Launch
+from magicdec.distributed.groups import Group, Launch, ParallelGroups
 from magicdec.engine.engine import Engine
-from magicdec.names import BASELINE
+from magicdec.engine.scheduler import StepCounts
+from magicdec.model.detokenizer import Detokenizer
 from magicdec.output.console import make_progress
-from magicdec.runner.request import NotFinite, Request, Status
+from magicdec.records.acceptance import AcceptanceMetrics, Verifications, acceptance_metrics
+from magicdec.runner.request import Moves, NotFinite, Request, Status, StepOutput
 from magicdec.runner.sampling.sampling import make_params
-from magicdec.runner.step_plan import PREFILL_TOKENS, Limits
-from magicdec.setup.loading import LoadedModels, make_runner
-from magicdec.setup.model_checks import check_fits
+from magicdec.runner.step_plan import PREFILL_TOKENS, Limits, Plan
+from magicdec.setup.loading import LoadedModels, make_draft, make_runner
 from magicdec.setup.model_plan import ModelPlan
-from magicdec.setup.model_plan import max_tokens as row_tokens
-from magicdec.setup.prepare import SetupCache, find, find_tokenizer
-from magicdec.speculation.policies.policy import keep_queries
-from magicdec.speculation.steps.recorder import CudaGraphs, Eager, Recorder
-from magicdec.speculation.steps.strategy import Setup, make_strategy
+from magicdec.setup.prepare import ResolvedRun, SetupCache, check_models, find
+from magicdec.speculation.steps.build import build_decoder
+from magicdec.speculation.steps.strategy import DecodingStrategy
 
-DRAFTERS = (None, "self", "ngram", "ngram+self")  # those that need no second model
 MOST_CHUNK = 2048  # prompt tokens of a forward at most, which bounds its memory
+ENDED = (Status.FINISHED, Status.CANCELLED)
 
 
 class LLM:
     """Loads `model` and decodes up to `max_concurrency` requests together, of at most `max_tokens`
-    tokens each, prompt included.
+    tokens each, prompt included. Requests are admitted in the order in which they were submitted.
 
-    `drafter` (self, ngram or ngram+self; None: no speculation) drafts `num_draft_tokens` tokens a
-    step, or as many as pay with "auto"; with self it reads what `kv` shows, and computes with
-    `draft_weights` (int8 or int4: a copy of the model's matrices). A request asks for at most
-    `max_new_tokens` (default: as many as fit in a row), which bounds what a policy copies. The KV
-    cache holds `cache_tokens` tokens of all requests together (default: enough for all of them at
-    full length), in blocks of `block_tokens`. A step prefills at most `prefill_tokens` tokens of
-    prompts. Requests are admitted in the order in which they were submitted.
+    Args:
+        model: the model, named as `--model` names it.
+        draft: what proposes draft tokens, as `--draft` names it: "none", "self", "model:NAME",
+            "ngram", "ngram+self" or "ngram+model:NAME".
+        gamma: draft tokens in each step, as `--gamma`; "auto" drafts as many as pay. Default: what
+            `--gamma` says of this draft.
+        kv: what a model that drafts reads of the KV cache.
+        dtype: the dtype of activations and of the KV cache, as `--dtype`.
+        max_tokens: tokens of a request at most.
+        max_concurrency: requests that are decoded together at most.
+        cache_tokens: tokens of all requests together that the KV cache holds. Default: enough for
+            all of them at full length.
+        block_tokens: tokens of a block of the cache.
+        prefill_tokens: prompt tokens that a step prefills at most.
+        threads: CPU threads. Default: all cores.
+        max_new_tokens: new tokens that a request may ask for, which bounds what a KV policy copies.
+            Default: as many as fit in a row.
+        draft_weights: the matrices that draft, as `--draft_weights`: "int8" or "int4".
 
-    Raises ValueError, in one line, for values that cannot be served.
+    Raises:
+        ValueError: in one line, before anything is loaded, for values that cannot be served.
     """
 
     def __init__(
         self,
         model: str = "demo",
-        drafter: str | None = None,
-        num_draft_tokens: int | str | None = None,
+        draft: str = NONE,
+        gamma: int | str | None = None,
         kv: KVSection = KVSection(),
         dtype: str = "auto",
         max_tokens: int = 2048,
@@ -71,52 +85,41 @@ class LLM:
         max_new_tokens: int | None = None,
         draft_weights: str | None = None,
     ) -> None:
-        if drafter not in DRAFTERS:
-            raise ValueError(f"drafter {drafter}; choose from {', '.join(map(str, DRAFTERS))}")
         check_positive(
-            max_tokens=max_tokens - 1, block_tokens=block_tokens, prefill_tokens=prefill_tokens,
-            cache_tokens=cache_tokens, max_new_tokens=max_new_tokens,
-        )  # fmt: skip
+            max_tokens=max_tokens - 1,
+            block_tokens=block_tokens,
+            prefill_tokens=prefill_tokens,
+            cache_tokens=cache_tokens,
+            max_new_tokens=max_new_tokens,
+        )
         self.max_new_tokens = min(max_new_tokens or max_tokens, max_tokens)
-        strategy = BASELINE if drafter is None else "speculative"
-        run_config = RunConfig(
+        asked = RunConfig(
             model=ModelSection(model, dtype),
             attention=AttentionSection(prefill_chunk=min(prefill_tokens, MOST_CHUNK)),
             parallel=ParallelSection(threads=threads),
             kv=kv,
-            decoding=DecodingSection(
-                strategy, drafter, num_draft_tokens, draft_weights=draft_weights
-            ),
+            decoding=DecodingSection(num_draft_tokens=gamma, draft_weights=draft_weights),
             workload=WorkloadSection(
                 batch_size=max_concurrency,
                 prefix_len=max_tokens - 1,
                 gen_len=1,
                 extra_new_tokens=self.max_new_tokens - 1,
             ),
-        )
-        run, cache = find(run_config, Launch(), SetupCache()), SetupCache()
-        check_fits(run.config, run.source, world_size=1)
+        ).with_draft(draft)
+        check_used(asked, draft)
+        cache = SetupCache()
+        run = find(asked, Launch(), cache)
+        _, self.tokenizer = check_models(run, cache)
         self.model = run.source.config
-        _, self.tokenizer = find_tokenizer(run.source, cache)
-        device, group = torch.device(run.config.parallel.device), Group((0,), 0)
-        torch.set_num_threads(run.config.parallel.threads)
-        config = run.config
-        models, longest = LoadedModels(device, make_progress(False)), row_tokens(config)
-        plan = ModelPlan(
-            config, self.model, group.ranks, 0, row_tokens=longest, block_tokens=block_tokens,
-            cache_tokens=cache_tokens,
-        )  # fmt: skip
-        runner = make_runner(plan, run.source, group, models)
-        if run_config.decoding.model_drafter == "self":
-            keep_queries(runner, config.kv)
-        recorder: Recorder = CudaGraphs(device) if config.decoding.cuda_graphs == "on" else Eager()
-        setup = Setup(runner, config.decoding, config.kv, recorder=recorder, is_in_flight=True)
-        shape, step_tokens = runner.cache.shape, longest - max_tokens + 1
-        limits = Limits(longest, shape.block_size, shape.num_blocks, step_tokens, prefill_tokens)
-        self._engine = Engine(runner, config.attention.prefill_chunk, limits)
-        self._strategy = make_strategy(strategy, setup)
+        self.is_random = run.is_random  # random weights have no acceptance
+        self._engine, self._decoder = make_engine(
+            run, max_tokens, prefill_tokens, block_tokens, cache_tokens
+        )
         self._num_requests = 0
         self._error: NotFinite | None = None
+        self._streams: dict[int, Stream] = {}  # of the requests that have not ended
+        self._counts = StepCounts(self._engine.clock.now)
+        self._verifications = Verifications()
 
     def submit(
         self,
@@ -143,22 +146,44 @@ class LLM:
         request = Request(self._num_requests, ids, params)
         self._engine.scheduler.add([request], self._engine.clock.now())
         self._num_requests += 1
-        return Stream(self, request)
+        stream = Stream(self, request)
+        self._streams[request.request_id] = stream
+        return stream
 
     def step(self) -> bool:
         """Advance all requests by one step. False if there are none. Raises NotFinite if the logits
         of a request are not finite, and from then on."""
         if self._error is not None:
             raise self._error
-        engine = self._engine
-        plan = engine.scheduler.schedule()
+        plan = self._engine.scheduler.schedule()
+        if plan is None:
+            return False
+        self._counts.watch(plan)
         try:
-            if plan is not None:
-                engine.execute(plan, self._strategy)
+            self._engine.execute(plan, self._decoder, self._observe)
         except NotFinite as error:
             self._error = error  # the step has ended half-way
             raise
-        return plan is not None
+        self._settle(requests_of(plan))
+        return True
+
+    def _cancel(self, request: Request) -> None:
+        """End a request. The next step frees its memory."""
+        self._engine.scheduler.cancel(request)
+        self._settle([request])
+
+    def _observe(self, request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
+        """As `Observer`."""
+        self._verifications.observe(request_ids, output)
+
+    def _settle(self, requests: Iterable[Request]) -> None:
+        """Give to the streams of those of `requests` that have ended what was observed of them."""
+        for request in requests:
+            number = request.request_id
+            if request.status in ENDED and number in self._streams:
+                stream = self._streams.pop(number)
+                stream.moves = self._counts.moves.pop(number, Moves())
+                stream.verifications = self._verifications.take(number)
 
     def _encode(self, text: str) -> tuple[int, ...]:
         bos = self.model.bos_token_id
@@ -172,12 +197,107 @@ def check_positive(**numbers: int | None) -> None:
             raise ValueError(f"{name} is too small")
 
 
+def requests_of(plan: Plan) -> Iterator[Request]:
+    """The requests that a step may end."""
+    if plan.decoding is not None:
+        yield from plan.decoding.requests
+    yield from (part.request for part in plan.parts)
+    yield from (request for request, _ in plan.cancelled)
+
+
+def check_used(asked: RunConfig, draft: str) -> None:
+    """Raises ValueError for settings of drafts that nothing would read."""
+    decoding = asked.decoding
+    if decoding.drafter is None and decoding.num_draft_tokens is not None:
+        raise ValueError(
+            f"gamma {decoding.num_draft_tokens} does nothing with draft {draft}; choose another "
+            "draft, or leave gamma out"
+        )
+    if decoding.model_drafter is None and asked.kv != KVSection():
+        raise ValueError(
+            f"kv {asked.kv.policy} does nothing with draft {draft}, since no model drafts; choose "
+            "another draft, or leave kv out"
+        )
+
+
+def make_engine(
+    run: ResolvedRun,
+    max_tokens: int,
+    prefill_tokens: int,
+    block_tokens: int,
+    cache_tokens: int | None,
+) -> tuple[Engine, DecodingStrategy]:
+    """An engine of requests in flight with at most `max_tokens` tokens each, and its decoder. Loads
+    the models of `run` and allocates their caches."""
+    config = run.config
+    torch.set_num_threads(config.parallel.threads)
+    alone = Group((0,), 0)
+    groups = ParallelGroups(0, 1, alone, None if config.draft is None else alone)
+    models = LoadedModels(torch.device(config.parallel.device), make_progress(False))
+    plan = ModelPlan(
+        config,
+        run.source.config,
+        alone.ranks,
+        rank=0,
+        block_tokens=block_tokens,
+        cache_tokens=cache_tokens,
+    )
+    runner = make_runner(plan, run.source, alone, models)
+    draft = make_draft(run, groups, models)
+    decoder = build_decoder(runner, config.decoding, config.kv, draft=draft, is_in_flight=True)
+    shape = runner.cache.shape
+    step_tokens = plan.tokens - max_tokens + 1
+    limits = Limits(plan.tokens, shape.block_size, shape.num_blocks, step_tokens, prefill_tokens)
+    return Engine(runner, config.attention.prefill_chunk, limits), decoder
+
+
+@dataclass(frozen=True)
+class RequestMetrics:
+    """How long a request took and waited, in ms, and what it accepted of its drafts. The names are
+    those of `magicdec serve`, which has the same numbers as means over its requests."""
+
+    queue_ms: float | None
+    """From its submission until it first got a row of the running batch; None if it never did."""
+    ttft_ms: float | None
+    """From its submission to its first output token; None if it has none."""
+    tpot_ms: float | None
+    """From its first output token to its last, divided by the number of tokens after the first;
+    None if it has a single one or was cancelled."""
+    e2el_ms: float | None
+    """From its submission to its last output token; None if it was cancelled."""
+    acceptance: AcceptanceMetrics | None
+    """What it accepted, in vLLM's terms: `mean_acceptance_length`, `draft_acceptance_rate`,
+    `acceptance_histogram`, `num_spec_steps`, `num_draft_tokens`, `num_accepted_draft_tokens` and
+    others; None if nothing was drafted for it, and with random weights."""
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """What a request that has ended has become."""
+
+    request_id: int
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+    text: str
+    """The text of its output. A token id that the tokenizer does not have is shown as
+    "<id 2050>"."""
+    finish_reason: str
+    """"stop": its last token ends a text; "length": it has as many tokens as it asked for;
+    "cancelled"."""
+    metrics: RequestMetrics
+
+
 class Stream:
-    """The token ids of one request. Iterating runs steps, which advance all requests, until this
-    one has another token; a stream that nobody reads does not hold up the others."""
+    """The tokens of one request. Iterating runs steps, which advance all requests, until this one
+    has another token id; a stream that nobody reads does not hold up the others."""
 
     def __init__(self, llm: LLM, request: Request) -> None:
-        self._llm, self._request, self._num_read = llm, request, 0
+        self._llm = llm
+        self._request = request
+        self._num_read = 0
+        # Known when the request has ended.
+        self.moves = Moves()
+        self.verifications = Verifications()  # as those of a request 0
 
     def __iter__(self) -> Iterator[int]:
         return self
@@ -192,21 +312,77 @@ class Stream:
 
     def read(self) -> list[int]:
         """The tokens that were emitted since the last read, without running a step."""
-        first, self._num_read = self._num_read, len(self._request.output_ids)
+        first = self._num_read
+        self._num_read = len(self._request.output_ids)
         return self._request.output_ids[first:]
+
+    def pieces(self) -> Iterator[str]:
+        """The text of the request from its start on, in pieces that are whole characters, as its
+        tokens come. All of them joined are `text()`. What was read as ids is not left out."""
+        detokenizer = Detokenizer(self._llm.tokenizer)
+        num_taken = 0
+        while True:
+            tokens = self._request.output_ids[num_taken:]
+            num_taken += len(tokens)
+            piece = "".join(map(detokenizer.add, tokens))
+            if piece:
+                yield piece
+            if num_taken < len(self._request.output_ids):
+                continue
+            if self.is_done:
+                break
+            self._llm.step()
+        rest = detokenizer.finish()
+        if rest:
+            yield rest
 
     @property
     def is_done(self) -> bool:
         """Whether the request has ended or was cancelled; tokens may still be unread."""
-        return self._request.status in (Status.FINISHED, Status.CANCELLED)
+        return self._request.status in ENDED
 
     def text(self) -> str:
-        """Read to the end, and return all tokens of the request as text. An id that the tokenizer
-        does not have is shown as "<id 2050>"."""
-        for _ in self:
-            pass
+        """Run steps until the request has ended, and return all of its tokens as text. An id that
+        the tokenizer does not have is shown as "<id 2050>"."""
+        self._run()
         return self._llm.tokenizer.show(self._request.output_ids)
+
+    def result(self) -> RequestOutput:
+        """Run steps until the request has ended, and return what it has become."""
+        text = self.text()
+        request = self._request
+        return RequestOutput(
+            request.request_id,
+            request.prompt_ids,
+            tuple(request.output_ids),
+            text,
+            self._finish_reason(),
+            self._metrics(),
+        )
 
     def cancel(self) -> None:
         """End the request. The next step frees its memory."""
-        self._llm._engine.scheduler.cancel(self._request)
+        self._llm._cancel(self._request)
+
+    def _run(self) -> None:
+        while not self.is_done:
+            self._llm.step()
+
+    def _finish_reason(self) -> str:
+        if self._request.status is Status.CANCELLED:
+            return "cancelled"
+        is_end = self._request.last_token in self._request.sampling.eos_token_ids
+        return "stop" if is_end else "length"
+
+    def _metrics(self) -> RequestMetrics:
+        request = self._request
+        times = request.times_ms()
+        joined_s = self.moves.joined_s
+        found = {} if self._llm.is_random else acceptance_metrics(self.verifications, 1)
+        return RequestMetrics(
+            queue_ms=1e3 * (joined_s[0] - request.arrived_s) if joined_s else None,
+            ttft_ms=times.get("ttft"),
+            tpot_ms=times.get("tpot"),
+            e2el_ms=times.get("e2el"),
+            acceptance=AcceptanceMetrics(**found) if found else None,
+        )

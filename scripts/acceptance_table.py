@@ -17,7 +17,6 @@ import argparse
 import json
 import statistics
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,13 +34,13 @@ from magicdec.distributed.groups import Launch
 from magicdec.kv.view import WEIGHTS_BLOCK
 from magicdec.names import BASELINE
 from magicdec.output.console import make_progress
-from magicdec.records.acceptance import acceptance_of
+from magicdec.records.acceptance import Verifications, acceptance_of
 from magicdec.records.intervals import jackknife_error
 from magicdec.records.samples import PassSamples
-from magicdec.runner.request import Batch, Request, StepOutput
+from magicdec.runner.request import Request, StepOutput
 from magicdec.setup.prepare import prepare
 from magicdec.setup.session import RankSession
-from magicdec.speculation.steps.strategy import DecodingStrategy, Setup, make_strategy
+from magicdec.speculation.steps.build import build_decoder
 
 NGRAM, REFERENCE = "prompt lookup", "streaming_llm"
 
@@ -56,12 +55,14 @@ class Way:
     kv: KVSection
     samples: PassSamples
     num_different: int = 0  # sequences that differ from the baseline's
-    drafted: Counter[int] = field(default_factory=Counter)  # by request
-    accepted: Counter[int] = field(default_factory=Counter)
+    judged: Verifications = field(default_factory=Verifications)
 
     def counts(self) -> list[tuple[int, int]]:
         """(accepted, drafted) tokens of each sequence with drafts."""
-        return [(self.accepted[r], n) for r, n in sorted(self.drafted.items())]
+        return [
+            (sum(each.accepted for each in steps), sum(each.drafted for each in steps))
+            for _, steps in sorted(self.judged.by_request.items())
+        ]
 
     def rates(self) -> list[float]:
         """Acceptance rate of each sequence with drafts."""
@@ -77,27 +78,6 @@ class Way:
             "rates": self.rates(),
             **{key: metrics.get(key) for key in names},
         }
-
-
-class Noting:
-    """Wraps a strategy and counts its draft tokens by request."""
-
-    def __init__(self, strategy: DecodingStrategy, way: Way) -> None:
-        self.strategy, self.way = strategy, way
-
-    def admit(self, batch: Batch) -> None:
-        self.strategy.admit(batch)
-
-    def release(self, rows: Sequence[int]) -> None:
-        self.strategy.release(rows)
-
-    def step(self, batch: Batch) -> StepOutput:
-        output = self.strategy.step(batch)
-        judged = zip(output.num_proposed or (), output.num_accepted or (), strict=True)
-        for request, (drafted, count) in zip(batch.requests, judged, strict=False):
-            self.way.drafted[request.request_id] += drafted
-            self.way.accepted[request.request_id] += min(count, drafted)
-        return output
 
 
 def make_ways(budgets: list[int]) -> list[Way]:
@@ -118,12 +98,13 @@ def make_ways(budgets: list[int]) -> list[Way]:
 def decode(run: Run, snapshots: list[Request], name: str, way: Way) -> list[Request]:
     run.engine.rewind(snapshots)
     decoding = replace(run.config.decoding, drafter=way.drafter)
-    strategy = Noting(make_strategy(name, Setup(run.runner, decoding, way.kv)), way)
+    strategy = build_decoder(run.runner, decoding, way.kv, name=name)
     run.engine.begin(strategy)
     started = time.perf_counter()
 
     def observe(request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
         way.samples.observe(output, seconds)
+        way.judged.observe(request_ids, output)
 
     requests = run.engine.decode(strategy, observe)
     way.samples.end_batch(requests, started)

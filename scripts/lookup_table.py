@@ -42,7 +42,7 @@ from magicdec.setup.prepare import prepare
 from magicdec.setup.session import RankSession
 from magicdec.speculation.draft_length import DraftLength, make_draft_length
 from magicdec.speculation.steps import speculative, steps
-from magicdec.speculation.steps.strategy import Setup, make_strategy
+from magicdec.speculation.steps.build import build_decoder
 from magicdec.workload.books import read_books
 from magicdec.workload.workload import build_workload
 
@@ -159,8 +159,7 @@ def pass_s(run: Run, snapshots: list[Request], drafter: str | None, length: Draf
     run.engine.rewind(snapshots)
     name = BASELINE if drafter is None else "speculative"
     decoding = replace(run.config.decoding, drafter=drafter, num_draft_tokens=None)
-    setup = Setup(run.runner, decoding, run.config.kv, draft_length=length)
-    strategy = make_strategy(name, setup)
+    strategy = build_decoder(run.runner, decoding, run.config.kv, name=name, draft_length=length)
     started = time.perf_counter()
     run.engine.begin(strategy)
     run.engine.decode(strategy)

@@ -34,7 +34,7 @@ from magicdec.setup.model_plan import max_tokens
 from magicdec.setup.prepare import ResolvedRun, traits_of
 from magicdec.speculation.block_kv import BlockRanges, BlockSelection
 from magicdec.speculation.policies.policy import load_policy, make_policy
-from magicdec.speculation.steps.recorder import CudaGraphs, Eager, Recorder
+from magicdec.speculation.steps.recorder import Eager, Recorder, make_recorder
 
 MOST_BYTES = 1 << 30  # of keys and values that a measurement makes
 
@@ -265,8 +265,7 @@ def measure_backends(run: ResolvedRun, group: Group, device: torch.device) -> It
     """The times of every backend for this device, the reference's first. A backend that cannot
     serve, fails or computes other outputs has its obstacle instead. Every rank of `group` calls
     this; a time is that of the slowest rank."""
-    captures = run.config.decoding.cuda_graphs == "on"
-    recorder: Recorder = CudaGraphs(device) if captures else Eager()
+    recorder = make_recorder(run.config.decoding, device)
     steps = [step for _, step in steps_of(run)]
 
     def measure_one(name: str) -> list[Measured]:

@@ -151,6 +151,15 @@ class Verifications:
     def num_accepted(self) -> int:
         return sum(each.accepted for each in self.every)
 
+    def take(self, request_id: int) -> Verifications:
+        """What was observed of one request, as that of a request 0. It is forgotten here."""
+        taken = Verifications()
+        if request_id in self.by_request:
+            taken.by_request[0] = self.by_request.pop(request_id)
+        if request_id in self.num_cancelled:
+            taken.num_cancelled[0] = self.num_cancelled.pop(request_id)
+        return taken
+
     def observe(self, request_ids: Sequence[int], output: StepOutput) -> None:
         """A step has emitted `output` for these requests."""
         for request_id, cancelled in zip(request_ids, output.num_cancelled or (), strict=False):
@@ -202,6 +211,13 @@ class PromptCounts:
     @property
     def num_prompts(self) -> int:
         return len(self.drafted)
+
+    @property
+    def rates(self) -> Array:
+        """[P] the acceptance rate of each prompt; NaN of one without drafts."""
+        with np.errstate(divide="ignore", invalid="ignore"):
+            rates: Array = self.accepted.sum(axis=1) / self.drafted
+        return rates
 
     def equals(self, other: PromptCounts) -> bool:
         """Whether all counts of all prompts are equal."""

@@ -138,10 +138,7 @@ class ModelRunner:
     @property
     def drafter(self) -> ModelRunner:
         """What drafts in self-speculation: this runner, or that of a low-bit copy."""
-        if self.drafting is None:
-            return self
-        self.drafting.prompt_queries = self.prompt_queries
-        return self.drafting
+        return self if self.drafting is None else self.drafting
 
     def storage(self) -> tuple[int, int, int]:
         """(tokens in a block, blocks of a row, blocks of the pool). A row can hold `max_tokens`

@@ -137,6 +137,25 @@ class Request:
             self.first_token_s = time
         return tokens if len(emitted) == before + len(tokens) else emitted[before:]
 
+    def times_ms(self) -> dict[str, float]:
+        """The times of the request in ms, as far as they are known: `ttft`, from its arrival to its
+        first output token; when it has ended `e2el`, from its arrival to its last one; and if it
+        has more than one `tpot`, from the first to the last, divided by the tokens after the
+        first."""
+        times: dict[str, float] = {}
+        first_s = self.first_token_s
+        if first_s is None:
+            return times
+        times["ttft"] = 1e3 * (first_s - self.arrived_s)
+        last_s = self.finished_s
+        if last_s is None:
+            return times
+        times["e2el"] = 1e3 * (last_s - self.arrived_s)
+        num_later = len(self.output_ids) - 1
+        if num_later:
+            times["tpot"] = 1e3 * (last_s - first_s) / num_later
+        return times
+
     def gaps_ms(self) -> list[float]:
         """The times between the steps that emitted tokens of the request. Tokens of one step came
         at the same time."""

@@ -24,7 +24,7 @@ from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
 from magicdec.setup.model_plan import Kinds, ModelPlan, StagePart, max_following
-from magicdec.setup.prepare import Prepared
+from magicdec.setup.prepare import ResolvedRun
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import keep_queries, make_policy
 from magicdec.speculation.rolling_runner import RollingRunner
@@ -186,11 +186,11 @@ def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
 
 
 def make_draft(
-    prepared: Prepared, groups: ParallelGroups, models: LoadedModels, row_tokens: int | None = None
+    run: ResolvedRun, groups: ParallelGroups, models: LoadedModels, row_tokens: int | None = None
 ) -> DraftModel | None:
     """The standalone draft model of a run; None if the run has none. Only the draft's ranks hold
     weights and a cache. Sequences have at most `row_tokens` tokens (default: those of the run)."""
-    config, source = prepared.config, prepared.draft_source
+    config, source = run.config, run.draft_source
     if config.draft is None or source is None:
         return None
     runner: ModelRunner | None = None

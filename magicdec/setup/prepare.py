@@ -45,6 +45,12 @@ class ResolvedRun:
         draft = self.draft_source
         return Models(self.source.config, None if draft is None else draft.config)
 
+    @property
+    def is_random(self) -> bool:
+        """Whether the target or its standalone draft has random weights, which make acceptance
+        meaningless."""
+        return self.source.is_random or bool(self.draft_source and self.draft_source.is_random)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared(ResolvedRun):
@@ -57,12 +63,6 @@ class Prepared(ResolvedRun):
     plan: MemoryPlan = MemoryPlan(0, 0)  # the plan of all ranks together
     free: int | None = None  # bytes of free memory that this rank read
     corpus: tuple[int, ...] = ()  # in which prompt lookup searches beside the text
-
-    @property
-    def is_random(self) -> bool:
-        """Whether the target or its standalone draft has random weights, which make acceptance
-        meaningless."""
-        return self.source.is_random or bool(self.draft_source and self.draft_source.is_random)
 
     def first_batches(self, num_batches: int) -> Prepared:
         """The run of the first batches alone."""
@@ -197,20 +197,9 @@ def complete(
     `prepare` does. `agree` lets all ranks refuse if one does. `num_prompts` are the number of
     prompts and the flag that says it, where requests are served: these are not whole batches, and
     keep the lengths of a prompt set. `check` makes the line about memory."""
-    config, launch, source, draft = run.config, run.launch, run.source, run.draft_source
-    flag = flag_of(config.run_config.model, "model")
-    check_interpreter(config)
-    check_fits(config, source, len(config.parallel.rank_group))
-    if draft is not None:
-        check_draft(config, source, draft)
-    tokenizer_source, tokenizer = find_tokenizer(source, cache)
-    if tokenizer.vocab_size > source.config.vocab_size:
-        raise ValueError(
-            f"{flag} {config.model.model}: its tokenizer has {tokenizer.vocab_size} ids, "
-            f"its embedding {source.config.vocab_size}"
-        )
+    config, launch, source = run.config, run.launch, run.source
+    tokenizer_source, tokenizer = check_models(run, cache)
     bos, w = source.config.bos_token_id, config.workload
-    check_bos(f"{flag} {config.model.model}", source, tokenizer)
     count, counted_by = num_prompts or (w.num_prompts, "--B x --num_batches")
     is_given = num_prompts is not None or config.run_config.workload.num_batches is not None
     batch = None if is_given else w.batch_size
@@ -246,6 +235,25 @@ def complete(
         free=free,
         corpus=corpus,
     )
+
+
+def check_models(run: ResolvedRun, cache: SetupCache) -> tuple[ModelSource, Tokenizer]:
+    """Check the run against its models. Returns the model whose tokenizer makes the prompts, and
+    that tokenizer. Raises ValueError as `prepare` does."""
+    config, source = run.config, run.source
+    label = f"{flag_of(config.run_config.model, 'model')} {config.model.model}"
+    check_interpreter(config)
+    check_fits(config, source, len(config.parallel.rank_group))
+    if run.draft_source is not None:
+        check_draft(config, source, run.draft_source)
+    tokenizer_source, tokenizer = find_tokenizer(source, cache)
+    if tokenizer.vocab_size > source.config.vocab_size:
+        raise ValueError(
+            f"{label}: its tokenizer has {tokenizer.vocab_size} ids, "
+            f"its embedding {source.config.vocab_size}"
+        )
+    check_bos(label, source, tokenizer)
+    return tokenizer_source, tokenizer
 
 
 def find_tokenizer(source: ModelSource, cache: SetupCache) -> tuple[ModelSource, Tokenizer]:

@@ -37,9 +37,8 @@ from magicdec.setup.model_checks import check_shared
 from magicdec.setup.model_plan import ModelPlan, max_tokens
 from magicdec.setup.prepare import ResolvedRun, SetupCache, resolve_run
 from magicdec.speculation.drafter import DraftModel
-from magicdec.speculation.policies.policy import keep_queries
-from magicdec.speculation.steps.recorder import CudaGraphs, Eager, Recorder
-from magicdec.speculation.steps.strategy import DecodingStrategy, Setup, make_strategy
+from magicdec.speculation.steps.build import build_decoder
+from magicdec.speculation.steps.strategy import DecodingStrategy
 from magicdec.systems.modes import Pass
 from magicdec.systems.system import Extras, PassObserver, System
 
@@ -224,19 +223,19 @@ class Batching(System):
         assert runner is not None, "it was opened"
         if self.captured is not None and self.captured[0] == each:
             return self.captured[1]
-        runner.prompt_queries = None
-        if each.is_drafting and config.decoding.model_drafter == "self":
-            keep_queries(runner, config.kv)
-        captures = config.decoding.cuda_graphs == "on"
-        recorder: Recorder = CudaGraphs(runner.device) if captures else Eager()
-        setup = Setup(
-            runner, config.decoding, config.kv, draft=self.draft, corpus=self.run.corpus,
-            recorder=recorder, is_in_flight=True,
-        )  # fmt: skip
         name = config.decoding.strategy if each.is_drafting else BASELINE
-        strategy = make_strategy(name, setup)
+        strategy = build_decoder(
+            runner,
+            config.decoding,
+            config.kv,
+            name=name,
+            draft=self.draft,
+            corpus=self.run.corpus,
+            is_in_flight=True,
+        )
         is_fixed = name == BASELINE or config.decoding.num_draft_tokens != "auto"
-        self.captured = (each, strategy) if captures and is_fixed else None
+        is_captured = config.decoding.cuda_graphs == "on"
+        self.captured = (each, strategy) if is_captured and is_fixed else None
         return strategy
 
     def now(self) -> float:

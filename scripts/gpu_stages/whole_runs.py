@@ -46,8 +46,8 @@ from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import ResolvedRun, SetupCache, find
 from magicdec.setup.session import RankSession
 from magicdec.speculation.steps import steps
-from magicdec.speculation.steps.recorder import CudaGraphs, Eager, Recorder
-from magicdec.speculation.steps.strategy import DecodingStrategy, Setup, make_strategy
+from magicdec.speculation.steps.build import build_decoder
+from magicdec.speculation.steps.strategy import DecodingStrategy
 
 RATES_FILE = Path(__file__).parents[2] / "results" / "paper" / "acceptance_rates.csv"
 DRAWS = 1 << 12  # steps until the drawn acceptance begins again
@@ -77,7 +77,7 @@ def rates_at(S: int) -> dict[str, float]:
     with RATES_FILE.open(newline="", encoding="utf-8") as file:
         rows = [row for row in csv.DictReader(file) if row["model"] == MODEL]
     if (row := near(rows, S)) is not None:
-        rates["published"] = float(row["draft_acceptance_rate"])
+        rates["published"] = float(row["acceptance_rate"])
     return rates
 
 
@@ -156,12 +156,10 @@ def time_steps(
 ) -> dict[str, Any]:
     """Times of the steps of a strategy over the filled cache, the first ones left out, and the
     tokens that they emit in a second. The cache has its old length afterwards."""
-    captures = config.decoding.cuda_graphs == "on"
-    recorder: Recorder = CudaGraphs(runner.device) if captures else Eager()
     greedy = SamplingParams(max_new_tokens=config.workload.gen_len)
     requests = [replace(r, sampling=greedy, output_ids=[*r.output_ids]) for r in batch.requests]
     rows = Batch(tuple(requests))
-    strategy = make_strategy(name, Setup(runner, config.decoding, config.kv, recorder=recorder))
+    strategy = build_decoder(runner, config.decoding, config.kv, name=name)
     strategy.admit(rows)
     for _ in range(WARM_UP):
         take_step(strategy, rows)

@@ -22,7 +22,7 @@ class Magicdec(Peer):
         from magicdec.runner.model_runner import ModelRunner
         from magicdec.setup.loading import load_kind, make_executor
         from magicdec.setup.model_plan import Kinds
-        from magicdec.speculation.steps.strategy import Setup, make_strategy
+        from magicdec.speculation.steps.build import build_decoder
 
         torch.set_num_threads(threads)
         kinds = Kinds(dtype, dtype, "packed", "native", "on")
@@ -33,8 +33,7 @@ class Magicdec(Peer):
         self.runner = ModelRunner(loaded, backend, group, batch, max_tokens, executor=executor)
         self.num_drafts = 0  # draft tokens per row cached in a step beyond the committed ones
         self.engine = Engine(self.runner, CHUNK)
-        setup = Setup(self.runner, DecodingSection(), KVSection("full"))
-        self.strategy = make_strategy("autoregressive", setup)
+        self.strategy = build_decoder(self.runner, DecodingSection(), KVSection("full"))
 
     def version(self) -> str:
         from importlib.metadata import version
@@ -82,13 +81,13 @@ class MagicdecSelfSpeculation(Magicdec):
 
     def __init__(self, model: str, dtype: str, threads: int, max_tokens: int, batch: int) -> None:
         from magicdec.config.sections import DecodingSection, KVSection
-        from magicdec.speculation.steps.strategy import Setup, make_strategy
+        from magicdec.speculation.steps.build import build_decoder
 
         super().__init__(model, dtype, threads, max_tokens, batch)
         decoding = DecodingSection("speculative", *self.drafts)
         self.num_drafts = decoding.most_draft_tokens
         kv = KVSection("streaming_llm", 257)
-        self.strategy = make_strategy("speculative", Setup(self.runner, decoding, kv))
+        self.strategy = build_decoder(self.runner, decoding, kv)
 
 
 class MagicdecLookup(MagicdecSelfSpeculation):

@@ -10,9 +10,19 @@ from typing import Any
 import pytest
 from conftest import Command
 
-from magicdec.records.acceptance import Verification, Verifications
+from magicdec import LLM
+from magicdec.config.run_config import RunConfig
+from magicdec.config.sections import KVSection, ModelSection, ParallelSection, WorkloadSection
+from magicdec.distributed.groups import Launch
+from magicdec.llm import RequestOutput
+from magicdec.records.acceptance import (
+    AcceptanceMetrics,
+    Verification,
+    Verifications,
+    acceptance_metrics,
+)
 from magicdec.records.reading import load_records
-from magicdec.setup.prepare import Prepared
+from magicdec.setup.prepare import Prepared, prepare
 
 WORDS = (
     *("--model", "demo", "--draft", "model:demo-draft", "--kv_policy", "full", "--gamma", "3"),
@@ -31,7 +41,7 @@ def of_run(command: Command, folder: Path) -> dict[int, list[Verification]]:
     words = (*WORDS, "--num_batches", "1", "--warmup_batches", "0", "--no_baseline")
     ended = command("run", *words, "--out", out)
     assert ended.code == 0, ended.err
-    (record,) = load_records(out)
+    *_, record = load_records(out)
     assert record.samples is not None
     return Verifications.of(record.samples["speculative"].restored()).by_request
 
@@ -83,6 +93,42 @@ def test_every_mode_has_the_acceptance_of_a_run(command: Command, folder: Path) 
             assert metrics["num_cancelled_draft_tokens"] is None and set(cancelled) == {None}
     assert records["sequential"]["metrics"]["draft_acceptance_rate"] is None
     assert {request["per_step_drafted"] for request in records["sequential"]["requests"]} == {None}
+
+
+def llm_results() -> list[RequestOutput]:
+    """The prompts of `WORDS`, served by the Python interface."""
+    config = RunConfig(
+        ModelSection("demo", "float32"),
+        kv=KVSection("full"),
+        parallel=ParallelSection(threads=1),
+        workload=WorkloadSection(batch_size=3, prefix_len=96, gen_len=21, num_batches=1),
+    )
+    prompts = prepare(config, Launch()).workload.prompts
+    llm = LLM(
+        *("demo", "model:demo-draft", 3, config.kv, "float32"),
+        max_tokens=128,
+        max_concurrency=3,
+        threads=1,
+    )
+    streams = [llm.submit(prompt, 21) for prompt in prompts]
+    return [stream.result() for stream in streams]
+
+
+def test_a_request_in_a_program_has_the_acceptance_that_it_has_when_served(
+    command: Command, folder: Path
+) -> None:
+    steps = of_run(command, folder)
+    (record,) = served(command, folder, "inflight+draft").values()
+    assert steps_of(record) == steps
+    results = llm_results()
+    for number, result in enumerate(results):
+        found = result.metrics.acceptance
+        alone = Verifications({0: steps[number]})
+        assert found == AcceptanceMetrics(**acceptance_metrics(alone, 1)), number
+        assert found.num_spec_steps == len(steps[number])
+        assert len(result.output_ids) == 1 + sum(each.emitted for each in steps[number])
+    accepted = [result.metrics.acceptance.num_accepted_draft_tokens for result in results]  # type: ignore[union-attr]
+    assert sum(map(int, filter(None, accepted))) == record["metrics"]["num_accepted_draft_tokens"]
 
 
 def test_random_weights_have_no_acceptance(

@@ -31,6 +31,7 @@ from magicdec.output.writing import to_json
 from magicdec.runner.request import Request, SamplingParams, Status
 from magicdec.setup.memory_check import Room, needed
 from magicdec.setup.memory_plan import Models
+from magicdec.speculation.steps import build, recorder
 from magicdec.speculation.steps.strategy import Setup, make_strategy
 from magicdec.systems import batching
 from magicdec.systems.batching import BATCHINGS, Batching
@@ -294,14 +295,14 @@ def test_the_measured_pass_replays_what_its_warm_up_captured(
     graphs: str, num_draft_tokens: int | str, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A strategy that learns its draft length from times begins again."""
-    monkeypatch.setattr(batching, "CudaGraphs", lambda device: object())
-    monkeypatch.setattr(batching, "make_strategy", lambda name, setup: [name])
+    monkeypatch.setattr(recorder, "CudaGraphs", lambda device: object())
+    monkeypatch.setattr(build, "make_strategy", lambda name, setup: [name])
     decoding = SimpleNamespace(
         strategy="speculative", cuda_graphs=graphs, model_drafter="model",
         num_draft_tokens=num_draft_tokens,
     )  # fmt: skip
     system = object.__new__(batching.Batching)
-    system.runner = cast(Any, SimpleNamespace(device=None, prompt_queries=None))
+    system.runner = cast(Any, SimpleNamespace(device=None, drafting=None))
     config = SimpleNamespace(decoding=decoding, kv=None)
     system.run = cast(Any, SimpleNamespace(config=config, corpus=()))
     drafting, plain = Pass("inflight", True), Pass("inflight", False)

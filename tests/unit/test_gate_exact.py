@@ -24,7 +24,6 @@ from magicdec.records.comparison.compare import (
     exit_code,
     junit,
     rate_variances,
-    rates_of_prompts,
 )
 from magicdec.records.record import RunRecord
 from magicdec.records.samples import PassSamples
@@ -202,7 +201,7 @@ def test_the_loss_that_would_be_seen_is_seen_in_19_of_20() -> None:
     """Over 400 pairs of passes, the second of which loses what the first pairs say on average."""
     rng, level, margin = np.random.default_rng(0), 0.99, 0.02
     chances = draw_chances(rng, 16, 0.7, 0.1)
-    rate = float(rates_of_prompts(count_by_prompt(pass_of(rng, chances))).mean())
+    rate = float(count_by_prompt(pass_of(rng, chances)).rates.mean())
 
     def change_with(share: float) -> Any:
         return change_of(

@@ -257,7 +257,7 @@ def test_predictions_are_drafts_and_verification_against_decoding() -> None:
 
 def test_published_rates_have_a_source_and_count_only_nearby() -> None:
     rates = predict.read_table("acceptance_rates.csv")
-    assert all(row["source"] and 0 < float(row["draft_acceptance_rate"]) < 1 for row in rates)
+    assert all(row["source"] and 0 < float(row["acceptance_rate"]) < 1 for row in rates)
     assert all(row["source"] for row in predict.read_table("speedups.csv"))
     assert predict.near(rates, 16384) == next(r for r in rates if r["prefix_len"] == "16000")
     assert predict.near(rates, 12000) is None

@@ -1,6 +1,8 @@
 """The Python interface: requests are submitted, read, cancelled and refused."""
 
+import itertools
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,8 @@ from conftest import ROOT, random_prompts
 
 from magicdec import LLM
 from magicdec.config.sections import KVSection, SamplingSection
-from magicdec.runner.request import Request, SamplingParams
+from magicdec.runner.request import Request, SamplingParams, Status
+from magicdec.setup.prepare import ResolvedRun
 
 PROMPTS = random_prompts([5, 70, 1, 33], 97)
 
@@ -28,10 +31,10 @@ def expected(tiny_checkpoint: Path) -> list[list[int]]:
 @pytest.mark.parametrize(
     "options",
     [
-        {"drafter": "ngram", "block_tokens": 64, "cache_tokens": 320, "max_concurrency": 3},
-        {"drafter": "self", "kv": KVSection("streaming_llm", 20, 4), "prefill_tokens": 9},
-        {"drafter": "self", "kv": KVSection("snapkv", 20, window_size=6)},
-        {"drafter": "self", "num_draft_tokens": "auto"},
+        {"draft": "ngram", "block_tokens": 64, "cache_tokens": 320, "max_concurrency": 3},
+        {"draft": "self", "kv": KVSection("streaming_llm", 20, 4), "prefill_tokens": 9},
+        {"draft": "self", "kv": KVSection("snapkv", 20, window_size=6)},
+        {"draft": "self", "gamma": "auto"},
     ],
     ids=str,
 )
@@ -62,9 +65,127 @@ def test_a_text_is_answered_with_a_text(tiny_checkpoint: Path) -> None:
     text = stream.text()
     assert text == llm.tokenizer.decode(stream._request.output_ids)
     assert stream._request.prompt_ids[0] == llm.model.bos_token_id
-    again = make_llm(tiny_checkpoint, drafter=None)
+    again = make_llm(tiny_checkpoint, draft="none")
     same = again.submit("The cat", 12, SamplingSection(temperature=0.7), ignore_eos=True)
     assert same.text() == text, "the first request has the same seed"
+
+
+@pytest.mark.parametrize("draft", ["none", "ngram", "self"])
+def test_a_result_says_what_became_of_a_request(
+    draft: str, expected: list[list[int]], tiny_checkpoint: Path
+) -> None:
+    """The first ends at its length, the second at a token that ends a text, the third when it is
+    cancelled while it runs, and the last while it waits."""
+    llm = make_llm(tiny_checkpoint, draft=draft, max_concurrency=3)
+    eos = expected[1][20]
+    first = llm.submit(PROMPTS[0], 100, ignore_eos=True)
+    llm.model = replace(llm.model, eos_token_ids=(eos,))
+    second = llm.submit(PROMPTS[1], 100)
+    third = llm.submit(PROMPTS[2], 100)
+    last = llm.submit(PROMPTS[3], 100)
+    next(third)
+    third.cancel()
+    last.cancel()
+    results = [stream.result() for stream in (first, second, third, last)]
+    end = expected[1].index(eos) + 1
+    assert [result.finish_reason for result in results] == ["length", "stop", *["cancelled"] * 2]
+    assert [result.request_id for result in results] == [0, 1, 2, 3]
+    assert [result.prompt_ids for result in results] == PROMPTS
+    assert list(results[0].output_ids) == expected[0]
+    assert list(results[1].output_ids) == expected[1][:end]
+    assert 0 < len(results[2].output_ids) < 100 and not results[3].output_ids
+    for stream, result in zip((first, second, third, last), results, strict=True):
+        assert result.text == llm.tokenizer.show(result.output_ids) == stream.text()
+        assert stream.result() == result, "it can be read again"
+    assert list(first) == expected[0], "a result takes no token away"
+
+
+def test_the_metrics_of_a_request_are_those_of_its_times_and_steps(
+    expected: list[list[int]], tiny_checkpoint: Path
+) -> None:
+    """By a clock that strikes each time that somebody reads it. One row: a request waits for
+    another."""
+    llm = make_llm(tiny_checkpoint, draft="self", gamma=3, max_concurrency=1)
+    ticks = itertools.count()
+    llm._engine.clock.now = lambda: float(next(ticks))  # type: ignore[method-assign]
+    llm._counts.now = llm._engine.clock.now
+    streams = [llm.submit(prompt, 30, ignore_eos=True) for prompt in PROMPTS[:2]]
+    single = llm.submit(PROMPTS[2], 1, ignore_eos=True)
+    first, second = (stream.result() for stream in streams)
+    for stream, result in zip(streams, (first, second), strict=True):
+        request, metrics = stream._request, result.metrics
+        times = request.token_times_s
+        assert metrics.ttft_ms == 1e3 * (times[0] - request.arrived_s)
+        assert metrics.e2el_ms == 1e3 * (times[-1] - request.arrived_s)
+        assert metrics.tpot_ms == 1e3 * (times[-1] - times[0]) / 29
+        found = metrics.acceptance
+        assert found is not None and found.acceptance_histogram is not None
+        by_count = list(enumerate(found.acceptance_histogram))
+        assert found.num_spec_steps == sum(count for _, count in by_count) == len(set(times)) - 1
+        assert found.num_draft_tokens == 3 * found.num_spec_steps
+        accepted = sum(number * count for number, count in by_count)
+        assert found.num_accepted_draft_tokens == accepted
+        assert found.mean_acceptance_length == 1 + accepted / found.num_spec_steps
+        assert found.draft_acceptance_rate == accepted / found.num_draft_tokens
+    assert first.metrics.queue_ms is not None and second.metrics.queue_ms is not None
+    ended_s = streams[0]._request.finished_s
+    assert ended_s is not None
+    arrived_s = streams[1]._request.arrived_s
+    assert first.metrics.queue_ms < 1e3 * (ended_s - arrived_s) < second.metrics.queue_ms
+    assert second.metrics.ttft_ms is not None and second.metrics.queue_ms < second.metrics.ttft_ms
+    of_single = single.result().metrics
+    assert of_single.tpot_ms is None and of_single.acceptance is None, "it has no decode step"
+    assert of_single.ttft_ms == of_single.e2el_ms
+
+
+def test_nothing_is_kept_of_requests_that_have_ended(tiny_checkpoint: Path) -> None:
+    """The cache has blocks for two or three requests, so that some are preempted; of these one is
+    cancelled while it waits, and another request while it runs."""
+    llm = make_llm(
+        tiny_checkpoint, draft="ngram", block_tokens=64, cache_tokens=320, max_concurrency=3
+    )
+    streams = [llm.submit(prompt, 100, ignore_eos=True) for prompt in PROMPTS * 2]
+    while not llm._counts.num_preemptions:
+        assert llm.step()
+    (preempted,) = (s for s in streams if llm._counts.moves[s._request.request_id].preempted_s)
+    assert preempted._request.status is Status.WAITING
+    preempted.cancel()
+    assert preempted.result().metrics.queue_ms is not None, "it had a row"
+    running = next(s for s in streams if s._request.status is Status.RUNNING)
+    running.cancel()
+    assert running.result().metrics.queue_ms is not None and running.is_done
+    streams[-1].cancel()
+    assert streams[-1].result().metrics.queue_ms is None, "it never had one"
+    while llm.step():
+        pass
+    assert not llm._streams and not llm._verifications.by_request and not llm._counts.moves
+
+
+def test_random_weights_have_no_acceptance(
+    tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ResolvedRun, "is_random", property(lambda run: True))
+    llm = make_llm(tiny_checkpoint, draft="self", gamma=2)
+    found = llm.submit([5, 6, 7], 8, ignore_eos=True).result()
+    assert len(found.output_ids) == 8 and found.metrics.acceptance is None
+
+
+def test_pieces_of_text_are_the_text(tiny_checkpoint: Path) -> None:
+    """They come while the request runs, whole characters only, beside the ids."""
+    llm = make_llm(tiny_checkpoint, draft="ngram")
+    sampling = SamplingSection(temperature=1.5)
+    stream = llm.submit(PROMPTS[0], 60, sampling, ignore_eos=True)
+    found = []
+    for piece in stream.pieces():
+        found.append((piece, stream.is_done))
+    assert len(found) > 10 and not found[3][1]
+    assert "".join(piece for piece, _ in found) == stream.text() == "".join(stream.pieces())
+    assert len(list(stream)) == 60, "the ids can still be read"
+    cancelled = llm.submit(PROMPTS[1], 60, sampling, ignore_eos=True)
+    next(cancelled)
+    cancelled.cancel()
+    assert "".join(cancelled.pieces()) == cancelled.text()
+    assert 0 < len(cancelled.result().output_ids) < 60
 
 
 def test_what_can_never_be_served_is_refused(tiny_checkpoint: Path) -> None:
@@ -77,7 +198,13 @@ def test_what_can_never_be_served_is_refused(tiny_checkpoint: Path) -> None:
     with pytest.raises(ValueError, match="max_new_tokens is too small"):
         llm.submit([5], 0)
     for options, message in (
-        ({"drafter": "model"}, "drafter model; choose from None, self, ngram"),
+        ({"draft": "model"}, "--draft model is not known; choose from self, model:NAME, ngram"),
+        ({"draft": "model:nowhere"}, "--draft 'nowhere' is not known; choose from demo, "),
+        ({"draft": "model:random:llama-68m"}, "has a vocabulary of 32000 ids, .* of 2051"),
+        ({"gamma": 3}, "gamma 3 does nothing with draft none; choose another draft"),
+        ({"draft": "self", "gamma": 0}, "--gamma"),
+        ({"draft": "ngram", "kv": KVSection("full")}, "kv full does nothing with draft ngram"),
+        ({"draft": "ngram", "draft_weights": "int8"}, "--draft_weights int8: no model drafts"),
         ({"max_tokens": 1}, "max_tokens is too small"),
         ({"max_tokens": 9999}, "9999"),
         ({"max_new_tokens": 0}, "max_new_tokens is too small"),
@@ -92,10 +219,10 @@ def test_what_a_policy_copies_has_room_for_the_longest_output(
     most: int | None, row_tokens: int, expected: list[list[int]], tiny_checkpoint: Path
 ) -> None:
     kv = KVSection("snapkv", 20, window_size=6)
-    llm = make_llm(tiny_checkpoint, drafter="self", kv=kv, max_new_tokens=most)
+    llm = make_llm(tiny_checkpoint, draft="self", kv=kv, max_new_tokens=most)
     streams = [llm.submit(prompt, 30, ignore_eos=True) for prompt in PROMPTS]
     assert [list(stream) for stream in streams] == [tokens[:30] for tokens in expected]
-    draft_kv = llm._strategy.drafter.draft_kv  # type: ignore[attr-defined]
+    draft_kv = llm._decoder.drafter.draft_kv  # type: ignore[attr-defined]
     assert draft_kv.runner.max_tokens == row_tokens
     if most is not None:
         with pytest.raises(ValueError, match=r"max_new_tokens 31 is too large; .* at most 30"):

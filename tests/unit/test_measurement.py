@@ -42,6 +42,7 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch, StepOutput
 from magicdec.setup.prepare import prepare
 from magicdec.speculation.draft_length import DraftLength
+from magicdec.speculation.steps import build
 from magicdec.speculation.steps.strategy import Phase, Setup
 
 PROMPT, CHUNK, NEW = 20, 8, 7
@@ -193,7 +194,7 @@ def measured(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("time.perf_counter", script.clock)
         patch.setattr(ModelRunner, "forward", forward)
-        patch.setattr(run_module, "make_strategy", make_strategy)
+        patch.setattr(build, "make_strategy", make_strategy)
         patch.setattr(run_module, "synchronize", script.synchronize)
         patch.setattr(run_module, "read_bandwidth", lambda group, device: next(bandwidths))
         record = execute(prepared, is_leader=False).record

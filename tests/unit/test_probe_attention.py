@@ -50,6 +50,7 @@ from magicdec.predict.probe_attention import (
 from magicdec.setup.prepare import ResolvedRun
 from magicdec.speculation.policies.streaming_llm import StreamingLLM
 from magicdec.speculation.policies.verified import VerifiedKV
+from magicdec.speculation.steps import recorder as recorder_module
 from magicdec.speculation.steps.recorder import Eager
 
 CPU = torch.device("cpu")
@@ -249,7 +250,7 @@ def test_recorded_steps_are_measured_recorded(graphs: str, monkeypatch: pytest.M
         return Measured(1.0, ONES)
 
     monkeypatch.setattr(probe_attention, "measure", timer)
-    monkeypatch.setattr(probe_attention, "CudaGraphs", lambda device: f"graphs of {device}")
+    monkeypatch.setattr(recorder_module, "CudaGraphs", lambda device: f"graphs of {device}")
     asked = replace(ASKED, decoding=replace(ASKED.decoding, cuda_graphs=graphs))
     times = list(measure_backends(run_of(resolve(asked, GPU)), Group((0,), 0), CPU))
     assert given == ({Eager()} if graphs == "off" else {"graphs of cpu"})

@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 import pytest
 
 from magicdec.bench.serving.metrics import (
-    ServingMetrics,
+    ServedTimes,
     serving_metrics,
 )
 from magicdec.bench.serving.record import RequestRecord, describe_requests
@@ -99,7 +99,7 @@ def test_the_time_stamps_of_a_record_count_from_the_first_arrival() -> None:
 
 def test_a_single_token_has_no_time_per_token() -> None:
     found = serving_metrics([REQUESTS[2]], COUNTS)
-    missing = {f.name for f in fields(ServingMetrics) if getattr(found, f.name) is None}
+    missing = {f.name for f in fields(ServedTimes) if getattr(found, f.name) is None}
     names = {f"{s}_{of}_ms" for s in ("mean", "p50", "p90", "p99") for of in ("tpot", "itl")}
     rates = {"arrival_rate", "request_tokens_per_s"}
     assert missing == {*names, *rates, "request_goodput", "peak_memory_bytes"}

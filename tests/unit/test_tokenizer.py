@@ -7,6 +7,7 @@ Every vocabulary is built here, in a temporary folder; nothing is downloaded.
 import io
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from magicdec.model import tokenizer as module
+from magicdec.model.detokenizer import Detokenizer
 from magicdec.model.tokenizer import Tokenizer
 
 CORPUS = ("the cat sat on the mat", "a long tale of the sea, told twice", "Chapter 12. No more!")
@@ -61,6 +63,26 @@ def sentencepiece_bytes() -> bytes:
     return model.getvalue()
 
 
+def fallback_bytes() -> bytes:
+    """As of Llama 2: a blank is a part of a token, and a character that has no token is a run of
+    bytes, which is unreadable as a whole if one of them is."""
+    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces += ["\u2581", "\u2581\u2581", "\u2581the", "\u2581cat", *"abthecs\n\xe9\u4e16"]
+    vocabulary = {piece: i for i, piece in enumerate(dict.fromkeys(pieces))}
+    model = models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>")
+    backend = tokenizers.Tokenizer(model)
+    backend.add_special_tokens(["<unk>", "<s>", "</s>"])
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return backend.to_str().encode()
+
+
 BYTES = {"json": json_bytes, "sentencepiece": sentencepiece_bytes}
 BUILT = {kind: build() for kind, build in BYTES.items()}
 KINDS = tuple(BUILT)
@@ -76,6 +98,14 @@ def load(directory: Path, name: str, data: bytes) -> Tokenizer:
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Tokenizer]:
     root = tmp_path_factory.mktemp("tokenizers")
     return {kind: load(root / kind, FILES[kind], BUILT[kind]) for kind in KINDS}
+
+
+@pytest.fixture(scope="module")
+def streamed(
+    loaded: dict[str, Tokenizer], tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Tokenizer]:
+    folder = tmp_path_factory.mktemp("fallback")
+    return loaded | {"fallback": load(folder, FILES["json"], fallback_bytes())}
 
 
 def reference(kind: str) -> Any:
@@ -97,6 +127,61 @@ def test_text_comes_back_and_ids_are_the_librarys(
     assert loaded[kind].decode(ids) == text
     assert ids == list(reference(kind)(text))
     assert all(0 <= i < loaded[kind].vocab_size for i in ids)
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "fallback"])
+@given(data=st.data())
+def test_pieces_of_text_are_the_text(
+    streamed: dict[str, Tokenizer], kind: str, data: st.DataObject
+) -> None:
+    """Of any tokens, those of text, and those that stand for nothing or for single bytes. No piece
+    ends within a character."""
+    tokenizer = streamed[kind]
+    tokens = st.integers(0, tokenizer.vocab_size + 1)
+    few = st.lists(tokens, min_size=1, max_size=3).flatmap(
+        lambda found: st.sampled_from([*found, 0, 1, 2])
+    )
+    texts = st.text("aé世😀 \n,", max_size=9).map(tokenizer.encode)
+    ids = data.draw(st.one_of(texts, st.lists(tokens, max_size=20), st.lists(few, max_size=20)))
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.add(token) for token in ids]
+    text = tokenizer.show(ids)
+    assert "".join(pieces) + detokenizer.finish() == text
+    if "\ufffd" not in text:
+        assert not any("\ufffd" in piece for piece in pieces)
+
+
+def test_a_blank_after_text_comes_by_itself(streamed: dict[str, Tokenizer]) -> None:
+    """Alone it has no text, since a text begins without it."""
+    tokenizer = streamed["fallback"]
+    ids = {piece: i for i, piece in tokenizer.pieces.items()}
+    detokenizer = Detokenizer(tokenizer)
+    pieces = [detokenizer.add(ids[piece]) for piece in ("\u2581the", "\u2581", "\u2581cat", "s")]
+    assert pieces == ["the", " ", " cat", "s"]
+
+
+def test_pieces_come_as_soon_as_they_are_certain(loaded: dict[str, Tokenizer]) -> None:
+    tokenizer = loaded["json"]
+    detokenizer = Detokenizer(tokenizer)
+    ids = [token for character in "a é😀b" for token in tokenizer.encode(character)]
+    assert len(ids) == 9
+    pieces = [detokenizer.add(token) for token in ids]
+    assert pieces == ["a", " ", "", "é", "", "", "", "😀", "b"]
+    assert detokenizer.add(ids[2]) == "" and detokenizer.finish() == "\ufffd"
+
+
+def test_a_long_text_is_decoded_a_few_tokens_at_a_time(loaded: dict[str, Tokenizer]) -> None:
+    lengths = list[int]()
+    tokenizer = loaded["json"]
+
+    def decode(ids: list[int]) -> str:
+        lengths.append(len(ids))
+        return tokenizer.decode_known(ids)
+
+    detokenizer = Detokenizer(replace(tokenizer, decode_known=decode))
+    for token in tokenizer.encode("the cat sat on the sea, " * 50):
+        detokenizer.add(token)
+    assert max(lengths) <= 2
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -44,7 +44,7 @@ from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.session import RankSession
 from magicdec.speculation.draft_kv import DraftKV
 from magicdec.speculation.policies.policy import make_draft_kv
-from magicdec.speculation.steps.recorder import CudaGraphs, Eager, Recorder, Work, record
+from magicdec.speculation.steps.recorder import Eager, Recorder, Work, make_recorder, record
 
 GREEDY = SamplingParams(max_new_tokens=1)
 
@@ -94,8 +94,7 @@ def time_place(
     plan = ModelPlan(place, model.config, group.ranks, group.ranks[group.index])
     runner = runner_of(plan, model, group)
     batch = fill(runner, context)
-    captures = config.decoding.cuda_graphs == "on"
-    recorder: Recorder = CudaGraphs(runner.device) if captures else Eager()
+    recorder = make_recorder(config.decoding, runner.device)
     drafting = {}
     for weights, copy in copies.items():
         drafting[weights] = with_copy(with_weights(plan, weights), runner, copy).drafter

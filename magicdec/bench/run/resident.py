@@ -181,8 +181,7 @@ class Resident:
 
             def make() -> ModelRunner:
                 runner = make_runner(room.max_tokens)
-                if room.kv is not None:
-                    keep_queries(runner, room.kv)
+                keep_queries(runner, room.kv)
                 return runner
 
             chunk = config.attention.prefill_chunk

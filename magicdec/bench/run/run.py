@@ -57,8 +57,8 @@ from magicdec.setup.model_plan import Kinds, ModelPlan, StagePart, max_tokens
 from magicdec.setup.prepare import Prepared
 from magicdec.setup.session import RankSession, session_of
 from magicdec.speculation.draft_length import make_draft_length
-from magicdec.speculation.steps.recorder import CudaGraphs, Eager, Recorder
-from magicdec.speculation.steps.strategy import DecodingStrategy, Setup, make_strategy
+from magicdec.speculation.steps.build import build_decoder
+from magicdec.speculation.steps.strategy import DecodingStrategy
 from magicdec.speculation.steps.witness import Witness
 
 
@@ -175,13 +175,17 @@ class Run:
     def make_strategy(
         self, name: str, timer: PhaseTimer, witness: Witness | None = None
     ) -> DecodingStrategy:
-        captures = self.config.decoding.cuda_graphs == "on"
-        recorder: Recorder = CudaGraphs(self.device) if captures else Eager()
-        setup = Setup(
-            self.runner, self.config.decoding, self.config.kv, self.draft, self.prepared.corpus,
-            timer, self.draft_length, recorder, witness=witness,
-        )  # fmt: skip
-        return make_strategy(name, setup)
+        return build_decoder(
+            self.runner,
+            self.config.decoding,
+            self.config.kv,
+            name=name,
+            draft=self.draft,
+            corpus=self.prepared.corpus,
+            draft_length=self.draft_length,
+            phase=timer,
+            witness=witness,
+        )
 
     def runners(self) -> list[ModelRunner]:
         """The runners of this rank: the target's, and the draft's if this rank has a shard of

@@ -126,7 +126,7 @@ def serving_metrics(
 ) -> ServingMetrics:
     """The metrics of finished requests, whose ids are 0, 1, ... `goodput` has the most ms for some
     of `GOODPUT_OF`; `verifications` are None where acceptance has no meaning."""
-    times = [request_ms(request) for request in requests]
+    times = [request.times_ms() for request in requests]
     begin_s = min(request.arrived_s for request in requests)
     makespan_s = max(_finished_s(request) for request in requests) - begin_s
     good = [all(of[name] <= most for name, most in goodput.items() if name in of) for of in times]
@@ -163,19 +163,6 @@ def rate_of(times_s: Sequence[float]) -> float | None:
     """Events a second between the first and the last of these times; None if they are equal."""
     span = max(times_s) - min(times_s)
     return (len(times_s) - 1) / span if span else None
-
-
-def request_ms(request: Request) -> dict[str, float]:
-    """The `ttft` and `e2el` of a finished request in ms, and its `tpot` if it has more than one
-    output token."""
-    first_s, last_s = request.first_token_s, _finished_s(request)
-    num_later = len(request.output_ids) - 1
-    assert first_s is not None, "what has ended has a first token"
-    times_ms = {"ttft": 1e3 * (first_s - request.arrived_s)}
-    times_ms["e2el"] = 1e3 * (last_s - request.arrived_s)
-    if num_later:
-        times_ms["tpot"] = 1e3 * (last_s - first_s) / num_later
-    return times_ms
 
 
 def summary(name: str, values: Sequence[float]) -> dict[str, Any]:

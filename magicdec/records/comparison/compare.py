@@ -68,7 +68,8 @@ class Pair:
         lost, or if that is not known."""
         if self.errors is None:
             return None
-        before, after = rates_of_prompts(self.before), rates_of_prompts(self.after)
+        before = self.before.rates
+        after = self.after.rates
         losses = np.where(self.errors > 0, (before - after) / np.maximum(self.errors, 1e-12), 0.0)
         losses = np.nan_to_num(losses)
         # If all prompts have changed more than that, as after other rounding, one has to do so all
@@ -150,16 +151,9 @@ def pair_of(new: RunRecord, old: RunRecord) -> Pair:
     is_other = np.array([one != other for one, other in pairs])
     counts = count_by_prompt(before), count_by_prompt(after)
     # Another text may be easier or harder to draft for, as another prompt may be.
-    between = float(np.nanvar(rates_of_prompts(counts[0]), ddof=1)) if len(is_other) > 1 else 0.0
+    between = float(np.nanvar(counts[0].rates, ddof=1)) if len(is_other) > 1 else 0.0
     errors = np.sqrt(rate_variances(before) + rate_variances(after) + is_other * between)
     return Pair(*counts, int(is_other.sum()), errors)
-
-
-def rates_of_prompts(counts: PromptCounts) -> Array:
-    """[P] the acceptance rate of each prompt; NaN of one without drafts."""
-    with np.errstate(divide="ignore", invalid="ignore"):
-        rates: Array = counts.accepted.sum(axis=1) / counts.drafted
-    return rates
 
 
 def rate_variances(samples: PassSamples) -> Array:
@@ -168,7 +162,7 @@ def rate_variances(samples: PassSamples) -> Array:
     counts = count_by_prompt(samples)
     by_prompt = Verifications.of(samples).by_request
     prompts, drafted, accepted, _ = columns_of(by_prompt, counts.num_prompts)
-    rests = accepted - rates_of_prompts(counts)[prompts] * drafted
+    rests = accepted - counts.rates[prompts] * drafted
     scatter = (rests**2).sum() / max(1, len(rests) - counts.num_prompts)
     return scatter * counts.verifications / np.maximum(counts.drafted, 1) ** 2
 

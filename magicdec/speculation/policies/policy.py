@@ -114,7 +114,10 @@ def make_draft_kv(runner: ModelRunner, kv: KVSection) -> DraftKV:
     return make_policy(kv).draft_kv(runner)
 
 
-def keep_queries(runner: ModelRunner, kv: KVSection) -> None:
-    """Let prefill keep the queries that the first choice of the run's policy is made by."""
-    num_tokens = make_policy(kv).observed_tokens
+def keep_queries(runner: ModelRunner, kv: KVSection | None) -> None:
+    """Let prefill keep the queries that the first choice of a policy is made by; None of them
+    without a section. The low-bit copy that drafts for the runner reads them too."""
+    num_tokens = 0 if kv is None else make_policy(kv).observed_tokens
     runner.prompt_queries = PromptQueries(num_tokens) if num_tokens else None
+    if runner.drafting is not None:
+        runner.drafting.prompt_queries = runner.prompt_queries

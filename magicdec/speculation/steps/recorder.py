@@ -16,6 +16,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from magicdec.config.sections import DecodingSection
 from magicdec.kv.forward_counts import ForwardCounts
 
 Work = Callable[[], Tensor]
@@ -40,6 +41,11 @@ class Eager:
 
     def record(self, work: Work) -> Work:
         return work
+
+
+def make_recorder(decoding: DecodingSection, device: torch.device) -> Recorder:
+    """The recorder of a run on `device` whose resolved config has this section."""
+    return CudaGraphs(device) if decoding.cuda_graphs == "on" else Eager()
 
 
 def record(

@@ -1,0 +1,66 @@
+"""A decoder is built at one place, and so is a recorder; prefill keeps what the drafter needs."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from conftest import make_runner, tiny_transformer
+
+from magicdec.config.sections import DecodingSection, KVSection
+from magicdec.names import BASELINE
+from magicdec.speculation.steps.build import build_decoder
+
+PACKAGE = Path(__file__).parents[2] / "magicdec"
+SNAPKV = KVSection("snapkv", 20, window_size=6)
+HOMES = {
+    "make_strategy": {"speculation/steps/build.py"},
+    "Setup": {"speculation/steps/build.py"},
+    "CudaGraphs": {"speculation/steps/recorder.py"},
+    "make_drafter": {
+        *("speculation/steps/speculative.py", "speculation/mixed.py"),
+        "systems/ring/recurrent.py",  # whose first stage drafts, and judges what comes home
+    },
+    "acceptance_metrics": {
+        *("records/acceptance.py", "bench/serving/metrics.py", "predict/simulator/run.py"),
+        "llm.py",
+    },
+}
+
+
+def callers(name: str) -> set[str]:
+    """The files of the package that call a function or a class of that name."""
+    return {
+        path.relative_to(PACKAGE).as_posix()
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == name
+    }
+
+
+@pytest.mark.parametrize("name", HOMES)
+def test_what_decodes_is_built_at_one_place(name: str) -> None:
+    assert callers(name) == HOMES[name]
+
+
+@pytest.mark.parametrize("has_copy", [False, True])
+def test_prefill_keeps_the_queries_of_the_decoder_that_was_built_last(has_copy: bool) -> None:
+    """Of a running batch; prompts that are in the cache keep theirs."""
+    runner = make_runner(tiny_transformer(), 2, 100)
+    if has_copy:
+        runner.drafting = runner.with_model(tiny_transformer(), None)
+    decoding = DecodingSection("speculative", "self", 3)
+    build_decoder(runner, decoding, SNAPKV)
+    assert runner.prompt_queries is None
+    build_decoder(runner, decoding, SNAPKV, is_in_flight=True)
+    kept = runner.prompt_queries
+    assert kept is not None and runner.drafter.prompt_queries is kept
+    build_decoder(runner, decoding, SNAPKV, name=BASELINE)
+    assert runner.prompt_queries is kept
+    for options in ({"name": BASELINE}, {"is_in_flight": True}):
+        lookup = DecodingSection("speculative", "ngram", 3)
+        section = decoding if "name" in options else lookup
+        build_decoder(runner, section, SNAPKV, **{"is_in_flight": True} | options)  # type: ignore[arg-type]
+        assert runner.prompt_queries is None and runner.drafter.prompt_queries is None
+        build_decoder(runner, decoding, SNAPKV, is_in_flight=True)
