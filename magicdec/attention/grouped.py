@@ -85,7 +85,8 @@ class GroupedBackend(AttentionBackend):
         """Sums the attention weights that `_attend` computes. The fused kernel never stores
         them."""
         assert q.shape[1] <= MOST_WATCHED < FUSED_FROM, "refused before the run"
-        outputs, masses = [], []
+        outputs = []
+        masses = []
         for r in self._write(layer, k, v, view):
             out, weights = _attend(layer, q[r.first : r.last], r, view)
             outputs.append(out)
@@ -106,12 +107,14 @@ def _dense_runs(view: KVView) -> Iterator[Run]:
     first = 0
     for i in range(1, len(blocks) + 1):
         if i == len(blocks) or blocks[i][0] != blocks[i - 1][0] + 1:
-            lengths, first_key = view.lengths[first:i], min(view.first_keys[first:i])
+            lengths = view.lengths[first:i]
+            first_key = min(view.first_keys[first:i])
             stop = max(lengths) + view.num_new
             keys = torch.arange(first_key, stop, device=view.seq_lens.device)
             keys = keys.expand(i - first, 1, -1)
             unmasked, mask = _mask(view, first, i, keys, min(lengths), max(lengths))
-            block, num_keys = blocks[first][0], stop - first_key
+            block = blocks[first][0]
+            num_keys = stop - first_key
             yield Run(first, i, block, first_key, num_keys, keys, None, unmasked, mask)
             first = i
 
@@ -120,7 +123,8 @@ def _gathered_run(layer: int, view: KVView) -> Run:
     """The visible keys of all rows, which are copied together. Shorter rows are padded, and the
     padding is masked."""
     keys = view.key_positions(layer)  # [B, G or 1, N]
-    least, most = min(view.num_visible), max(view.num_visible)
+    least = min(view.num_visible)
+    most = max(view.num_visible)
     unmasked, mask = _mask(view, 0, len(view.rows), keys, least, most)
     slots = view.cache.slots(view.row_index, keys.clamp(min=0))
     return Run(0, len(view.rows), 0, 0, keys.shape[2], keys, slots, unmasked, mask)

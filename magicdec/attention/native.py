@@ -77,9 +77,19 @@ class NativeBackend(AttentionBackend):
         kernel fills `mass`, float32 [B, G, blocks], with attention weights in the same pass."""
         cache = view.cache
         return attention(
-            q, k, v, cache.k[layer], cache.v[layer], cache.block_table, view.row_index,
-            view.seq_lens, view.layer_ranges(layer), view.window or 0, self._is_widened, mass,
-        )  # fmt: skip
+            q,
+            k,
+            v,
+            cache.k[layer],
+            cache.v[layer],
+            cache.block_table,
+            view.row_index,
+            view.seq_lens,
+            view.layer_ranges(layer),
+            view.window or 0,
+            self._is_widened,
+            mass,
+        )
 
     def run_with_weights(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
@@ -111,10 +121,19 @@ def has_dot_products() -> bool:
 
 
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, k_pool: Tensor, v_pool: Tensor,
-    block_table: Tensor, rows: Tensor, seq_lens: Tensor, ranges: Tensor, window: int,
-    is_widened: bool, mass: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    k_pool: Tensor,
+    v_pool: Tensor,
+    block_table: Tensor,
+    rows: Tensor,
+    seq_lens: Tensor,
+    ranges: Tensor,
+    window: int,
+    is_widened: bool,
+    mass: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """Append k, v [B,T,G,D] to the pools [blocks, G, block_size, D] of one layer and compute
     attention. Returns the output [B,T,H,D] and the log-sum-exp of the scores, float32 [B,T,H].
 
@@ -130,10 +149,19 @@ def attention(
     out = torch.empty(num_rows, num_new, num_heads, size, dtype=q.dtype)
     lse = torch.empty(num_rows, num_new, num_heads, dtype=torch.float32)
     shape = Shape(
-        num_rows, num_new, num_heads, k.shape[2], size, k_pool.shape[2], block_table.shape[1],
-        ranges.shape[2], *(step for s in strides for step in s[:2]),
-        ranges.shape[1], 0 if mass is None else mass.shape[2], window,
-    )  # fmt: skip
+        num_rows,
+        num_new,
+        num_heads,
+        k.shape[2],
+        size,
+        k_pool.shape[2],
+        block_table.shape[1],
+        ranges.shape[2],
+        *(step for s in strides for step in s[:2]),
+        ranges.shape[1],
+        0 if mass is None else mass.shape[2],
+        window,
+    )
     tensors = (q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, out, lse, mass)
     failed = kernel(size).magicdec_attention(
         STORAGE.index(k_pool.dtype),

@@ -120,26 +120,41 @@ class Call:
     is that of `list_keys`; None for a full view."""
 
     def __init__(
-        self, kernels: ModuleType, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView,
+        self,
+        kernels: ModuleType,
+        layer: int,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        view: KVView,
         key_list: Tensor | None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         assert q.dtype in STORAGE and q.shape[3] <= 256, "others are refused before the run"
         for tensor in (q, k, v):
             adjacent = tensor.stride(3) == 1 and tensor.stride(2) == tensor.shape[3]
             assert adjacent, "the heads of a token are adjacent"
-        self.kernels, self.q, self.k, self.v, self.view = kernels, q, k, v, view
+        self.kernels = kernels
+        self.q = q
+        self.k = k
+        self.v = v
+        self.view = view
         self.rows, self.num_new, self.num_heads, size = q.shape
-        cache, self.ranges = view.cache, view.layer_ranges(layer).contiguous()
-        self.k_pool, self.v_pool = cache.k[layer], cache.v[layer]
+        cache = view.cache
+        self.ranges = view.layer_ranges(layer).contiguous()
+        self.k_pool = cache.k[layer]
+        self.v_pool = cache.v[layer]
         self.key_list = None if key_list is None else key_list[:, layer if view.per_head else 0]
         self.num_kv_heads = k.shape[2]
         group = self.num_heads // self.num_kv_heads
-        packed, block_d = self.num_new * group, max(16, next_power(size))
+        packed = self.num_new * group
+        block_d = max(16, next_power(size))
         tile = choose_tile(q.dtype, block_d, packed, q.device.type == "cpu")
         self.num_tiles = -(-packed // tile["BLOCK_M"])
         self.head: dict[str, Any] = {
-            "SIZE": size, "BLOCK_D": block_d, "BLOCK_SIZE": cache.shape.block_size
-        }  # fmt: skip
+            "SIZE": size,
+            "BLOCK_D": block_d,
+            "BLOCK_SIZE": cache.shape.block_size,
+        }
         assert cache.shape.block_size % tile["BLOCK_N"] == 0, "a tile of keys lies in one block"
         sizes = {"GROUP": group, "BLOCK_R": next_power(self.ranges.shape[2])}
         self.tile: dict[str, Any] = {"WINDOW": view.window or 0} | sizes | tile | self.head
@@ -171,18 +186,31 @@ class Call:
 
     def _append(self) -> None:
         """Write k and v to the pools, after the tokens that the rows already hold."""
-        view, strides = self.view, (*self.k.stride()[:2], *self.v.stride()[:2])
+        view = self.view
+        strides = (*self.k.stride()[:2], *self.v.stride()[:2])
         self.kernels.append[(self.rows, self.num_kv_heads, -(-self.num_new // BLOCK_T))](
-            self.k, self.v, self.k_pool, self.v_pool, view.cache.block_table, view.row_index,
-            view.seq_lens, self.num_new, self.num_kv_heads, view.cache.block_table.shape[1],
-            *strides, BLOCK_T=BLOCK_T, **self.head,
-        )  # fmt: skip
+            self.k,
+            self.v,
+            self.k_pool,
+            self.v_pool,
+            view.cache.block_table,
+            view.row_index,
+            view.seq_lens,
+            self.num_new,
+            self.num_kv_heads,
+            view.cache.block_table.shape[1],
+            *strides,
+            BLOCK_T=BLOCK_T,
+            **self.head,
+        )
 
     def _arguments(
         self, num_splits: int, counters: Tensor
     ) -> tuple[Tensor, Tensor, tuple[Any, ...], dict[str, Any]]:
         """The output and the log-sum-exp, which `attend` writes, and its arguments and options."""
-        q, is_split, appends = self.q, num_splits > 1, self.num_tiles == 1
+        q = self.q
+        is_split = num_splits > 1
+        appends = self.num_tiles == 1
         out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
         lse = torch.empty(q.shape[:3], dtype=torch.float32, device=q.device)
         parts = part_lse = slots = positions = None
@@ -194,14 +222,31 @@ class Call:
             slots, positions = self.key_list
             list_strides = slots.stride(0), slots.stride(1) * (slots.shape[1] > 1)
         args = (
-            q, self.k, self.v, self.k_pool, self.v_pool, *self._addressing(), slots, positions,
-            parts, part_lse, out, lse, counters, *self._sizes(), *list_strides,
-            *self.k.stride()[:2], *self.v.stride()[:2],
-        )  # fmt: skip
+            q,
+            self.k,
+            self.v,
+            self.k_pool,
+            self.v_pool,
+            *self._addressing(),
+            slots,
+            positions,
+            parts,
+            part_lse,
+            out,
+            lse,
+            counters,
+            *self._sizes(),
+            *list_strides,
+            *self.k.stride()[:2],
+            *self.v.stride()[:2],
+        )
         options = {
-            "IS_LISTED": slots is not None, "IS_SPLIT": is_split, "APPENDS": appends,
-            "BLOCK_S": MERGED_AT_ONCE, "BLOCK_T": next_power(self.num_new) if appends else 1,
-        }  # fmt: skip
+            "IS_LISTED": slots is not None,
+            "IS_SPLIT": is_split,
+            "APPENDS": appends,
+            "BLOCK_S": MERGED_AT_ONCE,
+            "BLOCK_T": next_power(self.num_new) if appends else 1,
+        }
         return out, lse, args, options | self.tile
 
     def mass(self, lse: Tensor) -> Tensor:
@@ -212,9 +257,15 @@ class Call:
         mass = torch.empty(shape, dtype=torch.float32, device=self.q.device)
         blocks_a_tile = self.tile["BLOCK_N"] // self.kernels.WEIGHTS_BLOCK.value
         self.kernels.sum_mass[(*shape[:2], -(-num_blocks // blocks_a_tile))](
-            self.q, self.k_pool, *self._addressing(), lse, mass,
-            *self._sizes(), num_blocks, **self.tile,
-        )  # fmt: skip
+            self.q,
+            self.k_pool,
+            *self._addressing(),
+            lse,
+            mass,
+            *self._sizes(),
+            num_blocks,
+            **self.tile,
+        )
         return mass
 
     def _addressing(self) -> tuple[Tensor, ...]:
@@ -226,26 +277,45 @@ class Call:
         take."""
         heads_differ = self.ranges.shape[1] > 1
         return (
-            self.head["SIZE"] ** -0.5, self.num_new, self.num_heads,
-            self.view.cache.block_table.shape[1], *self.q.stride()[:2],
-            self.ranges.shape[2], self.ranges.stride(0), heads_differ * self.ranges.stride(1),
-        )  # fmt: skip
+            self.head["SIZE"] ** -0.5,
+            self.num_new,
+            self.num_heads,
+            self.view.cache.block_table.shape[1],
+            *self.q.stride()[:2],
+            self.ranges.shape[2],
+            self.ranges.stride(0),
+            heads_differ * self.ranges.stride(1),
+        )
 
 
 def list_keys(kernels: ModuleType, view: KVView) -> Tensor:
     """Where the keys of each row lie: int32 [2, L, B, G, N], the slot that key i would have in the
     first KV head, and its position. L and G are 1 if all layers and heads see the same. N is the
     most keys of a row; what follows a row's last key is not set."""
-    ranges, cache, block_n = view.all_ranges.contiguous(), view.cache, BLOCK_SIZE
+    ranges = view.all_ranges.contiguous()
+    cache = view.cache
+    block_n = BLOCK_SIZE
     num_keys = max(view.num_visible) + view.num_new
     shape = (2, *ranges.shape[:3], num_keys)
     key_list = torch.empty(shape, dtype=torch.int32, device=ranges.device)
-    num_lists, (num_rows, num_heads, num_ranges) = ranges[..., 0, 0].numel(), ranges.shape[1:4]
+    num_lists = ranges[..., 0, 0].numel()
+    (num_rows, num_heads, num_ranges) = ranges.shape[1:4]
     kernels.list_keys[(num_lists, -(-num_keys // block_n))](
-        ranges, cache.block_table, view.row_index, key_list[0], key_list[1], num_rows, num_heads,
-        num_ranges, num_keys, cache.shape.num_kv_heads, cache.block_table.shape[1],
-        BLOCK_R=next_power(num_ranges), BLOCK_N=block_n, BLOCK_SIZE=cache.shape.block_size,
-    )  # fmt: skip
+        ranges,
+        cache.block_table,
+        view.row_index,
+        key_list[0],
+        key_list[1],
+        num_rows,
+        num_heads,
+        num_ranges,
+        num_keys,
+        cache.shape.num_kv_heads,
+        cache.block_table.shape[1],
+        BLOCK_R=next_power(num_ranges),
+        BLOCK_N=block_n,
+        BLOCK_SIZE=cache.shape.block_size,
+    )
     return key_list
 
 
@@ -300,9 +370,11 @@ def count_resident(
     compiled = kernel.warmup(*args, grid=(1,), **options)
     assert compiled.run is not None, "now it is loaded, and its registers are known"
     fit = fit_programs(
-        compiled.n_regs, compiled.metadata.shared, options["num_warps"],
+        compiled.n_regs,
+        compiled.metadata.shared,
+        options["num_warps"],
         properties.shared_memory_per_multiprocessor,
-    )  # fmt: skip
+    )
     return properties.multi_processor_count * fit
 
 

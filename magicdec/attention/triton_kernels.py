@@ -43,13 +43,24 @@ def _load_tokens(pool, slots, valid, SIZE: tl.constexpr, BLOCK_D: tl.constexpr):
 
 @triton.jit
 def _load_queries(
-    q, first, row, head, num_new, q_row, q_token,
-    GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+    q,
+    first,
+    row,
+    head,
+    num_new,
+    q_row,
+    q_token,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+):
     """Load the packed queries [M, D] of a KV head, beginning at query `first`; 0 after the last
     query. Also returns their tokens and query heads, [M] each."""
-    m, d = first + tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_D)
-    token, query_head = m // GROUP, head * GROUP + m % GROUP
+    m = first + tl.arange(0, BLOCK_M)
+    d = tl.arange(0, BLOCK_D)
+    token = m // GROUP
+    query_head = head * GROUP + m % GROUP
     address = row * q_row + token[:, None] * q_token + query_head[:, None] * SIZE + d[None, :]
     mask = (token < num_new)[:, None] & (d < SIZE)[None, :]
     return tl.load(q + address, mask=mask, other=0.0), token, query_head
@@ -59,7 +70,8 @@ def _load_queries(
 def _dot(a, b, IN_FLOAT32: tl.constexpr):
     """a @ b, accumulated in float32."""
     if IN_FLOAT32:  # Triton's interpreter multiplies the bits of bfloat16 as integers
-        a, b = a.to(tl.float32), b.to(tl.float32)
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
     return tl.dot(a, b, input_precision="ieee")
 
 
@@ -100,17 +112,34 @@ def _store_part(
 
 @triton.jit
 def _append(
-    k, v, k_pool, v_pool, table, token, is_new, seq_len, row, head, num_kv_heads,
-    k_row, k_token, v_row, v_token,
-    SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
+    k,
+    v,
+    k_pool,
+    v_pool,
+    table,
+    token,
+    is_new,
+    seq_len,
+    row,
+    head,
+    num_kv_heads,
+    k_row,
+    k_token,
+    v_row,
+    v_token,
+    SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
     """Write the new tokens `token` [N] of a row and head to the pools where `is_new` [N] is true.
     `table` is the block table of the row."""
     d = tl.arange(0, BLOCK_D)
-    mask, position = is_new[:, None] & (d < SIZE)[None, :], seq_len + token
+    mask = is_new[:, None] & (d < SIZE)[None, :]
+    position = seq_len + token
     block = tl.load(table + position // BLOCK_SIZE, mask=is_new, other=0)
     slots = (block * num_kv_heads + head) * BLOCK_SIZE + position % BLOCK_SIZE
-    place, source = slots[:, None] * SIZE + d[None, :], head * SIZE + d[None, :]
+    place = slots[:, None] * SIZE + d[None, :]
+    source = head * SIZE + d[None, :]
     new_k = tl.load(k + row * k_row + token[:, None] * k_token + source, mask=mask)
     new_v = tl.load(v + row * v_row + token[:, None] * v_token + source, mask=mask)
     tl.store(k_pool + place, new_k, mask=mask)
@@ -119,32 +148,75 @@ def _append(
 
 @triton.jit
 def append(
-    k, v, k_pool, v_pool, block_table, rows, seq_lens,
-    num_new, num_kv_heads, table_width, k_row, k_token, v_row, v_token,
-    SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
+    k,
+    v,
+    k_pool,
+    v_pool,
+    block_table,
+    rows,
+    seq_lens,
+    num_new,
+    num_kv_heads,
+    table_width,
+    k_row,
+    k_token,
+    v_row,
+    v_token,
+    SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
     """Write k, v [B,T,G,D], whose heads are adjacent, to the pools. Programs: (B, G, BLOCK_T
     tiles)."""
-    row, head = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
     token = tl.program_id(2) * BLOCK_T + tl.arange(0, BLOCK_T)
     _append(
-        k, v, k_pool, v_pool, block_table + tl.load(rows + row) * table_width,
-        token, token < num_new, tl.load(seq_lens + row).to(tl.int32), row, head, num_kv_heads,
-        k_row, k_token, v_row, v_token, SIZE, BLOCK_D, BLOCK_SIZE,
-    )  # fmt: skip
+        k,
+        v,
+        k_pool,
+        v_pool,
+        block_table + tl.load(rows + row) * table_width,
+        token,
+        token < num_new,
+        tl.load(seq_lens + row).to(tl.int32),
+        row,
+        head,
+        num_kv_heads,
+        k_row,
+        k_token,
+        v_row,
+        v_token,
+        SIZE,
+        BLOCK_D,
+        BLOCK_SIZE,
+    )
 
 
 @triton.jit
 def list_keys(
-    ranges, block_table, rows, slots, positions,
-    num_rows, num_heads, num_ranges, most_keys, num_kv_heads, table_width,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
+    ranges,
+    block_table,
+    rows,
+    slots,
+    positions,
+    num_rows,
+    num_heads,
+    num_ranges,
+    most_keys,
+    num_kv_heads,
+    table_width,
+    BLOCK_R: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
     """Write the slot that each key would have in the first KV head, and its position, int32
     [L,B,G,most_keys]. `ranges` is [L,B,G,R,2]; L and G are 1 if all layers and heads see the same.
     What follows the last key is not written. Programs: (L * B * G, BLOCK_N tiles)."""
     which = tl.program_id(0).to(tl.int64)
-    r, key = tl.arange(0, BLOCK_R), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    r = tl.arange(0, BLOCK_R)
+    key = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     own = ranges + which * num_ranges * 2
     start = tl.load(own + 2 * r, mask=r < num_ranges, other=0).to(tl.int32)
     stop = tl.load(own + 2 * r + 1, mask=r < num_ranges, other=0).to(tl.int32)
@@ -170,9 +242,16 @@ def split_tiles(split, num_splits, num_tiles):
 
 @triton.jit
 def _find_slots(
-    places, first, last_key, is_tile, num_kv_heads, head,
-    IS_LISTED: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-):  # fmt: skip
+    places,
+    first,
+    last_key,
+    is_tile,
+    num_kv_heads,
+    head,
+    IS_LISTED: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+):
     """Where the tile of keys from `first` on lies; 0 unless `is_tile`. `places` is a list of slots
     in the first KV head: returns those of `head`, int64 [N]. Or it is the block table of a row:
     returns the slot of the first key, int64, which the others follow."""
@@ -188,31 +267,63 @@ def _find_slots(
 
 @triton.jit
 def _attend_tiles(
-    queries, own_position, k_pool, v_pool, places, positions,
-    origin, first_key, last_key, first_tile, last_tile, scale, num_kv_heads, head,
-    IS_LISTED: tl.constexpr, WINDOW: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    queries,
+    own_position,
+    k_pool,
+    v_pool,
+    places,
+    positions,
+    origin,
+    first_key,
+    last_key,
+    first_tile,
+    last_tile,
+    scale,
+    num_kv_heads,
+    head,
+    IS_LISTED: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
-):  # fmt: skip
+):
     """Attention over tiles, of which tile 0 begins at key `origin`, as far as they lie between
     `first_key` and `last_key`. Returns what `_add_keys` does. `places` is as in `_find_slots`, and
     `positions` the list of the keys' positions, if there is one."""
     most = tl.full((BLOCK_M,), float("-inf"), tl.float32)  # largest score, in units of log 2
-    total, sums = tl.zeros((BLOCK_M,), tl.float32), tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
+    total = tl.zeros((BLOCK_M,), tl.float32)
+    sums = tl.zeros((BLOCK_M, BLOCK_D), tl.float32)
     n = tl.arange(0, BLOCK_N)
     next_slots = _find_slots(
-        places, origin + first_tile * BLOCK_N, last_key, first_tile < last_tile,
-        num_kv_heads, head, IS_LISTED, BLOCK_N, BLOCK_SIZE,
-    )  # fmt: skip
+        places,
+        origin + first_tile * BLOCK_N,
+        last_key,
+        first_tile < last_tile,
+        num_kv_heads,
+        head,
+        IS_LISTED,
+        BLOCK_N,
+        BLOCK_SIZE,
+    )
     for t in range(first_tile, last_tile):
         key = origin + t * BLOCK_N + n
         valid = (key >= first_key) & (key < last_key)
         own_slots = next_slots if IS_LISTED else next_slots + n
         # One tile ahead, so that no load of keys waits for its address.
         next_slots = _find_slots(
-            places, origin + (t + 1) * BLOCK_N, last_key, t + 1 < last_tile,
-            num_kv_heads, head, IS_LISTED, BLOCK_N, BLOCK_SIZE,
-        )  # fmt: skip
+            places,
+            origin + (t + 1) * BLOCK_N,
+            last_key,
+            t + 1 < last_tile,
+            num_kv_heads,
+            head,
+            IS_LISTED,
+            BLOCK_N,
+            BLOCK_SIZE,
+        )
         keys = _load_tokens(k_pool, own_slots, valid, SIZE, BLOCK_D)
         scores = _dot(queries, tl.trans(keys), IN_FLOAT32) * (scale * LOG2E)
         position = key  # its number does as well, unless there is a window
@@ -238,23 +349,36 @@ def _is_last(counter, num_programs):
 
 @triton.jit
 def _merge_splits(
-    parts, part_lse, out, lse, query, num_splits, num_queries,
-    SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr,
-):  # fmt: skip
+    parts,
+    part_lse,
+    out,
+    lse,
+    query,
+    num_splits,
+    num_queries,
+    SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
     """Merge the parts of one query, float32 [splits, queries, D], with weights from their
     log-sum-exp. Other programs stored them, so they are not read from the caches of processors."""
-    d, total, most = tl.arange(0, BLOCK_D), 0.0, float("-inf")
-    inside, merged = d < SIZE, tl.zeros((BLOCK_D,), tl.float32)
+    d = tl.arange(0, BLOCK_D)
+    total = 0.0
+    most = float("-inf")
+    inside = d < SIZE
+    merged = tl.zeros((BLOCK_D,), tl.float32)
     for first in range(0, num_splits, BLOCK_S):
         s = first + tl.arange(0, BLOCK_S)
-        is_split, place = s < num_splits, s * num_queries + query
+        is_split = s < num_splits
+        place = s * num_queries + query
         logs = tl.load(part_lse + place, mask=is_split, other=float("-inf"), cache_modifier=".cg")
         address = parts + place[:, None] * SIZE + d[None, :]
         mask = is_split[:, None] & inside[None, :]
         values = tl.load(address, mask=mask, other=0.0, cache_modifier=".cg")
         new_most = tl.maximum(most, tl.max(logs, 0))
         shift = tl.where(new_most == float("-inf"), 0.0, new_most)
-        weights, rescale = tl.exp2((logs - shift) * LOG2E), tl.exp2((most - shift) * LOG2E)
+        weights = tl.exp2((logs - shift) * LOG2E)
+        rescale = tl.exp2((most - shift) * LOG2E)
         total = total * rescale + tl.sum(weights, 0)
         merged = merged * rescale + tl.sum(values * weights[:, None], 0)
         most = new_most
@@ -264,39 +388,96 @@ def _merge_splits(
 
 @triton.jit(do_not_specialize=["num_ranges", "ranges_row", "ranges_head", "list_row", "list_head"])
 def attend(
-    q, k, v, k_pool, v_pool, block_table, rows, seq_lens, ranges, slots, positions,
-    parts, part_lse, out, lse, counters,
-    scale, num_new, num_heads, table_width, q_row, q_token, num_ranges, ranges_row, ranges_head,
-    list_row, list_head, k_row, k_token, v_row, v_token,
-    IS_LISTED: tl.constexpr, IS_SPLIT: tl.constexpr, APPENDS: tl.constexpr, WINDOW: tl.constexpr,
-    GROUP: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_T: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, IN_FLOAT32: tl.constexpr,
-):  # fmt: skip
+    q,
+    k,
+    v,
+    k_pool,
+    v_pool,
+    block_table,
+    rows,
+    seq_lens,
+    ranges,
+    slots,
+    positions,
+    parts,
+    part_lse,
+    out,
+    lse,
+    counters,
+    scale,
+    num_new,
+    num_heads,
+    table_width,
+    q_row,
+    q_token,
+    num_ranges,
+    ranges_row,
+    ranges_head,
+    list_row,
+    list_head,
+    k_row,
+    k_token,
+    v_row,
+    v_token,
+    IS_LISTED: tl.constexpr,
+    IS_SPLIT: tl.constexpr,
+    APPENDS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    IN_FLOAT32: tl.constexpr,
+):
     """Attention of one tile of packed queries over one split of its keys: out [B,T,H,D] and
     log-sum-exp, float32 [B,T,H]. The last program of a row, head and tile merges their parts.
     `IS_LISTED`: keys are found by `slots`, and `positions` if there is a window; else they are the
     last tokens of a row. `APPENDS`: programs that see new tokens write them to the pools first; all
     queries are one tile. A query sees its last `WINDOW` positions (0: all). `GROUP` is H/G.
     Programs: (B, G * query tiles, splits)."""
-    row, split, num_splits = tl.program_id(0), tl.program_id(2), tl.num_programs(2)
+    row = tl.program_id(0)
+    split = tl.program_id(2)
+    num_splits = tl.num_programs(2)
     num_kv_heads = num_heads // GROUP
-    head, tile = tl.program_id(1) % num_kv_heads, tl.program_id(1) // num_kv_heads
+    head = tl.program_id(1) % num_kv_heads
+    tile = tl.program_id(1) // num_kv_heads
     table = block_table + tl.load(rows + row) * table_width
     seq_len = tl.load(seq_lens + row).to(tl.int32)
     num_keys = _count_keys(ranges + row * ranges_row + head * ranges_head, num_ranges, BLOCK_R)
     last_token = tl.minimum((tile * BLOCK_M + BLOCK_M - 1) // GROUP, num_new - 1)
     # Keys are numbered so that new tokens have their positions and the others come before them.
-    first_key, last_key = seq_len + num_new - num_keys, seq_len + last_token + 1
+    first_key = seq_len + num_new - num_keys
+    last_key = seq_len + last_token + 1
     origin = first_key if IS_LISTED else first_key // BLOCK_N * BLOCK_N
     first_tile, last_tile = split_tiles(split, num_splits, tl.cdiv(last_key - origin, BLOCK_N))
     if APPENDS:
         new = tl.arange(0, BLOCK_T)
         is_new = (new < num_new) & (origin + last_tile * BLOCK_N > seq_len)
         _append(
-            k, v, k_pool, v_pool, table, new, is_new, seq_len, row, head, num_kv_heads,
-            k_row, k_token, v_row, v_token, SIZE, BLOCK_D, BLOCK_SIZE,
-        )  # fmt: skip
+            k,
+            v,
+            k_pool,
+            v_pool,
+            table,
+            new,
+            is_new,
+            seq_len,
+            row,
+            head,
+            num_kv_heads,
+            k_row,
+            k_token,
+            v_row,
+            v_token,
+            SIZE,
+            BLOCK_D,
+            BLOCK_SIZE,
+        )
         tl.debug_barrier()  # every thread has stored
     queries, token, query_head = _load_queries(
         q, tile * BLOCK_M, row, head, num_new, q_row, q_token, GROUP, SIZE, BLOCK_D, BLOCK_M
@@ -304,11 +485,31 @@ def attend(
     own_list = row.to(tl.int64) * list_row + head * list_head - first_key
     table = slots + own_list if IS_LISTED else table
     most, total, sums = _attend_tiles(
-        queries, seq_len + token, k_pool, v_pool, table, positions + own_list if IS_LISTED else 0,
-        origin, first_key, last_key, first_tile, last_tile, scale, num_kv_heads, head,
-        IS_LISTED, WINDOW, SIZE, BLOCK_D, BLOCK_M, BLOCK_N, BLOCK_SIZE, IN_FLOAT32,
-    )  # fmt: skip
-    place, is_query = (row * num_new + token).to(tl.int64) * num_heads + query_head, token < num_new
+        queries,
+        seq_len + token,
+        k_pool,
+        v_pool,
+        table,
+        positions + own_list if IS_LISTED else 0,
+        origin,
+        first_key,
+        last_key,
+        first_tile,
+        last_tile,
+        scale,
+        num_kv_heads,
+        head,
+        IS_LISTED,
+        WINDOW,
+        SIZE,
+        BLOCK_D,
+        BLOCK_M,
+        BLOCK_N,
+        BLOCK_SIZE,
+        IN_FLOAT32,
+    )
+    place = (row * num_new + token).to(tl.int64) * num_heads + query_head
+    is_query = token < num_new
     if IS_SPLIT:
         num_queries = tl.num_programs(0) * num_new * num_heads
         own_part = place + split.to(tl.int64) * num_queries
@@ -318,26 +519,57 @@ def attend(
             for m in range(tile * BLOCK_M, last):
                 query = (row * num_new + m // GROUP).to(tl.int64) * num_heads
                 _merge_splits(
-                    parts, part_lse, out, lse, query + head * GROUP + m % GROUP, num_splits,
-                    num_queries, SIZE, BLOCK_D, BLOCK_S,
-                )  # fmt: skip
+                    parts,
+                    part_lse,
+                    out,
+                    lse,
+                    query + head * GROUP + m % GROUP,
+                    num_splits,
+                    num_queries,
+                    SIZE,
+                    BLOCK_D,
+                    BLOCK_S,
+                )
     else:
         _store_part(out, lse, place, is_query, most, total, sums, SIZE, BLOCK_D)
 
 
 @triton.jit
 def sum_mass(
-    q, k_pool, block_table, rows, seq_lens, ranges, lse, mass,
-    scale, num_new, num_heads, table_width, q_row, q_token,
-    num_ranges, ranges_row, ranges_head, num_blocks,
-    BLOCK_R: tl.constexpr, WINDOW: tl.constexpr, GROUP: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_SIZE: tl.constexpr,
+    q,
+    k_pool,
+    block_table,
+    rows,
+    seq_lens,
+    ranges,
+    lse,
+    mass,
+    scale,
+    num_new,
+    num_heads,
+    table_width,
+    q_row,
+    q_token,
+    num_ranges,
+    ranges_row,
+    ranges_head,
+    num_blocks,
+    BLOCK_R: tl.constexpr,
+    WINDOW: tl.constexpr,
+    GROUP: tl.constexpr,
+    SIZE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
     IN_FLOAT32: tl.constexpr,
-):  # fmt: skip
+):
     """Writes mass, float32 [B, G, num_blocks]: attention weights of WEIGHTS_BLOCK positions, summed
     over the queries of a KV head. `lse`, float32 [B,T,H], is each query's log-sum-exp. One program
     sums a block alone, so additions have a fixed order. Programs: (B, G, BLOCK_N tiles)."""
-    row, head, tile = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    row = tl.program_id(0)
+    head = tl.program_id(1)
+    tile = tl.program_id(2)
     num_kv_heads = num_heads // GROUP
     positions = tile * BLOCK_N + tl.arange(0, BLOCK_N)
     own_ranges = ranges + row * ranges_row + head * ranges_head
@@ -347,7 +579,8 @@ def sum_mass(
     is_in = (positions[:, None] >= start[None, :]) & (positions[:, None] < stop[None, :])
     visible = tl.max(is_in.to(tl.int32), 1) > 0
     table = block_table + tl.load(rows + row) * table_width
-    first, most = tile * BLOCK_N, table_width * BLOCK_SIZE
+    first = tile * BLOCK_N
+    most = table_width * BLOCK_SIZE
     slot = _find_slots(
         table, first, most, first < most, num_kv_heads, head, False, BLOCK_N, BLOCK_SIZE
     )

@@ -63,7 +63,8 @@ class CompareSection:
 def compare_files(values: Values) -> int:
     """Compare all records of both files. Returns the exit code. Raises ValueError for a file that
     cannot be read or written, and for a flag that only other kinds of records have."""
-    args, rule = values[CompareSection], values[RuleSection]
+    args = values[CompareSection]
+    rule = values[RuleSection]
     files = [list(read_records(path, Record, args.strict)) for path in (args.new, args.baseline)]
     if not files[0]:
         raise ValueError(f"{args.new} holds no records")
@@ -90,7 +91,8 @@ def compare_all(
     """The comparisons, and one for each baseline that no new record covers. If the new records are
     to be complete, it says that this could not be compared."""
     comparisons = compare(new, old, rule)
-    text, verdict = "no new record covers this baseline", INCOMPARABLE if is_complete else MISSING
+    text = "no new record covers this baseline"
+    verdict = INCOMPARABLE if is_complete else MISSING
     return comparisons + [Comparison(describe(b), verdict, text) for b in uncovered(new, old)]
 
 

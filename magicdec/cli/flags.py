@@ -45,7 +45,9 @@ if TYPE_CHECKING:
     from magicdec.setup.prepare import Prepared
 
 LEADER_FIRST_S = 20.0
-FAILED, WRONG = 1, 2  # exit codes
+# exit codes
+FAILED = 1
+WRONG = 2
 # What `--help` shows; `--help_all` shows the rest.
 EVERYDAY = (
     *("--model", "--target", "--draft", "--budget", "--kv_policy", "--gamma", "--dataset", "--B"),
@@ -70,7 +72,8 @@ def start(
 ) -> NoReturn:
     """Decode as `read` makes of the command line: on this rank, or on the ranks that `--nproc`
     starts. If another rank ends while this one needs it, every rank that is left names it."""
-    launch, words = read_launch(), sys.argv[1:] if argv is None else argv
+    launch = read_launch()
+    words = sys.argv[1:] if argv is None else argv
     with naming_lost(launch):
         try:
             with ended_at_once(launch):
@@ -207,7 +210,8 @@ def announce_unchecked(prepared: Prepared) -> None:
 
     if prepared.launch.rank != 0:
         return
-    sources, draft = {prepared.config.model.model: prepared.source}, prepared.config.draft
+    sources = {prepared.config.model.model: prepared.source}
+    draft = prepared.config.draft
     if draft is not None and prepared.draft_source is not None:
         sources[draft.model] = prepared.draft_source
     for name, source in sources.items():
@@ -235,7 +239,8 @@ class LoneCommand:
         kept: str = "nothing was written",
         **options: Any,
     ) -> None:
-        self.run, self.kept = run, kept
+        self.run = run
+        self.kept = kept
         self.build_parser = partial(Parser, description, sections, **options)
 
     def __call__(self) -> NoReturn:

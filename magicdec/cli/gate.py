@@ -78,7 +78,9 @@ def run_gate(values: Values) -> int:
     """Run the cases, compare, and return the exit code. Raises ValueError for a file that cannot be
     read or written, or that has a case of no config or of too few prompts, and for a model or text
     that is not the baseline's."""
-    args, rule, places = values[GateSection], values[RuleSection], values[Places]
+    args = values[GateSection]
+    rule = values[RuleSection]
+    places = values[Places]
     is_packaged = args.baseline == COMMITTED and not COMMITTED.exists()
     baselines = _read(PACKAGED if is_packaged else args.baseline)
     check_files({"--out": args.out, "--junit": rule.junit, "--summary": rule.summary})
@@ -105,12 +107,14 @@ def run_gate(values: Values) -> int:
 def save_cases(values: Values) -> int:
     """Renew the cases of a file, or make new ones, and return the exit code. No file is written
     unless every case has passed."""
-    args, path = values[SaveSection], values[SaveSection].baseline
+    args = values[SaveSection]
+    path = values[SaveSection].baseline
     check_writable("--baseline", path)
     old: list[RunRecord] = []
     if path.exists() and not any(name.startswith("subject.") for name in values.given):
         old = _read(path)
-        configs, margins = [config_of(b) for b in old], [b.margin for b in old]
+        configs = [config_of(b) for b in old]
+        margins = [b.margin for b in old]
     else:
         subject = values[Subject]
         configs = standard_cases(subject)
@@ -145,7 +149,8 @@ def run(processes: int, configs: Sequence[RunConfig]) -> list[Result]:
     from magicdec.kernels.build import check_cpu
 
     check_cpu()
-    started, done = time.monotonic(), 0
+    started = time.monotonic()
+    done = 0
     side = f", {processes} side by side" if processes > 1 else ""
     print(f"{len(configs)} cases{side}; each has a line when it has ended", flush=True)
 

@@ -134,7 +134,8 @@ def parse(words: Sequence[str]) -> tuple[RunConfig, Grid, GridSection]:
     """What is measured, and the files. Raises ValueError, one line naming the flag, for what is
     wrong whatever the model."""
     values = build_parser().read(words)
-    config, args = config_of(values, RunConfig()), values[GridSection]
+    config = config_of(values, RunConfig())
+    args = values[GridSection]
     used = {setting for policy in args.kv_policy for setting in policy_called(policy).settings}
     idle = [f"kv.{name}" for name in KV_FIELDS if name not in used]
     idle += ["grid.budget"] if "budget" not in used else []
@@ -198,7 +199,9 @@ def prepare(
 
     run = find(largest_run(asked, grid), launch, SetupCache())
     check_agreement(run, vars(grid))
-    config, source, model = run.config, run.source, run.source.config
+    config = run.config
+    source = run.source
+    model = run.source.config
     check_interpreter(config)
     for weights in grid.draft_weights:
         check_copy(weights, config.model.target_dtype)
@@ -206,7 +209,8 @@ def prepare(
         check_groups(weights, f"--model {source.name}", launch.world_size, model)
     for kv in grid.drafts:
         check_returns_weights(config.attention.backend, kv.resolve().policy)
-    context, T = max(grid.contexts), max(grid.new_tokens)
+    context = max(grid.contexts)
+    T = max(grid.new_tokens)
     length = f"--prefix_len {context} + --T {T} = {context + T}"
     check_length(length, context + T, "--model", source)
     backend = config.attention.backend

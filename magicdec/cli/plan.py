@@ -124,7 +124,8 @@ class PlanSection(AcceptanceSection):
     @property
     def exports(self) -> list[tuple[str, Path]]:
         """The formats and files of `--export`. Raises ValueError for what cannot be written."""
-        words, pairs = self.export or (), []
+        words = self.export or ()
+        pairs = []
         for name, file in zip_longest(words[::2], words[1::2]):
             if name not in FORMATS:
                 raise ValueError(f"--export {name} is not known; choose from {', '.join(FORMATS)}")
@@ -157,7 +158,8 @@ class PlanSection(AcceptanceSection):
         if self.machine is None:
             return "flags"
         of = load_machine(self.machine).description
-        ranks, processor = of.get("world_size"), of.get("gpu") or of.get("cpu") or "unknown"
+        ranks = of.get("world_size")
+        processor = of.get("gpu") or of.get("cpu") or "unknown"
         other = "" if ranks in (None, self.tp) else f", not of {self.tp} ranks"
         return f"{self.machine} ({processor}, ranks {ranks} x threads {of.get('threads')}{other})"
 
@@ -191,7 +193,8 @@ def make_draft_table(args: PlanSection, plan: Plan) -> DraftTable:
     runs = fastest_runs(args.records, target, draft, like)
     # With a single context, entries have none, as vLLM's releases take them.
     contexts = {*plan.prefix_lens, *([1] if len(plan.prefix_lens) > 1 else [])}
-    batch_sizes, prefix_lens = tuple(sorted({1, *plan.batch_sizes})), tuple(sorted(contexts))
+    batch_sizes = tuple(sorted({1, *plan.batch_sizes}))
+    prefix_lens = tuple(sorted(contexts))
     cells = make_record(replace(plan, batch_sizes=batch_sizes, prefix_lens=prefix_lens)).cells
     return DraftTable(cells, plan.target.config.max_length, keys, runs)
 
@@ -234,7 +237,8 @@ def find_hardware(args: PlanSection, num_layers: int) -> Hardware:
 def find_link(args: PlanSection, flag: str, measured: Link | None, is_needed: bool) -> Link | None:
     """The link of that flag, which is `measured` unless flags give it. Raises ValueError if ranks
     need one and there is none."""
-    bandwidth, latency = getattr(args, flag), getattr(args, f"{flag}_latency_us")
+    bandwidth = getattr(args, flag)
+    latency = getattr(args, f"{flag}_latency_us")
     if (bandwidth is None) != (latency is None):
         raise ValueError(f"--{flag} and --{flag}_latency_us go together; give both or neither")
     if bandwidth is not None:
@@ -286,9 +290,14 @@ def make_plan(args: PlanSection) -> Plan:
         curves, source = find_conditional(args.conditional_acceptance, args.budget)
     else:
         curves, source = find_curves(
-            args.acceptance or (), args.budget, args.drafter, args.kv_policy, args.acceptance_gamma,
-            args.draft_weights, args.records,
-        )  # fmt: skip
+            args.acceptance or (),
+            args.budget,
+            args.drafter,
+            args.kv_policy,
+            args.acceptance_gamma,
+            args.draft_weights,
+            args.records,
+        )
     reach = longest(curves)
     if args.max_gamma is not None and reach is not None and args.max_gamma > reach:
         raise ValueError(f"--max_gamma {args.max_gamma}: --acceptance has {reach} positions")
@@ -315,7 +324,8 @@ def find_choice(kv_policy: str, budget: int) -> Choice:
         return Choice()
     from magicdec.speculation.policies.policy import load_policy
 
-    kv, policy = KVSection(kv_policy, budget).resolve(), load_policy(kv_policy)
+    kv = KVSection(kv_policy, budget).resolve()
+    policy = load_policy(kv_policy)
     policy.check(kv, MAX_GAMMA, "--budget")
     made = policy.build(kv)
     return Choice(made.observed_tokens, made.is_copied, made.rerun_tokens(LONG_CONTEXT))

@@ -63,7 +63,8 @@ class ProbeSection(WrittenSection):
 def run(words: Sequence[str], launch: Launch) -> int:
     """Measure on all ranks. Rank 0 writes the file and prints the results."""
     asked = parse(words)
-    config, nproc = asked.config, asked.config.parallel.nproc
+    config = asked.config
+    nproc = asked.config.parallel.nproc
     config.check(find_world_size(nproc, launch))
     if asked.has_attention:
         config = with_local_models(config)
@@ -124,7 +125,8 @@ def parse(words: Sequence[str]) -> Asked:
     values = build_parser().read(words)
     section = values[ProbeSection]
     out = section.out or Path("machine.json")
-    parallel, of_run = values[ParallelSection], ("drafts", *OF_ATTENTION)
+    parallel = values[ParallelSection]
+    of_run = ("drafts", *OF_ATTENTION)
     if not section.attention:
         idle = [name for name in values.settings if name.partition(".")[0] in of_run]
         values.refuse_given(idle, "it describes a run, for --attention")

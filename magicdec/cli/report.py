@@ -53,7 +53,8 @@ def conclude(prepared: Prepared) -> int:
 def announce(prepared: Prepared) -> None:
     """Print what is about to run: the model, the ranks and the memory in two lines, and with
     `--verbose` every setting before them."""
-    config, launch = prepared.config, prepared.launch
+    config = prepared.config
+    launch = prepared.launch
     if config.output.verbose:
         print(describe_config(config))
     ranks = f"ranks {launch.world_size} x threads {config.parallel.threads}"
@@ -72,7 +73,8 @@ def publish(prepared: Prepared, outcome: Outcome, path: Path) -> bool:
         try:
             save_tokens(Path(output.save_tokens), outcome)
         except ValueError as error:
-            said, is_kept = f"{said}\n{error}; the tokens are lost", False
+            said = f"{said}\n{error}; the tokens are lost"
+            is_kept = False
     if output.printoutput:
         for request in outcome.requests:
             text = prepared.tokenizer.show(request.output_ids)

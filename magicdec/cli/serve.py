@@ -140,7 +140,8 @@ class Command:
     def parse(self, words: Sequence[str], launch: Launch) -> Experiment:
         """Raises ValueError, one line naming the flag, for what is wrong whatever the model."""
         values = self.build_parser().read(words)
-        options, files = values[ServeOptions], values[FilesSection]
+        options = values[ServeOptions]
+        files = values[FilesSection]
         config = config_of(values, self.base)
         world_size = find_world_size(config.parallel.nproc, launch)
         draft = values[DraftChoice].draft
@@ -196,7 +197,8 @@ class Command:
         world_size: int,
     ) -> ServeOptions:
         """The options with their requests."""
-        dataset, has_trace = config.workload.dataset, options.arrival.startswith(f"{TRACE}:")
+        dataset = config.workload.dataset
+        has_trace = options.arrival.startswith(f"{TRACE}:")
         if is_prompt_set(dataset) and (has_trace or options.prefix_len.startswith(UNIFORM)):
             raise ValueError(
                 f"--dataset {dataset}: its prompts have their own lengths; --prefix_len is "
@@ -308,7 +310,8 @@ class RecordFile:
     that says so, and the command goes on: what it measures next may still be printed."""
 
     def __init__(self, path: Path) -> None:
-        self.path, self.count = path, 0
+        self.path = path
+        self.count = 0
         self.records: list[ServingRecord] = []  # lost ones too
 
     def append(self, record: ServingRecord) -> None:
@@ -332,7 +335,8 @@ class Experiment:
 
     def run(self, words: Sequence[str], launch: Launch) -> int:
         """The whole command on this rank. Returns its exit code."""
-        config, out = with_local_models(self.config), Path(self.config.output.results)
+        config = with_local_models(self.config)
+        out = Path(self.config.output.results)
         nproc = config.parallel.nproc
         check = partial(check_nproc, config, self.options)
         run_on_ranks(
@@ -376,8 +380,10 @@ class Experiment:
         from magicdec.bench.serving.showing import draw_timeline, tables, trace_events
 
         print_tables(tables(measured.records))
-        records, traces = measured.records, measured.traces
-        plot, trace = self.files.plot, self.files.trace
+        records = measured.records
+        traces = measured.traces
+        plot = self.files.plot
+        trace = self.files.trace
         try:
             if plot is not None:
                 draw_timeline(records, traces, plot, self.files.plot_ms)

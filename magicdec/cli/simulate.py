@@ -47,7 +47,9 @@ BITS_PER_S = 1e9 / 8  # bytes a second of 1 Gbit/s
 MOST_TOKENS = 1_000_000  # of all requests; every token is simulated
 WORK = ("acceptance", "conditional_acceptance", "acceptance_gamma", "gen_len", "lanes", "seed")
 CHART_STAGES = 40  # times the slowest stage: what a chart shows
-DEFAULT_STAGES, DEFAULT_STAGE_MS, DEFAULT_ACCEPTANCE = 4, 20.0, "0.8"
+DEFAULT_STAGES = 4
+DEFAULT_STAGE_MS = 20.0
+DEFAULT_ACCEPTANCE = "0.8"
 ONLY = {"speculation": [name for name in vars(Options()) if name != "lanes"]}
 
 
@@ -118,9 +120,11 @@ def check(args: SimulationSection, values: Values) -> None:
 
 
 def simulate(values: Values) -> int:
-    args, options = values[SimulationSection], values[Options]
+    args = values[SimulationSection]
+    options = values[Options]
     check(args, values)
-    machines, work = make_machines(args), make_work(args)
+    machines = make_machines(args)
+    work = make_work(args)
     records = list(simulate_all(machines, options, work, args, given_flags(values)))
     if args.out is not None:
         append_records("--out", args.out, records)

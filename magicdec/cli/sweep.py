@@ -248,8 +248,10 @@ def inline_grid(driver: str, axes: dict[str, list[str]]) -> Grid:
     if Path(driver).is_dir():
         raise ValueError(f"{driver} is a directory; name a study file (.toml)")
     if driver not in NAMES:
-        raise ValueError(f"{driver} is no study file (.toml) and no driver; choose a driver from "
-                         f"{', '.join(NAMES)}")  # fmt: skip
+        raise ValueError(
+            f"{driver} is no study file (.toml) and no driver; choose a driver from "
+            f"{', '.join(NAMES)}"
+        )
     flags = Flags(driver)
     values: dict[str, list[Any]] = {}
     for key, words in axes.items():

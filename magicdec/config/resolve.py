@@ -62,14 +62,17 @@ def resolve(
     compiler."""
     device = choose_device(config.parallel.device, machine)
     dtype = choose_dtype(config, device, machine)
-    is_staged, decoding, w = placement.is_staged, config.decoding, config.workload
+    is_staged = placement.is_staged
+    decoding = config.decoding
+    w = config.workload
     parallel = ResolvedParallel(
         config.parallel.rank_group or tuple(range(machine.world_size)),
         device,
         choose_collectives(config.parallel.collectives, device, machine, is_staged),
         choose_threads(config.parallel.threads, machine),
     )
-    kv, low_bit = config.kv.resolve(), decoding.draft_weights
+    kv = config.kv.resolve()
+    low_bit = decoding.draft_weights
     is_self = decoding.model_drafter == SELF
 
     def backend_for(traits: ModelTraits, policy: str | None) -> Choice:
@@ -83,7 +86,8 @@ def resolve(
         check_returns_weights(backend, kv.policy)
         check_copy(low_bit, model.target_dtype)
     check_low_bit(low_bit, device, machine)
-    section, backends = None, [backend]
+    section = None
+    backends = [backend]
     if config.draft is not None:
         of_draft = backend_for(draft, None)
         backends.append(of_draft)
@@ -126,7 +130,8 @@ def resolve_model(
 ) -> ResolvedModel:
     """The target. Its linear layers are of the kind that a standalone draft has too. `collectives`
     are those between the ranks that share a forward; None: one rank computes it."""
-    asked, device = config.model, parallel.device
+    asked = config.model
+    device = parallel.device
     weights = choose_weights("--target_dtype", asked.target_dtype, dtype)
     of_draft = [] if config.draft is None else [config.decoding.draft_weights or dtype]
     linear = choose_linear(asked.linear, device, dtype, machine, [weights, *of_draft])
@@ -152,7 +157,8 @@ def choose_threads(value: int | None, machine: Machine) -> int:
     """By default the ranks of a host share its cores. Raises ValueError, naming the flag, if the
     ranks of this host would have more threads than it has cores. One thread for each rank is always
     allowed. Ranks of other hosts do not count."""
-    num_ranks, cores = len(machine.local_ranks), machine.num_cpus
+    num_ranks = len(machine.local_ranks)
+    cores = machine.num_cpus
     most = max(1, cores // num_ranks)
     if value is not None and value > most:
         raise ValueError(

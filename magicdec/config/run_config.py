@@ -62,7 +62,9 @@ class RunConfig:
 
     def check(self, world_size: int) -> None:
         """Raise ValueError, one line naming the flag, for values that are wrong for every model."""
-        w, kv, d = self.workload, self.kv, self.decoding
+        w = self.workload
+        kv = self.kv
+        d = self.decoding
         for section in dataclasses.fields(self):
             if (values := getattr(self, section.name)) is not None:
                 check_values(values)
@@ -80,7 +82,9 @@ class RunConfig:
 
     def _refusals(self) -> list[tuple[bool, str]]:
         """What settings must not do together: whether they do, and what to say then."""
-        d, drafter, has_draft = self.decoding, self.decoding.drafter, self.draft is not None
+        d = self.decoding
+        drafter = self.decoding.drafter
+        has_draft = self.draft is not None
         pa = f"--pa {d.pa}"
         return [
             (
@@ -149,7 +153,8 @@ def check_rank_group(
     if ranks is None:
         return
     launched = set(range(world_size))
-    is_unique, fits = len(set(ranks)) == len(ranks), set(ranks) <= launched
+    is_unique = len(set(ranks)) == len(ranks)
+    fits = set(ranks) <= launched
     if not ranks or not is_unique or not fits or (is_target and set(ranks) != launched):
         which = "all" if is_target else "some"
         raise ValueError(

@@ -30,7 +30,9 @@ from magicdec.names import (
     WEIGHT_DTYPES,
 )
 
-SELF, NGRAM, NONE = "self", "ngram", "none"
+SELF = "self"
+NGRAM = "ngram"
+NONE = "none"
 MODEL_PREFIX = "model:"
 DEFAULT_GEN_LEN = 64
 DEFAULT_BATCHES = 5  # whose speedups have an interval that is not much wider than their spread
@@ -126,7 +128,8 @@ class KVSection:
     def resolve(self) -> KVSection:
         """The policy is `full` for a budget of -1, which in the original suite means the whole
         cache."""
-        policy, window = policy_name(self.policy, self.budget), self.recent_window
+        policy = policy_name(self.policy, self.budget)
+        window = self.recent_window
         if "recent_window" in policy_called(policy).settings:
             window = self.num_recent_tokens
         return dataclasses.replace(self, policy=policy, recent_window=window)

@@ -32,7 +32,8 @@ class TomlFile:
     def place_of(self, key: str, table: int | None = None) -> str:
         """The file and the line of a key or of a table, which is the first one with that name, or
         that in the array of tables of that number, from 1 on."""
-        written, count = re.compile(rf"\s*\[*[\"']?{re.escape(key)}[\"']?\s*[=\].]"), 0
+        written = re.compile(rf"\s*\[*[\"']?{re.escape(key)}[\"']?\s*[=\].]")
+        count = 0
         for number, line in enumerate(self._text.splitlines(), 1):
             count += bool(re.match(r"\s*\[\[", line))
             if table in (None, count) and written.match(line):

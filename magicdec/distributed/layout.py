@@ -97,7 +97,8 @@ class Layout:
         return replace(self, layers=tuple(of_stages.get(first, range(0)) for first in firsts))
 
     def describe(self, rank: int) -> str:
-        parts, group = ["head"] if rank == 0 else [], self.group_of(rank)
+        parts = ["head"] if rank == 0 else []
+        group = self.group_of(rank)
         if len(self.layers[rank]):
             shard = "" if len(group) == 1 else f" shard {group.index(rank)}"
             parts.append(f"stage {self.grid.stage_of(rank)}{shard}")
@@ -172,7 +173,8 @@ def make_layout(text: str | None, world_size: int, num_layers: int) -> Layout:
     """`text` as the user wrote it; None stands for equal shares of all ranks, with the draft on the
     head. Times are not known here, so that `auto` gives equal shares until `with_layers` replaces
     them. Raises ValueError, naming the flag."""
-    split, grid = read_split(text), make_stage_grid(text, world_size)
+    split = read_split(text)
+    grid = make_stage_grid(text, world_size)
     num_headless = grid.first_rank
     num_apart = int(split.is_apart)
     any_times = [StageTimes(0.0, 1.0)] * grid.num_stages

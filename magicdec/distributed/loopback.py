@@ -30,6 +30,10 @@ def serve_store(listening: socket.socket | None = None) -> TCPStore:
     listening = listening or listen()
     port = listening.getsockname()[1]
     return TCPStore(
-        LOOPBACK, port, is_master=True, wait_for_workers=False, timeout=PATIENCE,
+        LOOPBACK,
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=PATIENCE,
         master_listen_fd=listening.detach(),  # which the store closes
-    )  # fmt: skip
+    )

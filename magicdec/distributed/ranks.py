@@ -101,10 +101,14 @@ def start_ranks(nproc: int, words: Sequence[str]) -> int:
     # The launcher keeps what ranks report in a folder, which it would leave behind.
     with tempfile.TemporaryDirectory(prefix="magicdec-", ignore_cleanup_errors=True) as folder:
         config = LaunchConfig(
-            min_nodes=1, max_nodes=1, nproc_per_node=nproc, run_id="magicdec", max_restarts=0,
+            min_nodes=1,
+            max_nodes=1,
+            nproc_per_node=nproc,
+            run_id="magicdec",
+            max_restarts=0,
             rdzv_backend=register_rendezvous(),
             logs_specs=DefaultLogsSpecs(log_dir=folder),
-        )  # fmt: skip
+        )
         try:
             elastic_launch(config, words[0])(*words[1:])
         except ChildFailedError as error:
@@ -173,7 +177,11 @@ def run_command(words: Sequence[object]) -> Ended:
     on stdout is dropped."""
     command = [*package_command(), *map(str, words)]
     process = subprocess.run(
-        command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, check=False,
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
         env=os.environ | {STARTER: str(os.getpid())},
-    )  # fmt: skip
+    )
     return Ended(process.returncode, process.stderr)

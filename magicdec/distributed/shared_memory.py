@@ -42,7 +42,9 @@ class SharedMemoryExchange:
     `handle`, must create it together, on one host."""
 
     def __init__(self, handle: ProcessGroup, ranks: Sequence[int], index: int) -> None:
-        self.index, self.size, self.turn = index, len(ranks), 0
+        self.index = index
+        self.size = len(ranks)
+        self.turn = 0
         self._library = load_library(SOURCE, (), HEADERS)
         self._library.magicdec_wait.restype = ctypes.c_int64
         ours = index, os.getpid()
@@ -83,11 +85,17 @@ class SharedMemoryExchange:
 
     def _exchange(self, x: Tensor) -> None:
         self.turn += 1
-        c, turn = ctypes.c_int64, ctypes.c_uint64(self.turn)
+        c = ctypes.c_int64
+        turn = ctypes.c_uint64(self.turn)
         self._library.magicdec_post(
-            self.segment, c(self.index), c(self.size), c(SLOT_BYTES), turn,
-            ctypes.c_void_p(x.data_ptr()), c(x.numel() * x.element_size()),
-        )  # fmt: skip
+            self.segment,
+            c(self.index),
+            c(self.size),
+            c(SLOT_BYTES),
+            turn,
+            ctypes.c_void_p(x.data_ptr()),
+            c(x.numel() * x.element_size()),
+        )
         wait = self._library.magicdec_wait
         while (missing := wait(self.segment, c(self.size), turn, c(WAIT_MS))) >= 0:
             self.check_alive(missing)

@@ -45,8 +45,10 @@ class Engine:
         limits: Limits | None = None,
         clock: Clock | None = None,
     ) -> None:
-        self.runner, self.prefill_chunk = runner, prefill_chunk
-        self.is_in_flight, self.clock = limits is not None, clock or RealClock()
+        self.runner = runner
+        self.prefill_chunk = prefill_chunk
+        self.is_in_flight = limits is not None
+        self.clock = clock or RealClock()
         self.is_alone = runner.group.size == 1  # no other rank must plan alike
         self.scheduler = Scheduler(runner.num_rows, limits or Limits())
         self.requests: list[Request] = []  # of the batch that was prefilled last
@@ -69,7 +71,8 @@ class Engine:
 
     def begin(self, strategy: DecodingStrategy) -> None:
         """Let `strategy` prepare for the requests that were just prefilled."""
-        running, self.num_steps = tuple(self.scheduler.running), 0
+        running = tuple(self.scheduler.running)
+        self.num_steps = 0
         if running:
             strategy.admit(Batch(running))
 

@@ -37,7 +37,8 @@ class Scheduler:
     ) -> None:
         """`waiting` is an empty list that several schedulers share, each with rows of its own. By
         default it is this scheduler's."""
-        self.num_rows, self.limits = num_rows, limits
+        self.num_rows = num_rows
+        self.limits = limits
         self.waiting: list[Request] = [] if waiting is None else waiting  # in order of admission
         self.rows: list[Request | None] = [None] * num_rows
         self.blocks = RowBlocks(num_rows, limits)
@@ -87,14 +88,17 @@ class Scheduler:
     def _apply(self, plan: Plan) -> None:
         for request, row in (*plan.preempted, *plan.cancelled):
             self._leave(row)
-            request.row, request.status = None, Status.CANCELLED
+            request.row = None
+            request.status = Status.CANCELLED
         for request, _ in plan.preempted:
             request.status = Status.WAITING
             self._wait(request)
         for request, row in plan.admitted:
             self.waiting.remove(request)
-            self.rows[row], self._prefilled[request] = request, 0
-            request.row, request.status = row, Status.RUNNING
+            self.rows[row] = request
+            self._prefilled[request] = 0
+            request.row = row
+            request.status = Status.RUNNING
         for row, num_tokens in plan.reserved:
             self.blocks.reserve(row, num_tokens)
         for part in plan.parts:
@@ -105,7 +109,8 @@ class Scheduler:
     def commit(self, batch: Batch, output: StepOutput, now: float) -> StepOutput:
         """Append the emitted tokens to each request, up to its own end token or length limit.
         Returns the output with the tokens that were appended."""
-        appended, times = [], output.emitted_s or [now] * len(batch.requests)
+        appended = []
+        times = output.emitted_s or [now] * len(batch.requests)
         for request, tokens, at in zip(batch.requests, output.token_ids, times, strict=True):
             new_tokens = request.append(tokens, at)
             appended.append(new_tokens)
@@ -145,7 +150,8 @@ class Scheduler:
         assert request is not None, "a request leaves its row once"
         self._prefilled.pop(request, None)
         self._cancelled.discard(request)
-        self.rows[row], self._repeated = None, None
+        self.rows[row] = None
+        self._repeated = None
         self.blocks.release(row)
 
     def _decide(self) -> Plan:
@@ -157,14 +163,20 @@ class Scheduler:
         admitted = [] if preempted else self._admit(leaving, reserved)
         decoding = tuple(r for r in running if r not in self._prefilled and r not in leaving)
         return Plan(
-            Batch(decoding) if decoding else None, _with_rows(preempted), _with_rows(cancelled),
-            tuple(admitted), tuple(sorted(reserved.items())), self._prefill(leaving, admitted),
-        )  # fmt: skip
+            Batch(decoding) if decoding else None,
+            _with_rows(preempted),
+            _with_rows(cancelled),
+            tuple(admitted),
+            tuple(sorted(reserved.items())),
+            self._prefill(leaving, admitted),
+        )
 
     def _grow(self, cancelled: Sequence[Request]) -> tuple[list[Request], dict[int, int]]:
         """The requests to preempt, the youngest first, and the tokens for which rows that decode
         must have room in the next step, where these need more blocks."""
-        blocks, preempted, reserved = self.blocks, list[Request](), dict[int, int]()
+        blocks = self.blocks
+        preempted = list[Request]()
+        reserved = dict[int, int]()
         if not blocks.short:
             return preempted, reserved
         free = blocks.free(_rows_of(cancelled))
@@ -182,7 +194,8 @@ class Scheduler:
                 preempted.append(survivors.pop())
                 free += sum(blocks.held[row] for row in _rows_of(preempted[-1:]))
             if request not in preempted:
-                reserved[request.row], free = num_tokens, free - lacking
+                reserved[request.row] = num_tokens
+                free = free - lacking
         return preempted, reserved
 
     def _admit(
@@ -191,7 +204,9 @@ class Scheduler:
         """The requests that get a row in the next step, in the order of admission; none overtakes
         one that has no room yet. A request needs blocks for its text so far and for one step, which
         are added to `reserved`."""
-        limits, blocks, admitted = self.limits, self.blocks, list[tuple[Request, int]]()
+        limits = self.limits
+        blocks = self.blocks
+        admitted = list[tuple[Request, int]]()
         if not self.waiting:
             return admitted
         free_rows = [r for r, one in enumerate(self.rows) if one is None or one in leaving]
@@ -214,7 +229,8 @@ class Scheduler:
     ) -> tuple[Part, ...]:
         """The parts of texts that the next step prefills, as many tokens as a step may: first those
         of the requests that were admitted first."""
-        room, parts = self.limits.prefill_tokens, []
+        room = self.limits.prefill_tokens
+        parts = []
         unfinished = [
             (r, r.row, num_done) for r, num_done in self._prefilled.items() if r not in leaving
         ]
@@ -256,7 +272,8 @@ class RowBlocks:
     row has room for its whole request, and nothing is counted."""
 
     def __init__(self, num_rows: int, limits: Limits) -> None:
-        self.limits, self.is_limited = limits, limits.num_blocks is not None
+        self.limits = limits
+        self.is_limited = limits.num_blocks is not None
         self.held = [0] * num_rows
         # The most cached tokens of a row for which its blocks have room for one more step.
         self._enough = [0 if self.is_limited else sys.maxsize] * num_rows

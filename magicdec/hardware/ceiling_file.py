@@ -55,7 +55,8 @@ class Hardware:
 
     def all_reduce_s(self, num_bytes: float, num_ranks: int, num_nodes: int) -> float:
         """Seconds of an all-reduce over `num_ranks`, first within each node, then between nodes."""
-        per_node, seconds = num_ranks // num_nodes, 0.0
+        per_node = num_ranks // num_nodes
+        seconds = 0.0
         if per_node > 1:
             assert self.link is not None, "checked with the flags"
             seconds += self.link.all_reduce_s(num_bytes, per_node)

@@ -52,7 +52,8 @@ class Deployment:
     def forward(self, B: int, T: int, S: int, num_logits: int | None = None) -> ForwardCost:
         """The cost on the rank with the most query heads, for which the other ranks wait.
         `num_logits` of the new tokens of a row get logits; None: all."""
-        c, shard = self.config, slowest_shard(self.config, self.tp)
+        c = self.config
+        shard = slowest_shard(self.config, self.tp)
         num_visible = S if c.sliding_window is None else min(S, c.sliding_window - 1)
         without = 0 if num_logits is None else T - num_logits
         head = _widths(c, shard)[3] * c.hidden_size
@@ -68,7 +69,8 @@ class Deployment:
 
     def seconds(self, B: int, T: int, S: int, num_logits: int | None = None) -> float:
         """Seconds of one forward."""
-        cost, h = self.forward(B, T, S, num_logits), self.hardware
+        cost = self.forward(B, T, S, num_logits)
+        h = self.hardware
         linear = max(cost.weight_bytes / h.read_bytes_per_s, cost.linear_flops / h.flops_per_s)
         kv_rate = h.kv_bytes_per_s or h.read_bytes_per_s
         attention_rate = h.attention_flops_per_s or h.flops_per_s
@@ -99,7 +101,8 @@ def _widths(config: ModelConfig, shard: Shard) -> tuple[int, int, int, int]:
 def matrices(config: ModelConfig, shard: Shard) -> list[tuple[int, int]]:
     """(outputs, inputs) of this rank's linear layers, the head last."""
     q, kv, ffn, head = _widths(config, shard)
-    hidden, up = config.hidden_size, (2 if config.gated_mlp else 1) * ffn
+    hidden = config.hidden_size
+    up = (2 if config.gated_mlp else 1) * ffn
     layer = [(q + 2 * kv, hidden), (hidden, q), (up, hidden), (hidden, ffn)]
     return layer * config.num_layers + [(head, hidden)]
 
@@ -123,7 +126,8 @@ def weight_bytes(
     """Bytes of this rank's weights that one forward reads, with matrices in `low_bit`, int8 or
     int4. The few rows read from the embedding are counted as 0."""
     q, kv, ffn, head = _widths(config, shard)
-    hidden, up = config.hidden_size, (2 if config.gated_mlp else 1) * ffn
+    hidden = config.hidden_size
+    up = (2 if config.gated_mlp else 1) * ffn
     biases = (q + 2 * kv) * config.qkv_bias + hidden * config.output_bias
     biases += (up + hidden) * config.mlp_bias
     norms = config.norm_parameters + config.embedding_norm_parameters
@@ -147,7 +151,8 @@ def stored_bytes(
     """All weights of one rank, or those of a part without the embedding or without the last norm
     and the head. The embedding is whole on every rank. A tied head is a part of it, unless packing
     or low-bit weights make a copy of the head."""
-    c, is_tied = model, model.tie_word_embeddings
+    c = model
+    is_tied = model.tie_word_embeddings
     first, last = shard.split(c.vocab_size)
     embedding_norm = c.embedding_norm_parameters * size
     ends = weight_bytes(replace(c, num_layers=0), shard, size, low_bit)

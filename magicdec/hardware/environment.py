@@ -54,7 +54,8 @@ def probe_machine(launch: Launch) -> Machine:
     flags = cpu_features()
     if (refusal := refused_compilers()) and launch.rank == 0:
         print(f"{NO_KERNELS}: {refusal}", file=sys.stderr)
-    obstacle, has_compiler = gpu_obstacle(), find_compiler() is not None
+    obstacle = gpu_obstacle()
+    has_compiler = find_compiler() is not None
     has_cuda = torch.cuda.is_available() and obstacle is None
     has_wide_vectors = platform.machine() == "aarch64"
     has_wide_vectors |= "avx2" in flags and is_compiled_for("__AVX2__")
@@ -228,7 +229,9 @@ class GpuState:
 
     def add_to(self, environment: Environment) -> Environment:
         """`environment` with the readings; unchanged if nothing was read."""
-        clocks, most, slowed = None, None, None
+        clocks = None
+        most = None
+        slowed = None
         if self.sm_mhz:
             clocks = [min(self.sm_mhz), max(self.sm_mhz)]
             sm = self.nvml.NVML_CLOCK_SM

@@ -28,7 +28,9 @@ TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 LEAST_S = 1.0  # a shorter time has too few ticks of the kernel's clock to be judged
 BUSY = 0.1  # the share of the run's cores from which the host is called busy
 IDLE = (3, 4)  # of the numbers of a CPU in /proc/stat: idle, and idle until a disk answers
-STOLEN, GUESTS = 7, 8  # steal; from GUESTS on, numbers are parts of those before
+# steal; from GUESTS on, numbers are parts of those before
+STOLEN = 7
+GUESTS = 8
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ class OtherLoad:
         seconds = after.at_s - before.at_s
         own = max(0.0, after.own_s - before.own_s) / seconds
         computed = max(0.0, after.computed_s - before.computed_s) / seconds
-        others, stolen = max(0.0, computed - own), (after.stolen_s - before.stolen_s) / seconds
+        others = max(0.0, computed - own)
+        stolen = (after.stolen_s - before.stolen_s) / seconds
         if before.waited_s is None or after.waited_s is None:
             return cls(others, stolen)
         began = before.waited_s
@@ -77,7 +80,8 @@ class LoadWatch:
     watches for all ranks of its host."""
 
     def __init__(self, is_watching: bool = True, root: Path = PROC) -> None:
-        self.is_watching, self.root = is_watching, root
+        self.is_watching = is_watching
+        self.root = root
         self._before: Reading | None = None
         self.found = OtherLoad()
 
@@ -114,9 +118,12 @@ def read_cores(
     idle = sum(each[index] for each in counts for index in IDLE)
     family = dict(_family(root, _top() if top is None else top))
     return Reading(
-        time.monotonic(), (total - idle - stolen) / TICKS_PER_S, stolen / TICKS_PER_S,
-        sum(family.values()), _waits(root, family),
-    )  # fmt: skip
+        time.monotonic(),
+        (total - idle - stolen) / TICKS_PER_S,
+        stolen / TICKS_PER_S,
+        sum(family.values()),
+        _waits(root, family),
+    )
 
 
 def _top() -> int:
@@ -129,7 +136,8 @@ def _top() -> int:
 def _family(root: Path, top: int) -> Iterator[tuple[int, float]]:
     """Each process from `top` on down, with the CPU seconds of itself and of those of its children
     that have ended."""
-    children, seconds = defaultdict[int, list[int]](list), dict[int, float]()
+    children = defaultdict[int, list[int]](list)
+    seconds = dict[int, float]()
     for path in root.iterdir():
         if not path.name.isdigit():
             continue

@@ -54,7 +54,8 @@ class ThreadCount:
         self.note()
 
     def of_rank(self, rank: int, expected: int) -> RankThreads:
-        fewest, most = min(self.measured, default=0), max(self.measured, default=0)
+        fewest = min(self.measured, default=0)
+        most = max(self.measured, default=0)
         return RankThreads(rank, expected, fewest, most)
 
 

@@ -30,7 +30,8 @@ class PhaseTimer:
     """
 
     def __init__(self, device: torch.device, enabled: bool = True) -> None:
-        self.device, self.enabled = device, enabled
+        self.device = device
+        self.enabled = enabled
         self._seconds: dict[str, list[float]] = defaultdict(list)
         self._events: list[tuple[str, torch.cuda.Event, torch.cuda.Event]] = []
 
@@ -110,9 +111,11 @@ def read_bandwidth(group: Group, device: torch.device, repeats: int = 7) -> floa
 def read_bandwidths(group: Group, device: torch.device, repeats: int = 7) -> list[float]:
     """Bytes per second that all ranks of the group read together, at the same time, in each of
     `repeats` measurements: a sum over a buffer larger than any cache, on CUDA many sums."""
-    share, sums = BANDWIDTH_BYTES // group.size, 1
+    share = BANDWIDTH_BYTES // group.size
+    sums = 1
     if device.type == "cuda":
-        share, sums = GPU_BANDWIDTH_BYTES, GPU_SUMS
+        share = GPU_BANDWIDTH_BYTES
+        sums = GPU_SUMS
     buffer = torch.ones(share // 4, device=device)
     rates = []
     for _ in range(repeats):

@@ -158,7 +158,8 @@ def load_library(
     texts = [path.read_text() for path in (source, *headers)]
     cpu = cpu_field("model name"), " ".join(cpu_features())  # which -march=native is for
     key = "\n".join([*command, *texts, version.stdout, *cpu])
-    directory, name = library_folder(), hashlib.sha256(key.encode()).hexdigest()[:20]
+    directory = library_folder()
+    name = hashlib.sha256(key.encode()).hexdigest()[:20]
     path = directory / f"{source.stem}-{name}.so"
     if not path.exists():
         with (directory / "build.lock").open("w") as lock:

@@ -117,7 +117,8 @@ class KVCache(KVPool):
                 f"{len(self._free)} are free"
             )
         if num_blocks > 0:
-            new, first = [self._free.pop() for _ in range(num_blocks)], len(self.blocks[row])
+            new = [self._free.pop() for _ in range(num_blocks)]
+            first = len(self.blocks[row])
             index = upload(new, self.block_table.device)
             self.block_table[row, first : first + num_blocks] = index
             self.blocks[row] += new
@@ -183,7 +184,8 @@ class KVCache(KVPool):
         [B, G, N]."""
         if positions.ndim == 2:
             positions = positions.unsqueeze(1)
-        size, heads = self.shape.block_size, self.shape.num_kv_heads
+        size = self.shape.block_size
+        heads = self.shape.num_kv_heads
         blocks = self.block_table[rows.view(-1, 1, 1), positions // size]  # [B, G or 1, N]
         head = torch.arange(heads, device=positions.device).view(1, heads, 1)
         return (blocks * heads + head) * size + positions % size
@@ -191,7 +193,8 @@ class KVCache(KVPool):
     def first_keys(self, layer: int, rows: Tensor, num_tokens: int) -> Tensor:
         """A copy of a layer's K of the first `num_tokens` tokens of rows [B]: [B, G, num_tokens,
         D]."""
-        size, read_blocks = self.shape.block_size, self.shape.layout.read_key_blocks
+        size = self.shape.block_size
+        read_blocks = self.shape.layout.read_key_blocks
         table = self.block_table[rows, : -(-num_tokens // size)]  # [B, blocks]
         if table.shape[1] == 1:
             return read_blocks(self.k[layer], table.flatten(), num_tokens)

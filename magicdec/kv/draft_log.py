@@ -149,7 +149,8 @@ class DraftLog:
         chosen = self._chosen.get((id(cache), row))
         of_text = self._sums_of_text(int(ranges.max()) + offset)
         if chosen is None:
-            before, until = of_text[ranges[..., 0] + offset], of_text[ranges[..., 1] + offset]
+            before = of_text[ranges[..., 0] + offset]
+            until = of_text[ranges[..., 1] + offset]
         else:
             everywhere = np.broadcast_to(ranges, (*size, *ranges.shape[2:]))
             before, until = (

@@ -78,37 +78,74 @@ def make_kernel_view(
     settled = None if committed is None else Lengths.of(committed, device)
     tensors = compute(cache, rows, visible, num_new, settled, window, offsets)
     before = Lengths(tensors.seq_lens, cache.bounds_of(rows))
-    per_head, ranges = isinstance(visible, ChosenRanges), tensors.all_ranges[..., :-1, :]
+    per_head = isinstance(visible, ChosenRanges)
+    ranges = tensors.all_ranges[..., :-1, :]
     lengths, num_visible, is_full = host_numbers(
         cache, rows, visible, num_new, before, settled, window, per_head
     )
     return KernelView(
-        cache, rows.numbers, rows.index, before.tensor, (settled or before).tensor,
-        ranges if per_head else ranges[0, :, 0], lengths, num_visible, num_new, is_full, window,
-        offsets=offsets, tensors=tensors,
-    )  # fmt: skip
+        cache,
+        rows.numbers,
+        rows.index,
+        before.tensor,
+        (settled or before).tensor,
+        ranges if per_head else ranges[0, :, 0],
+        lengths,
+        num_visible,
+        num_new,
+        is_full,
+        window,
+        offsets=offsets,
+        tensors=tensors,
+    )
 
 
 def compute(
-    cache: KVCache, rows: BatchRows, visible: FullView | SinksAndWindow | ChosenRanges,
-    num_new: int, committed: Lengths | None, window: int | None, offsets: Tensor | None,
-) -> ViewTensors:  # fmt: skip
+    cache: KVCache,
+    rows: BatchRows,
+    visible: FullView | SinksAndWindow | ChosenRanges,
+    num_new: int,
+    committed: Lengths | None,
+    window: int | None,
+    offsets: Tensor | None,
+) -> ViewTensors:
     """Launch the kernel."""
-    num_rows, device, chosen = len(rows), cache.seq_lens.device, None
-    num_lists, num_heads, num_ranges, num_sinks, budget = 1, 1, 1, 0, NO_LIMIT
+    num_rows = len(rows)
+    device = cache.seq_lens.device
+    chosen = None
+    num_lists = 1
+    num_heads = 1
+    num_ranges = 1
+    num_sinks = 0
+    budget = NO_LIMIT
     if isinstance(visible, SinksAndWindow):
-        num_ranges, num_sinks, budget = 2, visible.num_sink_tokens, visible.budget
+        num_ranges = 2
+        num_sinks = visible.num_sink_tokens
+        budget = visible.budget
     elif isinstance(visible, ChosenRanges):
         chosen = visible.key_ranges.contiguous()
         num_lists, _, num_heads, num_ranges, _ = chosen.shape
     shapes = (
-        (num_rows,), (num_lists, num_rows, num_heads, num_ranges + 1, 2), (num_rows, num_new),
+        (num_rows,),
+        (num_lists, num_rows, num_heads, num_ranges + 1, 2),
+        (num_rows, num_new),
         (num_rows, 2),
-    )  # fmt: skip
+    )
     made = [torch.empty(shape, dtype=torch.int64, device=device) for shape in shapes]
     kernels(device.type).describe_rows[(num_rows, num_lists, num_heads)](
-        cache.seq_lens, rows.index, rows.active, committed and committed.tensor, offsets, chosen,
-        *made, num_new, num_ranges, num_sinks, budget, window or NO_LIMIT,
-        BLOCK_R=next_power(num_ranges + 1), BLOCK_T=min(MOST_AT_ONCE, next_power(num_new)),
-    )  # fmt: skip
+        cache.seq_lens,
+        rows.index,
+        rows.active,
+        committed and committed.tensor,
+        offsets,
+        chosen,
+        *made,
+        num_new,
+        num_ranges,
+        num_sinks,
+        budget,
+        window or NO_LIMIT,
+        BLOCK_R=next_power(num_ranges + 1),
+        BLOCK_T=min(MOST_AT_ONCE, next_power(num_new)),
+    )
     return ViewTensors(*made)

@@ -48,7 +48,8 @@ class Plain(Layout):
     def write_keys(self, pool: Tensor, slots: Tensor, entries: Tensor) -> None:
         _tokens(pool).index_copy_(1, slots, entries)
 
-    read_values, write_values = read_keys, write_keys
+    read_values = read_keys
+    write_values = write_keys
 
     def read_key_blocks(self, layer: Tensor, blocks: Tensor, num_tokens: int) -> Tensor:
         return layer[:, :, :num_tokens].index_select(0, blocks)
@@ -96,4 +97,5 @@ def _value_pairs(pool: Tensor) -> Tensor:
     return pool.view(pool.shape[0], -1, pool.shape[-1], 2)
 
 
-PLAIN, TILED = Plain(), Tiled()
+PLAIN = Plain()
+TILED = Tiled()

@@ -71,8 +71,10 @@ class KVPool:
 
     def write(self, layer: int, slots: Tensor, k: Tensor, v: Tensor) -> None:
         """Store k, v [B, T, G, D] at `slots` [B, G, T]."""
-        flat, tokens = slots.transpose(1, 2).flatten(), (1, -1, self.shape.head_dim)
-        layout, one = self.shape.layout, slice(layer, layer + 1)
+        flat = slots.transpose(1, 2).flatten()
+        tokens = (1, -1, self.shape.head_dim)
+        layout = self.shape.layout
+        one = slice(layer, layer + 1)
         layout.write_keys(self.k[one], flat, k.reshape(tokens))
         layout.write_values(self.v[one], flat, v.reshape(tokens))
 
@@ -80,15 +82,19 @@ class KVPool:
         """Copy K and V of all layers from `other`'s slots `source` to this pool's slots `target`,
         of one shape. `other` may be this pool: all slots are read before any is written. Where a
         target occurs twice, its sources must be equal."""
-        source_layout, layout, source, target = (
-            other.shape.layout, self.shape.layout, source.flatten(), target.flatten(),
-        )  # fmt: skip
+        source_layout = other.shape.layout
+        layout = self.shape.layout
+        source = source.flatten()
+        target = target.flatten()
         layout.write_keys(self.k, target, source_layout.read_keys(other.k, source))
         layout.write_values(self.v, target, source_layout.read_values(other.v, source))
 
     def read(self, layer: int, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Copies of K and V at `slots` [B, G, N]: two [B, G, N, D]."""
-        flat, shape = slots.flatten(), (*slots.shape, self.shape.head_dim)
-        layout, one = self.shape.layout, slice(layer, layer + 1)
-        keys, values = layout.read_keys(self.k[one], flat), layout.read_values(self.v[one], flat)
+        flat = slots.flatten()
+        shape = (*slots.shape, self.shape.head_dim)
+        layout = self.shape.layout
+        one = slice(layer, layer + 1)
+        keys = layout.read_keys(self.k[one], flat)
+        values = layout.read_values(self.v[one], flat)
         return keys.view(shape), values.view(shape)

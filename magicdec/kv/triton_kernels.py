@@ -12,19 +12,35 @@ import triton.language as tl
 
 @triton.jit(do_not_specialize=["num_new", "num_ranges", "num_sinks", "budget", "window"])
 def describe_rows(
-    all_lengths, rows, active, committed, offsets, chosen,
-    lengths, ranges, positions, reads,
-    num_new, num_ranges, num_sinks, budget, window,
-    BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
-):  # fmt: skip
+    all_lengths,
+    rows,
+    active,
+    committed,
+    offsets,
+    chosen,
+    lengths,
+    ranges,
+    positions,
+    reads,
+    num_new,
+    num_ranges,
+    num_sinks,
+    budget,
+    window,
+    BLOCK_R: tl.constexpr,
+    BLOCK_T: tl.constexpr,
+):
     """Writes int64 `lengths` [B], `ranges` [L,B,G,R+1,2], `positions` [B,T] and `reads` [B,2], as
     `KVView.seq_lens`, `all_ranges`, `positions` and `reads`. Takes the lengths, and the `offsets`
     of positions (None: 0), of all rows of the cache, and the `rows` [B]. `committed` [B] is None
     for all tokens of a row. The ranges before the tail are `chosen` [L,B,G,R,2]; if that is None, L
     and G are 1, and they are sinks and a window of `budget` tokens together, or a window alone.
     `window` is the model's. Programs: (B, L, G)."""
-    b, layer, head = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    row, is_active = tl.load(rows + b), tl.load(active + b)
+    b = tl.program_id(0)
+    layer = tl.program_id(1)
+    head = tl.program_id(2)
+    row = tl.load(rows + b)
+    is_active = tl.load(active + b)
     length = tl.load(all_lengths + row)
     num_committed = length
     if committed is not None:

@@ -221,15 +221,31 @@ def make_view(
         cache, rows, visible, num_new, before, settled, window, ranges.ndim == 5
     )
     return KVView(
-        cache, rows.numbers, rows.index, before.tensor, start, ranges,
-        lengths, num_visible, num_new, is_full, window, offsets,
-    )  # fmt: skip
+        cache,
+        rows.numbers,
+        rows.index,
+        before.tensor,
+        start,
+        ranges,
+        lengths,
+        num_visible,
+        num_new,
+        is_full,
+        window,
+        offsets,
+    )
 
 
 def host_numbers(
-    cache: KVCache, rows: BatchRows, visible: Visible, num_new: int, before: Lengths,
-    committed: Lengths | None, window: int | None, per_head: bool,
-) -> tuple[tuple[int, ...], tuple[int, ...], bool]:  # fmt: skip
+    cache: KVCache,
+    rows: BatchRows,
+    visible: Visible,
+    num_new: int,
+    before: Lengths,
+    committed: Lengths | None,
+    window: int | None,
+    per_head: bool,
+) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
     """`lengths`, `num_visible` and `is_full` of a view of rows that hold `before` tokens."""
     if rows.is_captured:
         lengths = (cache.tokens_per_row - num_new,) * len(rows)
@@ -242,9 +258,12 @@ def host_numbers(
 
 
 def _exact_bounds(
-    lengths: tuple[int, ...], committed: tuple[int, ...], visible: Visible, per_head: bool,
+    lengths: tuple[int, ...],
+    committed: tuple[int, ...],
+    visible: Visible,
+    per_head: bool,
     window: int | None,
-) -> tuple[tuple[int, ...], bool]:  # fmt: skip
+) -> tuple[tuple[int, ...], bool]:
     """The number of tokens that each row of these lengths sees, and whether these are all in its
     window."""
     first_keys = tuple(first_key(length, window) for length in lengths)
@@ -262,9 +281,12 @@ def _exact_bounds(
 
 
 def _captured_bounds(
-    lengths: tuple[int, ...], rows: BatchRows, visible: Visible, is_committed: bool,
+    lengths: tuple[int, ...],
+    rows: BatchRows,
+    visible: Visible,
+    is_committed: bool,
     window: int | None,
-) -> tuple[tuple[int, ...], bool]:  # fmt: skip
+) -> tuple[tuple[int, ...], bool]:
     """The same for captured rows, whose lengths are at most these."""
     assert rows.max_tail is not None, "the rows are captured"
     longest = max(lengths)

@@ -37,7 +37,8 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
         first, last = shard.split(config.intermediate_size)
-        self.is_gated, self.activate = config.gated_mlp, ACTIVATION_FUNCTIONS[config.activation]
+        self.is_gated = config.gated_mlp
+        self.activate = ACTIVATION_FUNCTIONS[config.activation]
         self.elementwise = Elementwise()
         width = (2 if self.is_gated else 1) * (last - first)  # gate and up, or up alone
         self.gate_up: Linear = nn.Linear(config.hidden_size, width, bias=config.mlp_bias)
@@ -92,7 +93,8 @@ class Attention(nn.Module):
         super().__init__()
         (q_first, q_last), (kv_first, kv_last) = shard.heads(config.num_heads, config.num_kv_heads)
         self.head_dim = config.head_dim
-        self.num_heads, self.num_kv_heads = q_last - q_first, kv_last - kv_first
+        self.num_heads = q_last - q_first
+        self.num_kv_heads = kv_last - kv_first
         self.qkv: Linear = nn.Linear(
             config.hidden_size,
             (self.num_heads + 2 * self.num_kv_heads) * self.head_dim,
@@ -136,9 +138,14 @@ class Block(nn.Module):
         self.mlp = MLP(config, shard)
 
     def forward(
-        self, x: Tensor, y: Tensor | None, layer: int, encode: PositionEncoding, attend: Attend,
+        self,
+        x: Tensor,
+        y: Tensor | None,
+        layer: int,
+        encode: PositionEncoding,
+        attend: Attend,
         reduce: Reduce,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         """The layer of the hidden states x + y, or x, [B, T, hidden]. Returns two summands as well:
         the next layer's norm adds them, which saves a pass over them."""
         if y is None:
@@ -151,7 +158,8 @@ class Block(nn.Module):
             x, normed = add_norm(self.mlp_norm, x, y)
             del y  # frees memory before the MLP: y is large for a long prefill chunk
             return x, self.mlp(normed, reduce)
-        attention, mlp = self.attention, self.mlp
+        attention = self.attention
+        mlp = self.mlp
         hidden = mlp.hidden(normed if self.mlp_norm is None else self.mlp_norm(x))
         mixed = attention.mix(normed, layer, encode, attend)
         total = reduce(attention.output(mixed) + mlp.down(hidden))  # one all-reduce for both

@@ -54,7 +54,8 @@ def rotate(
 def _scale_queries(q: Tensor, rows: Tensor, rope: RopeConfig) -> Tensor:
     """q [B,T,H,D] with the rotated dimensions multiplied by YaRN's attention factor squared: once
     for q and once for k."""
-    size, scale = 2 * rows.shape[-1], rope.attention_factor**2
+    size = 2 * rows.shape[-1]
+    scale = rope.attention_factor**2
     if size == q.shape[-1]:
         return q * scale
     return torch.cat([q[..., :size] * scale, q[..., size:]], dim=-1)
@@ -81,7 +82,9 @@ def alibi(positions: Tensor, slopes: Tensor, size: int) -> PositionEncoding:
         q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=2)
         head_dim = q.shape[-1]
         room = (0, size - head_dim)
-        q, k, v = F.pad(q * math.sqrt(size / head_dim), room), F.pad(k, room), F.pad(v, room)
+        q = F.pad(q * math.sqrt(size / head_dim), room)
+        k = F.pad(k, room)
+        v = F.pad(v, room)
         last = head_dim + ALIBI_DIMS
         q[..., head_dim:last] = weights.to(q.dtype)
         k[..., head_dim:last] = digits.to(k.dtype)
@@ -136,10 +139,13 @@ def _yarn_frequencies(frequencies: Tensor, config: RopeConfig) -> Tensor:
         wavelength = config.original_max_position_embeddings / times / (2 * math.pi)
         return size * math.log(wavelength) / (2 * math.log(config.theta))
 
-    low, high = pair_that_turns(config.beta_fast), pair_that_turns(config.beta_slow)
+    low = pair_that_turns(config.beta_fast)
+    high = pair_that_turns(config.beta_slow)
     if config.truncate:
-        low, high = math.floor(low), math.ceil(high)
-    low, high = max(low, 0), min(high, size - 1)
+        low = math.floor(low)
+        high = math.ceil(high)
+    low = max(low, 0)
+    high = min(high, size - 1)
     high += 0.001 if low == high else 0.0
     blend = ((torch.arange(len(frequencies)).float() - low) / (high - low)).clamp(0.0, 1.0)
     return blend * frequencies / config.factor + (1 - blend) * frequencies

@@ -52,7 +52,8 @@ class Tokenizer:
     def show(self, ids: Sequence[int]) -> str:
         """Text of the ids for people to read. An id that has no piece, such as the padding of a
         model's vocabulary, is shown as "<id 2050>"."""
-        shown, known = "", list[int]()
+        shown = ""
+        known = list[int]()
         for i in ids:
             if i in self.pieces:
                 known.append(i)

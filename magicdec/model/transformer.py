@@ -99,7 +99,8 @@ class Transformer(nn.Module):
         self, config: ModelConfig, shard: Shard, layers: range | None, has_ends: bool | None
     ) -> None:
         """Which part of the model this is."""
-        self.config, self.shard = config, shard
+        self.config = config
+        self.shard = shard
         self.layers = range(config.num_layers) if layers is None else layers
         assert (
             self.layers.step == 1 and 0 <= self.layers.start < self.layers.stop <= config.num_layers

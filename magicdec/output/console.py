@@ -124,13 +124,17 @@ class Bar:
             progress.BarColumn(BAR_WIDTH, table_column=Column(min_width=BAR_WIDTH)),
             progress.TaskProgressColumn(table_column=Column(min_width=len("100%"))),
             progress.TimeRemainingColumn(table_column=Column(min_width=len("0:00:00"))),
-            console=make_console(to_stderr=True), auto_refresh=False, transient=True, expand=True,
-        )  # fmt: skip
+            console=make_console(to_stderr=True),
+            auto_refresh=False,
+            transient=True,
+            expand=True,
+        )
 
 
 def telling(tell: Callable[[int], None], every_s: float) -> Advance:
     """Calls `tell` with what is done so far, at most once in so many seconds."""
-    last, done = time.monotonic(), 0
+    last = time.monotonic()
+    done = 0
 
     def advance(amount: int = 1) -> None:
         nonlocal last, done

@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MOST_ROWS = 64  # with names that can be read in a panel
-ROW_INCHES, WIDTH_INCHES = 0.22, 10.0
+ROW_INCHES = 0.22
+WIDTH_INCHES = 10.0
 TITLE_ROWS = 3  # rows that the title and the axis of a panel take
 TEXT_SHARE = 0.011  # of the width of a panel, for each character of a bar's text
 EDGE: dict[str, Any] = {"edgecolor": "white", "linewidth": 0.4}
@@ -76,7 +77,7 @@ def draw(
     has_one_time = len({(panel.begin_s, panel.end_s) for panel in panels}) == 1
     with saved_figure(
         flag, path, size, len(panels), sharex=has_one_time, height_ratios=heights
-    ) as (figure, axes):  # fmt: skip
+    ) as (figure, axes):
         for ax, panel in zip(axes, panels, strict=True):
             _draw_panel(ax, panel, until_s)
         axes[-1].set_xlabel("time, ms")
@@ -91,17 +92,24 @@ def _draw_panel(ax: Axes, panel: Panel, until_s: float | None) -> None:
     end_s = until_s or panel.end_s
     for (look, row), spans in _together(panel.bars, end_s).items():
         ax.broken_barh(
-            spans, (row - look.height / 2, look.height), facecolor=look.colour, hatch=look.hatch,
+            spans,
+            (row - look.height / 2, look.height),
+            facecolor=look.colour,
+            hatch=look.hatch,
             **EDGE,
-        )  # fmt: skip
+        )
     for bar in panel.bars:
         left_s = max(bar.begin_s, panel.begin_s)
         width_s = min(bar.end_s, end_s) - left_s
         if bar.text and width_s > TEXT_SHARE * len(bar.text) * (end_s - panel.begin_s):
             ax.text(
-                1e3 * (left_s + width_s / 2), bar.row, bar.text,
-                fontsize=6, ha="center", va="center_baseline",
-            )  # fmt: skip
+                1e3 * (left_s + width_s / 2),
+                bar.row,
+                bar.text,
+                fontsize=6,
+                ha="center",
+                va="center_baseline",
+            )
     for at_s in panel.marks_s:
         if panel.begin_s <= at_s <= end_s:
             ax.axvline(1e3 * at_s, color="black", linewidth=0.4, alpha=0.5)

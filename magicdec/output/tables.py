@@ -107,7 +107,8 @@ class Table:
 
     def _print_columns(self, console: Any) -> None:
         """Print headings and rows, as wide as the console at most: in a frame if that fits."""
-        labels, body = [column.label for column in self.headings], self.body
+        labels = [column.label for column in self.headings]
+        body = self.body
         is_text = [column.is_text for column in self.headings]
         rows = [labels, *filter(None, body)]
         widths = widest_cells(rows)

@@ -31,7 +31,8 @@ PRECISION = 1e-9  # of a converted rate
 def conditional_rate(acceptance_rate: float, gamma: int) -> float:
     """The conditional rate, the same at every position, with which steps of `gamma` draft tokens
     have this acceptance rate: the mean of its first `gamma` powers."""
-    low, high = 0.0, 1.0
+    low = 0.0
+    high = 1.0
     while high - low > PRECISION:
         middle = (low + high) / 2
         mean = (expected_tokens(middle, gamma) - 1) / gamma
@@ -52,7 +53,8 @@ def expected_tokens(acceptance: Acceptance, gamma: int) -> float:
     return 1.0 + sum(survival(acceptance, k) for k in range(1, gamma + 1))
 
 
-DEFAULT_BUDGET, DEFAULT_GAMMA = 257, 4
+DEFAULT_BUDGET = 257
+DEFAULT_GAMMA = 4
 CHOICES = "a rate such as 0.8, and in a plan a file of records"
 
 
@@ -103,7 +105,8 @@ def find_curves(
     default budget. Raises ValueError for anything else.
     """
     if len(values) == 1 and is_file(values[0]):
-        path, like = Path(values[0]), (drafter, policy or DEFAULT_KV_POLICY, weights)
+        path = Path(values[0])
+        like = (drafter, policy or DEFAULT_KV_POLICY, weights)
         return _from_records(path, records or load_records(path), budgets, like)
     rates = [conditional_rate(parse_acceptance(value), gamma) for value in values]
     source = f"{' '.join(values)} of {gamma} draft tokens a step"
@@ -182,11 +185,14 @@ def _from_records(
     likes = [record for record in records if drafting_of(record.config) == like]
     plain = [record for record in likes if is_plain(record.config)]
     for record in plain or likes:
-        config, metrics = record.config, record.metrics
-        budget, curve = config["kv"]["budget"], metrics and metrics.acceptance_per_position
+        config = record.config
+        metrics = record.metrics
+        budget = config["kv"]["budget"]
+        curve = metrics and metrics.acceptance_per_position
         if budget > 0 and curve and len(curve) >= len(curves.get(budget, ())):
             place = f"{config['model']['model']} at {config['workload']['prefix_len']} tokens"
-            curves[budget], places[budget] = tuple(curve), place
+            curves[budget] = tuple(curve)
+            places[budget] = place
     if not curves:
         command = "selfspec" if drafter == "self" else "longspec"
         raise ValueError(

@@ -44,16 +44,19 @@ class DraftTable:
 
     def ranges(self) -> list[tuple[int, ...]]:
         """`bs_lo`, `bs_hi`, `ctx_lo` and `ctx_hi` of each cell."""
-        rows, columns = defaultdict[int, list[int]](list), defaultdict[int, list[int]](list)
+        rows = defaultdict[int, list[int]](list)
+        columns = defaultdict[int, list[int]](list)
         for cell in self.cells:
             rows[cell.batch_size].append(cell.gamma)
             columns[cell.prefix_len].append(cell.gamma)
-        batches, contexts = merge(rows, 1), merge(columns, self.max_length)
+        batches = merge(rows, 1)
+        contexts = merge(columns, self.max_length)
         return [(*batches[cell.batch_size], *contexts[cell.prefix_len]) for cell in self.cells]
 
     def vllm(self) -> str:
         """JSON for `vllm serve --speculative-config`."""
-        ranges, gammas = self.ranges(), [cell.gamma for cell in self.cells]
+        ranges = self.ranges()
+        gammas = [cell.gamma for cell in self.cells]
         used = 4 if len({ctx_lo for _, _, ctx_lo, _ in ranges}) > 1 else 2
         entries = dict(zip((each[:used] for each in ranges), gammas, strict=True))
         config = dict(self.draft) | {
@@ -92,9 +95,12 @@ def fastest_runs(
     always as many tokens."""
     runs: dict[tuple[int, int], Run] = {}
     for record in records:
-        config, workload = record.config, record.config["workload"]
-        gamma, metrics = config["decoding"]["num_draft_tokens"], record.metrics
-        speedup, own = (metrics and metrics.speedup) or 0.0, (config["draft"] or {}).get("model")
+        config = record.config
+        workload = record.config["workload"]
+        gamma = config["decoding"]["num_draft_tokens"]
+        metrics = record.metrics
+        speedup = (metrics and metrics.speedup) or 0.0
+        own = (config["draft"] or {}).get("model")
         place = workload["batch_size"], workload["prefix_len"]
         is_like = target.items() <= config["model"].items() and drafting_of(config) == like
         is_like = is_like and own == draft and gamma != "auto"

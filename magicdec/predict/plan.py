@@ -97,9 +97,12 @@ class PlanCell(Part):
         "from the end of prefill to the last token", label="net", digits=2, suffix="x"
     )
     break_even_gen_len: int | None = recorded(
-        "the smallest output length with a net speedup above 1", "tokens",
-        label="net pays from", suffix=" tokens", null="if there is none",
-    )  # fmt: skip
+        "the smallest output length with a net speedup above 1",
+        "tokens",
+        label="net pays from",
+        suffix=" tokens",
+        null="if there is none",
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -185,7 +188,8 @@ def tables(records: Sequence[PlanRecord]) -> list[Table]:
 
 
 def _cells(record: PlanRecord) -> Table:
-    model, workload = record.config["model"], record.config["workload"]
+    model = record.config["model"]
+    workload = record.config["workload"]
     ranks = record.config["parallel"]
     overhead_us = 1e6 * ranks["hardware"]["layer_overhead_s"] * model["num_layers"]
     curves = "; ".join(f"budget {b}: {_curve(a)}" for b, a in workload["acceptance"].items())
@@ -214,14 +218,16 @@ def _cells(record: PlanRecord) -> Table:
 
 
 def _name(model: dict[str, Any]) -> str:
-    tp, nodes = model["tp"], model["nodes"]
+    tp = model["tp"]
+    nodes = model["nodes"]
     over = f" over {nodes} nodes" if nodes > 1 else ""
     weights = f" in {model['target_dtype']}" if model["target_dtype"] in LOW_BIT else ""
     return f"{model['model']}{weights} on {tp} rank{'s' * (tp > 1)}{over}"
 
 
 def _drafting(record: PlanRecord) -> str:
-    model, draft = record.config["model"], record.config["draft"]
+    model = record.config["model"]
+    draft = record.config["draft"]
     if draft is not None:
         return _name(draft)
     weights = record.config.get("draft_weights", model["target_dtype"])

@@ -33,11 +33,17 @@ from magicdec.setup.loading import load_kind, make_executor
 from magicdec.setup.model_plan import Kinds
 from magicdec.setup.session import RankSession
 
-SMALL_BYTES, LARGE_BYTES = 1 << 10, 1 << 24  # all-reduces bound by latency and by bandwidth
+# all-reduces bound by latency and by bandwidth
+SMALL_BYTES = 1 << 10
+LARGE_BYTES = 1 << 24
 STRETCHES = 5
 # Calls in a stretch: as many as take STRETCH_S seconds, but between these two.
-FEWEST_ROUNDS, ROUNDS, STRETCH_S = 5, 30, 0.5
-CACHED, CONTEXT = 32, 8192  # cached tokens per row: attention takes almost no time, or most of it
+FEWEST_ROUNDS = 5
+ROUNDS = 30
+STRETCH_S = 0.5
+# cached tokens per row: attention takes almost no time, or most of it
+CACHED = 32
+CONTEXT = 8192
 # New tokens per row in a verification of the 8 drafts of a plan. With fewer, attention still waits
 # for memory, whose rate would be taken for the most that attention computes.
 MANY = 9
@@ -119,7 +125,8 @@ def measure_forwards(
         load_runner(*place, random_model(config), num_rows, CACHED + MANY)
         for config in (FEW, SEVERAL)
     ]
-    config, size = demo.model.config, demo.cache.k.element_size()
+    config = demo.model.config
+    size = demo.cache.k.element_size()
 
     def fastest(name: str, runner: ModelRunner, num_rows: int, cached: int, num_new: int) -> float:
         """The fastest stretch of these forwards; its spread is noted under a name that is given."""
@@ -142,10 +149,12 @@ def measure_forwards(
     few, several = (fastest("", runner, num_rows, CACHED, MANY) for runner in small)
     more_s = max(0.0, (several - few) / each - layer_s)
     return replace(
-        hardware, kv_bytes_per_s=rate,
+        hardware,
+        kv_bytes_per_s=rate,
         attention_flops_per_s=(flops[1] - flops[0]) / max(long - short, 1e-9),
-        layer_overhead_s=layer_s, token_overhead_s=more_s / (num_rows * MANY - 1),
-    )  # fmt: skip
+        layer_overhead_s=layer_s,
+        token_overhead_s=more_s / (num_rows * MANY - 1),
+    )
 
 
 def random_model(config: ModelConfig) -> ModelSource:
@@ -166,9 +175,13 @@ def load_runner(
     model = load_kind(source, Shard(), kinds, device)
     alone = Group((group.ranks[group.index],), 0)
     runner = ModelRunner(
-        model, load_named(ATTENTION_BACKENDS, backend)(), alone, num_rows, max_tokens,
+        model,
+        load_named(ATTENTION_BACKENDS, backend)(),
+        alone,
+        num_rows,
+        max_tokens,
         executor=make_executor(kinds, model, alone),
-    )  # fmt: skip
+    )
     for row in range(num_rows):
         runner.allocate(row)
     for pool in (runner.cache.k, runner.cache.v):
@@ -201,8 +214,11 @@ def measure(config: ResolvedConfig, machine: Machine, launch: Launch) -> Machine
 
 def measure_in(session: RankSession, config: ResolvedConfig, machine: Machine) -> MachineFile:
     """As `measure`, in a session that is open."""
-    spreads, by_dtype = Spreads(), dict[str, Hardware]()
-    group, device, launch = session.groups.target, session.device, session.launch
+    spreads = Spreads()
+    by_dtype = dict[str, Hardware]()
+    group = session.groups.target
+    device = session.device
+    launch = session.launch
     load = LoadWatch(launch.rank == 0)
     load.begin()
     rates = read_bandwidths(group, device)
@@ -228,6 +244,10 @@ def measure_in(session: RankSession, config: ResolvedConfig, machine: Machine) -
         for name in BY_DTYPE
     }
     return MachineFile(
-        description, bandwidth, link=None if spans_nodes else link,
-        node_link=link if spans_nodes else None, spreads=dict(spreads), **by_name,
-    )  # fmt: skip
+        description,
+        bandwidth,
+        link=None if spans_nodes else link,
+        node_link=link if spans_nodes else None,
+        spreads=dict(spreads),
+        **by_name,
+    )

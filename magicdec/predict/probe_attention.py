@@ -70,18 +70,22 @@ class Step:
 def target_step(config: ResolvedConfig, model: ModelConfig) -> Step:
     """The step of the run's own strategy. The baseline of a speculative run goes by the same
     backend, which may not be the fastest for that baseline."""
-    d, context = config.decoding, config.workload.prefix_len
-    window, num_ranks = _window(config, model, context), len(config.parallel.rank_group)
+    d = config.decoding
+    context = config.workload.prefix_len
+    window = _window(config, model, context)
+    num_ranks = len(config.parallel.rank_group)
     if d.strategy == BASELINE:
         decode = Read(1, 1, context, FULL, window)
         return _make_step("a decode forward", (decode,), config, model, num_ranks)
-    num_new, is_self = d.most_draft_tokens + 1, d.model_drafter == SELF
+    num_new = d.most_draft_tokens + 1
+    is_self = d.model_drafter == SELF
     watches = is_self and load_policy(config.kv.policy).needs_weights
     reads: tuple[Read, ...] = (Read(1, num_new, context, FULL, window, watches),)
     name = f"a verification of {num_new} tokens"
     if is_self:
         drafts_name, drafts = _drafts(config, model)
-        name, reads = f"{drafts_name} and {name}", (drafts, *reads)
+        name = f"{drafts_name} and {name}"
+        reads = (drafts, *reads)
     return _make_step(name, reads, config, model, num_ranks)
 
 
@@ -95,7 +99,9 @@ def draft_step(config: ResolvedConfig, model: ModelConfig) -> Step:
 def _drafts(config: ResolvedConfig, model: ModelConfig) -> tuple[str, Read]:
     """The draft forwards of a step, and their name. Each is counted as the first; the few tokens
     that later ones see more are left out."""
-    kv, times, policy = config.kv, config.decoding.num_draft_steps, make_policy(config.kv)
+    kv = config.kv
+    times = config.decoding.num_draft_steps
+    policy = make_policy(config.kv)
     of = "" if kv.policy == FULL_KV_POLICY else f", budget {kv.budget}"
     context, visible = policy.draft_reads(config.workload.prefix_len)
     # The cache of a draft that rolls is no longer than its window.
@@ -116,7 +122,8 @@ def _make_step(
     name: str, reads: tuple[Read, ...], config: ResolvedConfig, model: ModelConfig, num_ranks: int
 ) -> Step:
     """A step of the run's own batch, with fewer rows where they would take too much memory."""
-    dtype, size = getattr(torch, config.model.dtype), model.cached_head_dim
+    dtype = getattr(torch, config.model.dtype)
+    size = model.cached_head_dim
     heads = Shard(0, num_ranks).heads(model.num_heads, model.num_kv_heads)
     num_heads, kv_heads = (last - first for first, last in heads)
     room = max_tokens(config) - config.workload.prefix_len
@@ -146,7 +153,8 @@ def measure(name: str, step: Step, device: torch.device, recorder: Recorder = Ea
     backend lets it. Keys, queries and what is chosen of them are random, and the same for every
     backend."""
     recorder = recorder if capabilities_of(name).can_be_recorded else Eager()
-    seconds, outputs = 0.0, []
+    seconds = 0.0
+    outputs = []
     for read in step.reads:
         once, output = measure_read(make_backend(name), read, step, device, recorder)
         seconds += read.times * once
@@ -226,7 +234,8 @@ def _filled_cache(
     longest = read.context + step.room
     block = backend.block_size(longest)
     per_row = -(-longest // block)
-    layout, num_blocks = backend.layout(step.dtype), step.rows * per_row
+    layout = backend.layout(step.dtype)
+    num_blocks = step.rows * per_row
     sizes = CacheShape(1, step.num_kv_heads, step.head_dim, block, num_blocks, layout)
     cache = KVCache(sizes, step.rows, per_row, step.dtype, device)
     positions = torch.arange(read.context, device=device).unsqueeze(0)
@@ -254,7 +263,8 @@ class BackendTime:
 
 def steps_of(run: ResolvedRun) -> list[tuple[ModelConfig, Step]]:
     """The models of a run with the step of each: the target, and a standalone draft."""
-    models, config = run.models, run.config
+    models = run.models
+    config = run.config
     steps = [(models.target, target_step(config, models.target))]
     if models.draft is not None:
         steps.append((models.draft, draft_step(config, models.draft)))
@@ -302,12 +312,14 @@ def time_backend(
 
 def list_candidates(run: ResolvedRun) -> tuple[list[str], dict[str, str]]:
     """(names to measure, why others are left out). Backends for other devices are in neither."""
-    config, models = run.config, run.models
+    config = run.config
+    models = run.models
     policy = config.kv.policy if config.decoding.model_drafter == SELF else None
     cases = [case_of(config, models.target, policy)]
     if models.draft is not None:
         cases.append(case_of(config, models.draft, None))
-    candidates, left_out = list[str](), dict[str, str]()
+    candidates = list[str]()
+    left_out = dict[str, str]()
     for capabilities in map(capabilities_of, ATTENTION_BACKENDS):
         if config.parallel.device not in capabilities.devices:
             continue
@@ -322,7 +334,8 @@ def list_candidates(run: ResolvedRun) -> tuple[list[str], dict[str, str]]:
 
 def case_of(config: ResolvedConfig, model: ModelConfig, policy: str | None) -> AttentionCase:
     """What the run asks of the attention of one model; `policy` as in `AttentionCase`."""
-    device, dtype = config.parallel.device, config.model.dtype
+    device = config.parallel.device
+    dtype = config.model.dtype
     return AttentionCase(device, dtype, traits_of(model), max_tokens(config), policy)
 
 

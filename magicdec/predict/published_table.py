@@ -47,11 +47,15 @@ TABLES = {
 }
 """What each table shows."""
 PACKAGED = Path(__file__).with_name("published")
-DEMO, DEMO_DRAFT = "demo", "demo-draft"  # the packaged models
+# the packaged models
+DEMO = "demo"
+DEMO_DRAFT = "demo-draft"
 OWN_CACHE = ("self", "none")  # the drafts that are no model
 # Published peak rates of one GPU in bfloat16 (bytes/s, operations/s), and assumed links (bytes/s).
 GPUS = {"A100": (2039e9, 312e12, 300e9), "H100": (3352e9, 989e12, 450e9)}
-LATENCY_S, OVERHEAD_S = 15e-6, 160e-6 / 32  # of a link and of one of 32 layers; as in docs/plan.md
+# of a link and of one of 32 layers; as in docs/plan.md
+LATENCY_S = 15e-6
+OVERHEAD_S = 160e-6 / 32
 
 
 def file_of(folder: Path, table: str) -> Path:
@@ -80,7 +84,8 @@ def at_demo_size(row: Row) -> Row:
 
 def command_of(row: Row) -> str:
     """The words after `magicdec`, without `--out`, with enough batches for intervals."""
-    draft, is_demo = row["draft"], row["model"] == DEMO
+    draft = row["draft"]
+    is_demo = row["model"] == DEMO
     drafter = draft if draft in OWN_CACHE else f"model:{hub_name(draft)}"
     drafting = f"--budget {row['budget']} --gamma {gamma_of(row)} " * (draft != "none")
     return (
@@ -138,7 +143,8 @@ def predict(row: Row, folder: Path) -> str:
     bandwidth, flops, link_bandwidth = GPUS[row["hardware"]]
     gpu = Hardware(bandwidth, flops, OVERHEAD_S, link=Link(LATENCY_S, link_bandwidth))
     target = Deployment(find_config("--model", row["model"]), gpu, 2, int(row["ranks"]))
-    S, B = int(row["prefix_len"]), int(row["batch_size"])
+    S = int(row["prefix_len"])
+    B = int(row["batch_size"])
     if row["draft"] == "none":
         step_s = target.seconds(B, 1, S)
         return f"{1e3 * step_s if row['quantity'] == 'tpot_ms' else B / step_s:.2f}"
@@ -161,7 +167,9 @@ class PublishedTable:
     other columns."""
 
     def __init__(self, name: str, folder: Path) -> None:
-        self.name, self.folder, self.path = name, folder, folder / f"{name}.csv"
+        self.name = name
+        self.folder = folder
+        self.path = folder / f"{name}.csv"
         self.about = TABLES[name]
         try:
             reader = csv.DictReader(StringIO(read_text(file_of(folder, name)), newline=""))
@@ -185,7 +193,8 @@ class PublishedTable:
     def make_demo(self) -> None:
         """Make the lines at demo size from the published ones. Lines that become equal are one;
         what was measured before stays until it is measured again."""
-        published, old_rows = self.part(is_demo=False), self.part(is_demo=True)
+        published = self.part(is_demo=False)
+        old_rows = self.part(is_demo=True)
         demo: list[Row] = []
         for setting in map(at_demo_size, published):
             if any(setting.items() <= row.items() for row in demo):
@@ -209,7 +218,8 @@ class PublishedTable:
             try:
                 row["predicted"] = predict(row, self.folder)
             except Missing as reason:
-                row["predicted"], reasons["predicted"] = "", str(reason)
+                row["predicted"] = ""
+                reasons["predicted"] = str(reason)
         existing = ", ".join(name for name in NUMBERS if row[name])
         missing = [f"not {name}: {why}" for name, why in reasons.items() if not row[name]]
         row["exists"] = "; ".join(filter(None, [existing, *missing]))
@@ -221,7 +231,8 @@ class PublishedTable:
     def measure(self, is_demo: bool, out: Path) -> int:
         """Measure one part of the table and save it. Every record is appended to `out`. Returns how
         many commands failed. Raises ValueError if a file cannot be written."""
-        commands, num_failed = self.commands(is_demo), 0
+        commands = self.commands(is_demo)
+        num_failed = 0
         for number, command in enumerate(commands, start=1):
             print(f"{number}/{len(commands)}  magicdec {command}", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory() as folder:

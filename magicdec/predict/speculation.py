@@ -32,11 +32,14 @@ class Choice:
 
     def seconds(self, model: Deployment, budget: int, B: int, S: int) -> float:
         """The time of the choice for a draft by `model` that reads `budget` tokens of a row."""
-        rerun, observed = min(self.rerun_tokens, S), min(self.observed_tokens, S)
+        rerun = min(self.rerun_tokens, S)
+        observed = min(self.observed_tokens, S)
         total = model.seconds(B, rerun, S - rerun) if rerun else 0.0
         if not observed:
             return total
-        config, h, shard = model.config, model.hardware, slowest_shard(model.config, model.tp)
+        config = model.config
+        h = model.hardware
+        shard = slowest_shard(model.config, model.tp)
         entry = kv_bytes_per_token(config, shard, model.dtype_bytes)
         # Keys are half of an entry. Copied entries are read and written.
         num_bytes = B * (S * entry / 2 + 2 * min(budget, S) * entry * self.is_copied)

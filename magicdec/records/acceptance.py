@@ -121,12 +121,17 @@ class Verifications:
     def of(cls, samples: PassSamples) -> Verifications:
         """Those of the samples of a run, whose requests are its prompts in order. A step has counts
         for the rows that still run, in order; a row runs until it has emitted all of its tokens."""
-        found, first = cls(), 0
+        found = cls()
+        first = 0
         unpadded: list[list[list[int]]] = [[[]] * len(steps) for steps in samples.num_drafted]
         for lengths, *of_batch in zip(
-            samples.sequence_tokens, samples.num_drafted, samples.num_proposed or unpadded,
-            samples.num_accepted, samples.num_emitted, strict=False,
-        ):  # fmt: skip
+            samples.sequence_tokens,
+            samples.num_drafted,
+            samples.num_proposed or unpadded,
+            samples.num_accepted,
+            samples.num_emitted,
+            strict=False,
+        ):
             left = list(lengths)
             for longest, proposed, accepted, emitted in zip(*of_batch, strict=True):
                 running = [i for i, tokens in enumerate(left) if tokens > 0]
@@ -278,7 +283,8 @@ def acceptance_metrics(verifications: Verifications, num_requests: int) -> dict[
     counts = PromptCounts.of(verifications.by_request, num_requests).with_verifications()
     if not counts.num_prompts:
         return {}
-    estimates, longest = estimates_of(counts), 1 + counts.judged.shape[1]
+    estimates = estimates_of(counts)
+    longest = 1 + counts.judged.shape[1]
     positions = [interval(values, 0, 1) or [] for values in estimates.per_position.T]
     cancelled = verifications.num_cancelled
     every = verifications.every

@@ -52,10 +52,12 @@ def interval(
     num_groups = len(values) - 1
     if num_groups < fewest or not np.isfinite(values).all() or not low < values[0] < high:
         return None
-    error, value = jackknife_error(values), float(values[0])
+    error = jackknife_error(values)
+    value = float(values[0])
     if error <= 1e-12 * abs(value):
         return None
-    below, above = value - low, high - value
+    below = value - low
+    above = high - value
     # By how much the value changes with its place on the scale without bounds.
     slope = below if math.isinf(high) else below * above / (high - low)
     reach = quantile(num_groups - 1) * error / slope
@@ -74,7 +76,8 @@ def ratio_interval(ratios: Sequence[float], level: float = LEVEL) -> list[float]
     error = float(logs.std(ddof=1)) / math.sqrt(len(logs))
     if error <= 1e-12:
         return None
-    middle, reach = float(logs.mean()), quantile(len(logs) - 1, level) * error
+    middle = float(logs.mean())
+    reach = quantile(len(logs) - 1, level) * error
     return [math.exp(middle - reach), math.exp(middle + reach)]
 
 

@@ -24,7 +24,8 @@ def has_enough(key: str, count: int) -> bool:
 def cell(metrics: Any, key: str, description: Recorded) -> object:
     """The cell of a field: empty if it is None, a name as it is, and a number with its interval, if
     it has one."""
-    value, ends = getattr(metrics, key), getattr(metrics, f"{key}{SUFFIX}", None)
+    value = getattr(metrics, key)
+    ends = getattr(metrics, f"{key}{SUFFIX}", None)
     if value is None or isinstance(value, str):
         return value
     return Shown(description.show_between(value, ends), value)

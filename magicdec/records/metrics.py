@@ -47,11 +47,13 @@ def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) ->
     """The metrics that follow from the samples of one pass alone. `is_drafting` says whether its
     strategy may draft. `bandwidth` is the read bandwidth of all ranks, in bytes/s."""
     steps = list(chain.from_iterable(samples.step_ms))
-    num_steps, step_ms = len(steps), mean(steps)
+    num_steps = len(steps)
+    step_ms = mean(steps)
     decode_s = sum(steps) / 1e3
     phases_ms = sum(map(sum, (samples.draft_ms, samples.verify_ms, samples.decode_ms)))
     drafted = sum(map(sum, samples.num_drafted))
-    read, draft_rows = sum(map(sum, samples.bytes_read)), sum(samples.draft_rows)
+    read = sum(map(sum, samples.bytes_read))
+    draft_rows = sum(samples.draft_rows)
     tpot_ms = tpots(samples)
     return Metrics(
         decode_tokens_per_s=sum(samples.num_tokens) / decode_s if decode_s else None,
@@ -110,7 +112,8 @@ def add_prefill(metrics: Metrics, prefill: PrefillSamples) -> Metrics:
 
 
 def add_speedup(metrics: Metrics, baseline: PassSamples, ours: PassSamples) -> Metrics:
-    of_steps, net = speedups(baseline, ours), net_speedups(baseline, ours)
+    of_steps = speedups(baseline, ours)
+    net = net_speedups(baseline, ours)
     total = total_speedups(baseline, ours)
     if not of_steps:
         return metrics
@@ -171,11 +174,16 @@ def break_even_gen_len(baseline: PassSamples, ours: PassSamples) -> int | None:
     each = [
         _break_even(added, base_added, (ms - added) / n, (base_ms - base_added) / base_n)
         for added, base_added, ms, base_ms, n, base_n in zip(
-            added_ms(ours), added_ms(baseline), net_ms(ours), net_ms(baseline),
-            map(mean, ours.sequence_tokens), map(mean, baseline.sequence_tokens), strict=True,
+            added_ms(ours),
+            added_ms(baseline),
+            net_ms(ours),
+            net_ms(baseline),
+            map(mean, ours.sequence_tokens),
+            map(mean, baseline.sequence_tokens),
+            strict=True,
         )
         if n and base_n
-    ]  # fmt: skip
+    ]
     middle = statistics.median_high(each) if each else math.inf
     return None if math.isinf(middle) else int(middle)
 

@@ -49,7 +49,9 @@ def read_records(path: Path, record_type: type[R], is_strict: bool = False) -> I
     that has only these is an error. Raises ValueError, one line, for these errors, for a file
     without any record among its lines, for a file that cannot be read, and for a record of another
     schema version."""
-    unreadable, num_records, left_out = list[str](), 0, Counter[str]()
+    unreadable = list[str]()
+    num_records = 0
+    left_out = Counter[str]()
     wanted_kind = vars(record_type).get("kind")  # the default of the field; `Record` has none
     for number, line in _lines(path):
         try:
@@ -123,7 +125,8 @@ def kind_of(line: bytes) -> str:
         raise Unreadable(f"not a JSON record ({error})") from None
     if not isinstance(raw, dict):
         raise Unreadable("not a record; it is not an object")
-    version, kind = raw.get("schema_version"), raw.get("kind")
+    version = raw.get("schema_version")
+    kind = raw.get("kind")
     if type(version) is not int:
         raise Unreadable(f"not a record; schema_version is {version}")
     if version != SCHEMA_VERSION:

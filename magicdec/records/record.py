@@ -131,7 +131,8 @@ def contradiction(record: RunRecord) -> str | None:
     """Why the values of a record cannot be in one record; None if they can. No record has metrics
     unless the check of the tokens passed, or the record says that nothing was compared; and its
     passes had equal resources."""
-    status, correctness = record.status, record.correctness
+    status = record.status
+    correctness = record.correctness
     if status not in STATUSES:
         return f"status is {status}; choose from {', '.join(STATUSES)}"
     if (record.error is not None) != (status == "failed"):

@@ -169,16 +169,23 @@ class PassSamples(SamplesRecord):
         values = vars(self)
         if not is_drafting or is_random:
             drafted = (
-                *("num_drafted", "num_proposed", "num_accepted"), *("draft_hashes", "draft_keys"),
-            )  # fmt: skip
+                *("num_drafted", "num_proposed", "num_accepted"),
+                *("draft_hashes", "draft_keys"),
+            )
             values = values | dict.fromkeys(drafted)
         if is_drafting and is_random:
             values = values | {"num_emitted": None}
         return SamplesRecord(**values)
 
     def begin_batch(self) -> None:
-        for steps in (self.step_ms, self.num_forwards, self.num_drafted, self.num_proposed,
-                      self.num_accepted, self.num_emitted):  # fmt: skip
+        for steps in (
+            self.step_ms,
+            self.num_forwards,
+            self.num_drafted,
+            self.num_proposed,
+            self.num_accepted,
+            self.num_emitted,
+        ):
             steps.append([])
 
     def observe_begin(
@@ -249,7 +256,8 @@ def unequal_threads(passes: Mapping[str, SamplesRecord]) -> str | None:
     batch, or do not say so in each batch; None if they had equal ones."""
     first = next(chain.from_iterable(samples.threads for samples in passes.values()), None)
     for name, samples in passes.items():
-        num_known, count = len(samples.threads), len(samples.step_ms)
+        num_known = len(samples.threads)
+        count = len(samples.step_ms)
         if num_known != count:
             return f"{name} has the threads of {num_known} batches, but there are {count}"
         for batch, threads in enumerate(samples.threads):

@@ -40,9 +40,12 @@ def table_of(record: RunRecord) -> Table:
     passes = [method(record)] if record.baseline_metrics is None else [BASELINE, method(record)]
     rows = [(label, *cells) for label, cells in table_rows(record)]
     return Table(
-        [Column("", is_text=True), *passes], rows, _title(record), above=[verdict],
+        [Column("", is_text=True), *passes],
+        rows,
+        _title(record),
+        above=[verdict],
         below=stalls_of(record),
-    )  # fmt: skip
+    )
 
 
 def method(record: RunRecord) -> str:
@@ -53,7 +56,8 @@ def method(record: RunRecord) -> str:
 
 def method_of(config: dict[str, Any]) -> str:
     """As `method`, from the `config` of a record."""
-    decoding, kv = config["decoding"], config["kv"]
+    decoding = config["decoding"]
+    kv = config["kv"]
     if decoding["strategy"] == BASELINE:
         return BASELINE
     names = {"model": "standalone draft", "self": "self-speculation"}
@@ -69,10 +73,13 @@ def method_of(config: dict[str, Any]) -> str:
 
 
 def _title(record: RunRecord) -> str:
-    c, e = record.config, record.environment
-    w, parallel = c["workload"], c["parallel"]
+    c = record.config
+    e = record.environment
+    w = c["workload"]
+    parallel = c["parallel"]
     dataset = "" if record.workload is None else f", {record.workload.text}"
-    bandwidth, batches = e.read_bandwidth_bytes_per_s, w["num_batches"]
+    bandwidth = e.read_bandwidth_bytes_per_s
+    batches = w["num_batches"]
     read = "" if bandwidth is None else f", {bandwidth / 1e9:.1f} GB/s read"
     return (
         f"{c['model']['model']} ({_dtypes(c['model'])}){dataset}: "
@@ -171,7 +178,8 @@ def stalls_of(record: RunRecord) -> list[str]:
 
 def stalls_in(metrics: Metrics) -> str:
     """How many steps stalled, and the longest of them beside the median of its kind."""
-    longest, median = metrics.longest_stall_ms, metrics.longest_stall_median_ms
+    longest = metrics.longest_stall_ms
+    median = metrics.longest_stall_median_ms
     text = f"{metrics.stalled_steps} of {metrics.num_steps} steps stalled"
     if longest is None or median is None:
         return text

@@ -47,7 +47,8 @@ class DeviceBatch:
     def load(self, batch: Batch) -> None:
         """Load the newest tokens and the outputs of `batch`, which has some or all of the requests.
         From now on only the rows of `batch` are active."""
-        device, request_of = self.newest.device, {r.row: r for r in batch.requests}
+        device = self.newest.device
+        request_of = {r.row: r for r in batch.requests}
         requests = [request_of.get(row) for row in self.rows.numbers]
         self.rows.active.copy_(upload([int(r is not None) for r in requests], device))
         tokens = [[0] * NEWEST if r is None else last_tokens(r, NEWEST) for r in requests]

@@ -84,7 +84,8 @@ class ModelRunner:
 
     def __post_init__(self) -> None:
         weight = next(self.model.parameters())
-        self.device, dtype = weight.device, weight.dtype
+        self.device = weight.device
+        dtype = weight.dtype
         config = self.model.config
         block_size, blocks_per_row, num_blocks = self.storage()
         _, (first, last) = self.model.shard.heads(config.num_heads, config.num_kv_heads)
@@ -118,10 +119,14 @@ class ModelRunner:
         """A runner for the same model with its own cache of `max_tokens` tokens for each row. Both
         runners share their counts."""
         runner = replace(
-            self, backend=copy(self.backend), max_tokens=max_tokens,
-            block_tokens=None, num_blocks=None,
-        )  # fmt: skip
-        runner.counts, runner.draft_log = self.counts, self.draft_log
+            self,
+            backend=copy(self.backend),
+            max_tokens=max_tokens,
+            block_tokens=None,
+            num_blocks=None,
+        )
+        runner.counts = self.counts
+        runner.draft_log = self.draft_log
         runner.offsets = torch.zeros(self.num_rows, dtype=torch.int64, device=self.device)
         return runner
 
@@ -129,8 +134,11 @@ class ModelRunner:
         """A runner of a low-bit copy of the model, by which it drafts for itself over this cache.
         It counts its own forwards."""
         runner = copy(self)
-        runner.model, runner.executor, runner.backend = model, executor, copy(self.backend)
-        runner.deferred, runner.has_flaws = [], False
+        runner.model = model
+        runner.executor = executor
+        runner.backend = copy(self.backend)
+        runner.deferred = []
+        runner.has_flaws = False
         runner.counts = self._make_counts()
         model.set_positions(self.max_tokens, self.device)
         return runner
@@ -177,7 +185,8 @@ class ModelRunner:
         if the `cancellation` is set before a layer; nothing is appended then.
         """
         x = x if isinstance(x, Tensor) else upload(x, self.device)
-        num_new, rows = x.shape[1], BatchRows.of(rows, self.device)
+        num_new = x.shape[1]
+        rows = BatchRows.of(rows, self.device)
         policy = policy or self.policy
         committed = self.make_room(rows, num_new, policy, committed)
         make = make_kernel_view if self.model.elementwise.has_views else make_view
@@ -202,12 +211,14 @@ class ModelRunner:
         if not self.deferred:
             return
         assert self.executor is not None, "only its forwards are deferred"
-        forwards, self.deferred = self.deferred, []
+        forwards = self.deferred
+        self.deferred = []
         keys, is_finite = self.executor.forward(forwards, self.offsets)
         self.has_flaws |= not is_finite
         self.counts.num_forwards += 1
         for each, num_keys in zip(forwards, keys, strict=True):
-            num_new, num_rows = each.view.num_new, len(each.rows)
+            num_new = each.view.num_new
+            num_rows = len(each.rows)
             self.cache.advance(each.rows, num_new)
             self.counts.count(0, num_new * num_rows, num_keys, num_rows * each.is_draft)
 
@@ -225,7 +236,9 @@ class ModelRunner:
     def _run_layers(self, forward: Forward) -> None:
         """Compute one layer after the other, with the attention backend. What the layers have read
         only the device knows in a captured forward."""
-        view, rows, first = forward.view, forward.rows, self.model.layers.start
+        view = forward.view
+        rows = forward.rows
+        first = self.model.layers.start
         self.backend.plan(view)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -243,11 +256,16 @@ class ModelRunner:
                 raise Cancelled(layer - first)
 
         forward.out = self.model(
-            forward.x, view.positions(), attend, self.group.all_reduce, forward.num_outputs,
+            forward.x,
+            view.positions(),
+            attend,
+            self.group.all_reduce,
+            forward.num_outputs,
             before_layer,
-        )  # fmt: skip
+        )
         self.cache.advance(rows, view.num_new)
-        counts, num_tokens = self.counts, view.num_new * len(rows)
+        counts = self.counts
+        num_tokens = view.num_new * len(rows)
         counts.num_forwards += 1
         counts.num_tokens += num_tokens
         if rows.is_captured:
@@ -287,7 +305,8 @@ class ModelRunner:
         draft. All tokens but the last draft are appended to `rows`. The chains stop at `pa` as
         those of `draft_chain` do."""
         assert self.executor is not None, "asked of a runner that can chain"
-        num_new, rows = token_ids.shape[1], BatchRows.of(rows, self.device)
+        num_new = token_ids.shape[1]
+        rows = BatchRows.of(rows, self.device)
         view = make_view(self.cache, rows, policy, num_new, committed, self.window)
         drafts, keys, is_finite = self.executor.draft(token_ids, view, self.offsets, count, pa)
         self.has_flaws |= not is_finite

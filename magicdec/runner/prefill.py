@@ -35,7 +35,9 @@ def prefill(
     `progress` is called with the number of tokens of each chunk; on CUDA when the chunk was
     started, not when it is done.
     """
-    lines, is_first, stamps = [], [], TimeStamps(runner.device)
+    lines = []
+    is_first = []
+    stamps = TimeStamps(runner.device)
     for part in parts:
         logits = take(runner, part, chunk, progress)
         if logits is None:
@@ -62,10 +64,13 @@ def take(
     """Append the tokens of `part` to its row, which holds those before it. Returns this rank's
     logits [1, 1, V] of the last one, if the text is complete with it. If it is not, the last chunk
     may wait for the next forward (`ModelRunner.defer`)."""
-    text, row, num_left = part.request.cached_ids, part.row, part.request.num_cached - part.start
+    text = part.request.cached_ids
+    row = part.row
+    num_left = part.request.num_cached - part.start
     num_following = num_left - (part.stop - part.start)
     ids = upload([text[part.start : part.stop]], runner.device)
-    rows, prompt_queries = BatchRows.of([row], runner.device), runner.prompt_queries
+    rows = BatchRows.of([row], runner.device)
+    prompt_queries = runner.prompt_queries
     if prompt_queries is not None and part.start == 0:
         prompt_queries.begin(row, num_left)
     logits = None

@@ -125,13 +125,15 @@ class Request:
     def append(self, tokens: list[int], time: float) -> list[int]:
         """Append the tokens that a step emitted at `time`, up to the request's end. Returns those
         that were appended."""
-        emitted, params = self.output_ids, self.sampling
+        emitted = self.output_ids
+        params = self.sampling
         before = len(emitted)
         for token in tokens:
             emitted.append(token)
             self.token_times_s.append(time)
             if params.ends(len(emitted), token):
-                self.status, self.finished_s = Status.FINISHED, time
+                self.status = Status.FINISHED
+                self.finished_s = time
                 break
         if self.first_token_s is None and tokens:
             self.first_token_s = time

@@ -31,7 +31,8 @@ class Limits:
 
     def check(self, request: Request) -> None:
         """Raise ValueError if the request can never be served, however long it waits."""
-        prompt, new = len(request.prompt_ids), request.sampling.max_new_tokens
+        prompt = len(request.prompt_ids)
+        new = request.sampling.max_new_tokens
         # The newest token is never cached. Before the last step it is the last but one.
         num_tokens = prompt + max(new, 2) - 2 + self.step_tokens
         text = (

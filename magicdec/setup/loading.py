@@ -40,7 +40,8 @@ def load_model(
 ) -> Transformer:
     """Load this rank's shard of a model, or of a part of it, that is sharded over `group`. Raises
     WeightsRefused on all ranks of the group if one of them finds a value that is not finite."""
-    shard, refusal = Shard(group.index, group.size), ""
+    shard = Shard(group.index, group.size)
+    refusal = ""
     with progress.task(f"loading {source.name} as {kinds.weights}", 1) as advance:
         try:
             model = load_kind(source, shard, kinds, device, part)
@@ -60,7 +61,8 @@ def load_kind(
     device: torch.device,
     part: StagePart = StagePart(),
 ) -> Transformer:
-    dtype, is_int8 = getattr(torch, kinds.dtype), kinds.weights == "int8"
+    dtype = getattr(torch, kinds.dtype)
+    is_int8 = kinds.weights == "int8"
     is_packed = kinds.linear == "packed"
     model = load_transformer(
         source.config, source.weights, shard, part.layers, dtype, device, is_int8, part.has_ends
@@ -90,7 +92,9 @@ class LoadedModels:
     def __init__(
         self, device: torch.device, progress: Progress, emulated_s: float | None = None
     ) -> None:
-        self.device, self.progress, self.emulated_s = device, progress, emulated_s
+        self.device = device
+        self.progress = progress
+        self.emulated_s = emulated_s
         # The source is kept too, because its identity is a part of the key.
         self._models: dict[tuple[object, ...], tuple[ModelSource, Transformer]] = {}
 
@@ -121,7 +125,8 @@ class LoadedModels:
             return None
         key = id(source), group.ranks, replace(kinds, native_steps="off"), "copy"
         if key not in self._models:
-            model, is_packed = self.get(source, group, plan.kinds), kinds.linear == "packed"
+            model = self.get(source, group, plan.kinds)
+            is_packed = kinds.linear == "packed"
             with self.progress.task(f"copying {source.name} as {kinds.weights}", 1) as advance:
                 self._models[key] = source, low_bit_copy(model, kinds.weights, is_packed)
                 return_freed_memory()
@@ -148,7 +153,8 @@ def make_runner(
     plan: ModelPlan, source: ModelSource, group: Group, models: LoadedModels
 ) -> ModelRunner:
     """The runner of what this rank holds, whose layers `group` shares."""
-    model, copy = models.get(source, group, plan.kinds, plan.part), None
+    model = models.get(source, group, plan.kinds, plan.part)
+    copy = None
     if not plan.is_draft:
         copy = models.get_copy(source, group, plan)
     return with_copy(plan, runner_of(plan, model, group), copy)
@@ -172,17 +178,30 @@ def copy_runner(
 
 def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
     """The runner of a model that is loaded, with a cache of its own."""
-    backend, executor = make_backend(plan.backend), make_executor(plan.kinds, model, group)
+    backend = make_backend(plan.backend)
+    executor = make_executor(plan.kinds, model, group)
     if plan.rolling_rule is not None:
         return RollingRunner(
-            model, backend, group, plan.num_rows, plan.tokens, plan.rolling_rule, executor,
+            model,
+            backend,
+            group,
+            plan.num_rows,
+            plan.tokens,
+            plan.rolling_rule,
+            executor,
             max_tail=plan.tail,
-        )  # fmt: skip
+        )
     return ModelRunner(
-        model, backend, group, plan.num_rows, plan.tokens,
-        executor=executor, block_tokens=plan.block_tokens, num_blocks=plan.storage()[1],
+        model,
+        backend,
+        group,
+        plan.num_rows,
+        plan.tokens,
+        executor=executor,
+        block_tokens=plan.block_tokens,
+        num_blocks=plan.storage()[1],
         max_following=max_following(plan.config, plan.tokens),
-    )  # fmt: skip
+    )
 
 
 def make_draft(
@@ -190,15 +209,20 @@ def make_draft(
 ) -> DraftModel | None:
     """The standalone draft model of a run; None if the run has none. Only the draft's ranks hold
     weights and a cache. Sequences have at most `row_tokens` tokens (default: those of the run)."""
-    config, source = run.config, run.draft_source
+    config = run.config
+    source = run.draft_source
     if config.draft is None or source is None:
         return None
     runner: ModelRunner | None = None
     if groups.draft is not None:
         plan = ModelPlan(
-            config, source.config, groups.draft.ranks, groups.rank, is_draft=True,
+            config,
+            source.config,
+            groups.draft.ranks,
+            groups.rank,
+            is_draft=True,
             row_tokens=row_tokens,
-        )  # fmt: skip
+        )
         runner = make_runner(plan, source, groups.draft, models)
         keep_queries(runner, config.kv)
     first = groups.target.ranks.index(config.draft.rank_group[0])

@@ -62,7 +62,9 @@ def _left_by_groups(root: Path) -> Iterator[int]:
     for line in lines:
         _, controllers, place = line.split(":", 2)
         if controllers == "":
-            mount, limit, usage = "sys/fs/cgroup", "memory.max", "memory.current"
+            mount = "sys/fs/cgroup"
+            limit = "memory.max"
+            usage = "memory.current"
         elif "memory" in controllers.split(","):
             mount, limit, usage = (
                 *("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
@@ -146,9 +148,11 @@ def check_together(launch: Launch, check: Callable[[], str], topic: str = "refus
     """The line that `check` returns on this rank. Raises ValueError on every rank if `check` does
     so on one. Ranks that check several things together have a topic for each."""
     try:
-        line, refusal = check(), ""
+        line = check()
+        refusal = ""
     except ValueError as error:
-        line, refusal = "", str(error)
+        line = ""
+        refusal = str(error)
     refusal = first_refusal(launch, refusal, topic)
     if refusal:
         raise ValueError(refusal)
@@ -159,7 +163,8 @@ def check_memory(config: ResolvedConfig, models: Models, launch: Launch, free: i
     """The line to print. `config` is resolved. `free` bytes are free on this rank's GPU, or on the
     host for all its ranks; None if it is not known. Raises ValueError if the plan needs more."""
     plan = needed(config, models, launch)
-    room, w = Room(tuple(launch.local_ranks), describe_place(config, launch), free), config.workload
+    room = Room(tuple(launch.local_ranks), describe_place(config, launch), free)
+    w = config.workload
     if free is not None and (refusal := room.refusal(plan)):
         raise ValueError(
             f"--B {w.batch_size} --prefix_len {w.prefix_len} needs {refusal}; "

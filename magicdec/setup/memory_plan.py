@@ -32,7 +32,9 @@ def working_bytes(plan: ModelPlan) -> int:
     """The largest of these: the forward of a chunk of a prompt, of a verification, or of a policy's
     first choice; reading and converting a matrix; the buffer that measures the bandwidth. The
     rotary table and what libraries take at their first use come on top."""
-    config, w, longest = plan.config, plan.config.workload, max_tokens(plan.config)
+    config = plan.config
+    w = plan.config.workload
+    longest = max_tokens(plan.config)
     chunk = min(config.attention.prefill_chunk, w.prefix_len)
     T = 1 + longest - w.prefix_len - w.num_new_tokens
     observes = config.decoding.model_drafter == SELF and load_policy(config.kv.policy).needs_weights
@@ -52,10 +54,14 @@ def working_bytes(plan: ModelPlan) -> int:
 def first_choice_bytes(plan: ModelPlan) -> int:
     """What a policy needs for its choice after prefill: to run the newest prompt tokens a second
     time, or to score the keys of one layer by the queries that prefill kept."""
-    config, policy, w = plan.config, make_policy(plan.config.kv), plan.config.workload
+    config = plan.config
+    policy = make_policy(plan.config.kv)
+    w = plan.config.workload
     if config.decoding.model_drafter != SELF:
         return 0
-    B, S, T = w.batch_size, w.prefix_len, policy.rerun_tokens(w.prefix_len)
+    B = w.batch_size
+    S = w.prefix_len
+    T = policy.rerun_tokens(w.prefix_len)
     forward = forward_bytes(plan, (B, T, S), policy.needs_weights)
     rerun = B * T * plan.bytes_per_token + forward if T else 0
     call = _call_size(plan, (B, min(policy.observed_tokens, S), S))
@@ -79,11 +85,13 @@ def forward_bytes(plan: ModelPlan, shape: tuple[int, int, int], observes: bool =
     residual stream twice and normed; the larger of attention's and the MLP's tensors, or in one
     native call both, with the inputs of a matrix in float32; and what the backend allocates, also
     to return its attention weights if the forward `observes` them."""
-    model, backend = plan.model, backend_class(plan.config.attention.backend)
+    model = plan.model
+    backend = backend_class(plan.config.attention.backend)
     call = _call_size(plan, shape)
     first, last = plan.shard.split(model.intermediate_size)
     heads = call.num_heads + call.num_kv_heads
-    of_attention, of_mlp = 3 * heads * model.head_dim, 4 * (last - first)
+    of_attention = 3 * heads * model.head_dim
+    of_mlp = 4 * (last - first)
     layer = 3 * model.hidden_size + max(of_attention, of_mlp)
     if plan.kinds.native_steps == "on":
         widest = max(model.hidden_size, call.num_heads * model.head_dim, last - first)
@@ -95,14 +103,16 @@ def forward_bytes(plan: ModelPlan, shape: tuple[int, int, int], observes: bool =
 def _call_size(plan: ModelPlan, shape: tuple[int, int, int]) -> CallSize:
     model = plan.model
     queries, keys = plan.shard.heads(model.num_heads, model.num_kv_heads)
-    num_heads, num_kv_heads = queries[1] - queries[0], keys[1] - keys[0]
+    num_heads = queries[1] - queries[0]
+    num_kv_heads = keys[1] - keys[0]
     dtype_bytes = DTYPE_BYTES[plan.config.model.dtype]
     return CallSize(*shape, num_heads, num_kv_heads, model.cached_head_dim, dtype_bytes)
 
 
 def _logits_bytes(plan: ModelPlan, num_tokens: int) -> int:
     """This rank's logits; to sample, all logits in float32 and three times in float64."""
-    config, vocab_size = plan.config, plan.model.vocab_size
+    config = plan.config
+    vocab_size = plan.model.vocab_size
     first, last = plan.shard.split(vocab_size)
     sampled = 0 if config.sampling.temperature == 0 else vocab_size * (4 + 3 * 8)
     return num_tokens * ((last - first) * DTYPE_BYTES[config.model.dtype] + sampled)
@@ -113,8 +123,10 @@ def _loading_bytes(plan: ModelPlan) -> int:
     read in float32; for int8 also divided by its scales and rounded. A low-bit copy is made of a
     matrix as it was read, and has a byte for each number until it is packed; one of int4 for a
     standalone draft is made of the whole model."""
-    model, shard = plan.model, plan.shard
-    vocab, ffn = shard.split(model.vocab_size), shard.split(model.intermediate_size)
+    model = plan.model
+    shard = plan.shard
+    vocab = shard.split(model.vocab_size)
+    ffn = shard.split(model.intermediate_size)
     largest = max(vocab[1] - vocab[0], 2 * (ffn[1] - ffn[0])) * model.hidden_size
     size = DTYPE_BYTES[plan.kinds.dtype]
     if plan.kinds.weights == "int8":

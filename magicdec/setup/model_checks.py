@@ -47,7 +47,8 @@ def check_vocabularies(
     """One id must mean one piece of text to both. Random weights have no tokenizer: there the
     number of ids decides."""
     if draft.tokenizer_directory is None or target.tokenizer_directory is None:
-        ours, theirs = draft.config.vocab_size, target.config.vocab_size
+        ours = draft.config.vocab_size
+        theirs = target.config.vocab_size
         if ours != theirs:
             raise ValueError(
                 f"{label} has a vocabulary of {ours} ids, {target_label} of {theirs}; "
@@ -80,7 +81,9 @@ def check_rolling(config: ResolvedConfig, label: str, draft: ModelSource) -> Non
 def check_reach(config: ResolvedConfig, label: str, draft: ModelSource) -> None:
     """The draft must have learnt the distances that it will see: those of the whole text, or under
     a rolling cache those of the budget and what stands after it."""
-    model, w, kv = draft.config, config.workload, config.kv
+    model = draft.config
+    w = config.workload
+    kv = config.kv
     reach = model.max_length
     if is_rolling(config):  # its positions are no longer those of the text: no window is moved
         reach = min(reach, model.sliding_window or reach)
@@ -110,7 +113,8 @@ def is_rolling(config: ResolvedConfig) -> bool:
 
 def check_choice(config: ResolvedConfig, flag: str, source: ModelSource) -> None:
     """What a policy chooses once must stay in the model's sliding window, if it has one."""
-    window, kv = source.config.sliding_window, config.kv
+    window = source.config.sliding_window
+    kv = config.kv
     after = config.workload.num_new_tokens + config.decoding.most_draft_tokens
     is_once = policy_called(kv.policy).is_copied and not kv.reselect_every
     if is_once and window is not None and after >= window:
@@ -181,7 +185,8 @@ def check_bos(label: str, source: ModelSource, tokenizer: Tokenizer) -> None:
 def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> None:
     """Raise ValueError if the run is longer than the model's maximum length, if the attention
     backend does not support the model, or if its heads cannot be divided among the ranks."""
-    w, flag = config.workload, flag_of(config.run_config.model, "model")
+    w = config.workload
+    flag = flag_of(config.run_config.model, "model")
     length = w.prefix_len + w.num_new_tokens
     flags_text = f"--prefix_len {w.prefix_len} + {w.num_new_tokens} generated tokens = {length}"
     check_length(flags_text, length, flag, source)

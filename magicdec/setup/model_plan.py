@@ -57,9 +57,12 @@ class Kinds:
         """Those of a run's target, or of its standalone draft."""
         section = config.model
         kinds = cls(
-            section.dtype, section.target_dtype, section.linear, section.elementwise,
+            section.dtype,
+            section.target_dtype,
+            section.linear,
+            section.elementwise,
             section.native_steps,
-        )  # fmt: skip
+        )
         if not is_draft:
             return kinds
         assert config.draft is not None, "the run has a draft"
@@ -107,7 +110,8 @@ class ModelPlan:
     def copy_kinds(self) -> Kinds | None:
         """Those of the low-bit copy with which the target drafts for itself; None if there is none.
         Packed int8 layers are for bfloat16."""
-        weights, kinds = self.config.low_bit, self.kinds
+        weights = self.config.low_bit
+        kinds = self.kinds
         if self.is_draft or weights is None:
             return None
         if weights == "int8" and kinds.dtype == "float32":
@@ -182,9 +186,13 @@ class ModelPlan:
     def weight_bytes(self) -> int:
         kinds = self.kinds
         own = stored_bytes(
-            self.part_model, self.shard, DTYPE_BYTES[kinds.dtype], kinds.linear == "packed",
-            kinds.weights if kinds.weights in LOW_BIT else None, *self.ends,
-        )  # fmt: skip
+            self.part_model,
+            self.shard,
+            DTYPE_BYTES[kinds.dtype],
+            kinds.linear == "packed",
+            kinds.weights if kinds.weights in LOW_BIT else None,
+            *self.ends,
+        )
         return own + self.padding_bytes(kinds, self.ends[1])
 
     def padding_bytes(self, kinds: Kinds, has_head: bool) -> int:
@@ -212,7 +220,8 @@ class ModelPlan:
     def policy_bytes(self) -> int:
         """Bytes of what the KV policy keeps beside the cache for drafts of this model: a copy of
         what it chose, or what it chooses by."""
-        config, policy = self.config, make_policy(self.config.kv)
+        config = self.config
+        policy = make_policy(self.config.kv)
         is_self = config.decoding.model_drafter == SELF
         if not (self.is_draft or is_self):
             return 0
@@ -236,7 +245,8 @@ class ModelPlan:
         policy."""
         if not (self.is_draft or self.config.decoding.model_drafter == SELF):
             return 0
-        w, heads = self.config.workload, (self.model.num_heads, self.model.num_kv_heads)
+        w = self.config.workload
+        heads = (self.model.num_heads, self.model.num_kv_heads)
         first, last = self.shard.heads(*heads)[0]
         tokens = w.batch_size * min(make_policy(self.config.kv).observed_tokens, w.prefix_len)
         numbers = self.part_model.num_layers * (last - first) * self.model.cached_head_dim

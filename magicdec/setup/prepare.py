@@ -152,7 +152,8 @@ def find(
     run_config.check(launch.world_size)
 
     def find_source(section: ModelSection | DraftSection) -> ModelSource:
-        name, flag = section.model, flag_of(section, "model")
+        name = section.model
+        flag = flag_of(section, "model")
         return cache.get(("model", name), lambda: find_model(flag, name))
 
     source = find_source(run_config.model)
@@ -197,32 +198,46 @@ def complete(
     `prepare` does. `agree` lets all ranks refuse if one does. `num_prompts` are the number of
     prompts and the flag that says it, where requests are served: these are not whole batches, and
     keep the lengths of a prompt set. `check` makes the line about memory."""
-    config, launch, source = run.config, run.launch, run.source
+    config = run.config
+    launch = run.launch
+    source = run.source
     tokenizer_source, tokenizer = check_models(run, cache)
-    bos, w = source.config.bos_token_id, config.workload
+    bos = source.config.bos_token_id
+    w = config.workload
     count, counted_by = num_prompts or (w.num_prompts, "--B x --num_batches")
     is_given = num_prompts is not None or config.run_config.workload.num_batches is not None
     batch = None if is_given else w.batch_size
-    name, gen_len = tokenizer_source.name, w.num_new_tokens
+    name = tokenizer_source.name
+    gen_len = w.num_new_tokens
     size = w.prefix_len, count, batch
     workload = cache.get(
         ("workload", name, w.dataset, w.skip_tokens, bos, size, w.seed, gen_len),
         lambda: build_workload(
-            w.dataset, tokenizer, bos, w.prefix_len, count, w.seed,
-            gen_len=gen_len, counted_by=counted_by, is_whole=num_prompts is not None,
-            skip_tokens=w.skip_tokens, batch=batch,
+            w.dataset,
+            tokenizer,
+            bos,
+            w.prefix_len,
+            count,
+            w.seed,
+            gen_len=gen_len,
+            counted_by=counted_by,
+            is_whole=num_prompts is not None,
+            skip_tokens=w.skip_tokens,
+            batch=batch,
         ),
-    )  # fmt: skip
+    )
     if batch is not None:
         num_batches = len(workload.prompts) // batch
         config = replace(config, workload=replace(w, num_batches=num_batches))
-    corpus, path = tuple[int, ...](), config.decoding.lookup_corpus
+    corpus = tuple[int, ...]()
+    path = config.decoding.lookup_corpus
     if path is not None and config.decoding.looks_up:
         vocab_size = source.config.vocab_size
         corpus = cache.get(
             ("corpus", name, path, vocab_size), lambda: encode_corpus(path, tokenizer, vocab_size)
         )
-    device, models = config.parallel.device, run.models
+    device = config.parallel.device
+    models = run.models
     free = cache.get(("free", device), lambda: free_device_memory(device, launch.local_rank))
     memory = agree(launch, lambda: check(config, models, launch, free))
     return Prepared(
@@ -240,7 +255,8 @@ def complete(
 def check_models(run: ResolvedRun, cache: SetupCache) -> tuple[ModelSource, Tokenizer]:
     """Check the run against its models. Returns the model whose tokenizer makes the prompts, and
     that tokenizer. Raises ValueError as `prepare` does."""
-    config, source = run.config, run.source
+    config = run.config
+    source = run.source
     label = f"{flag_of(config.run_config.model, 'model')} {config.model.model}"
     check_interpreter(config)
     check_fits(config, source, len(config.parallel.rank_group))

@@ -36,7 +36,8 @@ class Sessions:
 
     def begin(self, prepared: Prepared) -> RankSession:
         """The session of the run's ranks, opened at its first use, in which a run begins now."""
-        parallel, draft = prepared.config.parallel, prepared.config.draft
+        parallel = prepared.config.parallel
+        draft = prepared.config.draft
         key = repr((parallel, None if draft is None else draft.rank_group))
         if key not in self._open:
             self._open[key] = session_of(prepared)
@@ -56,7 +57,9 @@ class RankSession:
         draft_ranks: tuple[int, ...] | None = None,
     ) -> None:
         """`draft_ranks` are the ranks that hold a standalone draft; None if there is none."""
-        self.launch, self.parallel, self.draft_ranks = launch, parallel, draft_ranks
+        self.launch = launch
+        self.parallel = parallel
+        self.draft_ranks = draft_ranks
         self.device = device_of(parallel.device, launch.local_rank)
 
     def __enter__(self) -> RankSession:

@@ -21,7 +21,8 @@ from magicdec.kv.layout import PLAIN, TILED
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 HEADERS = (SHARED_HEADERS / "arithmetic.h",)
-_POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
+_POINTER = ctypes.c_void_p
+_SIZE = ctypes.c_int64
 # The kinds of pools of keys, as the library numbers them.
 KINDS = ((PLAIN, torch.float32), (PLAIN, torch.bfloat16), (TILED, torch.bfloat16))
 
@@ -32,13 +33,26 @@ def library() -> ctypes.CDLL:
     native = load_library(SOURCE, (*FAST_MATH, "-fopenmp"), HEADERS)
     sizes = (_SIZE,) * 3
     native.magicdec_top_blocks.argtypes = (
-        _POINTER, *sizes, _POINTER, _POINTER, *sizes, _SIZE, _POINTER,
-    )  # fmt: skip
+        _POINTER,
+        *sizes,
+        _POINTER,
+        _POINTER,
+        *sizes,
+        _SIZE,
+        _POINTER,
+    )
     native.magicdec_score_blocks.argtypes = (*(_POINTER,) * 4, *(_SIZE,) * 8, _POINTER)
     native.magicdec_mean_keys.argtypes = (
-        ctypes.c_int, _POINTER, _SIZE, _POINTER, _SIZE, _SIZE, *(_POINTER,) * 3, *(_SIZE,) * 6,
+        ctypes.c_int,
         _POINTER,
-    )  # fmt: skip
+        _SIZE,
+        _POINTER,
+        _SIZE,
+        _SIZE,
+        *(_POINTER,) * 3,
+        *(_SIZE,) * 6,
+        _POINTER,
+    )
     return native
 
 
@@ -54,9 +68,16 @@ def top_blocks(scores: Tensor, rows: Tensor, split: Sequence[Sequence[int]], mos
     numbers = torch.tensor(split, dtype=torch.int64)
     ranges = torch.empty(layers, count, heads, most + 2, 2, dtype=torch.int64)
     library().magicdec_top_blocks(
-        scores.data_ptr(), *scores.stride()[:3], rows.data_ptr(), numbers.data_ptr(), layers, count,
-        heads, most, ranges.data_ptr(),
-    )  # fmt: skip
+        scores.data_ptr(),
+        *scores.stride()[:3],
+        rows.data_ptr(),
+        numbers.data_ptr(),
+        layers,
+        count,
+        heads,
+        most,
+        ranges.data_ptr(),
+    )
     return ranges
 
 
@@ -72,9 +93,20 @@ def score_blocks(
     scores = torch.empty(layers, len(rows), heads, num_blocks)
     counts = torch.tensor(complete, dtype=torch.int64)
     library().magicdec_score_blocks(
-        queries.data_ptr(), means.data_ptr(), rows.data_ptr(), counts.data_ptr(), layers, len(rows),
-        heads, num_rows, rep, size, means.shape[3], num_blocks, scores.data_ptr(),
-    )  # fmt: skip
+        queries.data_ptr(),
+        means.data_ptr(),
+        rows.data_ptr(),
+        counts.data_ptr(),
+        layers,
+        len(rows),
+        heads,
+        num_rows,
+        rep,
+        size,
+        means.shape[3],
+        num_blocks,
+        scores.data_ptr(),
+    )
     return scores
 
 
@@ -88,8 +120,18 @@ def add_mean_keys(
     lists = [torch.tensor(each, dtype=torch.int64) for each in (rows, first, last)]
     layers, num_rows, heads, blocks, size = means.shape
     library().magicdec_mean_keys(
-        kind, cache.k.data_ptr(), cache.k.stride(0) * cache.k.element_size(),
-        cache.block_table.data_ptr(), cache.block_table.shape[1], cache.shape.block_size,
-        *(each.data_ptr() for each in lists), layers, len(rows), heads, num_rows, size, blocks,
+        kind,
+        cache.k.data_ptr(),
+        cache.k.stride(0) * cache.k.element_size(),
+        cache.block_table.data_ptr(),
+        cache.block_table.shape[1],
+        cache.shape.block_size,
+        *(each.data_ptr() for each in lists),
+        layers,
+        len(rows),
+        heads,
+        num_rows,
+        size,
+        blocks,
         means.data_ptr(),
-    )  # fmt: skip
+    )

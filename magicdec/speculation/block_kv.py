@@ -83,7 +83,8 @@ class BlockSelection(KVPolicy):
         room = self.budget - (last - first)
         start = (committed - self.window) // BLOCK * BLOCK
         # Conditions are factors, so that numbers and tensors of them are served alike.
-        is_long, is_short = committed - first > self.budget, committed - first <= self.budget
+        is_long = committed - first > self.budget
+        is_short = committed - first <= self.budget
         has_room = committed - start <= room
         is_tight = committed - start > room  # too small a budget to begin with a block
         begin = has_room * start + is_tight * (committed - room)
@@ -166,7 +167,9 @@ class BlockKV(DraftKV):
     def _choose(self, rows: BatchRows, committed: Lengths) -> Tensor:
         """Ranges [L, B, G, R, 2]. The choice in native code, for a runner with native steps, may
         take other blocks of equal scores, which are rare."""
-        runner, policy, lengths = self.runner, self.policy, committed.bounds
+        runner = self.runner
+        policy = self.policy
+        lengths = committed.bounds
         num_blocks = min(self.num_blocks, -(-max(lengths) // BLOCK))
         most = policy.budget // BLOCK
         if not rows.is_captured:

@@ -34,7 +34,8 @@ class DraftKV:
     """Called with the queries of each layer of a verification."""
 
     def __init__(self, runner: ModelRunner, visible: Visible) -> None:
-        self.runner, self.visible = runner, visible
+        self.runner = runner
+        self.visible = visible
 
     @property
     def state(self) -> list[Tensor]:
@@ -69,7 +70,8 @@ class DraftKV:
         last `num_outputs` tokens alone. The policy chooses among the first `committed` tokens of
         each row; all tokens after them are read. `committed` is one object for all forwards between
         two verifications."""
-        num_held, visible = self.held(rows, committed), self.select(rows, committed)
+        num_held = self.held(rows, committed)
+        visible = self.select(rows, committed)
         return self.runner.forward(
             token_ids, rows, visible, num_held, num_outputs=num_outputs, is_draft=True
         )
@@ -117,7 +119,9 @@ def draft_chain(
     would bias the draws of sampled rows to drop tokens for what they are."""
     if sampling.is_greedy and kv.runner.can_chain:
         return Proposal(kv.chain(newest, rows, committed, count, pa))
-    drafts, drawn_from, goes_on = newest[:, :0], [], None
+    drafts = newest[:, :0]
+    drawn_from = []
+    goes_on = None
     for _ in range(count):
         logits = kv.forward(newest, rows, committed, num_outputs=1)
         newest, probs = draft_token(kv.runner, logits, sampling, drafts)

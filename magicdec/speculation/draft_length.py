@@ -113,7 +113,9 @@ class DraftLength(ABC):
 
 class FixedLength(DraftLength):
     def __init__(self, most: int, acceptance: Acceptance | None = None) -> None:
-        self.most, self.choices, self.acceptance = most, (most,), acceptance
+        self.most = most
+        self.choices = (most,)
+        self.acceptance = acceptance
 
     def lengths(self, batch: Batch) -> list[int]:
         return [self.most] * len(batch.requests)
@@ -139,18 +141,24 @@ class AutoLength(DraftLength):
         per_row: bool = False,
         given: DraftCost | None = None,
     ) -> None:
-        self.most, self.group, self.device = most, group, device
-        self.per_row, self.given = per_row, given
+        self.most = most
+        self.group = group
+        self.device = device
+        self.per_row = per_row
+        self.given = given
         few = min(most, MOST_DRAFT_TOKENS)
         # All that a model may draft, and few of the longer ones of a lookup: each takes time.
         self.choices = sorted({*range(few + 1), *range(few, most, MOST_DRAFT_TOKENS), most})
         # Acceptance of the tokens that were asked for, whether they were drafted or not: it does
         # not depend on the draft length, while that of drafted tokens would be of confident ones.
-        self.acceptance, self.chains = Acceptance(most), ChainLengths(most)
+        self.acceptance = Acceptance(most)
+        self.chains = ChainLengths(most)
         self.calibration_s: float = 0.0
         # By the rows in powers of 2, and the context in powers of sqrt(2).
         self._times: dict[tuple[int, int], StepTimes] = {}
-        self._window, self._left, self._rows = 1, 0, 0
+        self._window = 1
+        self._left = 0
+        self._rows = 0
         self._then = 0  # of all steps of the window but the first
         self._split: dict[int, int] = {}  # draft tokens by request, if they differ
         self._since = {False: 0, True: 0}  # steps since the last one without drafts, and with
@@ -158,7 +166,8 @@ class AutoLength(DraftLength):
         self._lookups = deque[tuple[float, int]](maxlen=16)
 
     def begin(self, batch: Batch, measure: Measure) -> None:
-        rows, longest = len(batch.requests), max(r.num_cached for r in batch.requests)
+        rows = len(batch.requests)
+        longest = max(r.num_cached for r in batch.requests)
         key = math.ceil(math.log2(rows)), round(2 * math.log2(max(longest, 1)))
         known = self._times.get(key)
         was_disturbed = upload([known is not None and known.was_disturbed], self.device)
@@ -181,13 +190,16 @@ class AutoLength(DraftLength):
         self._times.clear()
 
     def lengths(self, batch: Batch) -> list[int]:
-        count, ids = self._then, [r.request_id for r in batch.requests]
+        count = self._then
+        ids = [r.request_id for r in batch.requests]
         if self._left == 0 or len(ids) != self._rows:
             self._rows, before = len(ids), (self._then, self._split)
             decision = upload(self.decide(batch), self.device)
             numbers = self.group.broadcast(decision, 0).tolist()
-            costs, (count, self._then, *split) = [n / COST_UNIT for n in numbers[:4]], numbers[4:]
-            self.cost, self.lookup_cost = DraftCost(*costs[:2]), DraftCost(*costs[2:])
+            costs = [n / COST_UNIT for n in numbers[:4]]
+            (count, self._then, *split) = numbers[4:]
+            self.cost = DraftCost(*costs[:2])
+            self.lookup_cost = DraftCost(*costs[2:])
             self._split = dict(zip(ids, split, strict=True)) if any(split) else {}
             # After a change the next decision comes soon, because the change may be wrong.
             is_kept = before == (self._then, self._split)
@@ -208,7 +220,8 @@ class AutoLength(DraftLength):
         until_done = self.predict(batch)
         drafting = min(self.choices[1:], key=until_done.__getitem__)
         best = drafting if until_done[drafting] * MARGIN < until_done[0] else 0
-        rows, other = len(batch.requests), 0 if best else 1
+        rows = len(batch.requests)
+        other = 0 if best else 1
         seconds = {k: self.seconds(rows, k) for k in self.choices}
         expected = [mean for mean, _ in tokens_of_steps(self.acceptance.rates())]
         # The time of a step of the other kind, without the time that its tokens save.
@@ -298,5 +311,6 @@ def make_draft_length(
     if decoding.gamma == "auto":
         given = None if decoding.step_cost is None else DraftCost(*decoding.step_cost)
         return AutoLength(decoding.num_draft_steps, group, device, per_row, given)
-    most, is_mixed = decoding.num_draft_steps, decoding.looks_up and bool(decoding.model_drafter)
+    most = decoding.num_draft_steps
+    is_mixed = decoding.looks_up and bool(decoding.model_drafter)
     return FixedLength(most, Acceptance(most) if is_mixed else None)

@@ -13,7 +13,9 @@ from collections.abc import Callable, Collection, Sequence
 from functools import cache
 from statistics import NormalDist, median
 
-PRIOR, PRIOR_WEIGHT = 0.8, 4.0  # acceptance assumed at first; its weight in tokens
+# acceptance assumed at first; its weight in tokens
+PRIOR = 0.8
+PRIOR_WEIGHT = 4.0
 POOLED_WEIGHT = 8.0  # weight, in tokens, of the mean of all positions in a position's rate
 ROW_WEIGHT = 32.0  # weight, in tokens, of the mean of all rows in a row's rate
 MOST_LIKELY = 0.98  # the highest rate that is ever assumed
@@ -26,7 +28,8 @@ class Acceptance:
     accepted, and for each request how far its acceptance differs from the mean."""
 
     def __init__(self, most: int) -> None:
-        self.judged, self.accepted = [0.0] * most, [0.0] * most
+        self.judged = [0.0] * most
+        self.accepted = [0.0] * most
         self._rows: dict[int, tuple[float, float]] = {}  # request -> accepted, expected to be
 
     def keep_rows(self, requests: Collection[int]) -> None:
@@ -72,7 +75,8 @@ class ChainLengths:
     """How often a chain of drafts goes on after 0, 1, 2, ... tokens, where more were asked for."""
 
     def __init__(self, most: int) -> None:
-        self.wanted, self.longer = [0.0] * most, [0.0] * most
+        self.wanted = [0.0] * most
+        self.longer = [0.0] * most
 
     def observe(self, asked: int, num_drafted: int) -> None:
         for k in range(min(asked, num_drafted + 1)):
@@ -82,11 +86,13 @@ class ChainLengths:
     def mean(self, asked: int, seconds: Callable[[int], float]) -> float:
         """The expected seconds of a step of which `asked` draft tokens are asked, if one with k
         draft tokens takes `seconds(k)`."""
-        total, share = 0.0, 1.0
+        total = 0.0
+        share = 1.0
         for k in range(asked):
             rate = (self.longer[k] + PRIOR_WEIGHT) / (self.wanted[k] + PRIOR_WEIGHT)
             if rate < 1:
-                total, share = total + share * (1 - rate) * seconds(k), share * rate
+                total = total + share * (1 - rate) * seconds(k)
+                share = share * rate
         return total + share * seconds(asked)
 
 
@@ -94,11 +100,14 @@ def tokens_of_steps(rates: Sequence[float]) -> list[tuple[float, float]]:
     """(mean, variance) of the number of tokens that a row gets from a step with 0, 1, 2, ... draft
     tokens."""
     # X = 1 + accepted; P(X > k) = survival of k; E[X^2] = 1 + sum over k of (2k + 1) P(X > k).
-    mean, square, survival = 1.0, 1.0, 1.0
+    mean = 1.0
+    square = 1.0
+    survival = 1.0
     steps = [(1.0, 0.0)]
     for k, rate in enumerate(rates, 1):
         survival *= rate
-        mean, square = mean + survival, square + (2 * k + 1) * survival
+        mean = mean + survival
+        square = square + (2 * k + 1) * survival
         steps.append((mean, max(0.0, square - mean * mean)))
     return steps
 
@@ -116,8 +125,10 @@ def seconds_until_done(
     """The time until every row has its `remaining` tokens. A step gives each row a number of tokens
     with that (mean, variance), and takes `seconds(number of rows that have not ended)`."""
     # A row's last step gives more tokens than are wanted, on average half of what a step adds.
-    rows = [((n + (mean - 1) / 2) / mean, variance / mean**2)
-            for n, (mean, variance) in zip(remaining, tokens, strict=True)]  # fmt: skip
+    rows = [
+        ((n + (mean - 1) / 2) / mean, variance / mean**2)
+        for n, (mean, variance) in zip(remaining, tokens, strict=True)
+    ]
     total = steps_done = 0.0
     spread = order_statistics(len(rows))
     for index, (steps, variance) in enumerate(sorted(rows)):
@@ -136,12 +147,16 @@ def fastest_split(
     `tokens` is the mean that each row emits in a step with drafts. `seconds` is the time of a step
     by its numbers of rows and of draft tokens."""
     order = sorted(range(len(tokens)), key=lambda row: -tokens[row])
-    emitted, best, size = 0.0, uniform, 0
+    emitted = 0.0
+    best = uniform
+    size = 0
     for num_drafting, row in enumerate(order[:-1], 1):
-        emitted, rest = emitted + tokens[row], len(order) - num_drafting
+        emitted = emitted + tokens[row]
+        rest = len(order) - num_drafting
         speed = (emitted + rest) / (seconds(num_drafting, count) + seconds(rest, 0))
         if speed > best:
-            best, size = speed, num_drafting
+            best = speed
+            size = num_drafting
     drafting_rows = set(order[:size])
     return [row in drafting_rows for row in range(len(tokens))]
 
@@ -152,13 +167,16 @@ class StepTimes:
     factors, because a growing context slows them down differently."""
 
     def __init__(self, rows: int, of_all: Sequence[float], of_one: Sequence[float]) -> None:
-        self.rows, self.of_all, self.of_one = rows, of_all, of_one
+        self.rows = rows
+        self.of_all = of_all
+        self.of_one = of_one
         self._recent: dict[bool, deque[float]] = {False: deque(maxlen=8), True: deque(maxlen=8)}
         self._drift = {False: 1.0, True: 1.0}
 
     def measured(self, rows: int, num_drafted: int) -> float:
         """The time before correction. Linear between one row and all rows."""
-        all_rows, one = self.of_all[num_drafted], self.of_one[num_drafted]
+        all_rows = self.of_all[num_drafted]
+        one = self.of_one[num_drafted]
         return one + (all_rows - one) * (rows - 1) / max(1, self.rows - 1)
 
     def correct(self, rows: int, num_drafted: int, seconds: float) -> None:

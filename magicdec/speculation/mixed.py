@@ -36,11 +36,16 @@ class MixedDrafter(Drafter):
     """Lookups are as long as their table allows."""
 
     def __init__(self, target: ModelRunner, lookup: NgramDrafter, model: Drafter) -> None:
-        self.target, self.lookup, self.model = target, lookup, model
-        self.draft_kv, self.can_capture = model.draft_kv, model.can_capture
-        self.watch, self.watch_queries = model.watch, model.watch_queries
+        self.target = target
+        self.lookup = lookup
+        self.model = model
+        self.draft_kv = model.draft_kv
+        self.can_capture = model.can_capture
+        self.watch = model.watch
+        self.watch_queries = model.watch_queries
         self._choices: Sequence[int] = ()  # numbers of tokens that the model may be asked for
-        self._uses_model, self._is_looked_up = True, dict[int, bool]()
+        self._uses_model = True
+        self._is_looked_up = dict[int, bool]()
         self._model_tokens = lookup.most  # the model drafts no more
         # For each row of the cache: whether its drafts are those of a lookup.
         self._looked_up = torch.zeros(target.num_rows, dtype=torch.bool, device=target.device)
@@ -123,14 +128,16 @@ class MixedDrafter(Drafter):
 
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
         """The tokens of lookups have a probability of 1."""
-        ids, one_hot = self.lookup.propose(batch, shape).ids, None
+        ids = self.lookup.propose(batch, shape).ids
+        one_hot = None
         if batch.sampling.draws is not None:
             one_hot = F.one_hot(ids, self.target.model.config.vocab_size).double()
         if shape.pending == LOOKUP_ALONE:
             return Proposal(ids, one_hot)
         count = min(shape.num_tokens, self._model_tokens)
         drafts = self.model.propose(batch, replace(shape, num_tokens=count))
-        is_ours, probs = self._looked_up[batch.rows.index].unsqueeze(1), drafts.probabilities
+        is_ours = self._looked_up[batch.rows.index].unsqueeze(1)
+        probs = drafts.probabilities
         if self.draft_kv is not None:  # which holds other tokens than will be verified
             held = self.target.cache.lengths_of(batch.rows).plus(1)
             most = held.plus(count)

@@ -31,9 +31,14 @@ STOPPED = -1  # no token: what stands behind a chain that has stopped
 
 
 def draft(
-    kv: DraftKV, batch: DeviceBatch, committed: Lengths, newest: Tensor, shape: DraftShape,
-    pa: float, vocab_size: int,
-) -> Proposal:  # fmt: skip
+    kv: DraftKV,
+    batch: DeviceBatch,
+    committed: Lengths,
+    newest: Tensor,
+    shape: DraftShape,
+    pa: float,
+    vocab_size: int,
+) -> Proposal:
     """Draft tokens with ids below `vocab_size`, after the newest tokens [B, T] of each
     row, which `kv` does not hold, and the `committed` tokens, which it does. All but the last
     drafts are appended, uncommitted."""
@@ -60,8 +65,10 @@ class SelfDrafter(Drafter):
     draft_kv: DraftKV
 
     def __init__(self, draft_kv: DraftKV, pa: float = 0.0) -> None:
-        self.draft_kv, self.pa = draft_kv, pa
-        self.watch, self.watch_queries = draft_kv.watch, draft_kv.watch_queries
+        self.draft_kv = draft_kv
+        self.pa = pa
+        self.watch = draft_kv.watch
+        self.watch_queries = draft_kv.watch_queries
 
     @classmethod
     def build(cls, setup: DraftSetup) -> SelfDrafter:
@@ -78,7 +85,8 @@ class SelfDrafter(Drafter):
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
         kv = self.draft_kv
         kv.follow(batch.rows, shape.num_tokens + 1)
-        committed, vocab_size = kv.lengths(batch.rows), kv.runner.model.config.vocab_size
+        committed = kv.lengths(batch.rows)
+        vocab_size = kv.runner.model.config.vocab_size
         newest = batch.newest[:, -1:]
         proposal = draft(kv, batch, committed, newest, shape, self.pa, vocab_size)
         kv.rewind(batch.rows, committed)
@@ -102,7 +110,9 @@ class ModelDrafter(Drafter):
     def __init__(
         self, target: ModelRunner, draft: DraftModel, kv: KVSection, pa: float = 0.0
     ) -> None:
-        self.target, self.draft, self.pa = target, draft, pa
+        self.target = target
+        self.draft = draft
+        self.pa = pa
         self.vocab_size = target.model.config.vocab_size
         self.draft_kv = None if draft.runner is None else make_draft_kv(draft.runner, kv)
         self.can_capture = not draft.is_rolling
@@ -150,7 +160,8 @@ class ModelDrafter(Drafter):
 
     def _append(self, kv: DraftKV, requests: Sequence[Request], most: int) -> None:
         """Append the last `most` tokens of each text, but not the newest."""
-        rows, device = [r.row for r in requests if r.row is not None], kv.runner.device
+        rows = [r.row for r in requests if r.row is not None]
+        device = kv.runner.device
         lengths = [len(r.prompt_ids) + len(r.output_ids) - most for r in requests]
         kv.rewind(rows, Lengths.of(lengths, device))
         tokens = self._known(upload([last_tokens(r, most)[:-1] for r in requests], device))
@@ -159,7 +170,9 @@ class ModelDrafter(Drafter):
 
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
         """As `Drafter.propose`. All draft tokens are in the target's vocabulary."""
-        group, source, kv = self.target.group, self.draft.source, self.draft_kv
+        group = self.target.group
+        source = self.draft.source
+        kv = self.draft_kv
         if kv is not None:
             # The target holds all tokens but the newest.
             kv.rewind(batch.rows, self.target.cache.lengths_of(batch.rows).plus(1 - shape.pending))
@@ -168,7 +181,8 @@ class ModelDrafter(Drafter):
             proposal = draft(kv, batch, committed, newest, shape, self.pa, self.vocab_size)
         else:
             proposal = self._room_for(batch, shape)
-        ids, probs = proposal.ids, proposal.probabilities
+        ids = proposal.ids
+        probs = proposal.probabilities
         if self.pa > 0:  # every rank learns from padding where the chain has stopped
             padding = shape.num_tokens - ids.shape[1]
             ids = torch.nn.functional.pad(ids, (0, padding), value=STOPPED)
@@ -181,7 +195,8 @@ class ModelDrafter(Drafter):
 
     def _room_for(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
         """Zeros, in whose place a rank without the draft receives the proposal."""
-        ids, probs = batch.newest.new_zeros(len(batch.rows), shape.num_tokens), None
+        ids = batch.newest.new_zeros(len(batch.rows), shape.num_tokens)
+        probs = None
         if batch.sampling.draws is not None:
             probs = ids.new_zeros(*ids.shape, self.vocab_size, dtype=torch.float64)
         return Proposal(ids, probs)

@@ -28,7 +28,8 @@ class NgramDrafter(Drafter):
     def __init__(
         self, num_rows: int, most: int, device: torch.device, corpus: Sequence[int] = ()
     ) -> None:
-        self.most, self.rates = most, Rates()
+        self.most = most
+        self.rates = Rates()
         self.corpus = SuffixIndex(corpus, len(corpus)) if corpus else None
         self.lookups: dict[int, Lookup] = {}  # by row
         self.proposals: dict[int, list[tuple[int, float]]] = {}  # of the last plan, by row
@@ -103,12 +104,16 @@ def best_length(
 
     `survivals` are, for each row, the probabilities that it accepts its first 1, 2, ... tokens.
     What counts are the tokens of a row on average if rows `can_join`, else of the longest."""
-    best, count, expected, tokens = MARGIN, 0, 1.0, 0.0
+    best = MARGIN
+    count = 0
+    expected = 1.0
+    tokens = 0.0
     for number in range(1, 1 + max(map(len, survivals), default=0)):
         of_rows = [p[number - 1] for p in survivals if number <= len(p)]
         expected += sum(of_rows) / len(survivals)
         tokens += len(of_rows) / len(survivals) if can_join else 1
         speed = expected / cost(tokens)
         if speed > best:
-            best, count = speed, number
+            best = speed
+            count = number
     return (count, best) if count else (0, 1.0)

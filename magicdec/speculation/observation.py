@@ -20,7 +20,8 @@ from magicdec.runner.request import Request
 
 # Scores that are computed at a time, unless one KV head of a row has more: on a CPU as many as its
 # cache holds, else enough to keep the device busy.
-CPU_SCORES, DEVICE_SCORES = 1 << 19, 1 << 26
+CPU_SCORES = 1 << 19
+DEVICE_SCORES = 1 << 26
 
 
 def newest_queries(runner: ModelRunner, requests: Sequence[Request], count: int) -> list[Tensor]:
@@ -28,7 +29,8 @@ def newest_queries(runner: ModelRunner, requests: Sequence[Request], count: int)
     each request. They are those of prefill where it has kept them and the texts have not grown
     since. Otherwise the tokens run once more."""
     rows = [r.row for r in requests if r.row is not None]
-    lengths, prompt_queries = [r.num_cached for r in requests], runner.prompt_queries
+    lengths = [r.num_cached for r in requests]
+    prompt_queries = runner.prompt_queries
     queries = [] if prompt_queries is None else prompt_queries.newest(rows, lengths, count)
     if not queries:
         tokens = newest_cached(requests, count, runner.device)
@@ -50,7 +52,8 @@ def rerun_tail(
     A forward with another T may round K and V differently, so the old K and V are saved and
     written back: the cache stays equal to the bit.
     """
-    cache, rows = runner.cache, BatchRows.of(rows, runner.device)
+    cache = runner.cache
+    rows = BatchRows.of(rows, runner.device)
     before = cache.lengths_of(rows).plus(-token_ids.shape[1])
     steps = torch.arange(token_ids.shape[1], device=runner.device)
     slots = cache.slots(rows.index, before.tensor.unsqueeze(1) + steps)
@@ -90,7 +93,9 @@ def received_weights(runner: ModelRunner, queries: Tensor, keys: Tensor) -> Tens
     (rows, window, num_heads, size), (_, groups, num_keys, _) = queries.shape, keys.shape
     packed = queries.view(rows, window, groups, num_heads // groups, size)
     packed = packed.permute(0, 2, 3, 1, 4).flatten(2, 3)
-    packed, flat = packed.flatten(0, 1), keys.flatten(0, 1)  # [B * G, H/G * W, D], [B * G, S, D]
+    # [B * G, H/G * W, D], [B * G, S, D]
+    packed = packed.flatten(0, 1)
+    flat = keys.flatten(0, 1)
     count = heads_at_once(runner.device.type, packed.shape[1] * num_keys)
     parts = zip(packed.split(count), flat.split(count), strict=True)
     weights = torch.cat([_received(q.to(dtype), k.to(dtype), window) for q, k in parts])
@@ -117,7 +122,8 @@ def sum_over_replicas(runner: ModelRunner, x: Tensor) -> Tensor:
     """Sum x [..., G, N], with N numbers for each KV head of this rank, over the ranks that hold the
     same KV heads. Where KV heads are replicated this is a collective: all ranks of the runner's
     group must take part."""
-    config, shard = runner.model.config, runner.model.shard
+    config = runner.model.config
+    shard = runner.model.shard
     if not shard.replicates(config.num_kv_heads):
         return x
     first, last = shard.heads(config.num_heads, config.num_kv_heads)[1]

@@ -11,14 +11,18 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
-LEAST_MATCH, MOST_MATCH = 3, 32  # tokens of a match; more are not compared
+# tokens of a match; more are not compared
+LEAST_MATCH = 3
+MOST_MATCH = 32
 TOKEN_BITS = 21  # of a token id plus 1, within an n-gram
 MOST_PLACES = 16  # places that are compared, the newest ones
 MOST_TOKENS = 1 << 17  # tokens that an index remembers at least; it forgets from twice as many on
 LEAST_SURVIVAL = 0.1  # a proposal ends where it is accepted so far with less than this probability
 # A rate begins as the one below, with the weight of so many tokens; rates of a text begin as those
 # of all texts. Of more tokens than the last number, older ones count half.
-PRIOR_WEIGHT, TEXT_WEIGHT, MOST_COUNTED = 8.0, 4.0, 32.0
+PRIOR_WEIGHT = 8.0
+TEXT_WEIGHT = 4.0
+MOST_COUNTED = 32.0
 PRIORS = (0.3, 0.45, 0.65, 0.8, 0.85)  # by the class of the length of a match
 DISSENT = 0.6  # factor where places disagree
 
@@ -42,10 +46,13 @@ class SuffixIndex:
         # it. No token follows the newest n-gram, `end`, so it is not there yet. An n-gram is one
         # number, which is faster to look up than a tuple.
         self.newest: dict[int, int] = {}
-        self.before, self.end = array("i"), 0
+        self.before = array("i")
+        self.end = 0
 
     def extend(self, tokens: Sequence[int]) -> None:
-        newest, before, ngram = self.newest, self.before, self.end
+        newest = self.newest
+        before = self.before
+        ngram = self.end
         mask = (1 << TOKEN_BITS * LEAST_MATCH) - 1
         for place, token in enumerate(tokens, len(self.tokens)):
             before.append(newest.get(ngram, -1))
@@ -61,7 +68,8 @@ class SuffixIndex:
     def places(self, end: Sequence[int]) -> list[tuple[int, int]]:
         """(length, place) of the newest earlier occurrences of the last tokens of `end`: how many
         of these match, and the place of the token that followed."""
-        ngram, found = 0, list[tuple[int, int]]()
+        ngram = 0
+        found = list[tuple[int, int]]()
         if len(end) < LEAST_MATCH:
             return found
         for token in end[-LEAST_MATCH:]:
@@ -74,7 +82,8 @@ class SuffixIndex:
 
     def _matching(self, end: Sequence[int], place: int) -> int:
         """How many of the last tokens of `end` are those before a place; the n-gram is."""
-        text, most = self.tokens, min(len(end), place)
+        text = self.tokens
+        most = min(len(end), place)
         for length in range(LEAST_MATCH, most):
             if text[place - 1 - length] != end[-1 - length]:
                 return length
@@ -113,7 +122,8 @@ class Lookup:
     """A growing text. `corpus` is searched too; `general` are the rates of all texts."""
 
     def __init__(self, corpus: SuffixIndex | None = None, general: Rates | None = None) -> None:
-        self.index, self.rates = SuffixIndex(), Rates(general or Rates())
+        self.index = SuffixIndex()
+        self.rates = Rates(general or Rates())
         self.length = 0  # tokens of the text, forgotten ones included
         self._searched = [self.index] if corpus is None else [self.index, corpus]
         self._guess: list[tuple[int, Evidence]] = []  # what may follow, until that is known
@@ -134,7 +144,9 @@ class Lookup:
         it are right. They are those that followed most of the places with the longest matches; if
         the text ends before that, it continues with the proposal itself. A proposal ends where the
         evidence does; without any it is empty."""
-        text, proposal, survival = self.index.tokens, list[tuple[int, float]](), 1.0
+        text = self.index.tokens
+        proposal = list[tuple[int, float]]()
+        survival = 1.0
         self._guess = []
         for index in self._searched:
             if self.index.end in index.newest:

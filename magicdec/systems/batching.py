@@ -107,7 +107,8 @@ class Batching(System):
     captured: tuple[Pass, DecodingStrategy] | None = None  # with captured steps, and its pass
 
     def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
-        options, world_size = self.options, self.launch.world_size
+        options = self.options
+        world_size = self.launch.world_size
         workload = options.batch_of(run_config.workload, options.rows)
         models = self.find(run_config, workload, cache)
         if self.is_on_all:
@@ -158,9 +159,12 @@ class Batching(System):
 
     def _load(self, each: Pass, device: torch.device, progress: Progress) -> None:
         """Load this rank's part of the models and allocate the KV caches."""
-        run, launch, draft = self.run, self.launch, self.run.config.draft
+        run = self.run
+        launch = self.launch
+        draft = self.run.config.draft
         if self.is_on_all:
-            parallel, draft_ranks = run.config.parallel, None if draft is None else draft.rank_group
+            parallel = run.config.parallel
+            draft_ranks = None if draft is None else draft.rank_group
             groups = make_groups(
                 launch, parallel.rank_group, device, parallel.collectives, draft_ranks
             )
@@ -177,7 +181,8 @@ class Batching(System):
     def _emulated_s(self) -> float | None:
         """Seconds of a forward of all stages, one after the other or, with all ranks, divided among
         them; then two all-reduces a layer take log2 N links each (recursive doubling)."""
-        stage_s, options = self.options.emulated_stage_s, self.options
+        stage_s = self.options.emulated_stage_s
+        options = self.options
         if stage_s is None:
             return None
         world_size = self.launch.world_size
@@ -195,7 +200,8 @@ class Batching(System):
             return Extras()
         strategy = self._strategy(each)
         DUE.reach(None)  # no time of an earlier pass counts
-        chunk, window_s = self.run.config.attention.prefill_chunk, self.options.window_ms or 0.0
+        chunk = self.run.config.attention.prefill_chunk
+        window_s = self.options.window_ms or 0.0
         engine = Engine(self.runner, chunk, self._limits(each), clock=self.clock.clock)
 
         def serve(batch: Sequence[Request]) -> None:
@@ -208,18 +214,23 @@ class Batching(System):
     def _limits(self, each: Pass) -> Limits:
         """Those of all modes are the same; a step of a drafter appends more tokens to a row."""
         assert self.runner is not None, "it was opened"
-        shape, tokens = self.runner.cache.shape, max_tokens(self.run.config)
+        shape = self.runner.cache.shape
+        tokens = max_tokens(self.run.config)
         num_drafts = tokens - self.options.longest if each.is_drafting else 0
         prefill_tokens = self.options.prefill_tokens or PREFILL_TOKENS
         return Limits(
-            tokens, shape.block_size, shape.num_blocks, prefill_tokens=prefill_tokens,
+            tokens,
+            shape.block_size,
+            shape.num_blocks,
+            prefill_tokens=prefill_tokens,
             step_tokens=1 + num_drafts,
-        )  # fmt: skip
+        )
 
     def _strategy(self, each: Pass) -> DecodingStrategy:
         """What decodes, with the drafter or without it. If steps are captured, the warm-up captures
         them and the measured pass replays them, unless it has draft lengths to learn."""
-        runner, config = self.runner, self.run.config
+        runner = self.runner
+        config = self.run.config
         assert runner is not None, "it was opened"
         if self.captured is not None and self.captured[0] == each:
             return self.captured[1]
@@ -249,7 +260,8 @@ def of_first_rank_alone(models: ResolvedRun) -> ResolvedRun:
     """The run of the first rank, which needs no other, with the threads of all ranks of its host,
     since these wait, but with no more than the host has cores: threads that share a core wait for
     each other for most of the time. `models` are resolved for all ranks."""
-    asked, machine = models.config.run_config, models.machine
+    asked = models.config.run_config
+    machine = models.machine
     num_threads = models.config.parallel.threads * len(models.launch.local_ranks)
     threads = min(num_threads, machine.num_cpus)
     parallel = replace(asked.parallel, rank_group=(0,), threads=threads)

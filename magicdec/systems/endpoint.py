@@ -29,7 +29,10 @@ from magicdec.systems.system import Extras, PassObserver, System
 
 # Bytes that an answer may have: for the list of models, for what frames a stream, for each token of
 # the prompt, which a server may repeat as ids, and for each token that was asked for.
-MODELS_BYTES, STREAM_BYTES, PROMPT_BYTES, TOKEN_BYTES = 4 << 20, 1 << 20, 32, 1 << 14
+MODELS_BYTES = 4 << 20
+STREAM_BYTES = 1 << 20
+PROMPT_BYTES = 32
+TOKEN_BYTES = 1 << 14
 MOST_PARTS = 8  # of a streamed text without ids, for each token that was asked for
 OTHER_FIELDS = (b":", b"event:", b"id:", b"retry:")  # of a stream of events, beside its data
 
@@ -92,7 +95,8 @@ class Endpoint(System):
     def _stream(self, request: Request, observer: PassObserver) -> None:
         """Send the request and read its tokens. Raises ValueError for another number of tokens than
         was asked for, as soon as there are more, and for ids that the model does not have."""
-        most, said = request.sampling.max_new_tokens, None
+        most = request.sampling.max_new_tokens
+        said = None
         ignores_eos = self.run.config.decoding.ignore_eos
         size = PROMPT_BYTES * len(request.prompt_ids) + TOKEN_BYTES * most
         limits = self._limits(STREAM_BYTES + size)
@@ -107,7 +111,8 @@ class Endpoint(System):
                     limits.progress()
                 request.append(tokens, self.now())
                 observer.observe([request.request_id], StepOutput([tokens]), 0.0)
-        output, times = request.output_ids, request.token_times_s
+        output = request.output_ids
+        times = request.token_times_s
         count = said if UNKNOWN_ID in output and isinstance(said, int) else len(output)
         if not output or not 0 < count <= most or (ignores_eos and count < most):
             raise self._other_number(request, count)
@@ -120,7 +125,8 @@ class Endpoint(System):
 
     def _check_tokens(self, request: Request, tokens: object, has_ids: bool) -> None:
         """Raises ValueError for what are no tokens of this model, or more than were asked for."""
-        size, most = self.run.source.config.vocab_size, request.sampling.max_new_tokens
+        size = self.run.source.config.vocab_size
+        most = request.sampling.max_new_tokens
         if not isinstance(tokens, list) or {type(token) for token in tokens} - {int}:
             raise ValueError(f"{self._flag} sends token_ids that are no ids: {self._shown(tokens)}")
         count = len(request.output_ids) + len(tokens)
@@ -140,7 +146,8 @@ class Endpoint(System):
         )
 
     def _body(self, request: Request) -> dict[str, Any]:
-        ids, most = list(request.prompt_ids), request.sampling.max_new_tokens
+        ids = list(request.prompt_ids)
+        most = request.sampling.max_new_tokens
         as_text = self.options.endpoint_prompts == "text"
         prompt = self.run.tokenizer.decode(ids) if as_text else ids
         body: dict[str, Any] = {"model": self.model, "prompt": prompt}

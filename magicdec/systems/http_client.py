@@ -32,7 +32,9 @@ class Limits:
     progress, and `num_bytes` bytes with its headers."""
 
     def __init__(self, silence_s: float, total_s: float, num_bytes: int) -> None:
-        self.silence_s, self.total_s, self.num_bytes = silence_s, total_s, num_bytes
+        self.silence_s = silence_s
+        self.total_s = total_s
+        self.num_bytes = num_bytes
         self.num_read = 0
         self.total_end_s = time.monotonic() + total_s
         self.progress()
@@ -61,7 +63,8 @@ class LimitedReader(io.RawIOBase):
     """Reads a socket within limits."""
 
     def __init__(self, connected: socket.socket, limits: Limits) -> None:
-        self.connected, self.limits = connected, limits
+        self.connected = connected
+        self.limits = limits
 
     def readable(self) -> bool:
         return True
@@ -82,7 +85,8 @@ class LimitedSocket:
     it before its last answer is read."""
 
     def __init__(self, connected: socket.socket, limits: Limits) -> None:
-        self.connected, self.limits = connected, limits
+        self.connected = connected
+        self.limits = limits
 
     def sendall(self, data: bytes) -> None:
         self.connected.settimeout(self.limits.left_s())
@@ -158,9 +162,13 @@ def read_key(name: str, environment: Mapping[str, str] = os.environ) -> str:
     none that a header can carry."""
     key = environment.get(name, "").strip()
     if not key:
-        raise ValueError(f"--endpoint_key_env {name}: there is no such environment variable, or it "
-                         "is empty; export it with the key")  # fmt: skip
+        raise ValueError(
+            f"--endpoint_key_env {name}: there is no such environment variable, or it "
+            "is empty; export it with the key"
+        )
     if not (key.isascii() and key.isprintable()):
-        raise ValueError(f"--endpoint_key_env {name}: its value is no key, which has printable "
-                         "ASCII letters only")  # fmt: skip
+        raise ValueError(
+            f"--endpoint_key_env {name}: its value is no key, which has printable "
+            "ASCII letters only"
+        )
     return key

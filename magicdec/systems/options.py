@@ -276,9 +276,13 @@ class ServeOptions(StagesSection):
         new = self.longest - prompt
         extra = max(shape.output_len for shape in self.shapes) - new
         return replace(
-            workload, batch_size=rows, prefix_len=prompt, gen_len=new, num_batches=1,
+            workload,
+            batch_size=rows,
+            prefix_len=prompt,
+            gen_len=new,
+            num_batches=1,
             extra_new_tokens=extra,
-        )  # fmt: skip
+        )
 
     @property
     def counted_by(self) -> str:
@@ -315,7 +319,8 @@ class ServeOptions(StagesSection):
     def grid(self, world_size: int) -> StageGrid:
         """The stages of a ring on so many ranks, without those that draft in other modes. Raises
         ValueError, naming the flag."""
-        split, flag_text = read_split(self.layer_split), f"{FLAG} {self.layer_split}"
+        split = read_split(self.layer_split)
+        flag_text = f"{FLAG} {self.layer_split}"
         if split.head:
             raise ValueError(
                 f"{flag_text}: a ring has no head without layers; leave the first share of 0 out, "
@@ -338,7 +343,8 @@ class ServeOptions(StagesSection):
 
     def samples(self, grid: StageGrid) -> int:
         """Samples in flight in a ring. Raises ValueError, naming the flag."""
-        size, count = self.batch_size, len(self.shapes)
+        size = self.batch_size
+        count = len(self.shapes)
         samples = self.n_samples or min(grid.num_stages, max(1, count // size)) * size
         if samples % size:
             raise ValueError(

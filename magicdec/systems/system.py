@@ -103,7 +103,9 @@ class System(ABC):
     expected: list[list[int]] | None = None
 
     def __init__(self, options: ServeOptions, passes: Sequence[Pass], launch: Launch) -> None:
-        self.options, self.passes, self.launch = options, passes, launch
+        self.options = options
+        self.passes = passes
+        self.launch = launch
         self.has_drafts = any(each.is_drafting for each in passes)
 
     @abstractmethod
@@ -122,7 +124,8 @@ class System(ABC):
         drafts those of a draft."""
         config = run_config if self.has_drafts else run_config.with_draft(NONE)
         models = find(replace(config, workload=workload), self.launch, cache, placement)
-        most, name = models.source.config.max_length, config.model.model
+        most = models.source.config.max_length
+        name = config.model.model
         self.options.check_lengths(most, f"--model {name}")
         return models
 

@@ -58,7 +58,9 @@ def answer_scores(
 
 
 CUE = 64  # tokens of the passage repeated at the end of the prefix
-NEAREST, FURTHEST = 2000, 12000  # tokens between the passage and its repetition
+# tokens between the passage and its repetition
+NEAREST = 2000
+FURTHEST = 12000
 LEAST_PREFIX = 64  # tokens; a shorter prefix has no room for a passage
 
 

@@ -46,7 +46,8 @@ def read_prompts(dataset: str, most: int) -> list[str]:
     """The texts of the first `most` items of a prompt set, of which some may be empty. Raises
     ValueError as `read_values` does."""
     kind, _, name = dataset.partition(":")
-    reader, of_hub = FILE_READERS.get(Path(name).suffix.lower()), HUB_NAME.fullmatch(name)
+    reader = FILE_READERS.get(Path(name).suffix.lower())
+    of_hub = HUB_NAME.fullmatch(name)
     if reader is not None:
         return list(_values("--dataset", dataset, reader(Path(name)), most, PROMPT_SETS[kind]))
     if of_hub is None:

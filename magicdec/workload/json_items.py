@@ -52,8 +52,12 @@ class _JsonArray:
     `stream`. `text` is what was read last, of which all before `at` was parsed."""
 
     def __init__(self, text: str, stream: TextIO, number: int) -> None:
-        self.text, self.stream, self.number = text, stream, number
-        self.at, self.is_whole, self.decoder = 0, False, json.JSONDecoder()
+        self.text = text
+        self.stream = stream
+        self.number = number
+        self.at = 0
+        self.is_whole = False
+        self.decoder = json.JSONDecoder()
 
     def items(self) -> Iterator[tuple[str, Any]]:
         self.next_character()
@@ -107,7 +111,8 @@ class _JsonArray:
     def read_more(self) -> None:
         """As much again as is left, so that a long item is not parsed too often."""
         self.number += self.text.count("\n", 0, self.at)
-        rest, self.at = self.text[self.at :], 0
+        rest = self.text[self.at :]
+        self.at = 0
         more = self.stream.read(max(CHUNK, len(rest)))
         self.is_whole = not more
         self.text = rest + more

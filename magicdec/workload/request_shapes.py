@@ -21,7 +21,8 @@ from magicdec.config.sections import DEFAULT_GEN_LEN
 from magicdec.names import ARRIVALS, load_named
 from magicdec.output.files import first_error, lines_of, open_regular
 
-BURST, TRACE = "burst", "trace"
+BURST = "burst"
+TRACE = "trace"
 FORMS = ", ".join([*(n if n == BURST else f"{n}:MS" for n in ARRIVALS), f"{TRACE}:FILE"])
 DEFAULT_NUM_REQUESTS = 8
 MOST_TOKENS = 1 << 40  # that a request may ask for
@@ -96,7 +97,9 @@ class RequestShape:
 def read_trace(flag: str, path: Path) -> list[RequestShape]:
     """The requests of the file in the order of arrival. Other keys of a line are ignored. Raises
     ValueError, naming the flag, the file, the line and the key, for what is malformed."""
-    adapter, shapes, place = TypeAdapter(RequestShape), list[RequestShape](), f"{flag}: {path}"
+    adapter = TypeAdapter(RequestShape)
+    shapes = list[RequestShape]()
+    place = f"{flag}: {path}"
     try:
         with open_regular(path) as file:
             for number, line in lines_of(file):
@@ -134,7 +137,8 @@ def make_shapes(
     count = num_requests or DEFAULT_NUM_REQUESTS
     prompts = parse_lengths("--prefix_len", prompt_len)
     outputs = parse_lengths("--gen_len", gen_len or str(DEFAULT_GEN_LEN))
-    of_prompts, of_outputs = Random(f"prefix_len {seed}"), Random(f"output_len {seed}")
+    of_prompts = Random(f"prefix_len {seed}")
+    of_outputs = Random(f"output_len {seed}")
     return [
         RequestShape(at_ms, of_prompts.randint(*prompts), of_outputs.randint(*outputs))
         for at_ms in arrival.times_ms(count, Random(f"arrival {seed}"))

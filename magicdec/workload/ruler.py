@@ -40,7 +40,9 @@ NOUNS = """
 NUM_KEYS = 4  # needles of niah_multikey
 NUM_VARIABLES = 5  # of vt: one is assigned a value, each of the others is assigned the one before
 NUM_COMMON = 10  # words that cwe asks for
-MOST_COMMON, MOST_RARE = 30, 3  # occurrences of a common word and of any other word in cwe's list
+# occurrences of a common word and of any other word in cwe's list
+MOST_COMMON = 30
+MOST_RARE = 3
 NUM_FREQUENT = 3  # words that fwe asks for
 DOTS = "...."  # fwe's most frequent word, which is not part of the answer
 
@@ -221,9 +223,11 @@ class Composer:
     def largest_size(self, seed: str, prefix_len: int) -> int:
         """The largest size that fits, to within 1/64. It is not found exactly, because every try
         encodes the whole text."""
-        low, high = self.task.least, 2 * self.task.least
+        low = self.task.least
+        high = 2 * self.task.least
         while self.num_tokens(seed, high) <= prefix_len:
-            low, high = high, 2 * high
+            low = high
+            high = 2 * high
         while high - low > max(1, low // 64):
             middle = (low + high) // 2
             if self.num_tokens(seed, middle) <= prefix_len:
@@ -240,8 +244,10 @@ class Composer:
 
     def prompt(self, sample: Sample, prefix_len: int) -> tuple[int, ...]:
         """Exactly `prefix_len` tokens. The haystack before the body is cut at its beginning."""
-        head, sentences = self._head(sample), 1
-        room, rest = prefix_len - len(head), self._rest(sample, sentences)
+        head = self._head(sample)
+        sentences = 1
+        room = prefix_len - len(head)
+        rest = self._rest(sample, sentences)
         while len(rest) < room:
             sentences *= 2
             rest = self._rest(sample, sentences)

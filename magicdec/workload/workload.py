@@ -97,9 +97,16 @@ def build_workload(
         return Workload(dataset, prompts, None, None, None, seed, digest, strings)
     if is_prompt_set(dataset):
         return _of_prompt_set(
-            dataset, tokenizer, bos_token_id, prefix_len, num_prompts, seed, counted_by, is_whole,
+            dataset,
+            tokenizer,
+            bos_token_id,
+            prefix_len,
+            num_prompts,
+            seed,
+            counted_by,
+            is_whole,
             batch,
-        )  # fmt: skip
+        )
     books = dataset
     if kind == "recall":
         books = name if colon else "demo"
@@ -149,16 +156,25 @@ def _cut_books(
 
 
 def _of_prompt_set(
-    dataset: str, tokenizer: Tokenizer, bos: int | None, prefix_len: int, num_prompts: int,
-    seed: int, counted_by: str, is_whole: bool, batch: int | None,
-) -> Workload:  # fmt: skip
+    dataset: str,
+    tokenizer: Tokenizer,
+    bos: int | None,
+    prefix_len: int,
+    num_prompts: int,
+    seed: int,
+    counted_by: str,
+    is_whole: bool,
+    batch: int | None,
+) -> Workload:
     """Items of a prompt set in random order, those without a prompt left out. Whole ones of at most
     `prefix_len` tokens, or longer ones cut in their middle to exactly so many, BOS included."""
     texts = [(i, text) for i, text in enumerate(read_prompts(dataset, MOST_ITEMS)) if text]
     random.Random(seed).shuffle(texts)
     kind, _, name = dataset.partition(":")
-    name, start = f"{kind}:{Path(name).name}", [] if bos is None else [bos]
-    places, prompts = list[tuple[int, int]](), list[tuple[int, ...]]()
+    name = f"{kind}:{Path(name).name}"
+    start = [] if bos is None else [bos]
+    places = list[tuple[int, int]]()
+    prompts = list[tuple[int, ...]]()
     for index, text in texts:
         if len(prompts) == num_prompts:
             break

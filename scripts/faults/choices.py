@@ -67,8 +67,7 @@ PROPERTIES = (
                   "is_due = every and request.num_cached >= self.chosen_at[row] + every",
                   "is_due = every and request.num_cached > self.chosen_at[row] + every"),
             Fault("a choice counted from the prompt", "speculation/policies/snapkv.py",
-                  "self.chosen_at[row], self.lasts_until[row] = length, until",
-                  "self.lasts_until[row] = until"),
+                  "self.chosen_at[row] = length\n", "pass\n"),
         ),
     ),
     Property(

@@ -9,7 +9,18 @@ INTERVALS = "test_intervals.py::"
 STALLS, MAPS = "test_stalls.py::", "test_report_maps.py::"
 MACHINE = 'MACHINE = ("device", "ranks", "threads")'
 WEIGHTS = 'WEIGHTS = ("model", "target_dtype", "draft_model", "draft_weights")'
-HELD = '*WEIGHTS, "drafter", "kv_policy", "dtype", "dataset", "gen_len", "temperature", *MACHINE'
+ENTRIES = (
+    *("*WEIGHTS", '"drafter"', '"kv_policy"', '"dtype"', '"dataset"', '"gen_len"'),
+    *('"temperature"', "*MACHINE"),
+)
+HELD = "".join(f"    {entry},\n" for entry in ENTRIES)
+
+
+def held(entry: str) -> str:
+    """The line of an entry of `HELD`."""
+    return f"    {entry},\n"
+
+
 # (what, the entry that is lost, the line that has it) of the settings that a panel holds
 POOLED = (
     ("devices", '"device", ', MACHINE),
@@ -19,14 +30,14 @@ POOLED = (
     ("weight dtypes", '"target_dtype", ', WEIGHTS),
     ("draft models", '"draft_model", ', WEIGHTS),
     ("low-bit drafts", ', "draft_weights"', WEIGHTS),
-    ("all weights", "*WEIGHTS, ", HELD),
-    ("drafters", '"drafter", ', HELD),
-    ("policies", '"kv_policy", ', HELD),
-    ("dtypes", '"dtype", ', HELD),
-    ("datasets", '"dataset", ', HELD),
-    ("output lengths", '"gen_len", ', HELD),
-    ("temperatures", '"temperature", ', HELD),
-    ("all machines", ", *MACHINE", HELD),
+    ("all weights", held("*WEIGHTS"), HELD),
+    ("drafters", held('"drafter"'), HELD),
+    ("policies", held('"kv_policy"'), HELD),
+    ("dtypes", held('"dtype"'), HELD),
+    ("datasets", held('"dataset"'), HELD),
+    ("output lengths", held('"gen_len"'), HELD),
+    ("temperatures", held('"temperature"'), HELD),
+    ("all machines", held("*MACHINE"), HELD),
 )
 
 PROPERTIES = (

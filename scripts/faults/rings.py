@@ -183,7 +183,8 @@ PROPERTIES = (
         f"{WARM_UP}test_a_ring_counts_what_comes_after_it",
         (
             Fault("a ring's spans not begun anew", "systems/ring/recurrent.py",
-                  "        self.spans, self.samples, self.prompts = Spans(), [], set()\n", ""),
+                  "        self.spans = Spans()\n        self.samples = []\n"
+                  "        self.prompts = set()\n", ""),
             Fault("messages of the warm-up counted", "systems/ring/ring.py",
                   "sent = self.ends.outbound.traffic.since(before)",
                   "sent = self.ends.outbound.traffic"),

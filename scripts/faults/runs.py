@@ -89,8 +89,8 @@ PROPERTIES = (
         f"{RUN}test_prefill_rate_and_the_ttft_of_each_sequence",
         (
             Fault("TTFT of the first sequence for all", "engine/scheduler.py",
-                  "times = [], output.emitted_s or",
-                  "times = [], (output.emitted_s or [])[:1] * len(batch.requests) or"),
+                  "times = output.emitted_s or",
+                  "times = (output.emitted_s or [])[:1] * len(batch.requests) or"),
             Fault("prefill rate doubled", "records/metrics.py",
                   "sum(prefill.num_tokens) / seconds", "2 * sum(prefill.num_tokens) / seconds"),
         ),

@@ -26,8 +26,8 @@ PROPERTIES = (
             Fault(
                 "padding judged as drafts",
                 "bench/run/judgement.py",
-                "[: step.num_output[row]], step.counts[row]",
-                "[: step.num_output[row]], step.drafts.shape[1]",
+                "count = step.counts[row]",
+                "count = step.drafts.shape[1]",
             ),
             Fault(
                 "steps judged wrong not counted",

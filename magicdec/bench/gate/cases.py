@@ -73,9 +73,13 @@ class Subject:
         return self.draft.removeprefix(MODEL_PREFIX)
 
     def config(
-        self, drafter: str, kv: KVSection, gamma: int | str, temperature: float = 0.0,
+        self,
+        drafter: str,
+        kv: KVSection,
+        gamma: int | str,
+        temperature: float = 0.0,
         **ways: Any,
-    ) -> RunConfig:  # fmt: skip
+    ) -> RunConfig:
         """The case of a drafter and a policy; `ways` are further settings of decoding."""
         decoding = DecodingSection("speculative", drafter, gamma, ignore_eos=True, **ways)
         draft = self.standalone if decoding.model_drafter == "model" else None
@@ -86,11 +90,14 @@ class Subject:
             decoding=decoding,
             sampling=SamplingSection(temperature),
             workload=WorkloadSection(
-                self.dataset, self.batch_size, self.prefix_len,
+                self.dataset,
+                self.batch_size,
+                self.prefix_len,
                 self.gen_len or DEFAULT_GEN_LEN,
-                num_batches=self.num_batches, warmup_batches=0,
+                num_batches=self.num_batches,
+                warmup_batches=0,
             ),
-        )  # fmt: skip
+        )
 
 
 def standard_cases(subject: Subject) -> list[RunConfig]:
@@ -115,7 +122,8 @@ def standard_cases(subject: Subject) -> list[RunConfig]:
 def _other_ways(subject: Subject) -> Iterator[RunConfig]:
     """Mixtures with lookups, low-bit drafts, chains that stop or whose length is
     chosen, choices that are made anew, and sampling."""
-    full, kv = KVSection(FULL_KV_POLICY), KVSection(DEFAULT_KV_POLICY, DRAFT_BUDGET)
+    full = KVSection(FULL_KV_POLICY)
+    kv = KVSection(DEFAULT_KV_POLICY, DRAFT_BUDGET)
     if subject.prefix_len <= DRAFT_BUDGET:
         kv = full
     yield subject.config("ngram", full, LOOKUP_GAMMA)
@@ -145,9 +153,11 @@ def _on_ranks(subject: Subject) -> Iterator[RunConfig]:
         return
     rows = min(subject.batch_size, LEAST_PROMPTS)
     few = replace(
-        subject, batch_size=rows, num_batches=-(-LEAST_PROMPTS // rows),
+        subject,
+        batch_size=rows,
+        num_batches=-(-LEAST_PROMPTS // rows),
         prefix_len=min(subject.prefix_len, RANKS_PREFIX),
-    )  # fmt: skip
+    )
     parallel = ParallelSection(device="cpu", nproc=subject.nproc)
     for policy in (policy for policy in KV_POLICIES if policy != FULL_KV_POLICY):
         for kv in _budgets(subject, policy, (DRAFT_BUDGET,)):
@@ -197,7 +207,8 @@ def margin_of(config: RunConfig) -> float | None:
 def config_of(record: RunRecord) -> RunConfig:
     """The configuration that repeats the run of a record, here, on as many ranks. Raises
     ValueError as `recorded_config` does."""
-    config, ranks = recorded_config(record), record.environment.world_size
+    config = recorded_config(record)
+    ranks = record.environment.world_size
     parallel = ParallelSection(device=config.parallel.device)
     if ranks != 1:
         parallel = replace(config.parallel, threads=None, nproc=ranks)
@@ -257,7 +268,8 @@ class Places:
 def check_case(config: RunConfig, num_cores: int) -> None:
     """Raises ValueError for a case of too few prompts to show anything, and for one of more ranks
     than a machine with so many cores can run, or than its other settings allow."""
-    w, ranks = config.workload, num_ranks(config)
+    w = config.workload
+    ranks = num_ranks(config)
     most = RANKS_PER_CORE * num_cores
     if ranks > most:
         raise ValueError(

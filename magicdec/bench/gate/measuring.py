@@ -88,7 +88,8 @@ class Worker:
     def loss(self) -> str:
         """How it was lost; empty if it has ended by itself."""
         self.process.join(ENDS_S)
-        code, name = self.process.exitcode, f"process {self.process.pid} of the gate"
+        code = self.process.exitcode
+        name = f"process {self.process.pid} of the gate"
         if self.launch.world_size > 1:
             name = f"rank {self.launch.rank} of {self.launch.world_size} ({name})"
         if code is None:
@@ -142,7 +143,8 @@ def _measure_shares(shares: Sequence[Sequence[Case]], keep: Callable[[int, Resul
 
 def _start_ranks(share: Sequence[Case]) -> list[Worker]:
     """Start the processes that run these cases, one for each of their ranks."""
-    size, left = num_ranks(share[0][1]), [number for number, _ in share]
+    size = num_ranks(share[0][1])
+    left = [number for number, _ in share]
     if size == 1:
         return [Worker.start(Start(share), left)]
     with listen() as listening:
@@ -227,7 +229,8 @@ def run_cases(cases: Sequence[Case], launch: Launch = Launch()) -> Iterator[tupl
             yield number, f"{type(error).__name__}: {error}"
         else:
             groups.setdefault(repr(prefill_key(prepared.config)), []).append((number, prepared))
-    sessions, left = Sessions(), [number for group in groups.values() for number, _ in group]
+    sessions = Sessions()
+    left = [number for group in groups.values() for number, _ in group]
     for number, result in chain.from_iterable(_run_group(g, sessions) for g in groups.values()):
         left.remove(number)
         if launch.rank == 0 or isinstance(result, str):

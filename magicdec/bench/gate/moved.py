@@ -22,11 +22,13 @@ def with_names_here(
     """The baselines, whose models have the names that they have here. `configs` are their cases
     with the places of here. Raises ValueError, naming the flag, for a model or prompts whose hash
     is not that of the baseline."""
-    cache, here = SetupCache(), list[RunRecord]()
+    cache = SetupCache()
+    here = list[RunRecord]()
     for config, baseline in zip(configs, baselines, strict=True):
         # Cases differ in how and on which ranks they draft, from which neither hash follows.
         run = complete(find(on_one_rank(config), Launch(), cache), cache, lambda launch, check: "")
-        ours, theirs = run.describe_workload(), baseline.workload
+        ours = run.describe_workload()
+        theirs = baseline.workload
         if theirs is None:  # of a run that failed, which the comparison says
             here.append(baseline)
             continue

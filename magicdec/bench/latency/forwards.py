@@ -55,9 +55,11 @@ def measure(
     """(environment, rows), the same on every rank. `config` is resolved. All ranks call this in
     lockstep."""
     with RankSession(launch, config.parallel) as session:
-        group, device = session.groups.target, session.device
+        group = session.groups.target
+        device = session.device
         progress = make_progress(launch.rank == 0)
-        models, context = LoadedModels(device, progress), max(grid.contexts)
+        models = LoadedModels(device, progress)
+        context = max(grid.contexts)
         largest = place_config(config, grid, max(grid.batch_sizes), context)
         plan = ModelPlan(largest, source.config, group.ranks, launch.rank)
         model = models.get(source, group, plan.kinds)
@@ -66,7 +68,8 @@ def measure(
             for weights in grid.draft_weights
         }
         bandwidth = read_bandwidth(group, device)
-        timings, load = list[Timing](), LoadWatch(launch.rank == 0)
+        timings = list[Timing]()
+        load = LoadWatch(launch.rank == 0)
         load.begin()
         for B, context in itertools.product(grid.batch_sizes, grid.contexts):
             with progress.task(f"B {B}, context {context}", grid.warmup + grid.repeats) as advance:
@@ -118,7 +121,8 @@ def time_place(
 def check_finite(forward: Forward, batch: Batch) -> None:
     """Raises NotFinite if logits of the forward were not finite: its times would be those of other
     numbers."""
-    cell, sampling = forward.cell, forward.sampling
+    cell = forward.cell
+    sampling = forward.sampling
     with naming(f"{cell.phase}, B {cell.B}, context {cell.context}, T {cell.T}"):
         if forward.runner.has_flaws:
             raise NotFinite("the logits are not finite numbers")
@@ -153,7 +157,8 @@ def time_once(forward: Forward, runner: ModelRunner, group: Group) -> float:
 def fill(runner: ModelRunner, context: int) -> Batch:
     """A batch of all rows of `runner`, in the state after a prompt of `context` tokens and one
     emitted token."""
-    vocab_size, rows = runner.model.config.vocab_size, range(runner.num_rows)
+    vocab_size = runner.model.config.vocab_size
+    rows = range(runner.num_rows)
     generator = torch.Generator().manual_seed(0)  # the same prompts on every rank
     ids = torch.randint(vocab_size, (runner.num_rows, context + 1), generator=generator).tolist()
     for row in rows:
@@ -233,8 +238,10 @@ def target_forward(
     runner: ModelRunner, batch: Batch, cell: Cell, watching: DraftKV | None, recorder: Recorder
 ) -> Forward:
     """The target over its full cache; `watching` is shown its attention."""
-    ids, held = new_ids(runner, cell.T), list(runner.cache.lengths)
-    rows, sampling = rows_of(batch, runner, recorder), sampling_of(batch, runner)
+    ids = new_ids(runner, cell.T)
+    held = list(runner.cache.lengths)
+    rows = rows_of(batch, runner, recorder)
+    sampling = sampling_of(batch, runner)
     watch = None if watching is None else watching.watch
     watch_queries = None if watching is None else watching.watch_queries
 
@@ -253,10 +260,12 @@ def draft_forward(
     and makes the choice."""
     runner = draft_kv.runner
     is_first = phase == "first_draft"
-    ids, rows = new_ids(runner, 1), rows_of(batch, runner, recorder)
+    ids = new_ids(runner, 1)
+    rows = rows_of(batch, runner, recorder)
     sampling = sampling_of(batch, runner)
     host_rows = BatchRows.of(batch.rows, runner.device)
-    held, committed = draft_kv.lengths(host_rows), draft_kv.lengths(rows)
+    held = draft_kv.lengths(host_rows)
+    committed = draft_kv.lengths(rows)
     budget = None if kv.budget == -1 else kv.budget
     cell = Cell(phase, runner.num_rows, context, 1, budget, kv.policy)
 
@@ -276,7 +285,8 @@ def draft_forward(
 
 
 def sampling_of(batch: Batch, runner: ModelRunner) -> SamplingMetadata:
-    vocab_size, has_flaws = runner.model.config.vocab_size, not runner.finds_flaws
+    vocab_size = runner.model.config.vocab_size
+    has_flaws = not runner.finds_flaws
     return SamplingMetadata.of(batch.requests, vocab_size, runner.device, has_flaws)
 
 
@@ -295,7 +305,8 @@ def check_grid_memory(
 ) -> str:
     """The line to print. `config` is resolved. Raises ValueError if the largest cell does not
     fit."""
-    B, context = max(grid.batch_sizes), max(grid.contexts)
+    B = max(grid.batch_sizes)
+    context = max(grid.contexts)
     plan = plan_place(config, grid, models, launch, B, context)
     flags = f"--B {B} --prefix_len {context}"
     room = Room(tuple(launch.local_ranks), describe_place(config, launch), free)
@@ -311,11 +322,13 @@ def place_config(config: ResolvedConfig, grid: Grid, B: int, context: int) -> Re
         config,
         attention=replace(config.attention, prefill_chunk=1),
         decoding=replace(
-            config.decoding, strategy="speculative", drafter="self",
+            config.decoding,
+            strategy="speculative",
+            drafter="self",
             num_draft_tokens=max(grid.new_tokens) - 1,
         ),
         workload=replace(config.workload, batch_size=B, prefix_len=context, gen_len=1),
-    )  # fmt: skip
+    )
 
 
 def plan_place(

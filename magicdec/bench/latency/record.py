@@ -81,7 +81,8 @@ def summarise(ranks: list[list[Timing]], bandwidth: float) -> list[Row]:
     ranks together, in bytes/s."""
     rows = []
     for parts in zip(*ranks, strict=True):
-        cell, num_bytes = parts[0][0], sum(part[2] for part in parts)
+        cell = parts[0][0]
+        num_bytes = sum(part[2] for part in parts)
         assert all(part[0] == cell for part in parts), "all ranks time the same cells"
         seconds = [max(repeat) for repeat in zip(*(part[1] for part in parts), strict=True)]
         median, p10, p90 = (percentile(seconds, p) for p in (50, 10, 90))
@@ -173,10 +174,17 @@ def _table_of(record: LatencyRecord) -> Table:
             decode_ms = row.ms_median
         place = (row.B, row.context) if is_first else (None, None)
         times = (fixed(ms, 3) for ms in (row.ms_median, row.ms_p10, row.ms_p90))
-        lines.append((
-            *place, _label(row), row.tokens, *times, fixed(row.ms_median / decode_ms, 2, "x"),
-            fixed(row.bytes, 1, scale=1e-6), fixed(row.roofline_fraction, 1, " %", 100),
-        ))  # fmt: skip
+        lines.append(
+            (
+                *place,
+                _label(row),
+                row.tokens,
+                *times,
+                fixed(row.ms_median / decode_ms, 2, "x"),
+                fixed(row.bytes, 1, scale=1e-6),
+                fixed(row.roofline_fraction, 1, " %", 100),
+            )
+        )
     labels = ("tokens", "median, ms", "p10", "p90", "of decode", "MB read", "of the roofline")
     columns = ("B", "context", Column("forward", is_text=True), *labels)
     return Table(columns, lines, title=_title(record))
@@ -194,7 +202,8 @@ def _label(row: Row) -> str:
 
 
 def _title(record: LatencyRecord) -> str:
-    c, e = record.config, record.environment
+    c = record.config
+    e = record.environment
     assert e.read_bandwidth_bytes_per_s is not None, "measured with the forwards"
     return (
         f"{c['model']['model']} ({c['model']['dtype']}, weights {c['model']['target_dtype']}): "

@@ -34,7 +34,8 @@ Columns = dict[str, list[Any]]
 def columns_of(rows: Iterable[Row]) -> Columns:
     """The values of rows by column, with None for what a row lacks. A large table fits in memory as
     columns; few of its rows are held at once."""
-    columns, length = Columns(), 0
+    columns = Columns()
+    length = 0
     for names, of_names in groupby(rows, tuple):
         while block := [*islice(of_names, ROWS_AT_ONCE)]:
             for name, values in zip(names, zip(*map(dict.values, block), strict=True), strict=True):
@@ -112,7 +113,8 @@ def report_rows(number: int, source: str, record: Record) -> Iterator[Row]:
 
 def _about_run(record: RunRecord, name: str) -> Row:
     """The settings of a run and its methods. The row of the requested strategy `is_run`."""
-    values, baseline = settings(record), record.baseline_metrics
+    values = settings(record)
+    baseline = record.baseline_metrics
     drafts = (values["drafter"], values["kv_policy"])
     is_run = name == record.config["decoding"]["strategy"]
     return values | {
@@ -128,7 +130,8 @@ def _about_run(record: RunRecord, name: str) -> Row:
 
 def _about_service(record: Record, row: Row) -> Row:
     """The names that a run has for the settings of a pass that served requests."""
-    gpu, cpu = row[f"{ENVIRONMENT}gpu"], row[f"{ENVIRONMENT}cpu"]
+    gpu = row[f"{ENVIRONMENT}gpu"]
+    cpu = row[f"{ENVIRONMENT}cpu"]
     return {
         "model": row["model.model"],
         "dtype": row["model.dtype"],
@@ -152,7 +155,8 @@ def _prefixed_names(prefix: str, names: tuple[str, ...]) -> list[str]:
 def metric_row(metrics: Part | None, kind: Any) -> Row:
     """One column for each metric of `kind`, two for the ends of an interval, and one for each value
     of a part inside. Without metrics, all are None."""
-    row, values = Row(), {} if metrics is None else vars(metrics)
+    row = Row()
+    values = {} if metrics is None else vars(metrics)
     for name, ends in _columns(kind):
         value = values.get(name)
         if ends is not None:

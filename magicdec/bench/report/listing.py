@@ -32,9 +32,11 @@ SETTINGS = (
 def settings(record: RunRecord) -> dict[str, Setting]:
     """The settings of a run, which `SETTINGS` names in order, by the names of their flags; None
     where they mean nothing."""
-    config, environment = record.config, record.environment
+    config = record.config
+    environment = record.environment
     model, workload, decoding = (config[name] for name in ("model", "workload", "decoding"))
-    draft, drafts = config.get("draft") or {}, not is_baseline(record)
+    draft = config.get("draft") or {}
+    drafts = not is_baseline(record)
     policy = policy_of(config) if drafts else None
     return {
         "model": model["model"],
@@ -177,7 +179,8 @@ class Listing:
         """Fewer columns for the same: the draft is a model or what else drafts, its low-bit weights
         stand behind it, and the budget behind its policy. Columns that are not all there stay as
         they are."""
-        columns, rows = self.columns, self.rows
+        columns = self.columns
+        rows = self.rows
         if {"draft_model", "drafter"} <= {*columns}:
             columns = [key for key in columns if key != "drafter"]
             rows = [row | {"draft_model": row["draft_model"] or row["drafter"]} for row in rows]
@@ -235,7 +238,8 @@ def list_records(
     `columns` are shown in place of the usual ones. `sort_by` has the columns by which rows are
     sorted, the first one first; rows without a value come last."""
     metrics = tuple(dict.fromkeys((*METRICS, *filter(DESCRIBED.get, (*columns, *sort_by)))))
-    rows, studies = list[Row](), list[str]()
+    rows = list[Row]()
+    studies = list[str]()
     for r in records:
         values = {name: getattr(r.metrics, name, None) for name in metrics}
         rows.append(settings(r) | values | _intervals(r.metrics, metrics))
@@ -274,7 +278,8 @@ def _by_study(rows: Sequence[Row], studies: Sequence[str]) -> list[Row]:
     first = {study: number for number, study in reversed([*enumerate(studies)])}
 
     def place(number: int) -> tuple[Any, ...]:
-        study, row = studies[number], rows[number]
+        study = studies[number]
+        row = rows[number]
         if not study:
             return (number,)
         words = [word.removeprefix("model:") for word in study.split()]
@@ -294,9 +299,11 @@ def _label(key: str) -> str:
 def _cell(key: str, row: Row) -> str:
     """The text of a cell: a metric as the table of its run shows it, and an interval with both of
     its ends."""
-    metric, value = key.removesuffix(SUFFIX), row.get(key)
+    metric = key.removesuffix(SUFFIX)
+    value = row.get(key)
     if metric != key:
-        about, ends = DESCRIBED[metric], [row[f"{metric}{end}"] for end in ENDS]
+        about = DESCRIBED[metric]
+        ends = [row[f"{metric}{end}"] for end in ENDS]
         return "" if None in ends else about.show_interval(*ends)
     if value is None:
         return ""

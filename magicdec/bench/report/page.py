@@ -42,7 +42,8 @@ if TYPE_CHECKING:
 ABOUT = ("run", "command", "file")  # columns of every record, beside its environment
 DOTS_PER_INCH = 160
 ID = re.compile(r'(\bid="|xlink:href="#|url\(#)')
-PAGE, RERUN = "index.html", "rerun.sh"
+PAGE = "index.html"
+RERUN = "rerun.sh"
 RERUN_HEAD = """#!/usr/bin/env bash
 # Runs every command of the report again, from the root of the repository.
 set -u
@@ -105,9 +106,14 @@ def make_report(
     commands = list(of_records["command"].unique())
     revisions = sorted(of_records["environment.revision"].dropna().unique())
     return Report(
-        shlex.join(command), has_figure_files, sections, tables, commands, revisions,
+        shlex.join(command),
+        has_figure_files,
+        sections,
+        tables,
+        commands,
+        revisions,
         num_records=int(frame["run"].max()),
-    )  # fmt: skip
+    )
 
 
 def draw_runs(frame: pd.DataFrame) -> list[Drawn | LeftOut]:
@@ -185,14 +191,19 @@ def render(report: Report, svg: Mapping[str, str]) -> str:
 
     loader = FileSystemLoader(HERE)
     engine = Environment(
-        loader=loader, autoescape=True, undefined=StrictUndefined, trim_blocks=True,
+        loader=loader,
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
         lstrip_blocks=True,
-    )  # fmt: skip
+    )
     return engine.get_template("page.html").render(
-        report=report, svg=svg, rerun=RERUN,
+        report=report,
+        svg=svg,
+        rerun=RERUN,
         style=(HERE / "page.css").read_text(encoding="utf-8"),
         script=(HERE / "page.js").read_text(encoding="utf-8"),
-    )  # fmt: skip
+    )
 
 
 def stalls_line(passes: pd.DataFrame) -> list[str]:

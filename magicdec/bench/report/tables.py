@@ -37,8 +37,13 @@ PER_RUN = (
     "instructions",  # too many for a cell; the file has them
 )
 MISSING = Shown("", -1e300)  # a metric without a value is sorted before all others
-COMMANDS = {"run": "run", "environment.time_utc": "start", "environment.revision": "commit",
-            "command": "command", "file": "file"}  # fmt: skip
+COMMANDS = {
+    "run": "run",
+    "environment.time_utc": "start",
+    "environment.revision": "commit",
+    "command": "command",
+    "file": "file",
+}
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,8 @@ class PageTable(Table):
     @classmethod
     def of(cls, title: str, name: str, frame: pd.DataFrame) -> PageTable:
         """The first rows of a frame."""
-        rows, note = frame[:MOST_ROWS].to_numpy().tolist(), _note([], len(frame))
+        rows = frame[:MOST_ROWS].to_numpy().tolist()
+        note = _note([], len(frame))
         return cls(list(frame), rows, title, name=name, note=note, frame=frame)
 
     @property
@@ -89,16 +95,21 @@ def runs_table(runs: pd.DataFrame) -> PageTable:
     keys = [key for key in keys if of_draft.get(key, 2) > 1]
     first = runs.iloc[0]
     said = [f"{LABELS.get(key, key)} {first[key]}" for key in same if first[key] is not None]
-    metrics = [m for m in described_fields(Metrics)
-               if m[0] in SHOWN_METRICS and runs[m[0]].notna().any()]  # fmt: skip
+    metrics = [
+        m for m in described_fields(Metrics) if m[0] in SHOWN_METRICS and runs[m[0]].notna().any()
+    ]
     metrics.sort(key=lambda metric: SHOWN_METRICS.index(metric[0]))
     has_errors = bool(runs["error"].notna().any())
     rows = [
-        [run["run"], *(run[key] or _without_draft(key) for key in keys),
-         *(metric_cell(run, name, described) for name, _, described in metrics), run["status"],
-         *([run["error"]] if has_errors else [])]
+        [
+            run["run"],
+            *(run[key] or _without_draft(key) for key in keys),
+            *(metric_cell(run, name, described) for name, _, described in metrics),
+            run["status"],
+            *([run["error"]] if has_errors else []),
+        ]
         for run in runs[:MOST_ROWS].to_dict("records")
-    ]  # fmt: skip
+    ]
     labels = [LABELS.get(key, key) for key in keys]
     columns = ["run", *labels, *(described.label for _, _, described in metrics), "status"]
     columns += ["error"] * has_errors
@@ -126,10 +137,16 @@ def environments_table(every: pd.DataFrame) -> PageTable:
             of[f"{ENVIRONMENT}{name}"].dropna()
             for name in ("host_load", "read_bandwidth_bytes_per_s", "time_utc")
         )
-        rows.append([
-            ranges(of["run"].tolist()), *of.iloc[0][keys], extent(load), extent(read / 1e9),
-            times.min(), times.max(),
-        ])  # fmt: skip
+        rows.append(
+            [
+                ranges(of["run"].tolist()),
+                *of.iloc[0][keys],
+                extent(load),
+                extent(read / 1e9),
+                times.min(),
+                times.max(),
+            ]
+        )
     labels = [name.replace("_", " ") for name in names]
     columns = ["runs", *labels, "host load", "read, GB/s", "first start", "last start"]
     frame = frame_of(dict(zip(columns, row, strict=True)) for row in rows)
@@ -144,22 +161,34 @@ def commands_table(every: pd.DataFrame) -> PageTable:
     """The exact command of every run, with its commit and start. The page has each command once,
     and the names of files without their folders."""
     frame = every.rename(columns=COMMANDS)[list(COMMANDS.values())]
-    rows, anchors = list[Sequence[object]](), list[list[int]]()
+    rows = list[Sequence[object]]()
+    anchors = list[list[int]]()
     for names, of in frame.groupby(["command", "commit", "file"], dropna=False, sort=False):
         command, commit, file = names
         numbers = of["run"].unique().tolist()
         anchors.append(numbers)
         revision = commit if isinstance(commit, str) else "unknown"
-        rows.append([
-            Shown(ranges(numbers), numbers[0]), command, revision, of["start"].min(),
-            of["start"].max(), Path(file).name,
-        ])  # fmt: skip
+        rows.append(
+            [
+                Shown(ranges(numbers), numbers[0]),
+                command,
+                revision,
+                of["start"].min(),
+                of["start"].max(),
+                Path(file).name,
+            ]
+        )
     note = _note([], len(rows))
     columns = ("runs", "command", "commit", "first start", "last start", "file")
     return PageTable(
-        columns, rows[:MOST_ROWS], "Commands", name="commands", note=note, frame=frame,
+        columns,
+        rows[:MOST_ROWS],
+        "Commands",
+        name="commands",
+        note=note,
+        frame=frame,
         anchors=anchors[:MOST_ROWS],
-    )  # fmt: skip
+    )
 
 
 def _without_draft(key: str) -> str | None:
@@ -168,7 +197,8 @@ def _without_draft(key: str) -> str | None:
 
 
 def metric_cell(run: Row, name: str, described: Recorded) -> Shown:
-    value, low = run[name], run.get(f"{name}{SUFFIX}_low")
+    value = run[name]
+    low = run.get(f"{name}{SUFFIX}_low")
     if value is None:
         return MISSING
     ends = None if low is None else [low, run[f"{name}{SUFFIX}_high"]]

@@ -85,7 +85,8 @@ def check_outputs(
     chances = chances_to_differ(gaps)
     most = most_by_chance(chances)
     judged = differing if len(differing) <= most else differing[:1]
-    wider, chunk = replays.make_wider(), replays.prefill_chunk
+    wider = replays.make_wider()
+    chunk = replays.prefill_chunk
     measured = sequences_to_measure([d.sequence for d in judged], expected)
     own_views = [view_of(wider, expected[i], chunk, gaps[i].pairs) for i in measured]
     views = [view_of(wider, found[d.sequence], chunk) for d in judged]
@@ -123,6 +124,7 @@ def margin(request: Request, view: WiderView) -> float:
     between such outputs is therefore never excused."""
     if not request.sampling.is_plain:
         return math.inf
-    output, ends = request.output_ids, request.sampling.ends
+    output = request.output_ids
+    ends = request.sampling.ends
     ended = [n for n, token in enumerate(output, 1) if ends(n, token)]
     return float(view.shortfalls.max()) if ended == [len(output)] else math.inf

@@ -113,7 +113,8 @@ def pairs_of(
     """Where logits of both passes were kept after the same text."""
     ours, theirs = (kept_logits(witness, runner) for witness, _ in (decode, verify))
     for place, (one, two) in enumerate(zip(decode[1], verify[1], strict=True)):
-        kept, others = ours.get(one.request_id, {}), theirs.get(two.request_id, {})
+        kept = ours.get(one.request_id, {})
+        others = theirs.get(two.request_id, {})
         tokens = zip(one.output_ids, two.output_ids, strict=False)
         for index, (expected, found) in enumerate(tokens):
             if expected != found:
@@ -128,7 +129,8 @@ def kept_logits(witness: Witness, runner: ModelRunner) -> dict[int, Kept]:
     found = dict[int, Kept]()
     for step in witness.steps:
         for walk in walks(step, runner):
-            request, first = step.requests[walk.row], step.num_output[walk.row]
+            request = step.requests[walk.row]
+            first = step.num_output[walk.row]
             of_request = found.setdefault(request.request_id, {})
             text = request.output_ids[first:]
             for count in range(len(walk.tokens)):
@@ -150,7 +152,8 @@ def chosen(pairs: Sequence[Pair], requests: Sequence[Request], most_rows: int) -
 
 def errors_of(pairs: Sequence[Pair], requests: Sequence[Request], texts: WiderTexts) -> Errors:
     """The errors of both passes at these positions. `requests` are the baseline's."""
-    runner, places = texts.source, sorted({pair.place for pair in pairs})
+    runner = texts.source
+    places = sorted({pair.place for pair in pairs})
     length = 1 + max(pair.index for pair in pairs)
     ids = [(requests[place].output_ids[:length] + [0] * length)[:length] for place in places]
     rows = [row for place in places if (row := requests[place].row) is not None]
@@ -192,11 +195,13 @@ def judge_errors(
 ) -> ForwardErrors:
     """What was found, beside the limits. `num_unequal` of all `num_positions` differ in a bit."""
     decode, verify = (each.clamp(min=SMALLEST).log() for each in (errors.decode, errors.verify))
-    ratios, chances = verify - decode, chances_to_change(errors)
+    ratios = verify - decode
+    chances = chances_to_change(errors)
     most, seen = mean_limits(block_means(ratios, errors.places), allowed)
     if most is None and len(ratios) >= FEWEST_POSITIONS:
         most = math.log(UNKNOWN_SPREAD * allowed)
-    largest, typical = largest_limit(ratios, allowed), decode.mean().exp().item()
+    largest = largest_limit(ratios, allowed)
+    typical = decode.mean().exp().item()
     return ForwardErrors(
         num_positions=num_positions,
         num_unequal=num_unequal,

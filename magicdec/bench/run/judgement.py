@@ -34,7 +34,8 @@ class Walk:
 def judge_again(witness: Witness, requests: Sequence[Request], runner: ModelRunner) -> JudgedAgain:
     """Judge the steps of a pass again that `witness` has kept; `requests`, all of the pass, have
     ended. Every rank of the group must call this."""
-    wrong, num_tokens = list[Misjudged](), 0
+    wrong = list[Misjudged]()
+    num_tokens = 0
     for step in witness.steps:
         for walk in walks(step, runner):
             num_tokens += len(walk.tokens)
@@ -52,9 +53,11 @@ def judge_again(witness: Witness, requests: Sequence[Request], runner: ModelRunn
 def walks(step: KeptStep, runner: ModelRunner) -> Iterator[Walk]:
     """For each row of the step, from its logits alone."""
     logits = gather_vocab(step.logits, runner.vocab_places, runner.group)
-    best, drafts = logits.argmax(dim=-1).tolist(), step.drafts.tolist()
+    best = logits.argmax(dim=-1).tolist()
+    drafts = step.drafts.tolist()
     for row, request in enumerate(step.requests):
-        text, count = request.output_ids[: step.num_output[row]], step.counts[row]
+        text = request.output_ids[: step.num_output[row]]
+        count = step.counts[row]
         tokens = list[int]()
         for place in range(1 + count):
             token = best[row][place]
@@ -69,12 +72,15 @@ def walks(step: KeptStep, runner: ModelRunner) -> Iterator[Walk]:
 def best_after(logits: Tensor, request: Request, output: Sequence[int]) -> int:
     """The token with the largest of logits [V] after the penalties of a request for its prompt and
     this output."""
-    scores, sampling, size = logits.float(), request.sampling, len(logits)
+    scores = logits.float()
+    sampling = request.sampling
+    size = len(logits)
     out = torch.zeros(size, dtype=torch.bool)
     out[[token for token in output if token < size]] = True
     seen = out.clone()
     seen[[token for token in request.distinct_prompt_ids if token < size]] = True
-    out, seen = out.to(logits.device), seen.to(logits.device)
+    out = out.to(logits.device)
+    seen = seen.to(logits.device)
     penalty = sampling.repetition_penalty
     weakened = torch.where(scores < 0, scores * penalty, scores / penalty)
     scores = torch.where(seen, weakened, scores) - sampling.presence_penalty * out
@@ -84,7 +90,8 @@ def best_after(logits: Tensor, request: Request, output: Sequence[int]) -> int:
 def first_wrong(step: KeptStep, walk: Walk) -> list[Misjudged]:
     """The first token of a row that should have been another, if there is one: in what the step
     has decided, or in what the request has got of that."""
-    request, before = step.requests[walk.row], step.num_output[walk.row]
+    request = step.requests[walk.row]
+    before = step.num_output[walk.row]
     accepted, *ids = step.verdicts[walk.row]
     decided = ids[: 1 + accepted]
     got = request.output_ids[before : before + len(walk.tokens)]
@@ -106,7 +113,8 @@ def first_wrong(step: KeptStep, walk: Walk) -> list[Misjudged]:
 
 def ends_elsewhere(request: Request) -> list[Misjudged]:
     """Where a request should have ended, unless it has ended there."""
-    output, ends = request.output_ids, request.sampling.ends
+    output = request.output_ids
+    ends = request.sampling.ends
     ended = [count for count, token in enumerate(output, 1) if ends(count, token)]
     if ended == [len(output)]:
         return []

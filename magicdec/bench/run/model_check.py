@@ -49,7 +49,10 @@ from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import SetupCache, find, find_tokenizer
 from magicdec.workload.books import read_books
 
-SHORT, USUAL, BEYOND = 16, 200, 64  # tokens of the texts; the last behind a window or a switch
+# tokens of the texts; the last behind a window or a switch
+SHORT = 16
+USUAL = 200
+BEYOND = 64
 NUM_NEW = 8  # greedy tokens after each text
 KEPT = 16  # last positions of a text whose logits are compared
 CHUNK = 512
@@ -94,9 +97,11 @@ def check_model(
     ended. `say` gets each line of the result as soon as it is known. A text with which the
     comparison would take more than about `most_s` seconds is left out. Raises ValueError in the
     same cases as a run of the model."""
-    cache, check = SetupCache(), ModelCheck(say)
+    cache = SetupCache()
+    check = ModelCheck(say)
     config = with_local_models(config_of(name, "auto", USUAL))
-    name, source = config.model.model, find(config, Launch(), cache).source
+    name = config.model.model
+    source = find(config, Launch(), cache).source
     _, tokenizer = find_tokenizer(source, cache)
     for line in describe(source, tokenizer):
         check.tell(line)
@@ -122,8 +127,10 @@ def config_of(name: str, dtype: str, longest: int) -> RunConfig:
 
 def describe(source: ModelSource, tokenizer: Tokenizer) -> list[str]:
     """What the loader made of config and tokenizer."""
-    c, tensors = source.config, source.tensors.values()
-    dtypes, files = sorted({each.dtype for each in tensors}), {each.file for each in tensors}
+    c = source.config
+    tensors = source.tensors.values()
+    dtypes = sorted({each.dtype for each in tensors})
+    files = {each.file for each in tensors}
     num_parameters = sum(torch.Size(each.shape).numel() for each in tensors)
     biases = {
         "q, k, v": c.qkv_bias,
@@ -182,7 +189,8 @@ def obstacle(source: ModelSource) -> str | None:
         return "it is not installed (pip install transformers)"
     import transformers
 
-    path, architecture = source.weights.path, source.config.architecture
+    path = source.weights.path
+    architecture = source.config.architecture
     if source.is_random or path is None:
         return "random weights are in no file"
     if getattr(transformers, architecture, None) is None:
@@ -191,7 +199,8 @@ def obstacle(source: ModelSource) -> str | None:
         return "it does not read the int8 weights of this project; check what they were made from"
     if path.name not in READ_BY_OTHERS:
         return f"it does not read {path.name}; check the directory that it was made from"
-    num_bytes, free = _float32_bytes(source), free_device_memory("cpu", 0)
+    num_bytes = _float32_bytes(source)
+    free = free_device_memory("cpu", 0)
     if free is not None and num_bytes > free:
         return f"in float32 it takes {num_bytes / 1e9:.1f} GB, and {free / 1e9:.1f} GB are free"
     return None
@@ -226,7 +235,8 @@ def compare(
             return
         expected = continue_texts(check, model, source, tokenizer, most_s)
         del model
-    runner, worst = make_checked_runner(name, max(map(len, expected)) + NUM_NEW), 0.0
+    runner = make_checked_runner(name, max(map(len, expected)) + NUM_NEW)
+    worst = 0.0
     for ids, theirs in expected.items():
         ours = continued(runner, ids, theirs.tokens)
         error, limit = difference(ours, theirs)
@@ -247,7 +257,8 @@ def compare(
 
 def load_reference(transformers: Any, source: ModelSource) -> tuple[Any, str | None]:
     """The model of transformers, or why there is none."""
-    kind, directory = getattr(transformers, source.config.architecture), source.tokenizer_directory
+    kind = getattr(transformers, source.config.architecture)
+    directory = source.tokenizer_directory
     try:
         model, info = kind.from_pretrained(
             directory, dtype=torch.float32, local_files_only=True, output_loading_info=True
@@ -264,7 +275,9 @@ def continue_texts(
 ) -> dict[tuple[int, ...], Continued]:
     """Each text with what transformers makes of it, as far as the time allows; at least the first
     one."""
-    texts, left_s, rate = dict[tuple[int, ...], Continued](), most_s, 0.0
+    texts = dict[tuple[int, ...], Continued]()
+    left_s = most_s
+    rate = 0.0
     for length in text_lengths(source.config):
         needed_s = SIDES * rate * length
         if needed_s > left_s:
@@ -302,7 +315,8 @@ def text_of(tokenizer: Tokenizer, config: ModelConfig, length: int) -> tuple[int
 @torch.inference_mode()
 def continued_by_others(model: Any, ids: Sequence[int]) -> Continued:
     """By a model of transformers, with its cache."""
-    started, new = time.perf_counter(), list[int]()
+    started = time.perf_counter()
+    new = list[int]()
     out = model(torch.tensor([list(ids)]), use_cache=True, logits_to_keep=min(KEPT, len(ids)))
     parts = [out.logits[0].float()]
     while True:
@@ -317,7 +331,8 @@ def continued_by_others(model: Any, ids: Sequence[int]) -> Continued:
 def make_checked_runner(name: str, longest: int) -> ModelRunner:
     """A runner of the model in float32, with the kernels that a run on this CPU takes."""
     run = find(config_of(name, "float32", longest), Launch(), SetupCache())
-    group, device = Group((0,), 0), torch.device("cpu")
+    group = Group((0,), 0)
+    device = torch.device("cpu")
     torch.set_num_threads(run.config.parallel.threads)
     plan = ModelPlan(run.config, run.source.config, group.ranks, 0, row_tokens=longest)
     return make_runner(plan, run.source, group, LoadedModels(device, Silent()))

@@ -56,7 +56,9 @@ def make_record(
     prepared: Prepared, measured: Measured, correctness: Correctness, environment: Environment
 ) -> RunRecord:
     """The record of a run. It has metrics only if the check of the tokens passed."""
-    strategy, passed, is_random = measured.strategy, correctness.passed, prepared.is_random
+    strategy = measured.strategy
+    passed = correctness.passed
+    is_random = prepared.is_random
     bandwidth = environment.read_bandwidth_bytes_per_s
     assert bandwidth is not None, "measured in every run"
     # The answers of a target with random weights would say nothing.

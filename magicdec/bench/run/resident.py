@@ -58,8 +58,10 @@ class Prompts:
     def __init__(
         self, make_runner: Callable[[], ModelRunner], chunk: int, progress: Progress, is_kept: bool
     ) -> None:
-        self.make_runner, self.chunk = make_runner, chunk
-        self.progress, self.is_kept = progress, is_kept
+        self.make_runner = make_runner
+        self.chunk = chunk
+        self.progress = progress
+        self.is_kept = is_kept
         self.engine = Engine(make_runner(), chunk)
         self._batches: dict[int, Prefilled] = {}
         self._last: int | None = None  # the batch that is in the newest cache
@@ -88,7 +90,8 @@ class Prompts:
         self._last = None
 
     def _prefill(self, index: int, prepared: Prepared) -> Prefilled:
-        w, engine = prepared.config.workload, self.engine
+        w = prepared.config.workload
+        engine = self.engine
         if index == 0 and engine.runner.device.type == "cuda":
             warm_up_prefill(engine, prepared.workload.prompts[0], self.chunk)
         requests = make_requests(prepared, index)
@@ -109,7 +112,8 @@ def warm_up_prefill(engine: Engine, prompt: Sequence[int], chunk: int) -> None:
 
 def make_requests(prepared: Prepared, batch: int) -> list[Request]:
     """The requests of a batch, numbered through all batches."""
-    config, w = prepared.config, prepared.config.workload
+    config = prepared.config
+    w = prepared.config.workload
     eos = () if config.decoding.ignore_eos else prepared.source.config.eos_token_ids
     first = batch * w.batch_size
     prompts = prepared.workload.prompts[first : first + w.batch_size]
@@ -162,7 +166,8 @@ class Resident:
 
     def __init__(self, device: torch.device, progress: Progress, is_counted: bool = False) -> None:
         self.models = LoadedModels(device, progress)
-        self.progress, self.is_counted = progress, is_counted
+        self.progress = progress
+        self.is_counted = is_counted
         self._prompts: Prompts | None = None
         self._key: object = None
 

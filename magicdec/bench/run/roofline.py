@@ -27,7 +27,8 @@ def weight_bytes(model: Transformer) -> int:
 
 def kv_bytes_per_token(model: Transformer) -> int:
     """Bytes of one cached token's K and V in this rank's layers and heads."""
-    config, weight = model.config, next(model.parameters())
+    config = model.config
+    weight = next(model.parameters())
     _, (first, last) = model.shard.heads(config.num_heads, config.num_kv_heads)
     return 2 * len(model.layers) * (last - first) * config.cached_head_dim * weight.element_size()
 

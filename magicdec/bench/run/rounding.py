@@ -86,7 +86,9 @@ def _replay(
     """Append ids [B, N] to the first B rows, `step` tokens in each forward (the last forward is
     padded). Returns the pairs [B, N, 2], by default the two best tokens of each position, and
     their gaps [B, N]."""
-    rows, chosen, gaps = range(len(ids)), [], []
+    rows = range(len(ids))
+    chosen = []
+    gaps = []
     for at in range(0, ids.shape[1], step):
         part = ids[:, at : at + step]
         logits = runner.forward(pad(part, (0, step - part.shape[1])), rows)[:, : part.shape[1]]
@@ -118,11 +120,15 @@ def view_of(
     wider.cache.release(0)
     wider.allocate(0)
     ids = upload([[*request.prompt_ids, *output[:-1]]], wider.device)
-    emitted, at = upload(output, wider.device), 1 - len(request.prompt_ids)
-    shortfalls, gaps = [], []
+    emitted = upload(output, wider.device)
+    at = 1 - len(request.prompt_ids)
+    shortfalls = []
+    gaps = []
     for part in ids.split(prefill_chunk, dim=1):
         logits = wider.forward(part, [0])
-        first, last = max(at, 0), at + part.shape[1]  # the outputs that this chunk predicts
+        # the outputs that this chunk predicts
+        first = max(at, 0)
+        last = at + part.shape[1]
         if last > 0:
             whole = gather_vocab(logits[:, first - at :], wider.vocab_places, wider.group)[0]
             chosen = whole.gather(1, emitted[first:last].unsqueeze(1)).squeeze(1)

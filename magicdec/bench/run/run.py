@@ -97,10 +97,13 @@ class Run:
         resident: Resident | None = None,
         room: Room | None = None,
     ) -> None:
-        self.prepared, self.progress = prepared, progress
-        self.groups, self.device = session.groups, session.device
+        self.prepared = prepared
+        self.progress = progress
+        self.groups = session.groups
+        self.device = session.device
         self.config = prepared.config
-        d, group = self.config.decoding, self.groups.target
+        d = self.config.decoding
+        group = self.groups.target
         self.max_tokens = max_tokens(self.config)
         self.memory = MemoryWatch(self.device)
         self.gpu = watch_gpu(self.device)
@@ -128,7 +131,9 @@ class Run:
 
     def make_runner(self, max_tokens: int) -> ModelRunner:
         """A runner for the batches of this run, and of others with these prompts."""
-        source, group, plan = self.prepared.source, self.groups.target, self.plan_of(max_tokens)
+        source = self.prepared.source
+        group = self.groups.target
+        plan = self.plan_of(max_tokens)
         model = self.resident.models.get(source, group, plan.kinds)
         # Before the cache takes memory.
         self.resident.models.get_copy(source, group, plan)
@@ -137,15 +142,19 @@ class Run:
     def plan_of(self, max_tokens: int) -> ModelPlan:
         """What this rank holds of the target, in rows of so many tokens."""
         return ModelPlan(
-            self.config, self.prepared.source.config, self.groups.target.ranks, self.groups.rank,
+            self.config,
+            self.prepared.source.config,
+            self.groups.target.ranks,
+            self.groups.rank,
             row_tokens=max_tokens,
-        )  # fmt: skip
+        )
 
     def use(self, prefilled: Prefilled) -> None:
         """Decode this batch from now on. Its runner, which runs with other drafts share, drafts
         with the copy of this run."""
         self.engine = prefilled.engine
-        runner, plan = self.runner, self.plan_of(self.max_tokens)
+        runner = self.runner
+        plan = self.plan_of(self.max_tokens)
         if id(runner) not in self.copies:
             copy = self.resident.models.get_copy(self.prepared.source, self.groups.target, plan)
             self.copies[id(runner)] = copy_runner(plan, runner, copy)
@@ -156,20 +165,25 @@ class Run:
         operators alone."""
         dtype = WIDER[self.config.model.dtype]
         weights = "int8" if self.config.model.target_dtype == "int8" else dtype
-        source, group, kinds = self.prepared.source, self.groups.target, Kinds(dtype, weights)
+        source = self.prepared.source
+        group = self.groups.target
+        kinds = Kinds(dtype, weights)
         return load_model(source, group, kinds, self.device, self.progress, part)
 
     def make_reference(self) -> ModelRunner:
         """A runner of the whole target in a wider dtype."""
-        model, backend = self.load_wider(), make_backend(REFERENCE_BACKEND)
+        model = self.load_wider()
+        backend = make_backend(REFERENCE_BACKEND)
         return ModelRunner(model, backend, self.groups.target, 1, self.max_tokens)
 
     def make_witness(self, name: str) -> Witness | None:
         """Who keeps logits of the next pass of that name; None if nothing is compared."""
         if not self.is_compared:
             return None
-        w, most = self.config.workload, self.config.decoding.most_draft_tokens
-        seed, num_drafts = f"{w.seed} {len(self.measured[name])}", 0 if name == BASELINE else most
+        w = self.config.workload
+        most = self.config.decoding.most_draft_tokens
+        seed = f"{w.seed} {len(self.measured[name])}"
+        num_drafts = 0 if name == BASELINE else most
         return Witness.of(self.runner, w.batch_size, num_drafts, w.num_new_tokens, seed, most)
 
     def make_strategy(
@@ -225,7 +239,8 @@ class Run:
     def warm_up(self, snapshots: list[Request], passes: Sequence[str] | None = None) -> None:
         """Decode the first batch with every strategy, or with these, as often as the config
         says."""
-        rounds, names = self.config.workload.warmup_batches, list(passes or self.passes)
+        rounds = self.config.workload.warmup_batches
+        names = list(passes or self.passes)
         with self.progress.task("warm-up", rounds * len(names)) as advance:
             for name in names * rounds:
                 self.decode_unmeasured(name, snapshots, PhaseTimer(self.device, enabled=False))
@@ -246,8 +261,11 @@ class Run:
 
     def measure_pass(self, name: str, snapshots: list[Request]) -> None:
         """Measure a pass over the batch in use. One that is interrupted leaves nothing."""
-        samples, w, threads = PassSamples.empty(), self.config.workload, ThreadCount()
-        timer, witness = PhaseTimer(self.device, self.is_timed), self.make_witness(name)
+        samples = PassSamples.empty()
+        w = self.config.workload
+        threads = ThreadCount()
+        timer = PhaseTimer(self.device, self.is_timed)
+        witness = self.make_witness(name)
         self.engine.rewind(snapshots)
         log = DraftLog() if self.is_counted and name != BASELINE else None
         for runner in self.runners():
@@ -279,9 +297,11 @@ class Run:
         self.gather_counts(name, samples, before, threads)
         if log is not None and self.groups.target.size > 1:
             self.gather_log(samples)
-        requests, judged = [r.snapshot() for r in finished], None
+        requests = [r.snapshot() for r in finished]
+        judged = None
         if witness is not None:
-            judged, self.kept[name] = judge_again(witness, finished, self.runner), witness
+            judged = judge_again(witness, finished, self.runner)
+            self.kept[name] = witness
         self.measured[name].append(MeasuredBatch(samples, requests, judged))
 
     def gather_counts(
@@ -320,14 +340,17 @@ class Run:
         mine = RankLog(samples.draft_hashes or [], samples.draft_keys or [])
         logs = self.groups.target.all_gather_values(mine, RankLog)
         if not all(log.hashes for log in logs):  # a rank has none of forwards that were replayed
-            samples.draft_hashes, samples.draft_keys = None, None
+            samples.draft_hashes = None
+            samples.draft_keys = None
             return
-        hashes, keys = list[list[str]](), list[list[int]]()
+        hashes = list[list[str]]()
+        keys = list[list[int]]()
         for of_ranks in zip(*(log.steps() for log in logs), strict=True):
             rows = [digest_of_ranks(row) for row in zip(*of_ranks, strict=True)]
             hashes.append([hashed for hashed, _ in rows])
             keys.append([num_read for _, num_read in rows])
-        samples.draft_hashes, samples.draft_keys = [hashes], [keys]
+        samples.draft_hashes = [hashes]
+        samples.draft_keys = [keys]
 
     def begin(self, name: str, strategy: DecodingStrategy, samples: PassSamples) -> None:
         """Let the strategy prepare, and note how long that took and how much was calibration."""
@@ -337,7 +360,8 @@ class Run:
         self.engine.begin(strategy)
         synchronize(self.device)
         self.groups.target.barrier()
-        seconds, calibration_s = time.perf_counter() - started, None
+        seconds = time.perf_counter() - started
+        calibration_s = None
         if name != BASELINE and calibrated_s is not None:
             calibration_s = (self.draft_length.calibration_s or 0.0) - calibrated_s
         samples.observe_begin(seconds, calibration_s, self.draft is not None and name != BASELINE)
@@ -376,9 +400,11 @@ class Run:
             return uncompared(requests)
         forwards = self.measure_forwards() if is_whole and not self.is_counted else None
         replays = Replays(
-            self.runner, self.make_reference, self.config.decoding.most_draft_tokens,
+            self.runner,
+            self.make_reference,
+            self.config.decoding.most_draft_tokens,
             self.config.attention.prefill_chunk,
-        )  # fmt: skip
+        )
         correctness = check_outputs(BASELINE, measured.finished[BASELINE], requests, replays)
         if not correctness.identical:
             self.prompts.forget()  # the replays have taken the place of a batch
@@ -418,7 +444,8 @@ def execute_in(
     room: Room | None = None,
 ) -> Outcome:
     """As `execute`, in a session that is open. `resident` and `room` as in `Run`."""
-    group, device = session.groups.target, session.device
+    group = session.groups.target
+    device = session.device
     was_in_use = resident is not None and not resident.is_empty
     run = Run(prepared, session, progress, resident, room)
     bandwidth = read_bandwidth(group, device)

@@ -78,7 +78,8 @@ class Together:
         resident: Resident,
         pace: Pace,
     ) -> None:
-        self.pace, self.is_interrupted = pace, False
+        self.pace = pace
+        self.is_interrupted = False
         self.error: Exception | None = None  # that has ended a pass
         self.is_broken = False  # a pass has not come to its end
         room = Room.of([each.config for each in prepared.values()])
@@ -88,9 +89,12 @@ class Together:
             run = Run(each, session, pace, resident, room)
             self.drafted.append(Drafted(name, run, session))
         self.lead, session = self.drafted[0].run, self.drafted[0].session
-        self.group, self.device = session.groups.target, session.device
-        self.load, self.bandwidth = LoadWatch(session.launch.rank == 0), 0.0
-        self.baseline_s, self.prefill_s = list[float](), 0.0
+        self.group = session.groups.target
+        self.device = session.device
+        self.load = LoadWatch(session.launch.rank == 0)
+        self.bandwidth = 0.0
+        self.baseline_s = list[float]()
+        self.prefill_s = 0.0
         self.left_out: list[str] = []  # the names of the runs for which there was no time
 
     @property
@@ -119,7 +123,8 @@ class Together:
             # With several ranks, whose states may differ now, nothing more can be made of it.
             if self.group.size > 1 or not self.num_batches:
                 raise
-            self.error, self.is_broken = error, True
+            self.error = error
+            self.is_broken = True
         self.load.end()
         if not self.is_broken:
             self.bandwidth = max(self.bandwidth, read_bandwidth(self.group, self.device))
@@ -184,10 +189,10 @@ class Together:
     def record(self, each: Drafted) -> RunRecord | None:
         """None if tokens differ, and a pass that has not come to its end is in the way of judging
         that."""
-        run, num_batches = each.run, self.num_done(each)
-        run.measured[BASELINE], run.kept[BASELINE] = (
-            self.lead.measured[BASELINE], self.lead.kept[BASELINE],
-        )  # fmt: skip
+        run = each.run
+        num_batches = self.num_done(each)
+        run.measured[BASELINE] = self.lead.measured[BASELINE]
+        run.kept[BASELINE] = self.lead.kept[BASELINE]
         taken = NOT_MEASURED
         if not self.is_broken:
             taken = replace(run.memory.measured(self.group), process=None)

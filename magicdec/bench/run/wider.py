@@ -66,13 +66,15 @@ class WiderTexts:
         """This rank's logits after each of the tokens ids [R, N], which follow the prompts that
         `rows` of the cache begin with, in chunks: (first token, [R, n, V]). Every rank of the
         group must take all of them."""
-        x, (first, last) = ids, self.source.model.head_rows
+        x = ids
+        (first, last) = self.source.model.head_rows
         step = max(1, LOGIT_BYTES // (NUMBER_BYTES * len(rows) * (last - first)))
         num_tokens = len(rows) * (max(prompt_lens) + ids.shape[1])
         for part in self.parts(num_tokens):
             model = self.load(part)
             runner = self.runner_of(model, rows, prompt_lens, ids.shape[1])
-            places, hidden = list(range(len(rows))), list[Tensor]()
+            places = list(range(len(rows)))
+            hidden = list[Tensor]()
             for at in range(0, ids.shape[1], step):
                 out = runner.forward(x[:, at : at + step], places)
                 if model.is_last:
@@ -97,7 +99,9 @@ class WiderTexts:
 
     def _copy(self, runner: ModelRunner, layer: int, place: int, row: int, length: int) -> None:
         """Copy K and V of a prompt in one layer from the cache of the run."""
-        source, target, device = self.source.cache, runner.cache, self.source.device
+        source = self.source.cache
+        target = runner.cache
+        device = self.source.device
         of_model = runner.model.layers[layer] - self.source.model.layers.start
         for at in range(0, length, TILE_TOKENS):
             positions = torch.arange(at, min(at + TILE_TOKENS, length), device=device)[None]

@@ -66,7 +66,8 @@ def measure(prepared: PreparedServing, keep: Callable[[ServingRecord], None]) ->
     """`keep` gets each record as soon as its pass is done, so that what ends a later pass costs
     only that one. All ranks call it; only the first makes records. Raises PeerLost, or the
     RuntimeError of a collective, if another rank has ended."""
-    launch, options = prepared.launch, prepared.options
+    launch = prepared.launch
+    options = prepared.options
     session = RankSession(launch, prepared.run.config.parallel)
     session.begin()
     start_process_group(launch, session.device)
@@ -87,15 +88,19 @@ class Experiment:
         session: RankSession,
         keep: Callable[[ServingRecord], None],
     ) -> None:
-        self.prepared, self.session, self.keep = prepared, session, keep
-        self.launch, self.measured = prepared.launch, Measured()
+        self.prepared = prepared
+        self.session = session
+        self.keep = keep
+        self.launch = prepared.launch
+        self.measured = Measured()
         self.progress = make_progress(self.launch.rank == 0)
         self.system: System | None = None
         self.reference: Served | None = None
 
     def measure(self, each: Pass) -> None:
         """Serve all requests in the pass and make its record."""
-        system, shapes = self.open(each), self.prepared.options.shapes
+        system = self.open(each)
+        shapes = self.prepared.options.shapes
         num_tokens = sum(shape.output_len for shape in shapes)
         try:
             with naming(f"{each.name}: warm-up"):
@@ -137,8 +142,11 @@ class Experiment:
     def serve(self, each: Pass, shapes: Sequence[RequestShape], observer: PassObserver) -> Served:
         """Serve requests of these shapes, of which the first arrives now. Raises AssertionError if
         a rank has computed with other threads than its config says."""
-        system, run, device = self.prepared.system_of(each), self.prepared.run, self.session.device
-        config, launch = run.config, self.launch
+        system = self.prepared.system_of(each)
+        run = self.prepared.run
+        device = self.session.device
+        config = run.config
+        launch = self.launch
         ends = () if config.decoding.ignore_eos else run.source.config.eos_token_ids
         is_coupled = self.prepared.options.is_coupled and not rejects_drafts(each)
         is_reset = reset_peak_memory(device)
@@ -162,7 +170,8 @@ class Experiment:
 
     def describe_failed(self, each: Pass, error: str) -> ServingRecord:
         """The record of a pass that has failed."""
-        system, first = self.prepared.system_of(each), self.prepared.options.passes[0]
+        system = self.prepared.system_of(each)
+        first = self.prepared.options.passes[0]
         prompts = replace(system.run, workload=self.prepared.run.workload)
         return ServingRecord(
             status=FAILED,
@@ -183,12 +192,16 @@ class Experiment:
 
     def describe(self, served: Served) -> ServingRecord:
         """The record of a pass, which has metrics only if its tokens are not known to be wrong."""
-        each, reference, requests = served.each, self.reference, served.requests
+        each = served.each
+        reference = self.reference
+        requests = served.requests
         assert reference is not None, "there is a first pass"
-        system, session = self.prepared.system_of(each), self.session
+        system = self.prepared.system_of(each)
+        session = self.session
         options = self.prepared.options
         has_others = len(options.passes) > 1
-        num_differing, temperature = None, system.run.config.sampling.temperature
+        num_differing = None
+        temperature = system.run.config.sampling.temperature
         pair = (*reference.requests, *requests)
         has_ids = not any(UNKNOWN_ID in request.output_ids for request in pair)
         if has_others and has_ids and is_comparable(each, reference.each, temperature):
@@ -196,9 +209,11 @@ class Experiment:
         config = system.config_of(each)
         is_external = system.is_external or self.prepared.system_of(reference.each).is_external
         status = status_of(num_differing, config["model"]["dtype"], is_external)
-        is_right, counts = status != "diverged", served.observer.counts
+        is_right = status != "diverged"
+        counts = served.observer.counts
         trace = served.extras.trace
-        goodput, prompts = options.goodput or {}, self.prepared.run.workload
+        goodput = options.goodput or {}
+        prompts = self.prepared.run.workload
         # With random weights a draft and its target agree by chance alone.
         judged = None if system.run.is_random else served.observer.verifications
         return ServingRecord(
@@ -221,8 +236,10 @@ class Experiment:
 
     def describe_config(self, each: Pass) -> dict[str, Any]:
         """The resolved config of a pass, and the flags of the command."""
-        system, options = self.prepared.system_of(each), self.prepared.options
-        config, prompts = system.config_of(each), self.prepared.run.workload
+        system = self.prepared.system_of(each)
+        options = self.prepared.options
+        config = system.config_of(each)
+        prompts = self.prepared.run.workload
         settings = {"dataset": system.run.config.workload.dataset, "seed": prompts.seed}
         settings |= options.describe() | {"mode": each.mode}
         splits = [each.layer_split for each in (system, *self.prepared.systems)]

@@ -31,9 +31,11 @@ class ServedTimes(Part):
     interpolated linearly, as in numpy."""
 
     makespan_s: float = recorded(
-        "time from the first arrival to the end of the last request", "s",
-        label="makespan, s", digits=2,
-    )  # fmt: skip
+        "time from the first arrival to the end of the last request",
+        "s",
+        label="makespan, s",
+        digits=2,
+    )
     request_throughput: float = recorded(
         "requests divided by the makespan", "requests/s", label="requests/s", digits=2
     )
@@ -43,12 +45,18 @@ class ServedTimes(Part):
     request_goodput: float | None = recorded(
         "requests that kept every bound of `--goodput`, divided by the makespan; a request with "
         "one output token keeps any bound of `tpot`",
-        "requests/s", label="goodput, requests/s", digits=2, null="without `--goodput`",
-    )  # fmt: skip
+        "requests/s",
+        label="goodput, requests/s",
+        digits=2,
+        null="without `--goodput`",
+    )
     arrival_rate: float | None = recorded(
         "requests after the first one divided by the time from the first arrival to the last",
-        "requests/s", label="arrivals/s", digits=2, null="if all arrive at once",
-    )  # fmt: skip
+        "requests/s",
+        label="arrivals/s",
+        digits=2,
+        null="if all arrive at once",
+    )
     mean_ttft_ms: float = of_request(
         "time to first token: from the arrival of a request to its first output token; mean over "
         "the requests",
@@ -84,32 +92,44 @@ class ServedTimes(Part):
     request_tokens_per_s: float | None = recorded(
         "tokens of a request after its first, divided by the time from the first to the last; mean "
         "over the requests that have such tokens",
-        "tokens/s", label="tokens/s of a request", digits=2, null=ONE_TOKEN,
-    )  # fmt: skip
+        "tokens/s",
+        label="tokens/s of a request",
+        digits=2,
+        null=ONE_TOKEN,
+    )
     prefill_tokens_per_s: float = recorded(
         "prompt tokens of a request divided by the time from when it first got a row, or a lane of "
         "pipelined speculation, to its first token; mean over the requests",
-        "tokens/s", label="prefill, tokens/s of a request", digits=1,
-    )  # fmt: skip
+        "tokens/s",
+        label="prefill, tokens/s of a request",
+        digits=1,
+    )
     mean_in_flight: float | None = recorded(
         "requests that a step prefills or decodes; mean over the steps",
-        "requests", label="in flight, mean", digits=2,
+        "requests",
+        label="in flight, mean",
+        digits=2,
         null=f"in pipelined speculation, whose runs are of one request, or {OF_SERVER}",
-    )  # fmt: skip
+    )
     num_steps: int | None = recorded(
         "steps of the engine or of the lanes of a ring, or runs of pipelined speculation",
-        label="steps", null=OF_SERVER,
-    )  # fmt: skip
+        label="steps",
+        null=OF_SERVER,
+    )
     num_preemptions: int | None = recorded(
         "times that a request gave its KV cache back before its end, because no block was free",
-        label="preemptions", null=OF_SERVER,
-    )  # fmt: skip
+        label="preemptions",
+        null=OF_SERVER,
+    )
     peak_memory_bytes: int | None = recorded(
         "largest memory use of each rank while the requests were served, summed over ranks: "
         "resident memory on a CPU, allocated device memory on CUDA",
-        "bytes", label="peak memory, GB", digits=2, scale=1e-9,
+        "bytes",
+        label="peak memory, GB",
+        digits=2,
+        scale=1e-9,
         null=f"if the system does not let a process reset its own peak, or {OF_SERVER}",
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

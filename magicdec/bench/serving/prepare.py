@@ -43,7 +43,8 @@ class PreparedServing:
 def prepare(run_config: RunConfig, options: ServeOptions, launch: Launch) -> PreparedServing:
     """Find and check the models, divide them, make the prompts and plan the memory. Raises
     ValueError, one line naming the flag, for errors that a user can correct."""
-    cache, by_system = SetupCache(), dict[tuple[str, bool], list[Pass]]()
+    cache = SetupCache()
+    by_system = dict[tuple[str, bool], list[Pass]]()
     # Stages first: they can read a checkpoint of which this host has a part.
     for each in sorted(options.passes, key=lambda each: each.ranks is not Ranks.STAGES):
         place = each.system, options.is_on_all(each, launch.world_size)

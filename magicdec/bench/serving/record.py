@@ -67,9 +67,10 @@ class RequestRecord(Part):
         null=NO_VERIFICATIONS,
     )
     num_cancelled_draft_tokens: int | None = recorded(
-        "its draft tokens that were cancelled before they were judged", "tokens",
+        "its draft tokens that were cancelled before they were judged",
+        "tokens",
         null="of systems that cancel none; with random weights",
-    )  # fmt: skip
+    )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -56,7 +56,8 @@ RUNS = (
 def rows_of(records: Sequence[ServingRecord]) -> list[list[object]]:
     """The rows of the table, each group below its heading. A percentile has one only where the
     requests are enough for it."""
-    rows, count = list[list[object]](), min(len(record.requests) for record in records)
+    rows = list[list[object]]()
+    count = min(len(record.requests) for record in records)
     metrics = [record.metrics for record in records]
     for heading, keys in GROUPS.items():
         shown = [key for key in keys if has_enough(key, count)]
@@ -105,7 +106,8 @@ def winner(records: Sequence[ServingRecord]) -> list[str]:
 def modes_table(records: Sequence[ServingRecord], rows: Sequence[Sequence[object]]) -> Table:
     """A table with a column for each mode, below whether its tokens are right."""
     newest = records[-1]
-    model, workload = newest.config["model"], newest.config["workload"]
+    model = newest.config["model"]
+    workload = newest.config["workload"]
     count = workload["num_requests"]
     output = "" if workload["gen_len"] is None else f", output length {workload['gen_len']}"
     return Table(
@@ -124,7 +126,8 @@ def modes_table(records: Sequence[ServingRecord], rows: Sequence[Sequence[object
 
 def verdict(record: ServingRecord) -> str:
     """Whether the tokens are those of the reference, in a line."""
-    name, total = record.name, len(record.requests)
+    name = record.name
+    total = len(record.requests)
     if record.status == FAILED:
         return f"{name}: FAILED, {(record.error or '').removeprefix(f'{name}: ')}"
     if record.reference is None:
@@ -156,13 +159,21 @@ def stage_table(name: str, ring: RingMetrics) -> Table:
     return Table(
         [*labels, "bytes a message"],
         [
-            (stage, layers, fixed(busy, 0, "%", 100), fixed(1 - busy, 0, "%", 100), fixed(ms, 2),
-             fixed(depth, 2), fixed(messages, 0), fixed(num_bytes / messages, 0))
+            (
+                stage,
+                layers,
+                fixed(busy, 0, "%", 100),
+                fixed(1 - busy, 0, "%", 100),
+                fixed(ms, 2),
+                fixed(depth, 2),
+                fixed(messages, 0),
+                fixed(num_bytes / messages, 0),
+            )
             for stage, (layers, busy, ms, depth, messages, num_bytes) in enumerate(numbers)
         ],
         title=name,
         below=describe_round(ring),
-    )  # fmt: skip
+    )
 
 
 def describe_round(ring: RingMetrics) -> list[str]:
@@ -183,10 +194,15 @@ def describe_round(ring: RingMetrics) -> list[str]:
     return lines
 
 
-WAITING, PREFILL, DECODE = "waiting", "prefill", "decode"
+WAITING = "waiting"
+PREFILL = "prefill"
+DECODE = "decode"
 LOOKS = {WAITING: Look("#cccccc"), PREFILL: Look("#D55E00"), DECODE: Look("#0072B2")}
 RequestSpan = tuple[str, float, float]  # the kind, its begin and its length in seconds
-DECODING, PROMPT, HEAD, DRAFT = "decoding run", "prompt", "head", "drafting"
+DECODING = "decoding run"
+PROMPT = "prompt"
+HEAD = "head"
+DRAFT = "drafting"
 SPAN_LOOKS = {"HEAD": HEAD, "DRAFT": DRAFT}
 OF_STAGES = {
     DECODING: Look("#d9d9d9"),
@@ -207,7 +223,8 @@ NUM_NAMES = 10  # rows of the picture whose request is named, at least
 def spans_of(request: RequestRecord) -> list[RequestSpan]:
     """What happened to a request from its arrival to its end. After a preemption it waits again,
     and its text is prefilled again."""
-    spans, left_ms = list[RequestSpan](), request.arrival_ms
+    spans = list[RequestSpan]()
+    left_ms = request.arrival_ms
     ends = [*request.preempted_ms, request.finished_ms]
     for joined, prefilled, end in zip(request.joined_ms, request.prefilled_ms, ends, strict=True):
         ready = min(prefilled, end)
@@ -219,7 +236,8 @@ def spans_of(request: RequestRecord) -> list[RequestSpan]:
 
 def timeline(record: ServingRecord, end_s: float) -> Panel:
     """The panel of a record, with a row for each request."""
-    count, own_end_s = len(record.requests), max(r.finished_ms for r in record.requests) / 1e3
+    count = len(record.requests)
+    own_end_s = max(r.finished_ms for r in record.requests) / 1e3
     every = max(1, count // NUM_NAMES)
     return Panel(
         f"{record.name}: {own_end_s:.2f} s",
@@ -264,12 +282,13 @@ def stages_panel(name: str, trace: Trace, plot_ms: float | None) -> Panel:
         f"{name}: stages{error}",
         trace.rows,
         [
-            bar for bar in bars_of(trace, origin_s)
+            bar
+            for bar in bars_of(trace, origin_s)
             if bar.begin_s < until_s - origin_s and bar.end_s > begin_s - origin_s
         ],
         until_s - origin_s,
         begin_s=begin_s - origin_s,
-    )  # fmt: skip
+    )
 
 
 def bars_of(trace: Trace, origin_s: float) -> Iterator[Bar]:

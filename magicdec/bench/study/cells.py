@@ -43,13 +43,15 @@ class Cell:
     def prompts_key(self) -> object:
         """Equal for cells that can share a prefill. What a draft may choose in a model's sliding
         window follows from the room of a row, so that there this must be equal too."""
-        config, window = self.resolved.config, self.resolved.source.config.sliding_window
+        config = self.resolved.config
+        window = self.resolved.source.config.sliding_window
         return prefill_key(config), None if window is None else max_tokens(config)
 
     @property
     def model_key(self) -> object:
         """Equal for cells whose target is loaded once."""
-        model, parallel = self.resolved.config.model, self.resolved.config.parallel
+        model = self.resolved.config.model
+        parallel = self.resolved.config.parallel
         kind = model.dtype, model.target_dtype, model.linear, model.elementwise
         return model.model, kind, parallel.rank_group, parallel.threads
 
@@ -69,15 +71,18 @@ def config_key(config: dict[str, Any]) -> str:
 def make_cells(configs: Iterable[RunConfig], launch: Launch) -> list[Cell]:
     """The cells, each once. Raises ValueError for what keeps a cell from having a resolved config,
     such as a model that does not exist."""
-    cache, cells = SetupCache(), dict[str, Cell]()
+    cache = SetupCache()
+    cells = dict[str, Cell]()
     for config in configs:
         resolved = find(config, launch, cache)
         try:
             # Each rank checks alone: the ranks of a study agree on all refusals at once.
-            prepared, refusal = complete(resolved, cache, lambda launch, check: check()), ""
+            prepared = complete(resolved, cache, lambda launch, check: check())
+            refusal = ""
             resolved = replace(resolved, config=prepared.config)  # with the batches that it has
         except ValueError as error:
-            prepared, refusal = None, " ".join(str(error).split())
+            prepared = None
+            refusal = " ".join(str(error).split())
         cell = Cell(resolved, (name_of(config),), prepared, refusal)
         known = cells.get(cell.key)
         cells[cell.key] = replace(known, names=known.names + cell.names) if known else cell

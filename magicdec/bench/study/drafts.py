@@ -25,10 +25,13 @@ from magicdec.setup.memory_check import needed
 from magicdec.setup.prepare import Prepared, SetupCache, check_agreement, complete, find
 from magicdec.setup.session import Sessions
 
-TRIAL_PREFIX, TRIAL_OUTPUT = 128, 9
+TRIAL_PREFIX = 128
+TRIAL_OUTPUT = 9
 SHARE = 0.8  # of the time that is left, for what is expected
 # What lengths and batches are cut down to, never to less than these.
-LEAST_PREFIX, LEAST_OUTPUT, LEAST_BATCHES = 256, 16, 3
+LEAST_PREFIX = 256
+LEAST_OUTPUT = 16
+LEAST_BATCHES = 3
 
 
 @dataclass
@@ -61,24 +64,31 @@ class DraftTrials:
     """One rank's part. `pace` shows the progress and has the time."""
 
     def __init__(self, launch: Launch, pace: PassProgress) -> None:
-        self.launch, self.pace = launch, pace
-        self.cache, self.sessions = SetupCache(), Sessions()
+        self.launch = launch
+        self.pace = pace
+        self.cache = SetupCache()
+        self.sessions = Sessions()
         self.resident: Resident | None = None
 
     def trial(self, config: RunConfig) -> Rates:
         """The rates of a short run without drafts, on the first rank."""
         w = replace(
-            config.workload, prefix_len=TRIAL_PREFIX, gen_len=TRIAL_OUTPUT, num_batches=1,
+            config.workload,
+            prefix_len=TRIAL_PREFIX,
+            gen_len=TRIAL_OUTPUT,
+            num_batches=1,
             warmup_batches=1,
-        )  # fmt: skip
+        )
         alone = replace(config, decoding=DecodingSection(BASELINE), draft=None, workload=w)
         run = find(alone, self.launch, self.cache)
         check_agreement(run)
         prepared = complete(run, self.cache)
-        session, resident = self.sessions.begin(prepared), self._resident(prepared)
+        session = self.sessions.begin(prepared)
+        resident = self._resident(prepared)
         record = execute_in(session, prepared, self.pace, resident).record
         assert record.samples is not None and record.prefill_samples is not None
-        prefill, (steps_ms,) = record.prefill_samples, record.samples[BASELINE].step_ms
+        prefill = record.prefill_samples
+        (steps_ms,) = record.samples[BASELINE].step_ms
         rates = Rates(
             prefill.prefill_ms[0] / 1e3 / prefill.num_tokens[0],
             median(steps_ms or [0.0]) / 1e3,
@@ -119,7 +129,8 @@ class DraftTrials:
     def _prepare(self, configs: Mapping[str, RunConfig], found: Found) -> dict[str, Prepared]:
         """What can run. What cannot is left out, unless nothing is left: then ValueError is
         raised, as for a single run."""
-        prepared, refusals = dict[str, Prepared](), list[str]()
+        prepared = dict[str, Prepared]()
+        refusals = list[str]()
         for name, config in configs.items():
             run = find(config, self.launch, self.cache)
             check_agreement(run)

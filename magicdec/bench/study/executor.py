@@ -59,7 +59,8 @@ class LocalJobs:
     beside each other would disturb each other's times. `words` are those of the user's `magicdec
     sweep`, `nproc` the ranks of a node. `wanted` is how many records end each run that is left."""
 
-    at_once, poll_s = 1, 0.5
+    at_once = 1
+    poll_s = 0.5
     before: Sequence[str] = ()  # words before the command of a job
 
     def __init__(
@@ -71,18 +72,26 @@ class LocalJobs:
         retries_failed: bool,
     ) -> None:
         self.configs = {name_of(config): config for config in configs}
-        self.settings, self.slurm = study.settings, study.slurm
-        self.words, self.nproc = words, nproc
-        self.retries_failed, self.out = retries_failed, Path(study.settings.out)
+        self.settings = study.settings
+        self.slurm = study.slurm
+        self.words = words
+        self.nproc = nproc
+        self.retries_failed = retries_failed
+        self.out = Path(study.settings.out)
         self.merged = {hash(record.to_json()) for record in results_in(self.out)}
-        self.wanted, self.num_bad, self.tries = dict[str, int](), 0, Counter[Names]()
-        self.jobs, self.submitted = dict[str, Names](), dict[str, Any]()
-        self.idle_since, self.next_word_s = time.monotonic(), FIRST_WORD_S
+        self.wanted = dict[str, int]()
+        self.num_bad = 0
+        self.tries = Counter[Names]()
+        self.jobs = dict[str, Names]()
+        self.submitted = dict[str, Any]()
+        self.idle_since = time.monotonic()
+        self.next_word_s = FIRST_WORD_S
 
     def conclude(self) -> int:
         """Run what is left, report it, and return the exit code, as `sweep.conclude` does. Raises
         ValueError for what the user can correct, when the jobs have stopped."""
-        is_interrupted, num_runs = False, len(self.configs)
+        is_interrupted = False
+        num_runs = len(self.configs)
         self.merge(self.configs)  # what the jobs of an earlier command have left
         queue = self.groups()
         say(f"{num_runs} runs, {num_runs - len(self.wanted)} of them done before")
@@ -107,7 +116,8 @@ class LocalJobs:
         with_prompts = {n: (c.model, c.parallel, c.workload) for n, c in self.configs.items()}
         alike = grouped(self.wanted, with_prompts.__getitem__)
         random.Random(self.settings.order_seed).shuffle(alike)
-        names, size = [name for each in alike for name in each], self.slurm.runs_per_job
+        names = [name for each in alike for name in each]
+        size = self.slurm.runs_per_job
         return [tuple(names[i : i + size]) for i in range(0, len(names), size)]
 
     def run(self, queue: list[Names], executor: Any) -> None:
@@ -127,7 +137,8 @@ class LocalJobs:
 
     def merge(self, names: Iterable[str]) -> int:
         """Append the new records of these runs to the results. Returns how many runs have ended."""
-        num_left, folder = len(self.wanted), file_of(self.out, "").parent
+        num_left = len(self.wanted)
+        folder = file_of(self.out, "").parent
         for name in {path.stem for path in folder.glob("*.jsonl")}.intersection(names):
             records = whole_records(file_of(self.out, name))
             for record in records:
@@ -149,7 +160,8 @@ class LocalJobs:
             if state not in ENDED:
                 continue
             del self.jobs[job]
-            num_left, path = sum(n in self.wanted for n in names), self.submitted[job].paths.stderr
+            num_left = sum(n in self.wanted for n in names)
+            path = self.submitted[job].paths.stderr
             if num_left and state in LOST and self.tries[names] < self.slurm.retries:
                 self.tries[names] += 1
                 say(f"job {job}: {state}; it is submitted again")
@@ -165,7 +177,8 @@ class LocalJobs:
         waiting = Counter(why for state, why in states.values() if state in ("PENDING", "UNKNOWN"))
         now = time.monotonic()
         if not waiting or any(state == "RUNNING" for state, _ in states.values()):
-            self.idle_since, self.next_word_s = now, FIRST_WORD_S
+            self.idle_since = now
+            self.next_word_s = FIRST_WORD_S
         elif now - self.idle_since >= self.next_word_s:
             self.next_word_s *= 2
             reasons = ", ".join(f"{why} ({count} jobs)" for why, count in waiting.items())
@@ -173,7 +186,8 @@ class LocalJobs:
 
     def stop(self) -> None:
         """Ask the jobs that are left to stop, wait for their end, and merge what they wrote."""
-        names, give_up = [n for each in self.jobs.values() for n in each], time.monotonic() + STOP_S
+        names = [n for each in self.jobs.values() for n in each]
+        give_up = time.monotonic() + STOP_S
         if self.jobs:
             say(f"asking {len(self.jobs)} jobs to stop")
             self.cancel()
@@ -212,8 +226,10 @@ class LocalJobs:
     def make_executor(self) -> Any:
         """submitit's executor. Raises ValueError for what keeps jobs from running here."""
         if self.slurm.nodes > 1:
-            raise ValueError(f"--executor local: [slurm] nodes = {self.slurm.nodes}, but this is "
-                             "one machine; choose 1, or --executor slurm")  # fmt: skip
+            raise ValueError(
+                f"--executor local: [slurm] nodes = {self.slurm.nodes}, but this is "
+                "one machine; choose 1, or --executor slurm"
+            )
         executor = import_submitit().LocalExecutor(Path(f"{self.out}.jobs", "logs"))
         executor.update_parameters(timeout_min=self.slurm.time)
         gpus = os.environ.get("CUDA_VISIBLE_DEVICES")  # which submitit hides from a job
@@ -249,17 +265,23 @@ class SlurmJobs(LocalJobs):
     """A study in array jobs of Slurm. Their states are those of `squeue`, which needs no
     accounting."""
 
-    at_once, poll_s = 10**9, 3.0  # how many run at a time is left to Slurm
+    # how many run at a time is left to Slurm
+    at_once = 10**9
+    poll_s = 3.0
 
     def make_executor(self) -> Any:
         if shutil.which("sbatch") is None:
-            raise ValueError("--executor slurm: this machine has no sbatch; start it where Slurm's "
-                             "commands are, or choose --executor local")  # fmt: skip
+            raise ValueError(
+                "--executor slurm: this machine has no sbatch; start it where Slurm's "
+                "commands are, or choose --executor local"
+            )
         submitit = import_submitit()
         queued = squeue("--me", "--name", self.label, "--format", "%A").stdout.split()
         if queued:
-            raise ValueError(f"--executor slurm: jobs of this study are in Slurm's queue; wait for "
-                             f"them, or end them: scancel {' '.join(set(queued))}")  # fmt: skip
+            raise ValueError(
+                f"--executor slurm: jobs of this study are in Slurm's queue; wait for "
+                f"them, or end them: scancel {' '.join(set(queued))}"
+            )
         executor = submitit.SlurmExecutor(Path(f"{self.out}.jobs", "logs"))
         executor.update_parameters(
             job_name=self.label,

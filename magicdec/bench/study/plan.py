@@ -58,7 +58,8 @@ def make_plan(
 ) -> StudyPlan:
     """In a job, each run has a results file of its own. Raises ValueError as `make_cells` does, and
     for a results file that cannot be read."""
-    cells, results = make_cells(configs, launch), Path(settings.out)
+    cells = make_cells(configs, launch)
+    results = Path(settings.out)
     for cell in {id(each.resolved.source): each for each in cells}.values():  # one for each target
         check_agreement(cell.resolved, {"runs of the study": [c.names for c in cells]})
     order = in_order(cells, settings)
@@ -86,7 +87,8 @@ def make_plan(
 
 def in_order(cells: Sequence[Cell], settings: Settings) -> list[Cell]:
     """Every cell as often as it is to be repeated, in as many rounds."""
-    rng, order = random.Random(settings.order_seed), list[Cell]()
+    rng = random.Random(settings.order_seed)
+    order = list[Cell]()
     for _ in range(settings.repeats):
         models = grouped(cells, lambda c: c.model_key)
         rng.shuffle(models)
@@ -138,7 +140,9 @@ def make_rooms(cells: Sequence[Cell]) -> dict[str, Room]:
 def has_room(cell: Cell) -> bool:
     """Whether the free memory has room for a cache of each batch."""
     assert cell.prepared is not None, "only cells that can run are planned"
-    free, config, w = cell.prepared.free, cell.resolved.config, cell.resolved.config.workload
+    free = cell.prepared.free
+    config = cell.resolved.config
+    w = cell.resolved.config.workload
     if free is None:
         return True
     config = replace(config, workload=replace(w, batch_size=w.batch_size * w.num_batches))

@@ -27,7 +27,8 @@ class Estimate:
     the mean."""
 
     def __init__(self, num_left: int) -> None:
-        self.num_left, self.seconds = num_left, list[float]()
+        self.num_left = num_left
+        self.seconds = list[float]()
         self.started = time.monotonic()
 
     def begin(self) -> None:
@@ -97,15 +98,20 @@ class PassProgress(Labelled):
         is_interrupted: Callable[[], bool] = lambda: False,
     ) -> None:
         super().__init__(inner)
-        self.is_talking, self.is_alone = launch.rank == 0, launch.world_size == 1
+        self.is_talking = launch.rank == 0
+        self.is_alone = launch.world_size == 1
         self.is_interrupted = is_interrupted
         self.deadline_s = self.until_s = deadline_s
-        self.num_passes, self.num_groups = 0, 1
-        self.left, self.said_s = Estimate(0), time.monotonic()
+        self.num_passes = 0
+        self.num_groups = 1
+        self.left = Estimate(0)
+        self.said_s = time.monotonic()
 
     def expect(self, num_passes: int, num_groups: int) -> None:
         """So many passes are to come, in so many groups, which share the time."""
-        self.num_passes, self.num_groups, self.left = num_passes, num_groups, Estimate(num_passes)
+        self.num_passes = num_passes
+        self.num_groups = num_groups
+        self.left = Estimate(num_passes)
 
     def next_group(self) -> None:
         """The next group begins, and gets an equal share of the time that is left."""
@@ -154,7 +160,8 @@ def shown(record: RunRecord) -> str:
     """What a cell came to, in a few words."""
     if record.metrics is None:
         return record.status if record.error is None else f"{record.status}: {record.error}"
-    metrics, parts = record.metrics, [record.status]
+    metrics = record.metrics
+    parts = [record.status]
     if metrics.decode_tokens_per_s is not None:
         parts.append(f"{metrics.decode_tokens_per_s:.1f} tokens/s")
     if metrics.speedup is not None:

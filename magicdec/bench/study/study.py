@@ -117,7 +117,9 @@ def read_study(path: Path, drivers: Iterable[str]) -> Study:
     """The study of a TOML file. Raises ValueError, one line naming the file and the key."""
     file = TomlFile("", path)
     raw = dict(file.values)
-    common, grids, slurm = raw.pop("common", {}), raw.pop("grid", []), raw.pop("slurm", {})
+    common = raw.pop("common", {})
+    grids = raw.pop("grid", [])
+    slurm = raw.pop("slurm", {})
     settings = _read(file, Settings, raw, ("common", "grid", "slurm"))
     if not isinstance(slurm, dict):
         raise ValueError(f"{path}: slurm must be a table of options of jobs, [slurm]")
@@ -139,7 +141,8 @@ def read_study(path: Path, drivers: Iterable[str]) -> Study:
 
 def _read(file: TomlFile, section: type[S], raw: dict[str, Any], others: Sequence[str] = ()) -> S:
     """The section with the values of a table. `others` are keys that mean something else there."""
-    settings, values = declared(section), {}
+    settings = declared(section)
+    values = {}
     for key, value in raw.items():
         if key not in settings:
             hint = most_like(key, [*settings, *others])

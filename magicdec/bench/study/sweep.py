@@ -32,8 +32,10 @@ class Sweep:
     """One rank's part of a study."""
 
     def __init__(self, plan: StudyPlan, launch: Launch, progress: StudyProgress) -> None:
-        self.plan, self.launch = plan, launch
-        self.progress, self.is_leader = progress, launch.rank == 0
+        self.plan = plan
+        self.launch = launch
+        self.progress = progress
+        self.is_leader = launch.rank == 0
         self.sessions = Sessions()
         self.resident: Resident | None = None
         self.records: list[RunRecord] = []
@@ -88,7 +90,8 @@ class Sweep:
 def conclude(plan: StudyPlan, settings: Settings, launch: Launch) -> int:
     """Run what is left, report it, and return the exit code: 0 if nothing failed, 1 if something
     did, 130 on Ctrl-C."""
-    is_leader, path = launch.rank == 0, Path(settings.out)
+    is_leader = launch.rank == 0
+    path = Path(settings.out)
     sweep = Sweep(plan, launch, StudyProgress(make_progress(is_leader), plan))
     if is_leader:
         say(f"{len(plan.order)} runs, {len(plan.order) - len(plan.todo)} of them done before")

@@ -39,9 +39,11 @@ class Measured:
 def describe_advice(best: Measured, place: str, expectation: str) -> str:
     """Whether speculation pays, with which draft, what the plan expects of other contexts, and how
     sure that is. `place` says where it was measured, such as `B 4 and 2048 tokens of context`."""
-    verdict, draft = "pays here", f"`{best.draft}`"
+    verdict = "pays here"
+    draft = f"`{best.draft}`"
     if best.speedup <= 1:
-        verdict, draft = "does not pay here", f"the best draft, {draft},"
+        verdict = "does not pay here"
+        draft = f"the best draft, {draft},"
     between = ""
     if best.interval is not None:
         of_all = f" for all {best.num_drafts} drafts together" if best.num_drafts > 1 else ""
@@ -87,13 +89,15 @@ def find_advice(args: AdviceSection, records: Mapping[str, RunRecord], plan: Pla
     flags, record = max(records.items(), key=lambda item: least_speedup(item[1]))
     if not net_speedup(record) or record.metrics is None:
         raise ValueError("no run has a speedup: their tokens differ, or the weights are random")
-    predicted, kv = None, record.config["kv"]
+    predicted = None
+    kv = record.config["kv"]
     if plan is not None and record.config["decoding"]["drafter"] == SELF:
         candidate = next(each for each in plan.candidates() if each.budget == kv["budget"])
         here = candidate.predict(args.B, args.prefix_len, args.gamma)
         predicted = here.net_speedup(args.num_new_tokens)
     # The best of many drafts without a gain has a gain by chance: each has a share of the 5 %.
-    ratios, num_drafts = record.metrics.net_speedup_per_batch or (), len(records)
+    ratios = record.metrics.net_speedup_per_batch or ()
+    num_drafts = len(records)
     interval = ratio_interval(ratios, 1 - (1 - LEVEL) / num_drafts)
     best = Measured(flags, net_speedup(record), interval, predicted, num_drafts)
     place = f"B {args.B} and {args.prefix_len} tokens of context"
@@ -125,10 +129,12 @@ def make_plan(args: AdviceSection, records: Mapping[str, RunRecord], file: Path)
     from magicdec.model.presets.presets import find_config
 
     own = [
-        record for record in records.values()
+        record
+        for record in records.values()
         if record.config["decoding"]["drafter"] == SELF
-        and record.metrics and record.metrics.acceptance_per_position
-    ]  # fmt: skip
+        and record.metrics
+        and record.metrics.acceptance_per_position
+    ]
     if not own:
         return None
     config = max(own, key=least_speedup).config

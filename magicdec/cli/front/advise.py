@@ -135,9 +135,13 @@ class AdviceSection:
     def workload(self) -> list[str]:
         """The flags that all runs have, and the command to run has too."""
         values = {
-            "model": self.model, "dataset": self.dataset, "B": self.B,
-            "prefix_len": self.prefix_len, "gen_len": self.num_new_tokens, "nproc": self.num_ranks,
-        }  # fmt: skip
+            "model": self.model,
+            "dataset": self.dataset,
+            "B": self.B,
+            "prefix_len": self.prefix_len,
+            "gen_len": self.num_new_tokens,
+            "nproc": self.num_ranks,
+        }
         return [word for name, value in values.items() for word in (f"--{name}", str(value))]
 
 
@@ -185,7 +189,8 @@ class StopRequests:
     command."""
 
     def __init__(self, launch: Launch) -> None:
-        self.has_other_ranks, self.number = launch.world_size > 1, 0
+        self.has_other_ranks = launch.world_size > 1
+        self.number = 0
         self._before: dict[int, object] = {}
 
     def __enter__(self) -> StopRequests:
@@ -230,8 +235,12 @@ class Advice:
         began_s: float,
         stop: StopRequests,
     ) -> None:
-        self.args, self.given, self.launch, self.stop = args, given, launch, stop
-        self.is_leader, self.kept = launch.rank == 0, "nothing was measured yet"
+        self.args = args
+        self.given = given
+        self.launch = launch
+        self.stop = stop
+        self.is_leader = launch.rank == 0
+        self.kept = "nothing was measured yet"
         self.deadline_s = None if args.time is None else began_s + args.time
 
     def give(self, configs: dict[str, RunConfig]) -> int:
@@ -242,7 +251,8 @@ class Advice:
 
         watch_ranks(self.launch)
         has_rates = self.find_rates(next(iter(configs.values())))
-        progress, is_there = make_progress(self.is_leader), self.stop.is_there
+        progress = make_progress(self.is_leader)
+        is_there = self.stop.is_there
         pace = PassProgress(progress, self.launch, self.deadline_s, is_there)
         drafts = DraftTrials(self.launch, pace)
         if self.deadline_s is not None:
@@ -263,7 +273,8 @@ class Advice:
     def find_rates(self, config: RunConfig) -> bool:
         """Probe the machine unless its file is there. Returns whether there are rates to plan
         with."""
-        args, prediction = self.args, "the prediction for other contexts"
+        args = self.args
+        prediction = "the prediction for other contexts"
         if args.machine.exists():
             return True
         if args.time is not None and args.time < PROBED_S:
@@ -303,13 +314,16 @@ class Advice:
         seconds = self.deadline_s - time.monotonic()
         fitted = fitting(asked, fixed, rates, len(configs), seconds)
         for name in ("prefix_len", "num_batches", "gen_len"):
-            wanted, taken = getattr(asked, name), getattr(fitted, name)
+            wanted = getattr(asked, name)
+            taken = getattr(fitted, name)
             if wanted != taken:
                 self.leave_out(f"--{name} {wanted}, for which there is no time; {taken} instead")
         self.args = replace(
-            self.args, prefix_len=fitted.prefix_len, gen_len=fitted.num_new_tokens,
+            self.args,
+            prefix_len=fitted.prefix_len,
+            gen_len=fitted.num_new_tokens,
             num_batches=fitted.most_batches,
-        )  # fmt: skip
+        )
         return {name: replace(config, workload=fitted) for name, config in configs.items()}
 
     def leave_out(self, what: str) -> None:
@@ -321,7 +335,8 @@ class Advice:
         nothing."""
         from magicdec.bench.study.progress import shown
 
-        args, records = self.args, found.records
+        args = self.args
+        records = found.records
         if not records and found.is_interrupted:
             raise KeyboardInterrupt
         if not records and found.error is None and args.time is not None:
@@ -349,7 +364,8 @@ class Advice:
 def make_configs(args: AdviceSection) -> tuple[dict[str, RunConfig], list[str]]:
     """The run of each source, by the flags that name it, and a line for each that is left out: a
     policy or weights that cannot run. Raises ValueError for other runs that cannot."""
-    configs, notes = dict[str, RunConfig](), list[str]()
+    configs = dict[str, RunConfig]()
+    notes = list[str]()
     for source in find_sources(args):
         # A lookup drafts as many tokens as its evidence supports.
         flags = source + ([] if NGRAM in source[1] else ["--gamma", str(args.gamma)])
@@ -410,7 +426,9 @@ def find_machine(args: AdviceSection) -> tuple[Path, list[str]]:
     it if that was probed with another number of ranks, which share the machine differently and
     whose link it lacks; and what to tell the user. Raises ValueError for one that cannot be read or
     written, or that was probed on a busy host."""
-    path, wanted, notes = args.machine, args.num_ranks, list[str]()
+    path = args.machine
+    wanted = args.num_ranks
+    notes = list[str]()
     ranks = probed_ranks(path, wanted)
     if ranks != wanted:
         path = path.with_stem(f"{path.stem}-nproc{wanted}")

@@ -43,7 +43,8 @@ def script_of(shell: str) -> str:
     from magicdec.cli.commands import COMMANDS, parser_of
 
     root = argparse.ArgumentParser(prog="magicdec")
-    parsers, places = {"": root}, {"": root.add_subparsers()}
+    parsers = {"": root}
+    places = {"": root.add_subparsers()}
     for name, (text, _) in COMMANDS.items():
         group, _, action = name.rpartition(" ")  # `gate` is of no group, `gate save` of `gate`
         if group not in places:

@@ -81,7 +81,8 @@ def flags_of(record: Record) -> dict[str, Any]:
         again = command_of(record.environment)
         raise ValueError(f"--kind {record.kind}: the command itself makes it again: {again}")
     draft = draft_of(config)
-    run_config, flags = with_recorded(RunConfig().with_draft(draft), config), {"draft": draft}
+    run_config = with_recorded(RunConfig().with_draft(draft), config)
+    flags = {"draft": draft}
     if record.environment.world_size > 1:
         flags["nproc"] = record.environment.world_size
     for setting_name, each in parser_of("run").settings.items():
@@ -120,7 +121,8 @@ def draft_of(config: dict[str, Any]) -> str:
 
 def with_recorded(run_config: RunConfig, config: dict[str, Any]) -> RunConfig:
     """`run_config` with the recorded values that decide which flags are ignored."""
-    kv, temperature = config["kv"], config["sampling"]["temperature"]
+    kv = config["kv"]
+    temperature = config["sampling"]["temperature"]
     policy = dataclasses.replace(run_config.kv, policy=kv["policy"], budget=kv["budget"])
     return dataclasses.replace(
         run_config,

@@ -66,7 +66,8 @@ def reproduce(values: Values) -> int:
     if args.table is None:
         print_tables(args.tables)
         return 0
-    table, num_failed = PublishedTable(args.table, args.tables), 0
+    table = PublishedTable(args.table, args.tables)
+    num_failed = 0
     if args.commands:
         print("\n".join(f"magicdec {command}" for command in table.commands(is_demo=False)))
         return 0

@@ -78,7 +78,8 @@ class Parser(argparse.ArgumentParser):
         **options: Any,
     ) -> None:
         super().__init__(description=description, allow_abbrev=False, **options)
-        self.everyday, self.sections = tuple(everyday), dict(sections)
+        self.everyday = tuple(everyday)
+        self.sections = dict(sections)
         self.settings: dict[str, Declared] = {}
         if everyday:
             self.add_argument(
@@ -104,8 +105,9 @@ class Parser(argparse.ArgumentParser):
         spelt = replace(each.setting, flags=tuple(flags))
         self.settings[name] = replace(each, default=default, setting=spelt)
         options: dict[str, Any] = {
-            "default": argparse.SUPPRESS, "help": help_text(self.settings[name])
-        }  # fmt: skip
+            "default": argparse.SUPPRESS,
+            "help": help_text(self.settings[name]),
+        }
         if each.flag.startswith("-"):
             options |= {"dest": name, "required": default is MISSING}
         elif default is not MISSING and not each.is_list:
@@ -230,7 +232,8 @@ class Parser(argparse.ArgumentParser):
 def help_text(each: Declared) -> str:
     """The meaning of a setting, with its default in this command; docs/flags.md has those of the
     other commands too."""
-    default, text = each.default, each.setting.help
+    default = each.default
+    text = each.setting.help
     if default is None or default is MISSING or default == () or each.kind is bool:
         shown = "" if "Default: " in text else each.setting.other_defaults
     else:

@@ -33,7 +33,8 @@ class AttentionCase:
 
     def obstacle(self, capabilities: Capabilities, machine: Machine) -> str | None:
         """Why a backend cannot serve this case, or not in a useful time; None if it can."""
-        name, window = capabilities.name, self.model.sliding_window
+        name = capabilities.name
+        window = self.model.sliding_window
         is_alibi_rounded = (self.model.has_alibi, self.dtype) == (True, "bfloat16")
         asks_weights = self.kv_policy is not None and policy_called(self.kv_policy).needs_weights
         obstacles = {

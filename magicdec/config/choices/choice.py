@@ -28,7 +28,8 @@ class Choice(str):
 
     def __new__(cls, name: str, why: str = "", how: How = How.AUTO) -> Choice:
         choice = super().__new__(cls, name)
-        choice.why, choice.how = why, how
+        choice.why = why
+        choice.how = how
         return choice
 
     @property

@@ -16,7 +16,9 @@ from magicdec.config.resolved import ResolvedParallel
 # messages of a pipeline.
 GROUP_BYTES = 2 << 20
 STAGE_BYTES = 14 << 20
-IN_MESSAGES, HOST_COPIES, NCCL = "in_messages", "host_copies", "nccl"
+IN_MESSAGES = "in_messages"
+HOST_COPIES = "host_copies"
+NCCL = "nccl"
 GPU_FREE = "--device cpu --collectives gloo"  # what serves more ranks than GPUs
 
 
@@ -27,7 +29,8 @@ def choose_collectives(
     Between these only hidden states pass, which can also be copied through the memory of the host,
     so that ranks may share a GPU. Raises ValueError if the user named some that cannot serve on
     this device or between these hosts."""
-    ranks, gpus = machine.local_world_size, machine.num_gpus
+    ranks = machine.local_world_size
+    gpus = machine.num_gpus
     if machine.world_size == 1:
         return None
     if device != "cuda":

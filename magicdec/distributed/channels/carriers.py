@@ -28,7 +28,9 @@ from magicdec.kernels.build import load_library
 
 SOURCE = Path(__file__).with_name("shared_ring.cpp")
 CHECK_S = 0.05  # between two such looks while a device waits
-PACKET_BYTES, MOST_PACKETS = 1 << 16, 32  # of a gloo edge, and how many its receiver is ready for
+# of a gloo edge, and how many its receiver is ready for
+PACKET_BYTES = 1 << 16
+MOST_PACKETS = 32
 DIRECT_BYTES = 1 << 16  # of a sum for which each of three or more ranks sends its part to all
 
 
@@ -44,8 +46,12 @@ class GroupCarrier:
         processes: Processes,
         is_on_device: bool = False,
     ) -> None:
-        self.handle, self.peer, self.depth, self.processes = handle, peer, depth, processes
-        self.wait_for, self.num_bytes = wait_for_device if is_on_device else wait_for, 0
+        self.handle = handle
+        self.peer = peer
+        self.depth = depth
+        self.processes = processes
+        self.wait_for = wait_for_device if is_on_device else wait_for
+        self.num_bytes = 0
         self._under_way: deque[tuple[list[Any], Tensor]] = deque()  # sends, with what they read
 
     def send(self, tensor: Tensor) -> None:
@@ -124,14 +130,17 @@ class DirectExchange:
         self, handle: ProcessGroup, ranks: Sequence[int], index: int, processes: Processes
     ) -> None:
         """All these ranks must create it together."""
-        self.handle, self.index, self.size = handle, index, len(ranks)
+        self.handle = handle
+        self.index = index
+        self.size = len(ranks)
         self._edges = [
             [
                 PacketCarrier(handle, rank, 1, processes, is_receiver)
-                for rank in ranks if rank != ranks[index]
+                for rank in ranks
+                if rank != ranks[index]
             ]
             for is_receiver in (False, True)
-        ]  # fmt: skip
+        ]
 
     def all_reduce(self, x: Tensor) -> Tensor:
         """Sum x over the ranks, in place. The result is the same to the bit on each rank."""
@@ -167,7 +176,8 @@ def wait_for_device(work: Any, peer: int, processes: Processes) -> None:
     """As `wait_for`, for backends such as NCCL, whose `wait` returns at once and lets the device's
     stream wait. The host looks until the device is done."""
     now = time.monotonic()
-    end, look_at = now + PATIENCE_S, now + CHECK_S
+    end = now + PATIENCE_S
+    look_at = now + CHECK_S
     try:
         while not work.is_completed():
             time.sleep(0)  # lets other threads of this rank run
@@ -196,7 +206,9 @@ class SharedRing:
         processes: Processes,
         is_receiver: bool,
     ) -> None:
-        self.peer, self.processes, self.num_bytes = peer, processes, 0
+        self.peer = peer
+        self.processes = processes
+        self.num_bytes = 0
         self._library = load_library(SOURCE, (), HEADERS)
         for name in ("magicdec_ring_bytes", "magicdec_ring_write", "magicdec_ring_read"):
             getattr(self._library, name).restype = ctypes.c_int64
@@ -227,18 +239,24 @@ class SharedRing:
 
     def _move(self, function: Callable[..., int], tensor: Tensor) -> None:
         """Write or read the whole tensor."""
-        count, done = tensor.nbytes, 0
+        count = tensor.nbytes
+        done = 0
         deadline: float | None = None
         while True:
             c = ctypes.c_int64
             moved = function(
-                self._ring, self._capacity, ctypes.c_void_p(tensor.data_ptr()), c(done), c(count),
+                self._ring,
+                self._capacity,
+                ctypes.c_void_p(tensor.data_ptr()),
+                c(done),
+                c(count),
                 c(WAIT_MS),
-            )  # fmt: skip
+            )
             if moved == count:
                 return
             if moved > done or deadline is None:
-                done, deadline = moved, time.monotonic() + PATIENCE_S
+                done = moved
+                deadline = time.monotonic() + PATIENCE_S
             self.processes.check()
             if time.monotonic() > deadline:
                 raise PeerLost(f"rank {self.peer} has not been heard of for {PATIENCE_S:g} s")

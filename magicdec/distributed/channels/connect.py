@@ -30,7 +30,9 @@ from magicdec.distributed.layout import StageGrid
 from magicdec.distributed.watching.processes import processes_of
 
 MOST_TENSORS = 3  # of a message
-DEPTH, CAPACITY = 64, 1 << 22  # messages under way on an edge, and its bytes in shared memory
+# messages under way on an edge, and its bytes in shared memory
+DEPTH = 64
+CAPACITY = 1 << 22
 
 
 class Connector:
@@ -52,8 +54,14 @@ class Connector:
         groups of that backend. With `delay_s`, messages arrive later by that. At most `depth`
         messages are under way on an edge; in shared memory, as many as fit into `capacity`
         bytes."""
-        self.rank, self.headers, self.form, self.device = launch.rank, headers, form, device
-        self.apart, self.delay_s, self.depth, self.capacity = apart, delay_s, depth, capacity
+        self.rank = launch.rank
+        self.headers = headers
+        self.form = form
+        self.device = device
+        self.apart = apart
+        self.delay_s = delay_s
+        self.depth = depth
+        self.capacity = capacity
         self.processes = processes_of(launch)
         self.shares_clock = launch.local_world_size == launch.world_size
 
@@ -69,7 +77,8 @@ class Connector:
         if self.rank not in (sender, receiver):
             return None, None
         is_receiver = self.rank == receiver
-        peer, processes = sender if is_receiver else receiver, self.processes
+        peer = sender if is_receiver else receiver
+        processes = self.processes
         carrier: Carrier = (
             SharedRing(handle, peer, self.capacity, processes, is_receiver)
             if self.headers == "shared_memory"
@@ -85,7 +94,8 @@ class Connector:
     def _payloads(self, sender: int, receiver: int, backend: str) -> Carrier | None:
         """One number is exchanged, with which NCCL connects both ends, so that no later message
         waits for that."""
-        ranks, patience = sorted((sender, receiver)), timedelta(seconds=PATIENCE_S)
+        ranks = sorted((sender, receiver))
+        patience = timedelta(seconds=PATIENCE_S)
         handle = dist.new_group(ranks, timeout=patience, backend=backend)
         if self.rank not in ranks:
             return None
@@ -107,7 +117,8 @@ class Connector:
         outbound: Sender | None = None
         for edge in grid.edges():
             sender, receiver = self.edge(*edge, self.form, self.apart)
-            outbound, inbound = outbound or sender, inbound or receiver
+            outbound = outbound or sender
+            inbound = inbound or receiver
         if inbound is None or outbound is None:
             loop = Loopback()
             return Ends(loop, loop)

@@ -110,7 +110,8 @@ class MessageForm:
     def numbers(self, message: Message) -> list[Tensor]:
         """All but the payload. The header has kind, run, status, rows, tokens, when the message is
         due in ns (0: it is not said), the number of words, and the first words."""
-        count, words = self.num_words, message.words
+        count = self.num_words
+        words = message.words
         rows, tokens = (0, 0) if message.payload is None else message.payload.shape[:2]
         due_ns = round(1e9 * (message.due_s or 0.0))
         fields = (message.kind, message.run, message.status, rows, tokens, due_ns, len(words))
@@ -190,7 +191,9 @@ class ChannelSender(Sender):
     carries them from device to device, apart from their headers."""
 
     def __init__(self, form: MessageForm, writer: Carrier, payloads: Carrier | None = None) -> None:
-        self.form, self.writer, self.payloads = form, writer, payloads
+        self.form = form
+        self.writer = writer
+        self.payloads = payloads
         self.carriers = [each for each in (writer, payloads) if each is not None]
         self._num_messages = 0
 
@@ -276,7 +279,9 @@ class DelayedSender(Sender):
     from now on."""
 
     def __init__(self, sender: Sender, delay_s: float) -> None:
-        self.sender, self.delay_s, self._error = sender, delay_s, list[RuntimeError]()
+        self.sender = sender
+        self.delay_s = delay_s
+        self._error = list[RuntimeError]()
         self._queue: Queue[tuple[float, Message]] = Queue()
         Thread(target=self._run, name="emulated link", daemon=True).start()
 

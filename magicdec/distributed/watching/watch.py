@@ -54,7 +54,8 @@ class Watcher(threading.Thread):
 
     def __init__(self, name: str, on_lost: Callable[[str], None]) -> None:
         super().__init__(name=name, daemon=True)
-        self.on_lost, self._ending = on_lost, threading.Event()
+        self.on_lost = on_lost
+        self._ending = threading.Event()
 
     def stop(self) -> None:
         self._ending.set()
@@ -71,7 +72,8 @@ class Watch(Watcher):
         self, launch: Launch, processes: Processes, on_lost: Callable[[str], None]
     ) -> None:
         super().__init__("watch", on_lost)
-        self.launch, self.processes = launch, processes
+        self.launch = launch
+        self.processes = processes
         self._stopped = Counter[int]()  # at how many looks in a row, by rank
 
     def run(self) -> None:
@@ -233,12 +235,14 @@ class Heartbeat(Watcher):
         self, store: Store, rank: int, world_size: int, on_lost: Callable[[str], None]
     ) -> None:
         super().__init__("heartbeat", on_lost)
-        self.store, self.rank = store, rank
+        self.store = store
+        self.rank = rank
         self._keys = {other: f"heartbeat/{other}" for other in range(world_size)}
         self._heard = {other: (b"", time.monotonic()) for other in self._keys if other != rank}
 
     def run(self) -> None:
-        count, reached = 0, time.monotonic()
+        count = 0
+        reached = time.monotonic()
         while not self._ending.is_set():
             try:
                 self.store.set(self._keys[self.rank], str(count))
@@ -277,7 +281,8 @@ def open_store() -> Store:
     """A new connection to the rendezvous store. Raises RuntimeError if that does not answer."""
     from torch.distributed import TCPStore
 
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address = os.environ["MASTER_ADDR"]
+    port = int(os.environ["MASTER_PORT"])
     return TCPStore(
         address, port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=5)
     )

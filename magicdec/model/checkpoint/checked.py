@@ -20,7 +20,10 @@ from magicdec.model.presets.presets import DEMO_DIRECTORIES
 VARIABLE = "MAGICDEC_CHECKED"  # another folder, as for the tests of this project
 CONFIG_FILES = ("config.json", "generation_config.json")
 # How a comparison has ended. TOLD: the user knows how to compare, and no more.
-EQUAL, DIFFERS, NOT_COMPARED, TOLD = "equal", "differs", "not compared", "told"
+EQUAL = "equal"
+DIFFERS = "differs"
+NOT_COMPARED = "not compared"
+TOLD = "told"
 
 
 def is_exempt(source: ModelSource) -> bool:

@@ -87,7 +87,8 @@ def convert(
         }
     out.parent.mkdir(parents=True, exist_ok=True)
     size = sum(prod(shape) * _dtype(kind).itemsize for shape, kind, _ in tensors.values())
-    size, free = size * (2 if out.suffix == ".pth" else 1), shutil.disk_usage(out.parent).free
+    size = size * (2 if out.suffix == ".pth" else 1)
+    free = shutil.disk_usage(out.parent).free
     if size > free:
         raise ValueError(
             f"{FLAG} {out} needs {size / 1e9:.2f} GB of disk while it is written, "
@@ -144,7 +145,8 @@ def safetensors_header(tensors: Tensors) -> bytes:
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype, _) in tensors.items():
-        first, end = end, end + prod(shape) * _dtype(dtype).itemsize
+        first = end
+        end = end + prod(shape) * _dtype(dtype).itemsize
         code = SAFETENSORS_NAMES[dtype]
         table[name] = {"dtype": code, "shape": list(shape), "data_offsets": [first, end]}
     text = json.dumps(table, separators=(",", ":")).encode()
@@ -176,7 +178,8 @@ def find_damage(file: Path) -> str | None:
     path = manifest_path(file)
     try:
         manifest = load_json(path)
-        size, sha256 = manifest["size"], manifest["sha256"]
+        size = manifest["size"]
+        sha256 = manifest["sha256"]
         found = file.stat().st_size
     except OSError as error:
         where = error.filename or path
@@ -192,7 +195,8 @@ def copy_companions(source: ModelSource, directory: Path) -> None:
     """Copy the config and tokenizer files that `directory` does not have."""
     assert source.tokenizer_directory is not None, "a checkpoint on disk has a directory"
     for name in COMPANIONS:
-        theirs, ours = source.tokenizer_directory / name, directory / name
+        theirs = source.tokenizer_directory / name
+        ours = directory / name
         if theirs.is_file() and not ours.exists():
             shutil.copyfile(theirs, ours)
 

@@ -31,7 +31,8 @@ def check_finite(
     place = (~values.isfinite()).nonzero()[0].tolist()
     starts = [part.start or 0 for part in at] + [0] * (len(place) - len(at))
     where = [start + index for start, index in zip(starts, place, strict=True)]
-    value, dtype = float(stored[tuple(place)]), str(values.dtype).removeprefix("torch.")
+    value = float(stored[tuple(place)])
+    dtype = str(values.dtype).removeprefix("torch.")
     what = f"{value:g} at {where}"
     if math.isfinite(value):
         what += f", which is infinite in {dtype}; choose --dtype float32"

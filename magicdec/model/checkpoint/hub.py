@@ -175,7 +175,8 @@ def fetch(
 
 def check_space(files: Sequence[RepoSibling], directory: Path) -> None:
     """Raises ValueError when the disk has no room for `files`."""
-    size, free = sum(file.size or 0 for file in files), shutil.disk_usage(directory).free
+    size = sum(file.size or 0 for file in files)
+    free = shutil.disk_usage(directory).free
     if size > free:
         raise ValueError(
             f"--out_dir {directory} has {free / 1e9:.2f} GB free, {size / 1e9:.2f} GB are still "
@@ -200,7 +201,8 @@ def checksum(file: RepoSibling) -> str | None:
 def with_local_models(config: RunConfig) -> RunConfig:
     """`config` with a directory in place of every model that is named as on the hub. Models that
     are not there yet are fetched. Raises ValueError, one line naming the flag, if that fails."""
-    model, draft = config.model, config.draft
+    model = config.model
+    draft = config.draft
     model = replace(model, model=find_local(flag_of(model, "model"), model.model))
     if draft is not None:
         draft = replace(draft, model=find_local(flag_of(draft, "model"), draft.model))
@@ -209,7 +211,8 @@ def with_local_models(config: RunConfig) -> RunConfig:
 
 def find_local(flag: str, name: str) -> str:
     """`name` itself, or the directory of the model of that name on the hub."""
-    path, directory = Path(name), DIRECTORY / name
+    path = Path(name)
+    directory = DIRECTORY / name
     if path.suffix in WEIGHT_SUFFIXES or path.exists() or not HUB_NAME.fullmatch(name):
         return name
     if (directory / SOURCE_FILE).is_file():  # written last

@@ -105,7 +105,8 @@ class QuantizedWeights(WeightSource):
 
     def __init__(self, source: WeightSource, config: ModelConfig) -> None:
         super().__init__(source.path)
-        self._source, pieces = source, find_pieces(config, is_int8=True)
+        self._source = source
+        pieces = find_pieces(config, is_int8=True)
         self._scales: dict[str, Tensor] = {}  # by matrix; NaN: not computed yet
         names = find_family(config.architecture).names(config)
         tied = {f"{names.head}.weight": f"{names.embedding}.weight"}

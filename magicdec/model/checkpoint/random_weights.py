@@ -62,8 +62,10 @@ class RandomWeights(WeightSource):
         def fill(corner: tuple[int, int]) -> None:
             top, left = corner
             tile = self._tile(name, shape, top, left)
-            first, last = max(top, rows.start), min(top + TILE_ROWS, rows.stop)
-            start, stop = max(left, columns.start), min(left + TILE_COLUMNS, columns.stop)
+            first = max(top, rows.start)
+            last = min(top + TILE_ROWS, rows.stop)
+            start = max(left, columns.start)
+            stop = min(left + TILE_COLUMNS, columns.stop)
             ours = slice(first - rows.start, last - rows.start)
             target = out[ours, start - columns.start : stop - columns.start]
             target.copy_(tile[first - top : last - top, start - left : stop - left])

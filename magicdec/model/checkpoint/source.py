@@ -81,7 +81,10 @@ def _problems(
     # Rotary frequencies and masks that old checkpoints store, and a stored copy of a tied head.
     family = find_family(config.architecture)
     tied_head = f"{family.names(config).head}.weight" if config.tie_word_embeddings else None
-    missing, misshapen, unexpected, mistyped = {}, {}, {}, {}
+    missing = {}
+    misshapen = {}
+    unexpected = {}
+    mistyped = {}
     for name, shape in expected.items():
         stored = source.tensors.get(name)
         if stored is None:
@@ -138,7 +141,8 @@ def find_model(flag: str, name: str) -> ModelSource:
         weights: WeightSource = RandomWeights(expected_shapes(config))
         source = ModelSource(name, config, weights, tokenizer_directory=None, is_random=True)
     elif path.is_dir() or (path.is_file() and path.suffix in WEIGHT_SUFFIXES):
-        config, directory = find_config(flag, name), path if path.is_dir() else path.parent
+        config = find_config(flag, name)
+        directory = path if path.is_dir() else path.parent
         config, weights = as_stored(config, _stored(path, config))
         source = ModelSource(config.name, config, weights, directory, is_random=False)
     else:
@@ -150,7 +154,8 @@ def find_model(flag: str, name: str) -> ModelSource:
 def find_stored_config(flag: str, name: str) -> ModelConfig:
     """The config of the model a user named with `flag`, as in `find_config`, with its head as it is
     stored where the checkpoint's weights are there. Raises ValueError if they are broken."""
-    config, path = find_config(flag, name), Path(name).expanduser()
+    config = find_config(flag, name)
+    path = Path(name).expanduser()
     is_file = path.is_file() and path.suffix in WEIGHT_SUFFIXES
     if name in DEMO_DIRECTORIES or not (is_file or any((path / f).exists() for f in WEIGHT_FILES)):
         return config
@@ -225,8 +230,10 @@ def _fill(tensor: Tensor, pieces: list[Piece], source: WeightSource) -> None:
 
 def _stored(path: Path, config: ModelConfig) -> WeightSource:
     """The weights of a directory or a file, whatever their format, by their names."""
-    source, family = open_weights(path), find_family(config.architecture)
-    body, head = family.body, family.names(config).head
+    source = open_weights(path)
+    family = find_family(config.architecture)
+    body = family.body
+    head = family.names(config).head
     if GPT_FAST_NAME in source.tensors:
         raise ValueError(
             f"{source.path} was written by the original suite's converter, whose names are not "

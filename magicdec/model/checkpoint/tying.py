@@ -24,7 +24,8 @@ def as_stored(config: ModelConfig, source: WeightSource) -> tuple[ModelConfig, W
         return config, source
     family = find_family(config.architecture)
     names = family.names(config)
-    head, embedding = f"{names.head}.weight", f"{names.embedding}.weight"
+    head = f"{names.head}.weight"
+    embedding = f"{names.embedding}.weight"
     has_bias = family.has_head_bias and f"{names.head}.bias" in source.tensors
     if head in source.tensors and embedding not in source.tensors:
         source = RenamedWeights(source, {embedding: head})

@@ -154,7 +154,8 @@ class RenamedWeights(WeightSource):
 
     def __init__(self, source: WeightSource, stored_as: dict[str, str]) -> None:
         super().__init__(source.path)
-        self.source, self.stored_as = source, stored_as
+        self.source = source
+        self.stored_as = stored_as
         self.tensors = source.tensors | {n: source.tensors[s] for n, s in stored_as.items()}
 
     def read(self, name: str, index: Index = ()) -> Tensor:

@@ -131,12 +131,15 @@ class _Table:
     """Collects the pieces of one model's shard."""
 
     def __init__(self, config: ModelConfig, shard: Shard, with_scales: bool) -> None:
-        self.config, self.shard, self.with_scales = config, shard, with_scales
+        self.config = config
+        self.shard = shard
+        self.with_scales = with_scales
         self.names: Names = find_family(config.architecture).names(config)
         self.pieces: dict[str, list[Piece]] = {}
 
     def layer(self, ours: str, theirs: str) -> None:
-        c, n = self.config, self.names
+        c = self.config
+        n = self.names
         self.norm(f"{ours}.attention_norm", theirs + n.attention_norm)
         self.column_parallel(f"{ours}.attention.qkv", self._qkv(theirs), c.qkv_bias)
         if c.qk_norm:
@@ -145,9 +148,12 @@ class _Table:
                 self.vector(f"{ours}.attention.{leaf}.weight", f"{theirs}{name}.weight", c.head_dim)
         heads = self.shard.heads(c.num_heads, c.num_kv_heads)[0]
         self.row_parallel(
-            f"{ours}.attention.output", theirs + n.output, scale(heads, c.head_dim),
-            c.num_heads * c.head_dim, c.output_bias,
-        )  # fmt: skip
+            f"{ours}.attention.output",
+            theirs + n.output,
+            scale(heads, c.head_dim),
+            c.num_heads * c.head_dim,
+            c.output_bias,
+        )
         if c.residual != "parallel_shared_norm":
             self.norm(f"{ours}.mlp_norm", theirs + n.mlp_norm)
         ffn = self.shard.split(c.intermediate_size)
@@ -159,15 +165,19 @@ class _Table:
         self, parameter: str, parts: Iterable[Part], bias: bool, is_head: bool = False
     ) -> None:
         """A column-parallel layer: this rank's outputs, all inputs."""
-        parts, hidden = list(parts), self.config.hidden_size
+        parts = list(parts)
+        hidden = self.config.hidden_size
         transposed = self.names.transposed and not is_head
         self.pieces[f"{parameter}.weight"] = [
             Piece(
-                f"{name}.weight", rows, None,
-                (hidden, full) if transposed else (full, hidden), transposed,
+                f"{name}.weight",
+                rows,
+                None,
+                (hidden, full) if transposed else (full, hidden),
+                transposed,
             )
             for name, rows, full in parts
-        ]  # fmt: skip
+        ]
         self.scales(parameter)
         if bias:
             self.pieces[f"{parameter}.bias"] = [
@@ -176,7 +186,8 @@ class _Table:
 
     def row_parallel(self, parameter: str, name: str, columns: Span, full: int, bias: bool) -> None:
         """A row-parallel layer: all outputs, this rank's inputs."""
-        hidden, transposed = self.config.hidden_size, self.names.transposed
+        hidden = self.config.hidden_size
+        transposed = self.names.transposed
         shape = (full, hidden) if transposed else (hidden, full)
         self.pieces[f"{parameter}.weight"] = [
             Piece(f"{name}.weight", (0, hidden), columns, shape, transposed)
@@ -205,14 +216,16 @@ class _Table:
 
     def _qkv(self, prefix: str) -> list[Part]:
         """The parts of q, k and v, in this order."""
-        c, n = self.config, self.names
+        c = self.config
+        n = self.names
         queries, keys = self.shard.heads(c.num_heads, c.num_kv_heads)
         sizes = [c.num_heads * c.head_dim, *[c.num_kv_heads * c.head_dim] * 2]
         spans = [scale(queries, c.head_dim), *[scale(keys, c.head_dim)] * 2]
         if n.packing == "separate":
             parts = zip(n.qkv, spans, sizes, strict=True)
             return [(prefix + name, span, size) for name, span, size in parts]
-        name, full = prefix + n.qkv[0], sum(sizes)
+        name = prefix + n.qkv[0]
+        full = sum(sizes)
         if n.packing == "stacked":
             starts = (0, sizes[0], sizes[0] + sizes[1])
             return [
@@ -224,7 +237,8 @@ class _Table:
 def grouped_rows(config: ModelConfig, queries: Span, keys: Span) -> list[Span]:
     """This rank's rows in a tensor that holds, for each KV head, its query heads, its K and its V.
     First the spans of the query heads, then those of K, then those of V."""
-    size, group = config.head_dim, config.group_size
+    size = config.head_dim
+    group = config.group_size
     groups = range(*keys)
     starts = {g: g * (group + 2) for g in groups}  # in heads
     q = [

@@ -20,7 +20,10 @@ from magicdec.model.elementwise.operators import Elementwise
 SOURCE = Path(__file__).with_name("native.cpp")
 HEADERS = (SOURCE.with_name("rows.h"), SHARED_HEADERS / "arithmetic.h")
 STORAGE = (torch.bfloat16, torch.float32)
-_POINTER, _SIZE, _FLOAT, _FLAG = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int
+_POINTER = ctypes.c_void_p
+_SIZE = ctypes.c_int64
+_FLOAT = ctypes.c_float
+_FLAG = ctypes.c_int
 
 
 @cache
@@ -28,11 +31,26 @@ def library() -> ctypes.CDLL:
     share_openmp()
     native = load_library(SOURCE, (*FAST_MATH, "-fopenmp"), HEADERS)
     native.magicdec_rms_norm.argtypes = (
-        _FLAG, _POINTER, _SIZE, _POINTER, _FLOAT, _SIZE, _SIZE, _POINTER,
-    )  # fmt: skip
+        _FLAG,
+        _POINTER,
+        _SIZE,
+        _POINTER,
+        _FLOAT,
+        _SIZE,
+        _SIZE,
+        _POINTER,
+    )
     native.magicdec_rotate.argtypes = (
-        _FLAG, _POINTER, _POINTER, _SIZE, _SIZE, _SIZE, _SIZE, _SIZE, _FLAG,
-    )  # fmt: skip
+        _FLAG,
+        _POINTER,
+        _POINTER,
+        _SIZE,
+        _SIZE,
+        _SIZE,
+        _SIZE,
+        _SIZE,
+        _FLAG,
+    )
     native.magicdec_silu_gate.argtypes = (_FLAG, _POINTER, _SIZE, _SIZE, _POINTER)
     return native
 
@@ -52,11 +70,18 @@ class NativeElementwise(Elementwise):
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         check(x)
         x = x.contiguous()
-        out, width = torch.empty_like(x), x.shape[-1]
+        out = torch.empty_like(x)
+        width = x.shape[-1]
         library().magicdec_rms_norm(
-            x.dtype == torch.float32, x.data_ptr(), width, weight.data_ptr(), eps,
-            x.numel() // width, width, out.data_ptr(),
-        )  # fmt: skip
+            x.dtype == torch.float32,
+            x.data_ptr(),
+            width,
+            weight.data_ptr(),
+            eps,
+            x.numel() // width,
+            width,
+            out.data_ptr(),
+        )
         return out
 
     def rotate(self, heads: Tensor, table: Tensor, num_rotated: int, interleaved: bool) -> Tensor:
@@ -64,9 +89,16 @@ class NativeElementwise(Elementwise):
         assert heads.is_contiguous() and table.is_contiguous() and table.dtype == torch.float32
         rows, num_tokens, num_heads, size = heads.shape
         library().magicdec_rotate(
-            heads.dtype == torch.float32, heads.data_ptr(), table.data_ptr(), rows * num_tokens,
-            num_heads, size, num_rotated, table.shape[-1], interleaved,
-        )  # fmt: skip
+            heads.dtype == torch.float32,
+            heads.data_ptr(),
+            table.data_ptr(),
+            rows * num_tokens,
+            num_heads,
+            size,
+            num_rotated,
+            table.shape[-1],
+            interleaved,
+        )
         return heads[:, :, :num_rotated]
 
     def silu_gate(self, gate_up: Tensor) -> Tensor:
@@ -75,7 +107,10 @@ class NativeElementwise(Elementwise):
         gate_up = gate_up.contiguous()
         out = gate_up.new_empty(*gate_up.shape[:-1], width)
         library().magicdec_silu_gate(
-            gate_up.dtype == torch.float32, gate_up.data_ptr(), out.numel() // width, width,
+            gate_up.dtype == torch.float32,
+            gate_up.data_ptr(),
+            out.numel() // width,
+            width,
             out.data_ptr(),
-        )  # fmt: skip
+        )
         return out

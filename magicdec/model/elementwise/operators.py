@@ -57,7 +57,8 @@ def apply_rope(x: Tensor, table: Tensor, interleaved: bool = False) -> Tensor:
         rotated = apply_rope(x[..., :size], table, interleaved)
         return torch.cat([rotated, x[..., size:]], dim=-1)
     if interleaved:
-        first, second = x[..., ::2], x[..., 1::2]
+        first = x[..., ::2]
+        second = x[..., 1::2]
         rotated = torch.stack([first * cos - second * sin, second * cos + first * sin], dim=-1)
         return rotated.flatten(-2)
     first, second = x.chunk(2, dim=-1)

@@ -51,7 +51,8 @@ class TritonElementwise(Elementwise):
         self, x: Tensor, y: Tensor, weight: Tensor, eps: float
     ) -> tuple[Tensor, Tensor]:
         assert x.shape == y.shape and x.dtype == y.dtype
-        total, out = x.new_empty(x.shape), x.new_empty(x.shape)
+        total = x.new_empty(x.shape)
+        out = x.new_empty(x.shape)
         _launch_norm(x, y, weight, eps, total, out)
         return total, out
 
@@ -62,11 +63,19 @@ class TritonElementwise(Elementwise):
         pairs = table.shape[-1]
         block_h, block_p, num_warps = choose_tile(num_rotated, pairs)
         kernels(heads.device.type).rotate_heads[(rows * num_tokens, -(-num_rotated // block_h))](
-            heads, table, num_tokens, *heads.stride()[:3], HEADS=num_rotated, PAIRS=pairs,
-            STEP=2 if interleaved else 1, APART=1 if interleaved else pairs,
-            BLOCK_H=block_h, BLOCK_P=block_p, INTERPRETED=is_interpreted(heads),
+            heads,
+            table,
+            num_tokens,
+            *heads.stride()[:3],
+            HEADS=num_rotated,
+            PAIRS=pairs,
+            STEP=2 if interleaved else 1,
+            APART=1 if interleaved else pairs,
+            BLOCK_H=block_h,
+            BLOCK_P=block_p,
+            INTERPRETED=is_interpreted(heads),
             num_warps=num_warps,
-        )  # fmt: skip
+        )
         return heads[:, :, :num_rotated]
 
     def silu_gate(self, gate_up: Tensor) -> Tensor:
@@ -76,9 +85,14 @@ class TritonElementwise(Elementwise):
         out = gate_up.new_empty(*gate_up.shape[:-1], width)
         block = min(GATED, next_power(width))
         kernels(x.device.type).gate_rows[(len(x), -(-width // block))](
-            x, out, x.stride(0), WIDTH=width, BLOCK=block, INTERPRETED=is_interpreted(x),
+            x,
+            out,
+            x.stride(0),
+            WIDTH=width,
+            BLOCK=block,
+            INTERPRETED=is_interpreted(x),
             num_warps=_warps(block),
-        )  # fmt: skip
+        )
         return out
 
 
@@ -86,7 +100,8 @@ def choose_tile(num_heads: int, pairs: int) -> tuple[int, int, int]:
     """(heads, pairs of a head, warps) of a `rotate_heads` program: powers of two, with at least as
     many pairs in all as threads."""
     block_p = next_power(pairs)
-    least, most = max(1, WARP // block_p), max(1, PAIRS // block_p)
+    least = max(1, WARP // block_p)
+    most = max(1, PAIRS // block_p)
     block_h = max(least, min(most, next_power(num_heads)))
     return block_h, block_p, _warps(block_h * block_p)
 
@@ -98,15 +113,28 @@ def _launch_norm(
     contiguous."""
     assert x.dtype in STORAGE and weight.is_contiguous()
     inner, width = x.shape[-2:]
-    block, adds = next_power(width), y is not None
+    block = next_power(width)
+    adds = y is not None
     unit = ALIGNED if width % ALIGNED == 0 else 1  # aligned rows allow vectorized loads
     x = _adjacent(x.reshape(-1, inner, width), unit)
     y = x if y is None else _adjacent(y.reshape(x.shape), unit)
     strides = [stride // unit for t in (x, y) for stride in t.stride()[:2]]
     kernels(x.device.type).norm_rows[(x.shape[0] * inner,)](
-        x, y, weight, total, out, eps, inner, *strides, WIDTH=width, UNIT=unit, BLOCK=block,
-        ADDS=adds, INTERPRETED=is_interpreted(x), num_warps=_warps(block),
-    )  # fmt: skip
+        x,
+        y,
+        weight,
+        total,
+        out,
+        eps,
+        inner,
+        *strides,
+        WIDTH=width,
+        UNIT=unit,
+        BLOCK=block,
+        ADDS=adds,
+        INTERPRETED=is_interpreted(x),
+        num_warps=_warps(block),
+    )
 
 
 def _warps(numbers: int) -> int:

@@ -27,10 +27,23 @@ def _stored(values, dtype: tl.constexpr, INTERPRETED: tl.constexpr):
 
 @triton.jit(do_not_specialize=["inner", "x_outer", "x_inner", "y_outer", "y_inner"])
 def norm_rows(
-    x, y, weight, total, out, eps, inner, x_outer, x_inner, y_outer, y_inner,
-    WIDTH: tl.constexpr, UNIT: tl.constexpr, BLOCK: tl.constexpr, ADDS: tl.constexpr,
+    x,
+    y,
+    weight,
+    total,
+    out,
+    eps,
+    inner,
+    x_outer,
+    x_inner,
+    y_outer,
+    y_inner,
+    WIDTH: tl.constexpr,
+    UNIT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
     INTERPRETED: tl.constexpr,
-):  # fmt: skip
+):
     """out [outer, inner, WIDTH] = the RMS norm of x; with ADDS, total = x + y is stored, and out is
     the norm of the rounded total. out and total are contiguous; strides are in units of UNIT
     elements. Grid: (outer * inner,)."""
@@ -54,16 +67,27 @@ def norm_rows(
 
 @triton.jit(do_not_specialize=["num_tokens"])
 def rotate_heads(
-    x, table, num_tokens, x_row, x_token, x_head,
-    HEADS: tl.constexpr, PAIRS: tl.constexpr, STEP: tl.constexpr, APART: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_P: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
+    x,
+    table,
+    num_tokens,
+    x_row,
+    x_token,
+    x_head,
+    HEADS: tl.constexpr,
+    PAIRS: tl.constexpr,
+    STEP: tl.constexpr,
+    APART: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
     """Rotate the first HEADS heads of x in place by table [rows, num_tokens, 2, PAIRS] (cos, sin).
     Pair i begins at dimension i * STEP, and its two elements lie APART dimensions apart. A tile has
     at least as many pairs as threads, so that only the thread that writes a pair reads it. Grid:
     (rows * num_tokens, tiles of heads)."""
     token = tl.program_id(0).to(tl.int64)
-    head, pair = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK_P)
+    head = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H)
+    pair = tl.arange(0, BLOCK_P)
     inside = (head < HEADS)[:, None] & (pair < PAIRS)[None, :]
     angles = table + token * (2 * PAIRS) + pair
     cos = tl.load(angles, mask=pair < PAIRS, other=0.0)[None, :]
@@ -79,9 +103,7 @@ def rotate_heads(
 
 
 @triton.jit
-def gate_rows(
-    x, out, x_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr
-):  # fmt: skip
+def gate_rows(x, out, x_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr, INTERPRETED: tl.constexpr):
     """out [rows, WIDTH] = silu(first WIDTH elements of a row of x) * (next WIDTH elements).
     Grid: (rows, tiles)."""
     row = tl.program_id(0).to(tl.int64)

@@ -19,7 +19,8 @@ class ConfigFields:
     """The fields of a JSON object. It remembers which of them were read."""
 
     def __init__(self, raw: Mapping[str, Any]) -> None:
-        self._raw, self._was_read = raw, set[str]()
+        self._raw = raw
+        self._was_read = set[str]()
 
     def __getitem__(self, field: str) -> Any:
         self._was_read.add(field)

@@ -129,8 +129,10 @@ def read_falcon(raw: ConfigFields) -> dict[str, Any]:
     attention and MLP in parallel. The variants with ALiBi (falcon-rw) are refused, because they
     scale and round the bias differently."""
     only(raw, "alibi", False)
-    fields, bias = common(raw, "ffn_hidden_size"), switch(raw, "bias", False)
-    num_heads, num_norms = fields["num_heads"], raw.get("num_ln_in_parallel_attn")
+    fields = common(raw, "ffn_hidden_size")
+    bias = switch(raw, "bias", False)
+    num_heads = fields["num_heads"]
+    num_norms = raw.get("num_ln_in_parallel_attn")
     only(raw, "head_dim", fields["head_dim"])
     is_parallel = switch(raw, "parallel_attn", True)
     has_one_kv_head = switch(raw, "multi_query", True)

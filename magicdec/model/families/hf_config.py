@@ -56,7 +56,8 @@ def parse_hf_config(
     ModelConfig. Raises ValueError, or KeyError for a missing field, if this model is not computed,
     or if that is not certain."""
     architecture = (raw.get("architectures") or ["unknown"])[0]
-    family, read = find_family(architecture), ConfigFields(raw)
+    family = find_family(architecture)
+    read = ConfigFields(raw)
     check_plain_weights(read)
     only(read, "model_type", family.model_type)
     fields = family.read(read)
@@ -77,7 +78,8 @@ def to_hf_config(config: ModelConfig) -> dict[str, Any]:
     """The inverse of `parse_hf_config`, for the checkpoints that this project writes: those with
     Llama's tensor names (WRITTEN)."""
     assert config.architecture in WRITTEN, "only Llama-like checkpoints are written"
-    rope, scaling = config.rope, None
+    rope = config.rope
+    scaling = None
     if rope.rope_type != "default":
         scaling = {"rope_type": rope.rope_type, "factor": rope.factor}
         scaling |= {name: getattr(rope, name) for name in ROPE_FIELDS.get(rope.rope_type, ())}

@@ -30,7 +30,8 @@ def decoder(
     are without `num_key_value_heads`; None, and a null in the file: one for each query head.
     `length` is the field with the longest context."""
     only(raw, "hidden_act", "silu")
-    num_heads, hidden_size = size(raw, "num_attention_heads"), size(raw, "hidden_size")
+    num_heads = size(raw, "num_attention_heads")
+    hidden_size = size(raw, "hidden_size")
     kv_heads = num_heads if "num_key_value_heads" in raw else heads_if_missing or num_heads
     return {
         "vocab_size": size(raw, "vocab_size"),
@@ -100,6 +101,8 @@ def baichuan_names(config: ModelConfig) -> Names:
     return Names(qkv=("self_attn.W_pack",), packing="stacked")
 
 
-LLAMA, MISTRAL = Family("llama", read), Family("mistral", read_mistral)
-QWEN2, QWEN3 = Family("qwen2", read_qwen2), Family("qwen3", read_qwen3)
+LLAMA = Family("llama", read)
+MISTRAL = Family("mistral", read_mistral)
+QWEN2 = Family("qwen2", read_qwen2)
+QWEN3 = Family("qwen3", read_qwen3)
 BAICHUAN = Family("baichuan", read_baichuan, baichuan_names)

@@ -42,7 +42,8 @@ def rope(raw: ConfigFields) -> RopeConfig:
 
 def rope_config(raw: ConfigFields, table: ConfigFields) -> RopeConfig:
     """What the table says, with what the top level has of it."""
-    rope_type, theta = rope_type_of(table), rope_theta(raw, table)
+    rope_type = rope_type_of(table)
+    theta = rope_theta(raw, table)
     trained = trained_length(raw, table)
     if rope_type in ("linear", "dynamic"):
         return RopeConfig(theta, rope_type, factor=positive(table, "factor"))
@@ -81,7 +82,8 @@ def rope_table(raw: ConfigFields) -> dict[str, Any]:
             f"rope_parameters {shown(parameters)} and rope_scaling {shown(scaling)} contradict "
             "each other; keep one of them"
         )
-    theta, used = parameters.get("rope_theta"), scaling.get("rope_theta")
+    theta = parameters.get("rope_theta")
+    used = scaling.get("rope_theta")
     used = raw.get("rope_theta") if used is None else used
     if used is None and theta not in (None, DEFAULT_THETA):
         raise ValueError(
@@ -92,7 +94,8 @@ def rope_table(raw: ConfigFields) -> dict[str, Any]:
 
 
 def rope_type_of(table: ConfigFields) -> str:
-    old, new = table.get("type"), table.get("rope_type")
+    old = table.get("type")
+    new = table.get("rope_type")
     if None not in (old, new) and old != new:
         raise ValueError(
             f"the RoPE type is stated twice: type {shown(old)} and rope_type {shown(new)} "
@@ -127,8 +130,10 @@ def _yarn(raw: ConfigFields, table: ConfigFields, theta: float, trained: int) ->
         factor = size(raw, "max_position_embeddings") / trained
     else:
         factor = positive(table, "factor")
-    scale, truncate = table.get("attention_factor"), table.get("truncate", True)
-    over, under = table.get("mscale"), table.get("mscale_all_dim")
+    scale = table.get("attention_factor")
+    truncate = table.get("truncate", True)
+    over = table.get("mscale")
+    under = table.get("mscale_all_dim")
     if scale is None:
         scale = _temperature(factor)
         if over and under:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from magicdec.model.families.fields import ConfigFields, shown, size, switch
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL = "full_attention"
+SLIDING = "sliding_attention"
 OLD_NAMES = {"attention": FULL}  # of `layer_types`
 DEFAULT_WINDOW = 4096  # of Mistral and Qwen, if the field is missing
 
@@ -16,7 +17,8 @@ DEFAULT_WINDOW = 4096  # of Mistral and Qwen, if the field is missing
 def layer_type(raw: ConfigFields) -> str | None:
     """The type of all layers by `layer_types`; None if it is missing. Raises ValueError if they
     differ."""
-    stated, num_layers = raw.get("layer_types"), size(raw, "num_hidden_layers")
+    stated = raw.get("layer_types")
+    num_layers = size(raw, "num_hidden_layers")
     if stated is None:
         return None
     if not isinstance(stated, list) or len(stated) != num_layers:
@@ -52,7 +54,8 @@ def uniform_window(kind: str | None, window: int | None) -> int | None:
 
 def check_no_window(raw: ConfigFields) -> None:
     """Llama has no window. Raises ValueError for a config that asks for one that would matter."""
-    window, longest = raw.get("sliding_window"), size(raw, "max_position_embeddings")
+    window = raw.get("sliding_window")
+    longest = size(raw, "max_position_embeddings")
     is_used = switch(raw, "use_sliding_window", window is not None)
     raw.get("max_window_layers")
     if layer_type(raw) == SLIDING or (is_used and window is not None and window < longest):
@@ -63,7 +66,8 @@ def check_no_window(raw: ConfigFields) -> None:
 
 def mistral_window(raw: ConfigFields) -> int | None:
     """On all layers, unless it is null or `layer_types` says otherwise."""
-    window, kind = stated_window(raw), layer_type(raw)
+    window = stated_window(raw)
+    kind = layer_type(raw)
     is_used = switch(raw, "use_sliding_window", True)
     if window is not None and kind is None and not is_used:
         raise ValueError(
@@ -78,8 +82,10 @@ def qwen_window(raw: ConfigFields) -> int | None:
     """None unless `use_sliding_window` is set. Without `layer_types`, the window is on the layers
     from `max_window_layers` on."""
     num_layers = size(raw, "num_hidden_layers")
-    is_used, first = switch(raw, "use_sliding_window", False), raw.get("max_window_layers", 28)
-    window, kind = stated_window(raw) if is_used else None, layer_type(raw)
+    is_used = switch(raw, "use_sliding_window", False)
+    first = raw.get("max_window_layers", 28)
+    window = stated_window(raw) if is_used else None
+    kind = layer_type(raw)
     raw.get("sliding_window")
     if kind is None and window is not None:
         if not isinstance(first, int):

@@ -78,14 +78,16 @@ class PackedLinear(nn.Module):
         self.out_features, self.in_features = weight.shape
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
         self.adds_bias = adds_bias
-        blocks, width = -(-self.out_features // WIDTH), self.in_features
+        blocks = -(-self.out_features // WIDTH)
+        width = self.in_features
         shape, dtype, pack = PACKERS[INT4 if self.is_int4 else weight.dtype]
         packed = torch.empty(blocks, *shape(width), WIDTH, dtype=dtype)
         use_huge_pages(packed)
         self.packed = nn.Parameter(packed, requires_grad=False)
         sources = [weight.data_ptr()]
         if self.is_int4 and scale is not None:
-            sources, scale = [*sources, scale.contiguous().data_ptr()], None
+            sources = [*sources, scale.contiguous().data_ptr()]
+            scale = None
         getattr(library(), pack)(*sources, self.out_features, width, packed.data_ptr())
         self.scale = None if scale is None else nn.Parameter(scale, requires_grad=False)
 
@@ -106,7 +108,8 @@ class PackedLinear(nn.Module):
 
 def padding_bytes(packed: Tensor, out_features: int) -> int:
     """The bytes of a packed weight [blocks, ...] that belong to no output channel."""
-    num_bytes, channels = packed.numel() * packed.element_size(), len(packed) * WIDTH
+    num_bytes = packed.numel() * packed.element_size()
+    channels = len(packed) * WIDTH
     return num_bytes // channels * (channels - out_features)
 
 
@@ -115,19 +118,30 @@ def library(*flags: str) -> ctypes.CDLL:
     """The library of `packed.cpp`, compiled with `flags` in addition to the usual ones."""
     share_openmp()
     native = load_library(SOURCE, ("-fopenmp", *flags), HEADERS)
-    pointer, size = ctypes.c_void_p, ctypes.c_int64
+    pointer = ctypes.c_void_p
+    size = ctypes.c_int64
     native.magicdec_pack_float32.argtypes = (pointer, size, size, pointer)
     native.magicdec_pack.argtypes = (pointer, size, size, pointer)
     for multiply in (
-        native.magicdec_linear_float32, native.magicdec_linear,
-        native.magicdec_linear_int4, native.magicdec_linear_int4_float32,
-    ):  # fmt: skip
+        native.magicdec_linear_float32,
+        native.magicdec_linear,
+        native.magicdec_linear_int4,
+        native.magicdec_linear_int4_float32,
+    ):
         multiply.argtypes = (pointer, size, pointer, size, size, pointer, pointer, pointer)
     native.magicdec_pack_int8.argtypes = (pointer, size, size, pointer)
     native.magicdec_pack_int4.argtypes = (pointer, pointer, size, size, pointer)
     native.magicdec_linear_int8.argtypes = (
-        pointer, size, pointer, pointer, size, size, pointer, pointer, pointer,
-    )  # fmt: skip
+        pointer,
+        size,
+        pointer,
+        pointer,
+        size,
+        size,
+        pointer,
+        pointer,
+        pointer,
+    )
     return native
 
 
@@ -141,20 +155,34 @@ def packed_linear(
     x = x.contiguous()
     width = x.shape[-1]
     out = torch.empty(*x.shape[:-1], out_features, dtype=x.dtype)
-    rows, bias_at = x.numel() // width, None if bias is None else bias.data_ptr()
+    rows = x.numel() // width
+    bias_at = None if bias is None else bias.data_ptr()
     # Scratch: the kernels widen, reorder or round the activations into it.
     room = torch.empty(rows * (width + TILE))
     if scale is not None:
         library().magicdec_linear_int8(
-            x.data_ptr(), rows, packed.data_ptr(), scale.data_ptr(), out_features, width, bias_at,
-            room.data_ptr(), out.data_ptr(),
-        )  # fmt: skip
+            x.data_ptr(),
+            rows,
+            packed.data_ptr(),
+            scale.data_ptr(),
+            out_features,
+            width,
+            bias_at,
+            room.data_ptr(),
+            out.data_ptr(),
+        )
         return out
     name = "magicdec_linear" + "_int4" * is_int4 + "_float32" * is_float32
     getattr(library(), name)(
-        x.data_ptr(), rows, packed.data_ptr(), out_features, width, bias_at, room.data_ptr(),
+        x.data_ptr(),
+        rows,
+        packed.data_ptr(),
+        out_features,
+        width,
+        bias_at,
+        room.data_ptr(),
         out.data_ptr(),
-    )  # fmt: skip
+    )
     return out
 
 
@@ -171,12 +199,14 @@ class Int8Linear(nn.Module):
         self, weight: Tensor, scale: Tensor, bias: Tensor | None, adds_bias: bool = True
     ) -> None:
         super().__init__()
-        self.adds_bias, self.bias = adds_bias, bias
+        self.adds_bias = adds_bias
+        self.bias = bias
         self.weight = nn.Parameter(weight, requires_grad=False)
         self.scale = nn.Parameter(scale, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        num_outputs, width = len(self.weight), x.shape[-1]
+        num_outputs = len(self.weight)
+        width = x.shape[-1]
         if triton.serves(x.device.type, x.numel() // width, x.dtype):
             out = triton.multiply(x, self.weight, self.scale)
         else:
@@ -204,7 +234,8 @@ class Int4Linear(Int8Linear):
         super().__init__(even | odd << 4, scale, bias, adds_bias)
 
     def multiply(self, x: Tensor, part: slice) -> Tensor:
-        both, scale = self.weight[part], self.scale[part].to(x.dtype)
+        both = self.weight[part]
+        scale = self.scale[part].to(x.dtype)
         numbers = torch.stack([both & 15, both >> 4], dim=2).to(x.dtype) - 8
         return F.linear(x, (numbers.view(*scale.shape, -1) * scale.unsqueeze(2)).flatten(1))
 

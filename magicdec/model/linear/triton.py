@@ -50,11 +50,23 @@ def multiply(x: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
     x, num_outputs, width = x.contiguous(), len(weight), x.shape[-1]
     group = width // scale.shape[1] if scale.dim() == 2 else 0
     out = x.new_empty(*x.shape[:-1], num_outputs)
-    num_rows, block = x.numel() // width, choose_outputs(num_outputs)
+    num_rows = x.numel() // width
+    block = choose_outputs(num_outputs)
     grid = -(-num_outputs // block), -(-num_rows // ROWS)
     kernels(x.device.type).multiply_rows[grid](
-        x, weight, scale, out, num_rows, num_outputs, WIDTH=width, GROUP=group, BLOCK_M=ROWS,
-        BLOCK_N=block, BLOCK_K=min(INPUTS[x.dtype], max(32, next_power(width))),
-        INTERPRETED=x.device.type == "cpu", num_warps=block // 8, num_stages=4,
-    )  # fmt: skip
+        x,
+        weight,
+        scale,
+        out,
+        num_rows,
+        num_outputs,
+        WIDTH=width,
+        GROUP=group,
+        BLOCK_M=ROWS,
+        BLOCK_N=block,
+        BLOCK_K=min(INPUTS[x.dtype], max(32, next_power(width))),
+        INTERPRETED=x.device.type == "cpu",
+        num_warps=block // 8,
+        num_stages=4,
+    )
     return out

@@ -15,13 +15,21 @@ import triton.language as tl
 
 @triton.jit
 def _int4_numbers(
-    weight, scale, n, is_output, first,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-):  # fmt: skip
+    weight,
+    scale,
+    n,
+    is_output,
+    first,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
     """The weights [BLOCK_N, BLOCK_K] of outputs n for the inputs from `first` on, in float32. A
     byte has two inputs, the even one in its lower half, as number + 8; past the last group are
     zeros."""
-    g, i = first // GROUP + tl.arange(0, BLOCK_K // GROUP), tl.arange(0, GROUP // 2)
+    g = first // GROUP + tl.arange(0, BLOCK_K // GROUP)
+    i = tl.arange(0, GROUP // 2)
     is_there = is_output[:, None] & (g < WIDTH // GROUP)[None, :]
     scales = tl.load(scale + n[:, None] * (WIDTH // GROUP) + g[None, :], mask=is_there, other=0.0)
     groups = weight + (n[:, None] * (WIDTH // GROUP) + g[None, :])[:, :, None] * (GROUP // 2)
@@ -32,17 +40,27 @@ def _int4_numbers(
 
 @triton.jit(do_not_specialize=["num_rows"])
 def multiply_rows(
-    x, weight, scale, out, num_rows, num_outputs,
-    WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr, INTERPRETED: tl.constexpr,
-):  # fmt: skip
+    x,
+    weight,
+    scale,
+    out,
+    num_rows,
+    num_outputs,
+    WIDTH: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    INTERPRETED: tl.constexpr,
+):
     """out [num_rows, num_outputs] = x [num_rows, WIDTH] times the transposed weight. With GROUP
     inputs to a scale it is int4, [num_outputs, WIDTH / 2] bytes and scale [num_outputs,
     WIDTH / GROUP]; with GROUP 0 int8, [num_outputs, WIDTH] and scale [num_outputs]. All are
     contiguous. Grid: (tiles of outputs, tiles of rows)."""
     n = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     m = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
-    is_output, is_row = n < num_outputs, m < num_rows
+    is_output = n < num_outputs
+    is_row = m < num_rows
     sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for first in range(0, WIDTH, BLOCK_K):
         k = first + tl.arange(0, BLOCK_K)
@@ -56,7 +74,8 @@ def multiply_rows(
             mask = is_output[:, None] & (k < WIDTH)[None, :]
             right = tl.load(weight + n[:, None] * WIDTH + k[None, :], mask=mask, other=0)
         if INTERPRETED:  # the interpreter multiplies the bits of bfloat16 as integers
-            left, right = left.to(tl.float32), right.to(tl.float32)
+            left = left.to(tl.float32)
+            right = right.to(tl.float32)
         sums += tl.dot(left, tl.trans(right.to(left.dtype)), input_precision="ieee")
     if GROUP == 0:
         sums *= tl.load(scale + n, mask=is_output, other=0.0)[None, :]

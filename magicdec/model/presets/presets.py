@@ -73,7 +73,8 @@ def find_config(flag: str, name: str) -> ModelConfig:
 
 def unknown_model(flag: str, name: str, choices: str) -> ValueError:
     """The error for a name that is no model: what is at a similar path, or all choices."""
-    path, is_preset = Path(name).expanduser(), name.startswith(RANDOM_PREFIX)
+    path = Path(name).expanduser()
+    is_preset = name.startswith(RANDOM_PREFIX)
     is_path = not is_preset and (len(path.parts) > 1 or name.startswith((".", "~")))
     if is_path or (not is_preset and nearest(path) is not None):
         return ValueError(f"{flag} {name}: {no_such(path, 'directory or file of weights')}")

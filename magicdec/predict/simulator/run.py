@@ -77,26 +77,38 @@ class SimulatedMetrics(Part):
 
     tokens_per_s: float = recorded(
         "tokens of a request after its first, divided by the time that they took; sum over the "
-        "requests", "tokens/s", label="tok/s", digits=2,
-    )  # fmt: skip
+        "requests",
+        "tokens/s",
+        label="tok/s",
+        digits=2,
+    )
     ttft_ms: float = recorded(
         "time to first token; mean over the requests", "ms", label="TTFT", digits=1
     )
     mean_itl_ms: float | None = recorded(
-        "time between two commits of a request; mean over all of them", "ms",
-        label="ITL", digits=1, null=ONE_TOKEN,
-    )  # fmt: skip
+        "time between two commits of a request; mean over all of them",
+        "ms",
+        label="ITL",
+        digits=1,
+        null=ONE_TOKEN,
+    )
     p99_itl_ms: float | None = recorded(
         "its 99th percentile", "ms", label="p99", digits=1, null=ONE_TOKEN
     )
     busy: float = recorded(
         "share of time in which a stage computes; mean over the stages",
-        label="busy", digits=1, scale=100, suffix="%",
-    )  # fmt: skip
+        label="busy",
+        digits=1,
+        scale=100,
+        suffix="%",
+    )
     useful: float = recorded(
         "the same, without runs that were cancelled",
-        label="useful", digits=1, scale=100, suffix="%",
-    )  # fmt: skip
+        label="useful",
+        digits=1,
+        scale=100,
+        suffix="%",
+    )
     draft_busy: float = recorded("share of time in which the drafter computes")
     mean_in_flight: float = recorded("runs that are under way; mean over the time")
     draft_acceptance_rate: float | None = recorded(
@@ -125,7 +137,8 @@ def measure(machine: Machine, trace: Trace, counts: Counts) -> SimulatedMetrics:
     times: dict[int, list[float]] = {}
     for at, commit in trace.commits:
         times.setdefault(commit.request, []).extend([at] * len(commit.tokens))
-    first, last = min(t[0] for t in times.values()), max(t[-1] for t in times.values())
+    first = min(t[0] for t in times.values())
+    last = max(t[-1] for t in times.values())
     # Tokens of one commit came at the same time.
     itl_ms = [1e3 * (b - a) for each in times.values() for a, b in pairwise(sorted(set(each)))]
     window = (last - first) or math.inf

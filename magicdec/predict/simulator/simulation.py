@@ -129,10 +129,12 @@ class Pipeline:
     def cancel(self, runs: Sequence[int], known_s: Sequence[float]) -> None:
         """`known_s`: when each stage has received the cancellation."""
         cancelled = set(runs)
-        before, is_changed = self._last_home, False
+        before = self._last_home
+        is_changed = False
         for flight in self.in_flight:
             if flight.launch.run in cancelled:
-                flight.cancelled_s, is_changed = known_s, True
+                flight.cancelled_s = known_s
+                is_changed = True
             if is_changed:
                 self._compute(flight, before)
             before = flight
@@ -144,15 +146,24 @@ class Pipeline:
 
     def _compute(self, flight: Flight, before: Flight | None) -> None:
         """The times of a run at every stage, given those of the run before it."""
-        machine, launch, cancelled_s = self.machine, flight.launch, flight.cancelled_s
-        rows, is_void, at = launch.num_rows, False, flight.launched_s
+        machine = self.machine
+        launch = flight.launch
+        cancelled_s = flight.cancelled_s
+        rows = launch.num_rows
+        is_void = False
+        at = flight.launched_s
         last = machine.num_stages - 1
-        flight.start_s, flight.end_s, flight.sent_s, flight.layers = [], [], [], []
+        flight.start_s = []
+        flight.end_s = []
+        flight.sent_s = []
+        flight.layers = []
         for stage in range(machine.num_stages):
             start = at if before is None else max(at, before.end_s[stage])
             layers = machine.layers
             if is_void or (cancelled_s is not None and cancelled_s[stage] <= start):
-                end, layers, is_void = start, 0, True
+                end = start
+                layers = 0
+                is_void = True
             else:
                 busy = self._busy_s(stage, rows)
                 end = start + busy
@@ -160,7 +171,9 @@ class Pipeline:
                     each = busy / layers
                     done = math.ceil((cancelled_s[stage] - start) / each)
                     if done < layers:
-                        end, layers, is_void = start + done * each, done, True
+                        end = start + done * each
+                        layers = done
+                        is_void = True
             sent = end if before is None else max(end, before.sent_s[stage])
             if machine.bytes_per_s is not None and last > 0:
                 size = launch.num_outputs * self.output_bytes if stage == last else 0
@@ -171,7 +184,8 @@ class Pipeline:
             flight.end_s.append(end)
             flight.sent_s.append(sent)
             flight.layers.append(layers)
-        flight.home_s, flight.is_void = at, is_void
+        flight.home_s = at
+        flight.is_void = is_void
 
 
 @dataclass(frozen=True)
@@ -190,7 +204,8 @@ class TextModels:
 
     def propose(self, draft: Draft, output: Sequence[int]) -> Candidate | None:
         """The candidate after the path. `output` is what is committed of the request."""
-        is_right, place = self.is_right[draft.request], len(output) + len(draft.path)
+        is_right = self.is_right[draft.request]
+        place = len(output) + len(draft.path)
         expected = range((len(output) + 1) * SPACING, (place + 1) * SPACING, SPACING)
         follows = draft.path == tuple(expected) and place < len(is_right) and is_right[place]
         return (place + 1) * SPACING + (not follows), DRAFT_PROBABILITY
@@ -216,7 +231,9 @@ class Simulation:
         models: TextModels,
         is_ring: bool = False,
     ) -> None:
-        self.machine, self.scheduler, self.models = machine, scheduler, models
+        self.machine = machine
+        self.scheduler = scheduler
+        self.models = models
         self.pipeline = Pipeline(machine, is_ring)
         self.trace = Trace()
         self._now_s = 0.0
@@ -244,7 +261,9 @@ class Simulation:
             self.trace.flights.append(flight)
             self._do(self.scheduler.result(flight.launch.run, self.models.home(flight)))
         elif self._draft is not None and self._draft_s <= self._now_s:
-            draft, self._draft, self._draft_s = self._draft, None, math.inf
+            draft = self._draft
+            self._draft = None
+            self._draft_s = math.inf
             self._do(self.scheduler.drafted(draft.draft, self._proposed))
         elif self._draft is None and (actions := self.scheduler.idle()):
             self._do(actions)

@@ -84,7 +84,8 @@ class Pair:
     def log_ratios(self) -> Array:
         """[1 + P] the logarithm of the ratio of the acceptance rates, over all prompts and without
         each prompt."""
-        before, after = estimates_of(self.before).rate, estimates_of(self.after).rate
+        before = estimates_of(self.before).rate
+        after = estimates_of(self.after).rate
         with np.errstate(divide="ignore", invalid="ignore"):
             return np.log(after / before)
 
@@ -121,7 +122,8 @@ class Change:
         loss must be larger than the margin. None if the scatter is not known."""
         if self.error is None or not 0 < rate < 1:
             return None
-        freedom, loss = self.num_prompts - 1, 0.0
+        freedom = self.num_prompts - 1
+        loss = 0.0
         reach = quantile(freedom, level)
         # The error is itself estimated, and is larger where the rate is lower.
         room = NormalDist().inv_cdf(SEEN) * math.sqrt(1 + reach**2 / (2 * freedom))
@@ -146,7 +148,8 @@ class Change:
 
 def pair_of(new: RunRecord, old: RunRecord) -> Pair:
     """Raises ValueError if a record has no samples, or none of what its drafts were."""
-    before, after = samples_of(old, "baseline"), samples_of(new, "new record")
+    before = samples_of(old, "baseline")
+    after = samples_of(new, "new record")
     pairs = zip(before.output_hashes, after.output_hashes, strict=True)
     is_other = np.array([one != other for one, other in pairs])
     counts = count_by_prompt(before), count_by_prompt(after)
@@ -179,8 +182,10 @@ def samples_of(record: RunRecord, name: str) -> PassSamples:
 def change_of(pair: Pair, level: float = LEVEL) -> Change:
     """The change of a pair, with its interval at that level."""
     ratios = pair.log_ratios()  # the first is of all prompts
-    mean, num_prompts = float(ratios[0]), len(ratios) - 1
-    interval, error = None, None
+    mean = float(ratios[0])
+    num_prompts = len(ratios) - 1
+    interval = None
+    error = None
     if num_prompts >= FEWEST_PROMPTS and np.isfinite(ratios).all():
         error = jackknife_error(ratios)
         reach = error * quantile(num_prompts - 1, level)
@@ -188,8 +193,13 @@ def change_of(pair: Pair, level: float = LEVEL) -> Change:
     return Change(math.expm1(mean), interval, num_prompts, error)
 
 
-REGRESSION, CHANGED, INCOMPARABLE = "regression", "changed", "not comparable"
-TOLERATED, GAIN, SAME, MISSING = "tolerated", "gain", "same", "missing"
+REGRESSION = "regression"
+CHANGED = "changed"
+INCOMPARABLE = "not comparable"
+TOLERATED = "tolerated"
+GAIN = "gain"
+SAME = "same"
+MISSING = "missing"
 VERDICTS = (REGRESSION, CHANGED, INCOMPARABLE, TOLERATED, GAIN, SAME, MISSING)  # the worst first
 DEFAULT_MARGIN = 0.02
 READS_TOLERANCE = 0.02  # of the tokens that a draft forward reads
@@ -336,7 +346,8 @@ def other_reads(new: RunRecord, old: RunRecord) -> str | None:
     """What a draft forward reads, if it is no longer what it was: then it is not the same policy or
     budget, whatever the records say."""
     assert new.metrics is not None and old.metrics is not None
-    after, before = new.metrics.kv_tokens_read, old.metrics.kv_tokens_read
+    after = new.metrics.kv_tokens_read
+    before = old.metrics.kv_tokens_read
     if after is None or before is None or abs(after - before) <= READS_TOLERANCE * before:
         return None
     return f"regression: a draft forward reads {after:.1f} tokens of a row's KV, was {before:.1f}"
@@ -354,7 +365,8 @@ def judge(m: Match, rule: Rule, level: float) -> Comparison:
 def judge_exactly(m: Match) -> Comparison:
     """The verdict where unchanged code repeats every step."""
     samples = samples_of(m.new, "new record"), samples_of(m.old, "baseline")
-    rates, change = m.pair.rates(), find_change(*samples)
+    rates = m.pair.rates()
+    change = find_change(*samples)
     if change is None:
         text = f"acceptance rate {rates[1]:.4f}, every step as before"
         unchanged = Change(0.0, None, m.pair.after.num_prompts)
@@ -368,7 +380,8 @@ def judge_exactly(m: Match) -> Comparison:
 
 def judge_by_statistics(m: Match, rule: Rule, level: float) -> Comparison:
     """The verdict where rounding may have changed the counts."""
-    rates, num_different = m.pair.rates(), m.pair.num_different
+    rates = m.pair.rates()
+    num_different = m.pair.num_different
     reads = other_reads(m.new, m.old)
     if reads is not None:
         return Comparison(m.name, REGRESSION, reads, rates)
@@ -377,14 +390,17 @@ def judge_by_statistics(m: Match, rule: Rule, level: float) -> Comparison:
         text = f"acceptance rate {rates[1]:.4f}, all counts as before{forks}"
         unchanged = Change(0.0, None, m.pair.after.num_prompts)
         return Comparison(m.name, SAME, text, rates, unchanged)
-    level, margin = LEVEL if m.is_certain else level, rule.margin_of(m.old)
-    change, worst = change_of(m.pair, level), m.pair.worst_prompt()
+    level = LEVEL if m.is_certain else level
+    margin = rule.margin_of(m.old)
+    change = change_of(m.pair, level)
+    worst = m.pair.worst_prompt()
     verdict, why = decide(rates, change, margin)
     if worst is not None:
         forks += f"; {worst}"
         is_beyond = worst.rates[1] < (1 - margin) * worst.rates[0]
         if verdict != REGRESSION and is_beyond and worst.is_loss((1 - level) / 2):
-            verdict, why = REGRESSION, f"prompt {worst.number} lost more than its noise"
+            verdict = REGRESSION
+            why = f"prompt {worst.number} lost more than its noise"
     text = f"acceptance rate {rates[0]:.4f} -> {rates[1]:.4f}, {change}{forks}: {verdict}, {why}"
     if (seen := change.seen_loss(rates[0], level, margin)) is not None:
         text += f"; a loss of {100 * seen:.1f} % would be seen in 19 of 20 runs"

@@ -42,7 +42,8 @@ def policy_of(config: Mapping[str, Any]) -> str | None:
 def measured_thing(record: RunRecord) -> Key:
     """What a record measures: two records of the same thing are meant to be compared. A setting
     that its policy does not read is None."""
-    decoding, kv = record.config["decoding"], record.config["kv"]
+    decoding = record.config["decoding"]
+    kv = record.config["kv"]
     draft = None if record.workload is None else record.workload.draft
     policy = policy_of(record.config)
     # A policy that this version does not know reads all, so that it is never taken for another.
@@ -63,7 +64,8 @@ def measured_thing(record: RunRecord) -> Key:
 def first_difference(new: RunRecord, old: RunRecord) -> str | None:
     """The first condition in which two records of the same thing differ, such as `prefix_len 1024,
     was 4096`; None if all agree. Neither record failed."""
-    ours, theirs = new.workload, old.workload
+    ours = new.workload
+    theirs = old.workload
     assert ours is not None and theirs is not None, "only a failed record may lack it"
     before = conditions(old)
     for name, value in conditions(new).items():
@@ -81,7 +83,8 @@ def first_difference(new: RunRecord, old: RunRecord) -> str | None:
 
 def conditions(record: RunRecord) -> dict[str, Any]:
     """Each setting that must agree, by the name that the gate prints."""
-    config, workload = record.config, record.workload
+    config = record.config
+    workload = record.workload
     cost = config["decoding"].get("step_cost")
     return {
         **{name: getattr(workload, name) for name in ("model", *OF_TEXT)},
@@ -97,7 +100,8 @@ def conditions(record: RunRecord) -> dict[str, Any]:
 
 def weight_dtypes(config: dict[str, Any]) -> str:
     """The dtypes of the target's matrices and of the draft's."""
-    target, draft = config["model"]["target_dtype"], config["draft"]
+    target = config["model"]["target_dtype"]
+    draft = config["draft"]
     own = config["decoding"].get("draft_weights")
     drafts = draft["draft_dtype"] if draft is not None else own or target
     return str(target) if drafts == target else f"{target}, draft {drafts}"
@@ -125,7 +129,8 @@ def placement(record: RunRecord) -> str:
 def describe(record: RunRecord) -> str:
     """What a record measures, as `flags_of` has it, in a form that can be printed."""
     draft = None if record.workload is None else record.workload.draft
-    name, num_ranks = None if draft is None else draft.model, record.environment.world_size
+    name = None if draft is None else draft.model
+    num_ranks = record.environment.world_size
     return printable(flags_of(record.config, name, num_ranks))
 
 
@@ -135,7 +140,8 @@ def flags_of(
     """What is measured, as the flags of `magicdec run` that a user would write: those of the
     sections of a config, without settings of the policy that have their default. `draft` is the
     name of the draft model and `num_ranks` the number of ranks, by default those of the config."""
-    decoding, kv = config["decoding"], config["kv"]
+    decoding = config["decoding"]
+    kv = config["kv"]
     if decoding["strategy"] == BASELINE:
         return f"--draft {NONE}"
     looked_up, plus, last = decoding["drafter"].rpartition("+")
@@ -154,7 +160,8 @@ def flags_of(
 
 def _flags_of_ranks(config: Mapping[str, Any], num_ranks: int | None) -> list[str]:
     """Of one rank none."""
-    parallel, draft = config.get("parallel") or {}, config.get("draft") or {}
+    parallel = config.get("parallel") or {}
+    draft = config.get("draft") or {}
     number = num_ranks or parallel.get("nproc") or 1
     if number == 1:
         return []
@@ -181,7 +188,8 @@ def _flags_of_sampling(section: Any) -> list[str]:
 def _flags_of_policy(policy: str | None, kv: Mapping[str, Any]) -> list[str]:
     if policy is None:
         return []
-    settings, section = declared(KVSection), KVSection(policy, kv["budget"])
+    settings = declared(KVSection)
+    section = KVSection(policy, kv["budget"])
     section = replace(section, num_sink_tokens=kv.get("num_sink_tokens", section.num_sink_tokens))
     usual = {name: each.default for name, each in settings.items()}
     usual |= {"budget": None, "recent_window": section.num_recent_tokens}
@@ -202,7 +210,8 @@ def kind_of(record: RunRecord) -> str:
     requests on one rank; else in which other way it drafts, without parameters, whatever the
     method. Sampling is one way, since its prompts are prefilled by themselves. So are several
     ranks, and a draft model on some of them."""
-    decoding, kv = record.config["decoding"], record.config["kv"]
+    decoding = record.config["decoding"]
+    kv = record.config["kv"]
     several = record.environment.world_size > 1
     ways = {
         "pa": decoding.get("pa"),

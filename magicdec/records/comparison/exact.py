@@ -102,9 +102,11 @@ def ranks_of(record: RunRecord) -> Iterator[str]:
 def other_machine(new: RunRecord, old: RunRecord) -> str | None:
     """The first thing of the machine and its software from which other bits may follow."""
     for name, words in OF_BITS.items():
-        ours, theirs = getattr(new.environment, name), getattr(old.environment, name)
+        ours = getattr(new.environment, name)
+        theirs = getattr(old.environment, name)
         if isinstance(ours, list) and isinstance(theirs, list):
-            more, fewer = listed(set(ours) - set(theirs)), listed(set(theirs) - set(ours))
+            more = listed(set(ours) - set(theirs))
+            fewer = listed(set(theirs) - set(ours))
             both = [f"with {more}"] * bool(more) + [f"without {fewer}"] * bool(fewer)
             if both:
                 return f"{words} are {' and '.join(both)} now"
@@ -128,7 +130,8 @@ def is_logged(record: RunRecord) -> bool:
 def find_change(new: PassSamples, old: PassSamples) -> ExactChange | None:
     """The differences between two passes over the same prompts; None if there are none. That tokens
     were others is said where nothing else is."""
-    found, first = 0, None
+    found = 0
+    first = None
     pairs = zip(steps_by_prompt(new), steps_by_prompt(old), strict=True)
     for prompt, (ours, theirs) in enumerate(pairs):
         change = first_step(ours, theirs)
@@ -160,7 +163,8 @@ def steps_by_prompt(samples: PassSamples) -> list[list[StepLog]]:
     """The steps of each prompt. A row has a part in a step until it has emitted all its tokens."""
     prompts = list[list[StepLog]]()
     for batch, lengths in enumerate(samples.sequence_tokens):
-        left, logs = list(lengths), [list[StepLog]() for _ in lengths]
+        left = list(lengths)
+        logs = [list[StepLog]() for _ in lengths]
         for step, emitted in enumerate(samples.num_emitted[batch]):
             running = [i for i, tokens in enumerate(left) if tokens > 0]
             rows = zip(running, emitted, strict=False)
@@ -177,6 +181,10 @@ def step_of(samples: PassSamples, batch: int, step: int, row: int, emitted: int)
         return StepLog(step, None, 0, 0, 0, emitted)
     assert samples.draft_hashes is not None and samples.draft_keys is not None, "a log is there"
     return StepLog(
-        step, samples.draft_hashes[batch][step][row], samples.draft_keys[batch][step][row],
-        samples.num_proposed[batch][step][row], accepted[row], emitted,
-    )  # fmt: skip
+        step,
+        samples.draft_hashes[batch][step][row],
+        samples.draft_keys[batch][step][row],
+        samples.num_proposed[batch][step][row],
+        accepted[row],
+        emitted,
+    )

@@ -46,10 +46,13 @@ def values_of(records: Iterable[Record]) -> dict[str, Values]:
     for record in records:
         if isinstance(record, RunRecord):
             continue
-        model, fields, machine = record.config.get("model", {}), asdict(record), None
+        model = record.config.get("model", {})
+        fields = asdict(record)
+        machine = None
         name = f"{record.kind} of {record.config.get('mode') or model.get('model')}"
         if isinstance(record, MeasuredRecord):
-            mode, workload = fields.get("name"), record.config.get("workload")
+            mode = fields.get("name")
+            workload = record.config.get("workload")
             of = [model["model"], model["dtype"], model.get("target_dtype"), mode, workload]
             of.append(record.environment.world_size)
             machine = {key: getattr(record.environment, key) for key in OF_MACHINE}
@@ -84,7 +87,8 @@ def leaves(name: str, value: object, places: Iterable[str]) -> Iterator[tuple[st
 
 def compare_predictions(new: Iterable[Record], old: Iterable[Record]) -> Iterator[Comparison]:
     """A regression for each predicted value that is another one, beyond rounding."""
-    before, after = values_of(old), values_of(new)
+    before = values_of(old)
+    after = values_of(new)
     for key, values in after.items():
         if values.machine is not None:
             continue
@@ -102,7 +106,8 @@ def compare_predictions(new: Iterable[Record], old: Iterable[Record]) -> Iterato
 def tables_of_measured(new: Iterable[Record], old: Iterable[Record]) -> list[Table]:
     """A table for each measured thing that both files have, with a row for each number that is
     another one."""
-    before, tables = values_of(old), []
+    before = values_of(old)
+    tables = []
     for key, values in values_of(new).items():
         if values.machine is None or key not in before:
             continue

@@ -17,7 +17,8 @@ from magicdec.model.config import ModelConfig
 from magicdec.model.linear.packed import PackedLinear
 from magicdec.model.transformer import Transformer
 
-_POINTER, _COUNT = ctypes.c_void_p, ctypes.c_int64
+_POINTER = ctypes.c_void_p
+_COUNT = ctypes.c_int64
 KeepWaiting = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 
 
@@ -80,44 +81,68 @@ def describe_model(
 ) -> ModelFields:
     """`num_heads` and `num_kv_heads` are those of this rank. A part of a model that has no
     embedding, norm or head has null pointers for them."""
-    config, has_head = model.config, model.is_last and model.has_head
+    config = model.config
+    has_head = model.is_last and model.has_head
     head = LinearFields()
     if has_head:
         assert model.head is not None, "packed models have a head"
         head = _linear(model.head, True)
     return ModelFields(
-        len(model.blocks), config.hidden_size, num_heads, num_kv_heads, config.vocab_size,
-        model.rope.shape[2], config.rope.interleaved, config.norm_eps,
+        len(model.blocks),
+        config.hidden_size,
+        num_heads,
+        num_kv_heads,
+        config.vocab_size,
+        model.rope.shape[2],
+        config.rope.interleaved,
+        config.norm_eps,
         config.rope.attention_factor**2,
         model.embedding.weight.data_ptr() if model.has_embedding else None,
         model.norm.weight.data_ptr() if has_head else None,
-        model.rope.data_ptr(), head, model.head_rows[0], layers,
-    )  # fmt: skip
+        model.rope.data_ptr(),
+        head,
+        model.head_rows[0],
+        layers,
+    )
 
 
 def describe_cache(cache: KVCache) -> CacheFields:
     return CacheFields(
-        cache.k.data_ptr(), cache.v.data_ptr(), cache.k.stride(0) * cache.k.element_size(),
-        cache.block_table.shape[1], cache.shape.block_size, cache.block_table.data_ptr(),
-    )  # fmt: skip
+        cache.k.data_ptr(),
+        cache.v.data_ptr(),
+        cache.k.stride(0) * cache.k.element_size(),
+        cache.block_table.shape[1],
+        cache.shape.block_size,
+        cache.block_table.data_ptr(),
+    )
 
 
 def describe_layer(block: Block) -> LayerFields:
-    attention, mlp, mlp_norm = block.attention, block.mlp, block.mlp_norm
+    attention = block.attention
+    mlp = block.mlp
+    mlp_norm = block.mlp_norm
     norms = (block.attention_norm, mlp_norm, attention.q_norm, attention.k_norm)
     return LayerFields(
         *(None if norm is None else norm.weight.data_ptr() for norm in norms),
-        pointer(attention.output.bias), pointer(mlp.down.bias), _linear(attention.qkv, True),
-        _linear(attention.output, False), _linear(mlp.gate_up, True), _linear(mlp.down, False),
-    )  # fmt: skip
+        pointer(attention.output.bias),
+        pointer(mlp.down.bias),
+        _linear(attention.qkv, True),
+        _linear(attention.output, False),
+        _linear(mlp.gate_up, True),
+        _linear(mlp.down, False),
+    )
 
 
 def _linear(linear: nn.Module, adds_bias: bool) -> LinearFields:
     assert isinstance(linear, PackedLinear), "checked before the run"
     return LinearFields(
-        linear.packed.data_ptr(), pointer(linear.bias if adds_bias else None),
-        pointer(linear.scale), linear.out_features, linear.in_features, linear.is_int4,
-    )  # fmt: skip
+        linear.packed.data_ptr(),
+        pointer(linear.bias if adds_bias else None),
+        pointer(linear.scale),
+        linear.out_features,
+        linear.in_features,
+        linear.is_int4,
+    )
 
 
 def pointer(tensor: Tensor | None) -> int | None:

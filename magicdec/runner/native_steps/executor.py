@@ -75,7 +75,9 @@ HEADERS = (
     SOURCE.with_name("forward_part.h"),
     *dict.fromkeys((*ATTENTION_HEADERS, *EXCHANGE_HEADERS, *ELEMENTWISE_HEADERS, *LINEAR_HEADERS)),
 )
-INTERRUPTED, UNKNOWN_TOKEN = 1, 2  # what the library returns; 0: done
+# what the library returns; 0: done
+INTERRUPTED = 1
+UNKNOWN_TOKEN = 2
 
 Watch = Callable[[int, Tensor], None]
 """A function that is called for each layer of a forward with the layer and its attention weights
@@ -127,11 +129,13 @@ class Executor:
     summed over forwards, layers, rows and KV heads of this rank."""
 
     def __init__(self, model: Transformer, group: Group) -> None:
-        self.model, self.config = model, model.config
+        self.model = model
+        self.config = model.config
         self.keys_read = 0
         blocks = [block for block in model.blocks if isinstance(block, Block)]
         attention = blocks[0].attention
-        self.num_heads, self.num_kv_heads = attention.num_heads, attention.num_kv_heads
+        self.num_heads = attention.num_heads
+        self.num_kv_heads = attention.num_kv_heads
         self.dtype = blocks[0].attention_norm.weight.dtype
         self.library = library(self.config.head_dim)
         self.exchange: SharedMemoryExchange | None = None
@@ -163,17 +167,21 @@ class Executor:
         own. Returns for each the number of keys that one head saw, summed over its rows, and
         whether all logits of this rank are finite. The last forward may be cancelled, with all of
         them: raises Cancelled if that is set before a layer."""
-        model, layers, size = self.model, len(self.model.blocks), self.config.head_dim
+        model = self.model
+        layers = len(self.model.blocks)
+        size = self.config.head_dim
         counts = [len(each.x) * each.num_outputs for each in forwards]
         out = torch.empty(sum(counts), model.width_out, dtype=self.dtype)
-        calls, watched = list[CallFields](), list[tuple[Watch, Tensor]]()
+        calls = list[CallFields]()
+        watched = list[tuple[Watch, Tensor]]()
         for each in forwards:
             call = self._call(each.x, each.view, offsets, 1, each.num_outputs)
             calls.append(call)
             if each.watch is not None:
                 shape = layers, len(each.x), self.num_kv_heads, each.view.num_weight_blocks
                 weights = torch.empty(shape)
-                call.mass, call.num_blocks = weights.data_ptr(), weights.shape[3]
+                call.mass = weights.data_ptr()
+                call.num_blocks = weights.shape[3]
                 watched.append((each.watch, weights))
             if each.watch_queries is not None:
                 queries = out.new_empty(layers, *each.x.shape[:2], self.num_heads, size)
@@ -207,7 +215,8 @@ class Executor:
         all ranks are finite."""
         drafts = torch.empty(len(token_ids), count, dtype=torch.int64)
         call = self._call(token_ids, view, offsets, count, 1)
-        call.drafts, call.pa = drafts.data_ptr(), pa
+        call.drafts = drafts.data_ptr()
+        call.pa = pa
         done = self._run(view.cache, [call])[0]
         return drafts[:, : done.num_drafted], done.keys_seen, not done.not_finite
 
@@ -221,16 +230,28 @@ class Executor:
         native attention."""
         (num_rows, num_new, num_heads, size), shape = queries.shape, cache.shape
         assert queries.dtype == cache.k.dtype and num_new <= length - first
-        queries, table = queries.contiguous(), cache.block_table
+        queries = queries.contiguous()
+        table = cache.block_table
         out = torch.empty(num_rows, shape.num_kv_heads, length - first)
         numbers = (ctypes.c_int64 * 8)(
-            num_rows, num_new, num_heads, shape.num_kv_heads, shape.block_size, table.shape[1],
-            first, length,
-        )  # fmt: skip
+            num_rows,
+            num_new,
+            num_heads,
+            shape.num_kv_heads,
+            shape.block_size,
+            table.shape[1],
+            first,
+            length,
+        )
         kernel(size).magicdec_received(
-            STORAGE.index(cache.k.dtype), numbers, queries.data_ptr(),
-            cache.k[layer].data_ptr(), table.data_ptr(), rows.data_ptr(), out.data_ptr(),
-        )  # fmt: skip
+            STORAGE.index(cache.k.dtype),
+            numbers,
+            queries.data_ptr(),
+            cache.k[layer].data_ptr(),
+            table.data_ptr(),
+            rows.data_ptr(),
+            out.data_ptr(),
+        )
         return out
 
     def _call(
@@ -243,23 +264,39 @@ class Executor:
         x_pointer, rows, seq_lens, committed, *_ = (tensor.data_ptr() for tensor in tensors)
         tokens, hidden = (x_pointer, None) if self.model.has_embedding else (None, x_pointer)
         call = CallFields(
-            *x.shape[:2], steps, tokens, rows, seq_lens, committed,
-            None if offsets is None else tensors[-1].data_ptr(), hidden, ranges.data_ptr(),
-            ranges.shape[0] if view.per_head else 1, ranges.shape[2] if view.per_head else 1,
-            ranges.shape[-2], view.window or 0, num_outputs,
-        )  # fmt: skip
+            *x.shape[:2],
+            steps,
+            tokens,
+            rows,
+            seq_lens,
+            committed,
+            None if offsets is None else tensors[-1].data_ptr(),
+            hidden,
+            ranges.data_ptr(),
+            ranges.shape[0] if view.per_head else 1,
+            ranges.shape[2] if view.per_head else 1,
+            ranges.shape[-2],
+            view.window or 0,
+            num_outputs,
+        )
         call.kept = [tensors, view]  # the library reads them until it returns
         return call
 
     def _run(self, cache: KVCache, calls: Sequence[CallFields]) -> ctypes.Array[CallFields]:
         """Returns the calls as the library has left them."""
-        peers, exchange, fields = self._peers, self.exchange, (CallFields * len(calls))(*calls)
+        peers = self._peers
+        exchange = self.exchange
+        fields = (CallFields * len(calls))(*calls)
         if exchange is not None:
             peers.turn = exchange.turn
         arguments = (
-            STORAGE.index(cache.k.dtype), self._describe_model(), describe_cache(cache), peers,
-            fields, len(fields),
-        )  # fmt: skip
+            STORAGE.index(cache.k.dtype),
+            self._describe_model(),
+            describe_cache(cache),
+            peers,
+            fields,
+            len(fields),
+        )
         if exchange is None:  # nothing is called back
             failed = self.library.magicdec_forward(*arguments)
         else:
@@ -269,7 +306,8 @@ class Executor:
         if exchange is not None:
             exchange.turn = peers.turn
         if failed == INTERRUPTED:
-            error, self._error = self._error, None
+            error = self._error
+            self._error = None
             raise error or KeyboardInterrupt
         if failed == UNKNOWN_TOKEN:
             raise IndexError(f"a token id is not below {self.config.vocab_size}, the vocabulary")

@@ -76,7 +76,8 @@ class CoupledSampling:
         some number. At temperature 0 these are the logits themselves."""
         if self.section.temperature == 0 or not positions:
             return logits
-        params, device = make_params(self.section, 1, (), request), logits.device
+        params = make_params(self.section, 1, (), request)
+        device = logits.device
         filters = Filters.of([params], device)
         probs = probabilities(logits.float().unsqueeze(0), filters)
         seeds = upload([params.seed], device)

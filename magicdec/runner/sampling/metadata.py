@@ -36,7 +36,8 @@ class Filters:
 
     @classmethod
     def of(cls, params: Sequence[SamplingParams], device: torch.device) -> Filters:
-        top, min_p = None, None
+        top = None
+        min_p = None
         if any(p.top_k > 0 or p.top_p < 1 for p in params):
             top_k = [min(p.top_k, NO_TOP_K) or NO_TOP_K for p in params]
             top = _per_row(top_k, device, torch.int64), _per_row([p.top_p for p in params], device)
@@ -64,7 +65,8 @@ class Draws:
         if all(p.is_greedy for p in params):
             return None
         emitted = upload([len(r.output_ids) for r in requests], device)
-        seeds, lengths = upload([p.seed for p in params], device), None
+        seeds = upload([p.seed for p in params], device)
+        lengths = None
         if any(p.is_coupled for p in params):
             assert all(p.is_coupled for p in params), "the requests of a batch sample alike"
             lengths = upload([len(r.prompt_ids) for r in requests], device)
@@ -100,9 +102,13 @@ class Penalties:
             return None
         rows = [requests[place] for place in places]
         return cls.of_texts(
-            [r.sampling for r in rows], [r.distinct_prompt_ids for r in rows],
-            [r.output_ids for r in rows], vocab_size, device, places,
-        )  # fmt: skip
+            [r.sampling for r in rows],
+            [r.distinct_prompt_ids for r in rows],
+            [r.output_ids for r in rows],
+            vocab_size,
+            device,
+            places,
+        )
 
     @classmethod
     def of_texts(
@@ -128,7 +134,8 @@ class Penalties:
 
     def take(self, ids: Tensor, is_emitted: Tensor) -> None:
         """Mark the tokens ids [B, T] as part of the outputs, where `is_emitted` [B, T] is true."""
-        ids, is_emitted = ids[self.index], is_emitted[self.index]
+        ids = ids[self.index]
+        is_emitted = is_emitted[self.index]
         count = torch.zeros_like(self.in_output, dtype=torch.int64)
         count.scatter_add_(1, ids, is_emitted.long())
         self.in_output.logical_or_(count > 0)

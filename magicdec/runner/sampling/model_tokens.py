@@ -48,7 +48,9 @@ def join(proposals: Sequence[Proposal | None], counts: Sequence[Sequence[int]]) 
     chains = [proposal for proposal in proposals if proposal is not None]
     if not chains:
         return None
-    width, all_ids, all_probs = max(each.ids.shape[1] for each in chains), [], list[Tensor]()
+    width = max(each.ids.shape[1] for each in chains)
+    all_ids = []
+    all_probs = list[Tensor]()
     sizes = {each.probabilities.shape[2] for each in chains if each.probabilities is not None}
     for proposal, of_rows in zip(proposals, counts, strict=True):
         chain = proposal or Proposal(chains[0].ids.new_zeros(len(of_rows), 0))
@@ -75,7 +77,8 @@ def greedy_tokens(
     `sampling.process` explains the T positions and `drafts`, and `judge` explains `places`, which
     are for logits without penalties."""
     if sampling.penalties is None:
-        first_row, flaws = runner.model.head_rows[0], sampling.flaws
+        first_row = runner.model.head_rows[0]
+        flaws = sampling.flaws
         ids, sums = greedy(logits, first_row, runner.group, flaws)
         if sums is not None:
             sampling.note_sums(sums, places)
@@ -127,7 +130,8 @@ def draft_token(
 def confidence(runner: ModelRunner, logits: Tensor) -> Tensor:
     """The probability of the likeliest token of each row, float64 [B], from this rank's logits
     [B, 1, V]: before penalties, temperature and filters. The same on every rank."""
-    most, total = logits.amax(dim=-1).double(), logits.double().logsumexp(dim=-1)
+    most = logits.amax(dim=-1).double()
+    total = logits.double().logsumexp(dim=-1)
     most, total = runner.group.all_gather(torch.stack([most, total], dim=-1)).unbind(-1)
     return (most.amax(dim=0) - total.logsumexp(dim=0)).exp()[:, 0]
 
@@ -142,7 +146,8 @@ def judge(
     """Verify a proposal of K drafts with this rank's logits [B, K+1, V], those of the newest token
     and of the K drafts, which `sampling` notes. If rows have different numbers of drafts, the
     logits are [1, N, V], and `places` [B, K+1] says which of the N are those."""
-    draws, drafts = sampling.draws, proposal.ids
+    draws = sampling.draws
+    drafts = proposal.ids
     counts = None if proposal.counts is None else upload(proposal.counts, drafts.device)
     # Where only the likeliest tokens are needed, no logits are copied.
     is_copied = draws is not None or sampling.penalties is not None

@@ -23,7 +23,8 @@ from magicdec.runner.sampling.metadata import Filters, Penalties
 from magicdec.runner.sampling.randomness import derive_seed
 
 # Tokens that are looked at first, and how many times more then: often they have all that is kept.
-FIRST, GROWTH = 256, 16
+FIRST = 256
+GROWTH = 16
 
 
 def keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
@@ -36,8 +37,10 @@ def keep_top(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
 
 def by_selection(scores: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """Looks at the likeliest tokens, and at more of them until these have all that is kept."""
-    vocab_size, weights = scores.shape[-1], scores.exp()
-    has_top_k, has_top_p = top_k < vocab_size, top_p < 1
+    vocab_size = scores.shape[-1]
+    weights = scores.exp()
+    has_top_k = top_k < vocab_size
+    has_top_p = top_p < 1
     count = FIRST
     while True:
         is_all = GROWTH * count > vocab_size

@@ -51,7 +51,9 @@ class RetrievedBlocks(BlockKV):
 
     def __init__(self, runner: ModelRunner, policy: BlockSelection) -> None:
         super().__init__(runner, policy)
-        shape, model, rows = runner.cache.shape, runner.model.config, runner.num_rows
+        shape = runner.cache.shape
+        model = runner.model.config
+        rows = runner.num_rows
         first, last = runner.model.shard.heads(model.num_heads, model.num_kv_heads)[0]
         queries = shape.num_kv_heads, (last - first) // shape.num_kv_heads, shape.head_dim
         keys = shape.num_kv_heads, self.num_blocks, shape.head_dim
@@ -128,8 +130,10 @@ class RetrievedBlocks(BlockKV):
 
     def _read_means(self, rows: Sequence[int], num_known: Sequence[int], count: int) -> None:
         """The mean keys of the `count` blocks of each of `rows` after the first `num_known`."""
-        cache, device = self.runner.cache, self.runner.device
-        index, first = upload(rows, device), upload(num_known, device).unsqueeze(1)
+        cache = self.runner.cache
+        device = self.runner.device
+        index = upload(rows, device)
+        first = upload(num_known, device).unsqueeze(1)
         # Rows with fewer new blocks add some that are not complete; these are added again later.
         blocks = (first + torch.arange(count, device=device)).clamp(max=self.num_blocks - 1)
         tokens = (blocks.unsqueeze(2) * BLOCK + torch.arange(BLOCK, device=device)).flatten(1)

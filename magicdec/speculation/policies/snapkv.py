@@ -109,7 +109,8 @@ class CopiedKV(DraftKV):
 
     def __init__(self, source: ModelRunner, policy: SnapKV) -> None:
         super().__init__(source, SinksAndWindow(0, policy.budget))
-        self.source, self.policy = source, policy
+        self.source = source
+        self.policy = policy
         self.chosen_at = [0] * source.num_rows  # context length at the last choice
         # Tokens at positions before this one see everything that was chosen.
         self.lasts_until = [0] * source.num_rows
@@ -155,7 +156,8 @@ class CopiedKV(DraftKV):
         for count in sorted({n for n in behind if n > num_draft_tokens + 1}):
             equal = [row for row, n in zip(rows, behind, strict=True) if n == count]
             self.follow(BatchRows.of(equal, self.source.device), count)
-        every, requests_due = self.policy.reselect_every, []
+        every = self.policy.reselect_every
+        requests_due = []
         for request, row in zip(requests, rows, strict=True):
             last = request.num_cached + num_draft_tokens
             is_due = every and request.num_cached >= self.chosen_at[row] + every
@@ -165,7 +167,8 @@ class CopiedKV(DraftKV):
 
     def follow(self, rows: BatchRows, most: int) -> None:
         """Copy the target's own K and V of the tokens that it committed since the last draft."""
-        source, cache = self.source.cache, self.runner.cache
+        source = self.source.cache
+        cache = self.runner.cache
         steps = torch.arange(most, device=source.k.device)
         num_held = cache.seq_lens[rows.index].unsqueeze(1)
         offsets = self._offsets[rows.index].unsqueeze(1)
@@ -208,17 +211,20 @@ class CopiedKV(DraftKV):
             count = self._copy_chosen(rows, length, first, queries)
             for row in rows.numbers:
                 self._offsets[row] = self.shifts[row] = length - count
-                self.chosen_at[row], self.lasts_until[row] = length, until
+                self.chosen_at[row] = length
+                self.lasts_until[row] = until
 
     def _copy_chosen(
         self, rows: BatchRows, length: int, first: int, queries: Sequence[Tensor]
     ) -> int:
         """Replace what `rows` hold by the entries to keep of positions `first` to `length` - 1,
         given the newest queries [B, W, H, D] of each layer. Returns the number of entries."""
-        source, cache = self.source, self.runner.cache
+        source = self.source
+        cache = self.runner.cache
         count = min(self.policy.budget, length - first)
         places = torch.arange(count, device=source.device).expand(len(rows), -1)
-        target, chosen = cache.slots(rows.index, places), list[Tensor]()
+        target = cache.slots(rows.index, places)
+        chosen = list[Tensor]()
         for layer, newest in enumerate(queries):
             window = min(newest.shape[1], length - first)
             weights = weights_in_cache(

@@ -59,9 +59,12 @@ class WeighedBlocks(BlockKV):
         super().__init__(runner, policy)
         shape = runner.cache.shape
         self._weights = torch.zeros(
-            shape.num_layers, runner.num_rows, shape.num_kv_heads, self.num_blocks,
+            shape.num_layers,
+            runner.num_rows,
+            shape.num_kv_heads,
+            self.num_blocks,
             device=runner.device,
-        )  # fmt: skip
+        )
         self._seen: dict[int, Tensor] = {}  # layer -> weights of the last verification's rows
 
     def watch(self, layer: int, weights: Tensor) -> None:
@@ -69,7 +72,8 @@ class WeighedBlocks(BlockKV):
 
     def admit(self, requests: Sequence[Request]) -> None:
         """Run the newest tokens of each long prompt again, to see what they attend to."""
-        runner, self._choice = self.runner, None
+        runner = self.runner
+        self._choice = None
         new = upload([r.row for r in requests if r.row is not None], runner.device)
         self._weights.index_fill_(1, new, 0)
         long = [r for r in requests if r.row is not None and r.num_cached > self.policy.budget]

@@ -37,7 +37,8 @@ def measure_steps(
     draft_kv = None if drafter is None else drafter.draft_kv
     state = [] if draft_kv is None else draft_kv.state
     before = [tensor.clone() for tensor in state]
-    phase, steps.phase = steps.phase, nullcontext
+    phase = steps.phase
+    steps.phase = nullcontext
     pa = 0.0 if drafter is None else drafter.pa
     try:
         if drafter is not None:
@@ -86,7 +87,8 @@ def _measure(
 def repeated(proposal: Proposal, count: int) -> Proposal:
     """A proposal of `count` tokens a row, which repeats a shorter or longer one. What is drafted
     does not change how long its verification takes."""
-    times, probs = -(-count // proposal.ids.shape[1]), proposal.probabilities
+    times = -(-count // proposal.ids.shape[1])
+    probs = proposal.probabilities
     probs = None if probs is None else probs.repeat(1, times, 1)
     return Proposal(proposal.ids.repeat(1, times), probs).first(count)
 

@@ -174,7 +174,8 @@ class CapturedSteps(Steps):
     def _make_proposal(self) -> Proposal:
         """The tensors that hold the drafts of captured steps between draft and verification."""
         drafts = self._batch.newest.new_zeros(len(self._batch.rows), self._most)
-        drafter, probs = self.drafter, None
+        drafter = self.drafter
+        probs = None
         if drafter is not None and drafter.has_probabilities and self._batch.sampling.draws:
             shape = *drafts.shape, self.runner.model.config.vocab_size
             probs = drafts.new_zeros(shape, dtype=torch.float64)
@@ -213,7 +214,8 @@ class CapturedSteps(Steps):
             self._captured[rows] = self._batch, self._works, self._pending_proposal
 
     def _load(self, batch: Batch) -> None:
-        device, max_tail = self.runner.device, self._most + 1
+        device = self.runner.device
+        max_tail = self._most + 1
         self._set_batch(DeviceBatch.of(batch, self._vocab_size, device, max_tail), batch)
 
     def _show(self, batch: Batch) -> None:

@@ -101,7 +101,8 @@ class CudaGraphs:
     def record(self, work: Callable[[], Tensor]) -> Callable[[], Tensor]:
         """Raises RuntimeError, naming the flag and the first error, if the work cannot be captured.
         The current stream is then the one that it was."""
-        graph, stream = torch.cuda.CUDAGraph(), torch.cuda.current_stream(self._device)
+        graph = torch.cuda.CUDAGraph()
+        stream = torch.cuda.current_stream(self._device)
         mode = "thread_local"  # a thread of NCCL's goes on watching its streams
         try:
             with torch.cuda.graph(graph, self._pool, self._stream, mode):

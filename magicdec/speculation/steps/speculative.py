@@ -50,8 +50,10 @@ class Speculative:
         draft_length: DraftLength,
         steps: Steps,
     ) -> None:
-        self.runner, self.drafter = runner, drafter
-        self.draft_length, self.steps = draft_length, steps
+        self.runner = runner
+        self.drafter = drafter
+        self.draft_length = draft_length
+        self.steps = steps
         self._running: dict[int, Request] = {}  # by row
 
     def admit(self, batch: Batch) -> None:
@@ -77,13 +79,17 @@ class Speculative:
         different numbers of drafts are verified in one forward where it can take them
         (`Steps.can_join`). Elsewhere rows that are to draft different numbers of tokens are
         computed one group after the other, and the drafts of a group are padded to the longest."""
-        log, lengths = self.log, self.draft_length.lengths(batch)
+        log = self.log
+        lengths = self.draft_length.lengths(batch)
         if log is not None:
             log.begin()
         groups = [(_rows_with(batch, lengths, each), each) for each in sorted(set(lengths))]
-        verdicts, proposed, num_drafted = dict[Request, list[int]](), dict[Request, int](), 0
+        verdicts = dict[Request, list[int]]()
+        proposed = dict[Request, int]()
+        num_drafted = 0
         for together in [groups] if self.steps.can_join else [[group] for group in groups]:
-            started, is_alone = time.perf_counter(), not self.runner.deferred
+            started = time.perf_counter()
+            is_alone = not self.runner.deferred
             drafts = [self._draft(*group) for group in together]
             rows = Batch(tuple(r for draft in drafts for r in draft.batch.requests))
             proposal = self._join(drafts)
@@ -121,7 +127,8 @@ class Speculative:
     def _join(self, drafts: Sequence[Draft]) -> Proposal | None:
         """What is proposed for the rows of all `drafts`. They keep their own numbers of drafts
         where rows with different ones can be verified together."""
-        proposal, counts = drafts[0].proposal, [draft.counts for draft in drafts]
+        proposal = drafts[0].proposal
+        counts = [draft.counts for draft in drafts]
         if len(drafts) > 1:
             return join([draft.proposal for draft in drafts], counts)
         is_ragged = self.steps.can_join and len(set(counts[0])) > 1
@@ -135,7 +142,8 @@ class Speculative:
         is_ragged: bool,
     ) -> None:
         accepted = [verdicts[r][0] for r in draft.batch.requests] if draft.count else ()
-        judged, verified = draft.plan.judged, draft.count
+        judged = draft.plan.judged
+        verified = draft.count
         if is_ragged:
             verified = round(sum(draft.counts) / len(draft.counts)) or 1
             if any(judged) and judged != draft.plan.counts:  # some are those of a model
@@ -179,5 +187,5 @@ def make_steps(setup: Setup, drafter: Drafter | None) -> Steps:
     if setup.recorder.captures:
         return CapturedSteps(
             setup.runner, drafter, setup.phase, setup.recorder, setup.is_in_flight, setup.witness
-        )  # fmt: skip
+        )
     return Steps(setup.runner, drafter, setup.phase, setup.is_in_flight, setup.witness)

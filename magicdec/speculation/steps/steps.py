@@ -62,8 +62,11 @@ class Steps:
         is_in_flight: bool = False,
         witness: Witness | None = None,
     ) -> None:
-        self.runner, self.drafter, self.witness = runner, drafter, witness
-        self.phase, self.is_in_flight = phase, is_in_flight
+        self.runner = runner
+        self.drafter = drafter
+        self.witness = witness
+        self.phase = phase
+        self.is_in_flight = is_in_flight
         self._runners: list[ModelRunner] = []
         self._batch: DeviceBatch
         self._shown: tuple[Request, ...] = ()
@@ -170,7 +173,8 @@ class Steps:
 
     def _read(self, result: Tensor) -> list[list[int]]:
         lines = result.tolist()
-        results, first = [lines[place] for place in self._places], 0
+        results = [lines[place] for place in self._places]
+        first = 0
         if self._batch.sampling.flaws is not None:
             first = 1
             for request, line in zip(self._shown, results, strict=True):
@@ -180,8 +184,11 @@ class Steps:
         return [row[first + len(self._runners) :] for row in results]
 
     def _begin(self, proposal: Proposal | None) -> Verification:
-        batch, runner, drafter = self._batch, self.runner, self.drafter
-        rows, last = batch.rows, batch.newest[:, -1:]
+        batch = self._batch
+        runner = self.runner
+        drafter = self.drafter
+        rows = batch.rows
+        last = batch.newest[:, -1:]
         watch = watch_queries = None
         tokens = last
         if proposal is None:
@@ -189,7 +196,8 @@ class Steps:
         else:
             tokens = torch.cat([last, proposal.ids], dim=1)
             if drafter is not None:
-                watch, watch_queries = drafter.watch, drafter.watch_queries
+                watch = drafter.watch
+                watch_queries = drafter.watch_queries
         before = runner.cache.lengths_of(rows)
         if proposal.counts is not None:
             return Verification(proposal, before, *self._begin_ragged(proposal.counts, tokens))
@@ -199,14 +207,17 @@ class Steps:
     def _begin_ragged(self, counts: Sequence[int], tokens: Tensor) -> tuple[list[Forward], Tensor]:
         """A forward for each number of drafts, all of which one native call computes, and the
         `places` of their logits."""
-        rows, starts, num_tokens = self._batch.rows.numbers, [0] * len(counts), 0
+        rows = self._batch.rows.numbers
+        starts = [0] * len(counts)
+        num_tokens = 0
         forwards = list[Forward]()
         for count in sorted(set(counts)):
             members = [place for place, each in enumerate(counts) if each == count]
             new_tokens = tokens[members, : 1 + count]
             forwards.append(self.runner.defer(new_tokens, [rows[place] for place in members]))
             for place in members:
-                starts[place], num_tokens = num_tokens, num_tokens + 1 + count
+                starts[place] = num_tokens
+                num_tokens = num_tokens + 1 + count
         places = [
             [start + min(k, count) for k in range(tokens.shape[1])]
             for start, count in zip(starts, counts, strict=True)
@@ -218,13 +229,18 @@ class Steps:
         keeps none), the length of each cache, the number of accepted drafts, and the ids of which
         the row emits the first. `tells_drafter`: the drafter's `commit` is part of
         this work."""
-        batch, runner, drafter = self._batch, self.runner, self.drafter
-        proposal, before = verification.proposal, verification.before
-        rows, last = batch.rows, batch.newest[:, -1:]
+        batch = self._batch
+        runner = self.runner
+        drafter = self.drafter
+        proposal = verification.proposal
+        before = verification.before
+        rows = batch.rows
+        last = batch.newest[:, -1:]
         judgement = judge(
             runner, batch.sampling, proposal, verification.logits(), verification.places
         )
-        accepted, ids = judgement.accepted, judgement.ids
+        accepted = judgement.accepted
+        ids = judgement.ids
         emitted = accepted + 1
         batch.sampling.take(ids, emitted, rows.active)
         # The newest token and the accepted drafts stay cached. The last emitted token is not cached
@@ -258,6 +274,8 @@ class Steps:
         """Let the requests of `batch` be the ones whose results are read. Their rows are some or
         all of the rows of `device_batch`."""
         place_of = {row: place for place, row in enumerate(device_batch.rows.numbers)}
-        self._batch, self._shown, self._rows = device_batch, batch.requests, batch.rows
+        self._batch = device_batch
+        self._shown = batch.requests
+        self._rows = batch.rows
         self._places = [place_of[row] for row in self._rows]
         self._place_index = upload(self._places, self.runner.device)

@@ -62,7 +62,8 @@ class Witness:
         """Of at most `num_steps` steps of `num_rows` rows that draft at most `num_drafts` tokens.
         Passes with the same seed and `most_drafts`, which is the largest `num_drafts` of them, keep
         the same rows."""
-        chance, (first, last) = random.Random(seed), runner.model.head_rows
+        chance = random.Random(seed)
+        (first, last) = runner.model.head_rows
         token_bytes = (last - first) * runner.cache.k.element_size()
         room = MOST_BYTES // (LEAST_STEPS * (1 + most_drafts) * token_bytes)
         rows = chance.sample(range(num_rows), max(1, min(num_rows, room)))

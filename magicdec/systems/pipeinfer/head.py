@@ -108,7 +108,9 @@ class Wires:
 
 def connect_ranks(connector: Connector, layout: Layout, has_drafter: bool) -> Wires:
     """Connect the head, the stages and the drafter of `layout`. All ranks must call it together."""
-    wires, stages, apart = Wires(), layout.stages, connector.apart
+    wires = Wires()
+    stages = layout.stages
+    apart = connector.apart
     runs, numbers = (
         replace(connector.form, num_words=count) for count in (RUN_WORDS, NUMBER_WORDS)
     )
@@ -123,7 +125,8 @@ def connect_ranks(connector: Connector, layout: Layout, has_drafter: bool) -> Wi
         wires.answers, wires.answered = connector.edge(layout.draft_rank, 0, numbers)
     board = connect_cancellations(connector, layout, wires, numbers)
     for rank in stages:
-        ranks, change = layout.group_of(rank), board.void_if_cancelled
+        ranks = layout.group_of(rank)
+        change = board.void_if_cancelled
         wires.inbound = share(connector, ranks, wires.inbound, runs, apart, change)
     wires.board = board if layout.tensor_parallel == 1 else None
     return wires
@@ -154,7 +157,9 @@ def connect_cancellations(
     connector: Connector, layout: Layout, wires: Wires, numbers: MessageForm
 ) -> CancelBoard:
     """The board of this rank, if it is the first of a stage."""
-    others, board, senders = [rank for rank in layout.stages if rank], CancelBoard(), list[Sender]()
+    others = [rank for rank in layout.stages if rank]
+    board = CancelBoard()
+    senders = list[Sender]()
     if others and connector.headers == "shared_memory":
         board = CancelBoard(map_segment(BOARD_BYTES, 0, None, connector.rank == 0))
         others = []
@@ -184,9 +189,14 @@ class Head:
         first_run: int = 0,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        self.launches, self.cancels = there(wires.launches), there(wires.canceller)
-        self.drafts, self.events, self.spans = wires.asks, events, spans
-        self.scheduler, self.observe, self.first_run = scheduler, observe, first_run
+        self.launches = there(wires.launches)
+        self.cancels = there(wires.canceller)
+        self.drafts = wires.asks
+        self.events = events
+        self.spans = spans
+        self.scheduler = scheduler
+        self.observe = observe
+        self.first_run = first_run
         self.clock = clock
         self.requests = sorted(requests, key=lambda r: (r.arrived_s, r.request_id))
         self.moves: dict[int, Moves] = {}  # when each request got its lane
@@ -226,7 +236,9 @@ class Head:
         if self._results:
             self._result(self._results.popleft())
         elif self._answer is not None:
-            message, self._answer, self._is_drafting = self._answer, None, False
+            message = self._answer
+            self._answer = None
+            self._is_drafting = False
             DUE.reach(message.due_s)
             self._do(self.scheduler.drafted(message.run, candidate_of(message)))
         elif self._is_drafting or not (actions := self.scheduler.idle()):
@@ -263,12 +275,14 @@ class Head:
 
     def _result(self, message: Message) -> None:
         DUE.reach(message.due_s)
-        is_void, run = message.kind is Kind.VOID, message.run - self.first_run
+        is_void = message.kind is Kind.VOID
+        run = message.run - self.first_run
         self.spans.moment(What.RESULT, message.run, int(is_void))
         if is_void:
             return self._do(self.scheduler.result(run, None))
         count = len(message.words) // 2
-        tokens, margins = message.words[:count], floats_of(message.words[count:])
+        tokens = message.words[:count]
+        margins = floats_of(message.words[count:])
         with naming(f"run {run}"):
             actions = self.scheduler.result(run, tokens, margins)
         self._do(actions)
@@ -287,18 +301,22 @@ class Head:
     def _commit(self, commit: Commit) -> None:
         """Append the tokens, and tell what was judged: all that one commit says, of which the
         first step has the tokens. Its time is that from the commit before it."""
-        request, now_s = self.requests[commit.request], self.clock()
+        request = self.requests[commit.request]
+        now_s = self.clock()
         request.append(list(commit.tokens), now_s)
         seconds = now_s - self._committed_s.get(commit.request, now_s)
         self._committed_s[commit.request] = now_s
-        tokens, num_cancelled = list(commit.tokens), commit.num_cancelled
+        tokens = list(commit.tokens)
+        num_cancelled = commit.num_cancelled
         for run in commit.judged or (None,):
             drafted = None if run is None else [run.num_drafted]
             accepted = None if run is None else [run.num_accepted]
             longest = 0 if run is None else run.num_drafted
             output = StepOutput([tokens], longest, accepted, drafted, num_cancelled=[num_cancelled])
             self.observe([request.request_id], output, seconds)
-            tokens, num_cancelled, seconds = [], 0, 0.0
+            tokens = []
+            num_cancelled = 0
+            seconds = 0.0
 
     def _launch(self, launch: Launch) -> None:
         if launch.request not in self._lanes:
@@ -310,19 +328,25 @@ class Head:
 
     def _begin(self, launch: Launch) -> None:
         """The request's first run: tell the drafter its prompt, which it reads meanwhile."""
-        number, request = launch.request, self.requests[launch.request]
+        number = launch.request
+        request = self.requests[launch.request]
         self.moves[request.request_id] = Moves([self.clock()])
-        self._lanes[number], self._num_known[number] = launch.lane, 0
+        self._lanes[number] = launch.lane
+        self._num_known[number] = 0
         if self.drafts is not None and self.scheduler.options.mode != "iterative":
             prompt = DraftRequest(number, launch.lane, 0, request.prompt_ids)
             self.drafts.send(prompt.to_message(0))
 
     def _draft(self, draft: Draft) -> None:
         assert self.drafts is not None, "without a drafter the mode is iterative"
-        number, request = draft.request, self.requests[draft.request]
-        num_known, output = self._num_known[number], request.output_ids
-        self._num_known[number], self._is_drafting = len(output), True
-        kept, new = len(request.prompt_ids) + num_known, tuple(output[num_known:])
+        number = draft.request
+        request = self.requests[draft.request]
+        num_known = self._num_known[number]
+        output = request.output_ids
+        self._num_known[number] = len(output)
+        self._is_drafting = True
+        kept = len(request.prompt_ids) + num_known
+        new = tuple(output[num_known:])
         step = DraftRequest(number, self._lanes[number], kept, new, draft.path)
         self.drafts.send(step.to_message(draft.draft))
 
@@ -344,8 +368,13 @@ class PipelineRank:
         drafter: Drafter | None,
         device: torch.device = CPU,
     ) -> None:
-        self.rank, self.wires, self.stage, self.drafter = rank, wires, stage, drafter
-        self.device, self.first_run, self.moves = device, 0, dict[int, Moves]()
+        self.rank = rank
+        self.wires = wires
+        self.stage = stage
+        self.drafter = drafter
+        self.device = device
+        self.first_run = 0
+        self.moves = dict[int, Moves]()
         if stage is not None:
             stage.board = wires.board
 
@@ -362,7 +391,8 @@ class PipelineRank:
     ) -> Spans:
         """Serve until the first rank's requests have ended; its scheduler decides. `count` measures
         in each loop. Returns what this rank did when."""
-        spans, wires = Spans(), self.wires
+        spans = Spans()
+        wires = self.wires
         loops: list[Callable[[], None]] = []
         if self.stage is not None:
             ends = Ends(there(wires.inbound), wires.outbound or Nowhere())
@@ -379,7 +409,8 @@ class PipelineRank:
             head.close()
             for thread in threads:
                 thread.join()
-            self.first_run, self.moves = self.first_run + scheduler.counts.runs, head.moves
+            self.first_run = self.first_run + scheduler.counts.runs
+            self.moves = head.moves
         else:
             for loop in loops:  # one at most: only the first rank is several things
                 loop()

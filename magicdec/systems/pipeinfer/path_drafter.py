@@ -51,7 +51,8 @@ class DraftRequest:
     @classmethod
     def from_message(cls, message: Message) -> DraftRequest:
         request, lane, kept, length, *tokens = message.words
-        path, new = tokens[: max(0, length)], tokens[max(0, length) :]
+        path = tokens[: max(0, length)]
+        new = tokens[max(0, length) :]
         return cls(request, lane, kept, tuple(new), None if length < 0 else tuple(path))
 
 
@@ -125,8 +126,11 @@ class ScriptedDrafter:
         probability: float,
         seconds: float = 0.0,
     ) -> None:
-        self.outputs, self.prompt_lens, self.is_right = outputs, prompt_lens, is_right
-        self.probability, self.seconds = probability, seconds
+        self.outputs = outputs
+        self.prompt_lens = prompt_lens
+        self.is_right = is_right
+        self.probability = probability
+        self.seconds = seconds
 
     def propose(self, step: DraftRequest, text: list[int]) -> Candidate | None:
         if step.path is None:
@@ -184,8 +188,10 @@ class ModelDrafter:
         sampling: CoupledSampling = CoupledSampling(SamplingSection()),
     ) -> None:
         assert draft.runner is not None, "this rank drafts"
-        self.runner, self.kv = draft.runner, make_draft_kv(draft.runner, kv)
-        self.prefill_chunk, self.vocab_size = draft.prefill_chunk, vocab_size
+        self.runner = draft.runner
+        self.kv = make_draft_kv(draft.runner, kv)
+        self.prefill_chunk = draft.prefill_chunk
+        self.vocab_size = vocab_size
         self.sampling = sampling
         self.held = [HeldText() for _ in range(draft.runner.num_rows)]
 
@@ -219,13 +225,15 @@ class ModelDrafter:
 
     def _forget(self, lane: int, count: int) -> None:
         """Forget all but the first `count` drafted tokens."""
-        held, device = self.held[lane], self.runner.device
+        held = self.held[lane]
+        device = self.runner.device
         held.cut(count)
         self.kv.rewind(BatchRows.of([lane], device), Lengths.of([held.committed + count], device))
 
     def _compute(self, lane: int, tokens: Sequence[int]) -> None:
         """Append `tokens` to the row, and learn the candidates after them."""
-        held, device = self.held[lane], self.runner.device
+        held = self.held[lane]
+        device = self.runner.device
         committed = Lengths.of([held.committed], device)
         for begin in range(0, len(tokens), self.prefill_chunk):
             chunk = tokens[begin : begin + self.prefill_chunk]

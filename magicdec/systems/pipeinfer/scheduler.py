@@ -57,7 +57,9 @@ def judge(tip: Node, drafts: Tokens[Node], is_over: bool) -> tuple[tuple[JudgedR
     judge. A run counts from the judgement of its first draft on, with all of its drafts, as they
     count in a verification that judges them at once. `is_over`: the request has ended, and what is
     not known yet never will be."""
-    before, is_ended, num_cancelled = tip, False, 0
+    before = tip
+    is_ended = False
+    num_cancelled = 0
     judged: list[JudgedRun] = []
     for run, nodes in groupby(drafts, key=lambda node: node.run):
         assert run is not None, "it was launched"
@@ -68,7 +70,8 @@ def judge(tip: Node, drafts: Tokens[Node], is_over: bool) -> tuple[tuple[JudgedR
             if before.predicted is None:
                 if not is_over:
                     return tuple(judged), num_cancelled
-                is_ended, num_drafted = True, run.num_accepted
+                is_ended = True
+                num_drafted = run.num_accepted
                 break
             run.is_judged = True
             is_ended = before.predicted != node.token
@@ -85,7 +88,8 @@ def judge(tip: Node, drafts: Tokens[Node], is_over: bool) -> tuple[tuple[JudgedR
 class PipelinedScheduler:
     def __init__(self, options: Options, prefill_chunk: int | None = None) -> None:
         """`prefill_chunk` is the most prompt tokens in a run; None stands for the whole prompt."""
-        self.options, self.prefill_chunk = options, prefill_chunk
+        self.options = options
+        self.prefill_chunk = prefill_chunk
         self.counts = Counts()
         self.in_flight: deque[Run] = deque()  # the oldest first
         self._sequences: dict[int, Sequence] = {}
@@ -106,7 +110,8 @@ class PipelinedScheduler:
     ) -> tuple[int, list[Action]]:
         """A new request. It begins at once if a lane is free. Returns its number."""
         assert len(prompt) > 0 and max_new_tokens > 0, "checked by the caller"
-        request, self._num_requests = self._num_requests, self._num_requests + 1
+        request = self._num_requests
+        self._num_requests = self._num_requests + 1
         ends = frozenset(eos_ids)
         self._waiting.append(Sequence(request, prompt, max_new_tokens, ends, self.options))
         return request, self._admit()
@@ -127,7 +132,8 @@ class PipelinedScheduler:
         if oldest.num_outputs:
             margins = margins or [math.inf] * len(tokens)
             for node, token, margin in zip(oldest.nodes, tokens, margins, strict=True):
-                node.predicted, node.margin = token, margin
+                node.predicted = token
+                node.margin = margin
         return self._commit(sequence)
 
     def drafted(self, draft: int, candidate: Candidate | None) -> list[Action]:
@@ -158,7 +164,8 @@ class PipelinedScheduler:
 
     def _draft(self, sequence: Sequence) -> Draft:
         assert sequence.microbatch is not None
-        draft, self._num_drafts = self._num_drafts, self._num_drafts + 1
+        draft = self._num_drafts
+        self._num_drafts = self._num_drafts + 1
         self._drafting = draft, sequence, sequence.microbatch
         return Draft(draft, sequence.request, sequence.path())
 
@@ -246,7 +253,8 @@ class PipelinedScheduler:
         return actions
 
     def _prefill(self, sequence: Sequence) -> list[Action]:
-        tip, actions = sequence.tip, list[Action]()
+        tip = sequence.tip
+        actions = list[Action]()
         size = self.prefill_chunk or len(sequence.prompt)
         for first in range(0, tip.position + 1, size):
             last = min(first + size, tip.position + 1) - 1

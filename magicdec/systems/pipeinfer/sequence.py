@@ -74,9 +74,12 @@ class Sequence:
         eos_ids: frozenset[int],
         options: Options,
     ) -> None:
-        self.request, self.options = request, options
+        self.request = request
+        self.options = options
         self.lane = -1  # until a lane is free
-        self.prompt, self.eos_ids, self.max_new_tokens = prompt, eos_ids, max_new_tokens
+        self.prompt = prompt
+        self.eos_ids = eos_ids
+        self.max_new_tokens = max_new_tokens
         # The last token of the output is never an input. Synchronous speculation drafts a whole
         # microbatch also where the output ends inside it, as speculation in a batch does.
         past_end = options.gamma if options.mode == "sync" else 0
@@ -110,7 +113,8 @@ class Sequence:
         if finished is not None:
             self.chain = []
         elif tokens:  # a burst of drafts begins
-            self.adjustment, self.is_stalled = Adjustment(self.options), False
+            self.adjustment = Adjustment(self.options)
+            self.is_stalled = False
         return tuple(tokens), finished
 
     def _move_tip(self, token: int) -> None:
@@ -118,7 +122,8 @@ class Sequence:
         following = self.chain[1:]
         if not following or following[0].token != token:
             following = [Node(token, self.tip.position + 1)]
-        self.chain, self.tip = following, following[0]
+        self.chain = following
+        self.tip = following[0]
         self.tip.was_tip = True
 
     def needed_runs(self) -> set[Run]:
@@ -176,9 +181,14 @@ class Sequence:
             node.run = run
         self.num_in_flight += 1
         return Launch(
-            run.run, self.request, self.lane, run.is_speculative, run.num_outputs, first,
+            run.run,
+            self.request,
+            self.lane,
+            run.is_speculative,
+            run.num_outputs,
+            first,
             tuple(tokens),
-        )  # fmt: skip
+        )
 
 
 Grow = Callable[[Node, int], Node | None]

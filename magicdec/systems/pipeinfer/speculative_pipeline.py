@@ -66,11 +66,13 @@ class SpeculativePipeline(StagedSystem):
     member: PipelineRank | None = None
 
     def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
-        options, self.rank = self.options, self.launch.rank
+        options = self.options
+        self.rank = self.launch.rank
         if options.emulate_acceptance is not None:
             run_config = run_config.with_draft(NONE)
         models = self._find_models(run_config, cache)
-        model, world_size = models.source.config, self.launch.world_size
+        model = models.source.config
+        world_size = self.launch.world_size
         layout = make_layout(options.layer_split, world_size, model.num_layers)
         self.check_stages(models, layout.tensor_parallel, not all(map(len, layout.layers)))
         config = self._place_draft(models, layout)
@@ -113,11 +115,13 @@ class SpeculativePipeline(StagedSystem):
     def _place_draft(self, models: ResolvedRun, layout: Layout) -> ResolvedConfig:
         """The config of this rank's stage, with the draft on its rank of the layout."""
         ranks = layout.group_of(self.rank)
-        config, draft = models.config.on_ranks(ranks), models.config.draft
+        config = models.config.on_ranks(ranks)
+        draft = models.config.draft
         return replace(config, draft=draft and replace(draft, rank_group=(layout.draft_rank,)))
 
     def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
-        layers, plans = self.layout.layers[rank], list[ModelPlan]()
+        layers = self.layout.layers[rank]
+        plans = list[ModelPlan]()
         if len(layers):
             config = self.run.config.on_ranks(self.layout.group_of(rank))
             (target,) = model_plans_of(config, self.run.models, rank)
@@ -139,13 +143,19 @@ class SpeculativePipeline(StagedSystem):
         """Load what this rank computes, and connect it with the others, once for all passes."""
         if self.member is not None:
             return
-        run, launch, layout = self.run, self.launch, self.layout
+        run = self.run
+        launch = self.launch
+        layout = self.layout
         models = LoadedModels(device, progress, self.options.emulated_stage_s)
         groups = make_stage_groups(
-            launch, layout.grid, device, run.config.parallel.collectives,
+            launch,
+            layout.grid,
+            device,
+            run.config.parallel.collectives,
             None if self.drafting is None else (layout.draft_rank,),
-        )  # fmt: skip
-        stage, drafter = None, None
+        )
+        stage = None
+        drafter = None
         if len(layout.layers[self.rank]):
             runner = make_runner(
                 self.model_plans(each, self.rank)[0], run.source, groups.target, models
@@ -153,7 +163,8 @@ class SpeculativePipeline(StagedSystem):
             stage = RunStage(runner, self.sampling)
         if self.has_drafts and self.rank == layout.draft_rank:
             drafter = self._make_drafter(groups.draft, models)
-        width, dtype = run.source.config.hidden_size, getattr(torch, run.config.model.dtype)
+        width = run.source.config.hidden_size
+        dtype = getattr(torch, run.config.model.dtype)
         connector = self.connector(MessageForm(width, dtype, 0), device)
         wires = connect_ranks(connector, layout, self.has_drafts)
         self.member = PipelineRank(self.rank, wires, stage, drafter, device)
@@ -173,7 +184,8 @@ class SpeculativePipeline(StagedSystem):
         )
         spans = self.member.serve(scheduler, requests, observer.observe, observer.threads)
         spans_of_ranks = gather_spans(spans, clocks_of(self.launch))
-        observer.counts.moves, observer.counts.num_steps = self.member.moves, scheduler.counts.runs
+        observer.counts.moves = self.member.moves
+        observer.counts.num_steps = scheduler.counts.runs
         if self.rank != 0 or not observer.is_measured:
             return Extras()
         observed = Observed.of_requests(self.layout, spans_of_ranks, requests)
@@ -203,7 +215,8 @@ class SpeculativePipeline(StagedSystem):
         return ModelDrafter(draft, config.kv, vocab_size, self.sampling)
 
     def _scripted(self, acceptance: float) -> ScriptedDrafter:
-        shapes, outputs = self.options.shapes, self.expected
+        shapes = self.options.shapes
+        outputs = self.expected
         prompts = self.run.workload.prompts
         lengths = [min(len(p), s.prompt_len) for p, s in zip(prompts, shapes, strict=False)]
         if outputs is None:  # of emulated stages
@@ -260,10 +273,16 @@ def time_part(stage: RunStage, step: DecodeStep) -> float:
     """Seconds from run to run."""
     num_rows = step.num_tokens
     run = messages.Launch(
-        run=0, request=0, lane=0, is_speculative=num_rows > 1, num_outputs=num_rows,
-        first=step.context, tokens=(1,) * num_rows,
-    )  # fmt: skip
-    model, payload = stage.runner.model, None
+        run=0,
+        request=0,
+        lane=0,
+        is_speculative=num_rows > 1,
+        num_outputs=num_rows,
+        first=step.context,
+        tokens=(1,) * num_rows,
+    )
+    model = stage.runner.model
+    payload = None
     if not model.has_embedding:
         dtype = next(model.parameters()).dtype
         payload = torch.full((1, num_rows, model.config.hidden_size), 0.1, dtype=dtype)

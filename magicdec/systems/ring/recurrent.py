@@ -72,8 +72,10 @@ class Speculation:
     """`drafter` drafts `num_draft_tokens` for each row of a message. `runner` is the stage's."""
 
     def __init__(self, runner: ModelRunner, drafter: Drafter, num_draft_tokens: int) -> None:
-        self.runner, self.drafter = runner, drafter
-        self.num_draft_tokens, self.counts = num_draft_tokens, DraftCounts()
+        self.runner = runner
+        self.drafter = drafter
+        self.num_draft_tokens = num_draft_tokens
+        self.counts = DraftCounts()
         self.draft_length = FixedLength(num_draft_tokens)
         self.is_padded = False  # whether each message has so many drafts, for a timing
         of_draft = () if drafter.draft_kv is None else (drafter.draft_kv.runner,)
@@ -90,7 +92,8 @@ class Speculation:
     @torch.inference_mode()
     def draft(self, rows: Sequence[int]) -> Draft:
         """Drafts for `rows`, whose committed tokens alone are in the cache."""
-        batch, count = Batch(tuple(self._known[row] for row in rows)), self.num_draft_tokens
+        batch = Batch(tuple(self._known[row] for row in rows))
+        count = self.num_draft_tokens
         with self._timed():
             on_device = DeviceBatch.of(batch, self._vocab_size, self.runner.device)
             plan = self.drafter.plan(batch.requests, count, self.draft_length)
@@ -111,7 +114,8 @@ class Speculation:
         lines = draft.sampling.with_flaws(columns).tolist()
         for request, line in zip(draft.requests, lines, strict=True):
             draft.sampling.check(request, line)
-        counts, emitted = [line[1] for line in lines], [line[2:] for line in lines]
+        counts = [line[1] for line in lines]
+        emitted = [line[2:] for line in lines]
         proposed = draft.num_proposed
         self.counts.num_rounds += len(counts)
         tokens = [of_row[: n + 1] for of_row, n in zip(emitted, counts, strict=True)]
@@ -185,8 +189,11 @@ class RecurrentPipeline:
     ) -> None:
         assert num_lanes * lane_size <= stage.runner.num_rows
         assert limits.num_blocks is None
-        self.stage, self.ends, self.prefill_chunk = stage, ends, prefill_chunk
-        self.clock, self.speculation = clock or RealClock(), speculation
+        self.stage = stage
+        self.ends = ends
+        self.prefill_chunk = prefill_chunk
+        self.clock = clock or RealClock()
+        self.speculation = speculation
         self.is_alone = stage.runner.group.size == 1  # no other rank must begin lanes alike
         self.shared_clock = GroupClock(self.clock, stage.runner.group, stage.runner.device)
         waiting: list[Request] = []
@@ -194,7 +201,9 @@ class RecurrentPipeline:
             Lane(i, i * lane_size, Scheduler(lane_size, limits, waiting=waiting))
             for i in range(num_lanes)
         ]
-        self.spans, self.samples, self.prompts = Spans(), list[list[int]](), set[int]()
+        self.spans = Spans()
+        self.samples = list[list[int]]()
+        self.prompts = set[int]()
         # Their numbers, when they were sent, and what they are.
         self._under_way: deque[tuple[int, float, Flight]] = deque()
         self._idle_lanes = list(self.lanes)
@@ -215,7 +224,9 @@ class RecurrentPipeline:
         for request in requests:
             self.lanes[0].scheduler.limits.check(request)
         self._arrivals.extend(sorted(requests, key=lambda r: (r.arrived_s, r.request_id)))
-        self.spans, self.samples, self.prompts = Spans(), [], set()
+        self.spans = Spans()
+        self.samples = []
+        self.prompts = set()
         self._watch = watch
         while self._under_way or self._arrivals:
             if not self._comes_first():
@@ -290,7 +301,8 @@ class RecurrentPipeline:
     def _chunks(self, lane: Lane, plan: Plan) -> Iterator[tuple[Flight, Tokens]]:
         """The messages of the prompts of a step with their token ids [1, T], one for each chunk."""
         for part in plan.parts:
-            text, size = part.request.cached_ids, self.prefill_chunk
+            text = part.request.cached_ids
+            size = self.prefill_chunk
             for start in range(part.start, part.stop, size):
                 stop = min(start + size, part.stop)
                 is_wanted = part.is_last and stop == part.stop
@@ -307,7 +319,8 @@ class RecurrentPipeline:
 
     def _send(self, flight: Flight, token_ids: Tokens) -> None:
         """Compute the first stage's layers, and send the result to the next stage."""
-        rows, status = flight.lane.rows(flight.requests), flight.status
+        rows = flight.lane.rows(flight.requests)
+        status = flight.status
         lengths = [r.num_cached for r in flight.requests] if status == VERIFY else []
         run = len(self.samples)
         begun_s = time.perf_counter()
@@ -327,7 +340,8 @@ class RecurrentPipeline:
         if not flight.is_wanted:
             return None
         assert message.payload is not None, "the last stage sends what is wanted"
-        requests, lane = flight.requests, flight.lane
+        requests = flight.requests
+        lane = flight.lane
         logits = message.payload if self.stage.is_whole else self.stage.logits(message.payload)
         output = self._tokens(flight, logits)
         output = lane.scheduler.commit(Batch(requests), output, self.clock.now())
@@ -336,7 +350,8 @@ class RecurrentPipeline:
             self._free(lane, lane.rows(ended))
         if self.speculation is not None and len(ended) < len(requests):
             going = [request for request in requests if request.status is Status.RUNNING]
-            rows, lengths = lane.rows(going), [request.num_cached for request in going]
+            rows = lane.rows(going)
+            lengths = [request.num_cached for request in going]
             if flight.draft is None:
                 self.speculation.admit(going, rows)
             else:  # the other stages forget what was rejected with the lane's next message

@@ -48,7 +48,9 @@ from magicdec.systems.stages.stage import Stage, StageLoop
 from magicdec.systems.stages.staged import StagedSystem, check_split
 from magicdec.systems.system import Extras, PassObserver, Trace
 
-LEAST_CAPACITY, MOST_CAPACITY = 1 << 20, 1 << 24  # bytes of an edge in shared memory
+# bytes of an edge in shared memory
+LEAST_CAPACITY = 1 << 20
+MOST_CAPACITY = 1 << 24
 
 
 class Ring(StagedSystem):
@@ -61,7 +63,8 @@ class Ring(StagedSystem):
     opened: OpenRing | None = None
 
     def prepare(self, run_config: RunConfig, cache: SetupCache) -> None:
-        options, launch = self.options, self.launch
+        options = self.options
+        launch = self.launch
         self.grid = grid = options.grid(launch.world_size)
         self.stage_number = grid.stage_of(launch.rank)
         self.num_samples = options.samples(grid)
@@ -129,9 +132,12 @@ class OpenRing:
     def __init__(
         self, ring: Ring, each: Pass, groups: ParallelGroups, models: LoadedModels
     ) -> None:
-        self.ring, self.groups, self.models = ring, groups, models
+        self.ring = ring
+        self.groups = groups
+        self.models = models
         self.is_drafting = is_drafting = each.is_drafting
-        options, chunk = ring.options, ring.run.config.attention.prefill_chunk
+        options = ring.options
+        chunk = ring.run.config.attention.prefill_chunk
         self.num_drafts = num_drafts_of(ring.run.config) if is_drafting else 0
         # Tokens of a message of a whole lane that decodes.
         self.lane_tokens = options.batch_size * (1 + self.num_drafts)
@@ -152,9 +158,14 @@ class OpenRing:
             if is_drafting:
                 self.speculation = make_speculation(ring.run, self.stage.runner, groups, models)
             self.pipeline = RecurrentPipeline(
-                self.stage, self.ends, self.num_lanes, options.batch_size, limits, chunk,
+                self.stage,
+                self.ends,
+                self.num_lanes,
+                options.batch_size,
+                limits,
+                chunk,
                 speculation=self.speculation,
-            )  # fmt: skip
+            )
 
     def _load_stage(self, each: Pass) -> Stage:
         ring = self.ring
@@ -178,15 +189,21 @@ class OpenRing:
 
     def serve(self, requests: Sequence[Request], observer: PassObserver) -> Extras:
         """Serve all requests."""
-        spans, before = Spans(), self.ends.outbound.traffic
-        launch, grid, pipeline = self.ring.launch, self.ring.grid, self.pipeline
-        samples, prompts = list[list[int]](), set[int]()
+        spans = Spans()
+        before = self.ends.outbound.traffic
+        launch = self.ring.launch
+        grid = self.ring.grid
+        pipeline = self.pipeline
+        samples = list[list[int]]()
+        prompts = set[int]()
         if self.speculation is not None:
             self.speculation.counts = DraftCounts()
         if pipeline is not None:
             pipeline.serve(requests, observer.observe, observer.counts.watch)
             pipeline.close()
-            spans, samples, prompts = pipeline.spans, pipeline.samples, pipeline.prompts
+            spans = pipeline.spans
+            samples = pipeline.samples
+            prompts = pipeline.prompts
         elif self.stage is not None:
             StageLoop(self.stage, self.ends, spans).serve()
         sent = self.ends.outbound.traffic.since(before)

@@ -89,7 +89,8 @@ def choose_split(
     by_rank = list(map(json.loads, exchange_texts(launch, json.dumps(facts), "layer split")))
     for rank, theirs in enumerate(by_rank):
         if theirs["asked"] != by_rank[0]["asked"]:
-            here, there = by_rank[0]["asked"], theirs["asked"]
+            here = by_rank[0]["asked"]
+            there = theirs["asked"]
             raise ValueError(f"{FLAG}: rank 0 has {here}, rank {rank} has {there}")
     times = stage_times(stages, by_rank) if needs_times else None
     layers = split_layers(text, len(stages), num_layers, times)
@@ -199,7 +200,8 @@ class Timing(ABC):
     def measure(self) -> RankTimes:
         """The times as measured with the threads of the run. All ranks with a stage must call it;
         those of a stage measure together, with their all-reduces."""
-        launch, parallel = self.run.launch, self.config.parallel
+        launch = self.run.launch
+        parallel = self.config.parallel
         with use_threads(parallel.threads):
             if len(self.stages[0]) == 1:
                 group = Group((launch.rank,), 0)
@@ -233,8 +235,11 @@ class Timing(ABC):
 
     def load(self, part: StagePart, groups: ParallelGroups, has_ends: bool = False) -> Timer:
         """A timer of a part of the target, with a cache that is not the zeros of fresh memory."""
-        models, w = LoadedModels(self.device, make_progress(False)), self.config.workload
-        source, ranks, rank = self.run.source, groups.target.ranks, self.run.launch.rank
+        models = LoadedModels(self.device, make_progress(False))
+        w = self.config.workload
+        source = self.run.source
+        ranks = groups.target.ranks
+        rank = self.run.launch.rank
         plan = ModelPlan(
             self.config, source.config, ranks, rank, part, row_tokens=w.prefix_len + w.gen_len
         )
@@ -252,7 +257,8 @@ class FilledStage(Stage):
     num_tokens: int = 1
 
     def compute(self, x: Tokens, rows: Sequence[int], num_outputs: int | None) -> Tensor:
-        num_tokens, model = len(x[0]), self.runner.model
+        num_tokens = len(x[0])
+        model = self.runner.model
         if num_tokens == self.num_tokens:
             return super().compute(x, rows, num_outputs)
         self.runner.cache.advance(rows, num_tokens)
@@ -277,13 +283,15 @@ class RingTiming(Timing):
             models = LoadedModels(runner.device, make_progress(False))
             run = replace(self.run, config=self.config)
             speculation = make_speculation(run, runner, groups, models)
-            speculation.is_padded, speculation.drafter.pa = True, 0.0
+            speculation.is_padded = True
+            speculation.drafter.pa = 0.0
         return partial(self.time_first, stage, speculation)
 
     def time_first(self, stage: FilledStage, speculation: Speculation | None) -> float:
         """Seconds of a step on the first stage, from the hidden states that come home to the next
         ones that it sends."""
-        loop, step = Loopback(), self.step
+        loop = Loopback()
+        step = self.step
         limits = Limits(
             stage.runner.max_tokens,
             prefill_tokens=step.rows * step.context,
@@ -300,7 +308,8 @@ class RingTiming(Timing):
 def time_passing(stage: FilledStage, step: DecodeStep) -> float:
     """Seconds of a step on a stage that receives hidden states and sends hidden states. All drafts
     are rejected."""
-    rows, width = tuple(range(step.rows)), stage.runner.model.config.hidden_size
+    rows = tuple(range(step.rows))
+    width = stage.runner.model.config.hidden_size
     newest = next(stage.runner.model.parameters()).new_full((step.rows, 1, width), 0.1)
     prompt = Message(Kind.HIDDEN, 0, WANTED, rows, newest.expand(-1, step.context, -1))
     payload = newest.expand(-1, step.num_tokens, -1).contiguous()
@@ -316,7 +325,8 @@ def time_passing(stage: FilledStage, step: DecodeStep) -> float:
 def time_messages(part: Part, messages: Sequence[Message]) -> float:
     """The median seconds from answer to answer where the next message always waits already, which
     one that was held up does not move."""
-    inbound, spans = Loopback(), Spans()
+    inbound = Loopback()
+    spans = Spans()
     for message in (*messages, Message(Kind.END)):
         inbound.send(message)
     StageLoop(part, Ends(inbound, Loopback()), spans).serve()

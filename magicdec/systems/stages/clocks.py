@@ -52,7 +52,8 @@ def compare_clocks(rank: int, world_size: int) -> list[Ahead]:
 
 
 def _ask(other: int) -> Ahead:
-    answer, comparisons = torch.empty(1, dtype=torch.float64), list[Ahead]()
+    answer = torch.empty(1, dtype=torch.float64)
+    comparisons = list[Ahead]()
     for _ in range(ROUNDS):
         begin_s = time.perf_counter()
         dist.send(answer, other)

@@ -102,8 +102,9 @@ class RingMetrics(Part):
         "median time of a stage for a message of samples that decode, from its arrival until its "
         "result is sent; of the first stage with the head, sampling, scheduling and drafting, "
         "where no prompt is prefilled with it",
-        "ms", null=NO_DECODES,
-    )  # fmt: skip
+        "ms",
+        null=NO_DECODES,
+    )
     queue_depth: list[float] = recorded(
         "messages that were sent to a stage and that it had not taken yet, on the link or waiting; "
         "mean over the time",
@@ -116,17 +117,20 @@ class RingMetrics(Part):
     )
     link_ms: float | None = recorded(
         "median time of messages that decode from one stage to the next, which was idle",
-        "ms", null="with one stage, or if no stage was idle",
-    )  # fmt: skip
+        "ms",
+        null="with one stage, or if no stage was idle",
+    )
     predicted_round_ms: float | None = recorded(
         "`max(num_lanes * largest decode_ms, sum of decode_ms + stages * link_ms)`: the time in "
         "which every sample gains a token, or `tokens_per_round` with drafts",
-        "ms", null=NO_DECODES,
-    )  # fmt: skip
+        "ms",
+        null=NO_DECODES,
+    )
     measured_round_ms: float | None = recorded(
         "the same as measured: the median time between two tokens of a sample",
-        "ms", null="if every request has a single output token",
-    )  # fmt: skip
+        "ms",
+        null="if every request has a single output token",
+    )
     tokens_per_round: float | None = recorded(
         "output tokens that a sample gains in a round: those of all samples after their first, "
         "divided by the rounds of all samples",
@@ -135,8 +139,9 @@ class RingMetrics(Part):
     draft_ms: float | None = recorded(
         "mean time of the first stage for drafting for such a message, the drafter's part of "
         "admitting samples included",
-        "ms", null=NO_DRAFTS,
-    )  # fmt: skip
+        "ms",
+        null=NO_DRAFTS,
+    )
 
 
 def ring_metrics(
@@ -209,7 +214,7 @@ class SpeculationMetrics(Part):
         "by how much the largest of the logits by which a token is chosen exceeds the second, at "
         "the committed token where this is least; rounding can change a token with a small one",
         null="of stages that sleep",
-    )  # fmt: skip
+    )
     mean_in_flight: float = recorded(
         "runs that are under way; mean over the time", label="runs in flight, mean", digits=2
     )
@@ -218,26 +223,35 @@ class SpeculationMetrics(Part):
     draft_rank: int | None = recorded("the rank that drafts", null="if no mode drafts")
     busy: list[float] = recorded(
         "share of the time in which a rank computes layers or drafts; the rest is idle",
-        label="busy by rank, %", scale=100,
-    )  # fmt: skip
+        label="busy by rank, %",
+        scale=100,
+    )
     idle_s: list[float] = recorded("the rest in seconds, of each rank", "s")
     stage_ms: list[float] | None = recorded(
-        "mean time of a stage for a run of decoded tokens that it did not skip", "ms",
-        label="stages, ms", digits=2, null="if a stage had no such run",
-    )  # fmt: skip
+        "mean time of a stage for a run of decoded tokens that it did not skip",
+        "ms",
+        label="stages, ms",
+        digits=2,
+        null="if a stage had no such run",
+    )
     draft_ms: float | None = recorded(
-        "mean time of a step of the drafter", "ms",
-        label="draft step, ms", digits=2,
+        "mean time of a step of the drafter",
+        "ms",
+        label="draft step, ms",
+        digits=2,
         null="if nothing was drafted",
-    )  # fmt: skip
+    )
     draft_busy: float = recorded(
         "share of the time in which the drafter drafts", label="drafting, %", scale=100
     )
     link_ms: float | None = recorded(
         "mean time from the end of a run of decoded tokens at a stage to its begin at the next, "
         "which was idle",
-        "ms", label="link, ms", digits=2, null="with one stage",
-    )  # fmt: skip
+        "ms",
+        label="link, ms",
+        digits=2,
+        null="with one stage",
+    )
 
 
 @dataclass(frozen=True)
@@ -268,15 +282,20 @@ class Observed:
 
     def within(self, spans: Sequence[Span]) -> float:
         """Seconds of the time that counts in which at least one of the spans is."""
-        total, until = 0.0, self.begin_s
+        total = 0.0
+        until = self.begin_s
         for span in sorted(spans, key=lambda span: span.begin_s):
-            begin, end = max(span.begin_s, until), min(span.end_s, self.end_s)
-            total, until = total + max(0.0, end - begin), max(until, end)
+            begin = max(span.begin_s, until)
+            end = min(span.end_s, self.end_s)
+            total = total + max(0.0, end - begin)
+            until = max(until, end)
         return total
 
 
 def speculation_metrics(observed: Observed, counts: Counts, has_drafts: bool) -> SpeculationMetrics:
-    layout, rows, seconds = observed.layout, observed.rows, observed.end_s - observed.begin_s
+    layout = observed.layout
+    rows = observed.rows
+    seconds = observed.end_s - observed.begin_s
     drafts = observed.of(layout.draft_rank, What.DRAFT)
     busy_s = [
         observed.within([*observed.of(rank, What.STAGE), *observed.of(rank, What.DRAFT)])
@@ -322,7 +341,9 @@ def speculation_metrics(observed: Observed, counts: Counts, has_drafts: bool) ->
 def link_times(sent: Sequence[Span], taken: Sequence[Span], runs: Collection[int]) -> list[float]:
     """Seconds from the end of each of these runs at one stage until the next, which was idle,
     begins it."""
-    links_s, ends, free_s = list[float](), {span.run: span.end_s for span in sent}, 0.0
+    links_s = list[float]()
+    ends = {span.run: span.end_s for span in sent}
+    free_s = 0.0
     for span in taken:
         if span.run in runs and free_s < ends[span.run]:
             links_s.append(span.begin_s - ends[span.run])

@@ -51,7 +51,8 @@ from magicdec.runner.sampling.coupled import CoupledSampling
 from magicdec.systems.pipeinfer.messages import Launch
 from magicdec.systems.stages.spans import Spans, What
 
-WANTED, VERIFY = 1, 2
+WANTED = 1
+VERIFY = 2
 SLOTS = 1 << 12  # more runs than are ever in flight; a slot that is taken twice only costs work
 BOARD_BYTES = SLOTS * 2 * 8
 
@@ -76,7 +77,8 @@ class StageLoop:
 
     def serve(self) -> None:
         """Serve messages until END. Not for the first stage of a ring, which begins the runs."""
-        inbound, outbound = self.ends.inbound, self.ends.outbound
+        inbound = self.ends.inbound
+        outbound = self.ends.outbound
         while (message := inbound.receive()).kind is not Kind.END:
             begin_s = time.perf_counter()
             DUE.reach(message.due_s)
@@ -204,7 +206,9 @@ class Canceller:
     def __init__(
         self, board: CancelBoard, channels: Sequence[Sender] = (), delay_s: float = 0.0
     ) -> None:
-        self.board, self.channels, self.delay_s = board, channels, delay_s
+        self.board = board
+        self.channels = channels
+        self.delay_s = delay_s
 
     def cancel(self, runs: Sequence[int]) -> None:
         """Returns before the stages know it."""
@@ -251,7 +255,8 @@ class LaneText:
         """Write the tokens of a run. A request begins with its prompt, up to the run that predicts
         its first token."""
         if launch.first == 0:
-            self.prompt, self._is_prompt = set(), True
+            self.prompt = set()
+            self._is_prompt = True
         self.tokens[launch.first :] = launch.tokens
         if self._is_prompt:
             self.prompt.update(launch.tokens)
@@ -279,7 +284,9 @@ class RunStage:
         sampling: CoupledSampling = CoupledSampling(SamplingSection()),
         board: CancelBoard | None = None,
     ) -> None:
-        self.runner, self.sampling, self.board = runner, sampling, board
+        self.runner = runner
+        self.sampling = sampling
+        self.board = board
         self.num_layers = len(runner.model.layers)
         self.texts: list[LaneText] | None = None  # if the tokens depend on them
         if runner.model.has_head and sampling.has_penalties:
@@ -288,7 +295,8 @@ class RunStage:
             runner.allocate(row)
 
     def answer(self, message: Message) -> tuple[Message, int]:
-        run, launch = message.run, Launch.from_words(message.words)
+        run = message.run
+        launch = Launch.from_words(message.words)
         if self.texts is not None:
             self.texts[launch.lane].take(launch)
         try:
@@ -309,13 +317,15 @@ class RunStage:
     ) -> Tensor | tuple[int, ...] | None:
         """Hidden states [1, rows, hidden], None if they are emulated; of the last stage the words
         of its answer. Raises Cancelled if the cancellation is set before a layer."""
-        model, num_rows = self.runner.model, launch.num_rows
+        model = self.runner.model
+        num_rows = launch.num_rows
         self._cut(launch.lane, launch.first)
         x: Tokens = [launch.tokens]
         if not model.has_embedding:
             assert message.payload is not None, "the stage before has computed"
             x = message.payload
-        run, num_outputs = self.runner.forward, launch.num_outputs
+        run = self.runner.forward
+        num_outputs = launch.num_outputs
         out = run(x, [launch.lane], num_outputs=num_outputs, cancellation=cancellation)
         if not model.has_head:
             return out

@@ -33,7 +33,8 @@ class StagedSystem(System):
         stage has `num_ranks`; one rank needs no other to compute its layers."""
         placement = Placement(is_staged=True, is_alone=num_ranks == 1)
         models = self.find(run_config, workload, cache, placement)
-        parallel, on_host = models.config.parallel, self.options.on_host
+        parallel = models.config.parallel
+        on_host = self.options.on_host
         self.transport = choose_transport(parallel, models.machine, on_host)
         return models
 
@@ -53,11 +54,16 @@ class StagedSystem(System):
 
     def choose_layers(self, timing: Timing, what: str) -> tuple[range, ...]:
         """The layers of each stage. `what` says what is timed for `--layer_split auto`."""
-        split, num_layers = read_split(self.options.layer_split), self.run.source.config.num_layers
+        split = read_split(self.options.layer_split)
+        num_layers = self.run.source.config.num_layers
         chosen = choose_split(
-            split.stages, timing.stages, num_layers, self.launch, f"measured for {what}",
+            split.stages,
+            timing.stages,
+            num_layers,
+            self.launch,
+            f"measured for {what}",
             timing.find_times,
-        )  # fmt: skip
+        )
         if self.options.layer_split is not None:
             self.layer_split = str(replace(split, stages=chosen.layer_split))
         self.split = chosen.reason and f"{FLAG} {self.layer_split}: {chosen.reason}"
@@ -68,11 +74,13 @@ class StagedSystem(System):
         transport = self.transport
         if transport is None:
             return Connector(self.launch, None, form, device)
-        apart, link_s = NCCL if transport.payloads == NCCL else None, self.options.emulated_link_s
+        apart = NCCL if transport.payloads == NCCL else None
+        link_s = self.options.emulated_link_s
         return Connector(self.launch, transport.headers, form, device, apart, link_s, *sizes)
 
     def config_of(self, each: Pass) -> dict[str, Any]:
-        config, transport = super().config_of(each), self.transport
+        config = super().config_of(each)
+        transport = self.transport
         config["parallel"]["transport"] = None if transport is None else transport.to_dict()
         return config
 

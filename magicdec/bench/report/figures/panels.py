@@ -93,14 +93,16 @@ class Form:
         """The figure of these runs."""
         if runs.empty:
             return LeftOut(self.name, self.title, self.reason)
-        groups, places = list(grouped(runs, self.held)), values_of(runs, self.places)
+        groups = list(grouped(runs, self.held))
+        places = values_of(runs, self.places)
         groups.sort(key=lambda rows: (-len({places[row] for row in rows}), -len(rows)))
         shown = [runs.iloc[rows] for rows in groups[: self.most_panels]]
         panels = [(dict(of.iloc[0][[*self.held]]), of) for of in shown]
         panels.sort(key=lambda panel: [rank(value) for value in panel[0].values()])
         tables = [self.show(of) for _, of in panels]
         names = [of[self.series].unique() if self.series else [] for of in tables]
-        looks, num_series = looks_of(names, self.most_series), len(set(chain(*names)))
+        looks = looks_of(names, self.most_series)
+        num_series = len(set(chain(*names)))
         figure, axes = make_axes(len(panels), **self.axes)
         varying = [key for key in self.held if len({held[key] for held, _ in panels}) > 1]
         handles: dict[str, Any] = {}
@@ -117,11 +119,13 @@ class Form:
         common = in_words(panels[0][0], [key for key in self.held if key not in varying])
         first, *rest = self.caption
         caption = sentences(
-            first, f"Everywhere: {common}" if common else "", *rest,
+            first,
+            f"Everywhere: {common}" if common else "",
+            *rest,
             self.intervals if any(has_intervals(of, looks) for of in tables) else "",
             shown_of(len(looks), num_series, "series"),
             shown_of(len(panels), len(groups), self.what),
-        )  # fmt: skip
+        )
         numbers = pd.concat(
             [with_settings(held, of) for (held, _), of in zip(panels, tables, strict=True)],
             ignore_index=True,
@@ -145,7 +149,8 @@ def grouped(frame: pd.DataFrame, keys: Sequence[str]) -> Iterable[list[int]]:
 
 def num_different(frame: pd.DataFrame, held: Sequence[str], keys: Sequence[str]) -> list[int]:
     """For each row, the different values in `keys` of the rows that are equal to it in `held`."""
-    values, counts = values_of(frame, keys), [0] * len(frame)
+    values = values_of(frame, keys)
+    counts = [0] * len(frame)
     for rows in grouped(frame, held):
         count = len({values[row] for row in rows})
         for row in rows:
@@ -267,7 +272,8 @@ def legend_below(figure: Figure, handles: Mapping[str, Any]) -> None:
 def draw_marks(ax: Axes, series: Series, x: str, y: str, scale: float = 1.0) -> dict[str, Any]:
     """A mark for each row of each series, with an upright line for its interval, if it has one.
     Returns the handles of the legend."""
-    handles, is_many = {}, sum(len(of) for _, of, _ in series) > MANY_MARKS
+    handles = {}
+    is_many = sum(len(of) for _, of, _ in series) > MANY_MARKS
     for name, of, style in series:
         handles[name] = ax.scatter(
             of[x].astype(float) / scale,
@@ -279,12 +285,11 @@ def draw_marks(ax: Axes, series: Series, x: str, y: str, scale: float = 1.0) -> 
             facecolors=style.colour if style.is_filled else CLEAR,
             rasterized=is_many,
         )
-        handles[name].set_in_layout(False)  # it is within its axes  # fmt: skip
+        handles[name].set_in_layout(False)  # it is within its axes
         ends = [f"{y}_interval_low", f"{y}_interval_high"]
         spans = of.reindex(columns=[x, *ends]).dropna().astype(float)
         if name != BASELINE and not spans.empty:
-            ax.vlines(*spans.to_numpy().T, color=style.colour, linewidth=0.8,
-                      rasterized=is_many)  # fmt: skip
+            ax.vlines(*spans.to_numpy().T, color=style.colour, linewidth=0.8, rasterized=is_many)
     return handles
 
 
@@ -299,17 +304,25 @@ def draw_curves(
     for name, of, style in series:
         middle, low, high = (of[column].astype(float) for column in (y, "low", "high"))
         handles[name] = ax.errorbar(
-            of[x], middle, yerr=[middle - low, high - middle], color=style.colour,
-            marker=style.marker, linestyle=style.line, capsize=2, elinewidth=1,
-        )  # fmt: skip
+            of[x],
+            middle,
+            yerr=[middle - low, high - middle],
+            color=style.colour,
+            marker=style.marker,
+            linestyle=style.line,
+            capsize=2,
+            elinewidth=1,
+        )
     return handles
 
 
 def summarize(runs: pd.DataFrame, metric: str) -> Row:
     """The median of repeated runs with their range; one run alone with its interval, if it has
     one."""
-    values, ends = runs[metric].astype(float), [f"{metric}_interval_low", f"{metric}_interval_high"]
-    low, high = values.min(), values.max()
+    values = runs[metric].astype(float)
+    ends = [f"{metric}_interval_low", f"{metric}_interval_high"]
+    low = values.min()
+    high = values.max()
     if len(runs) == 1 and runs[ends].notna().all(axis=None):
         low, high = runs.iloc[0][ends]
     return {metric: values.median(), "low": low, "high": high, "runs": len(runs)}

@@ -38,9 +38,16 @@ if TYPE_CHECKING:
 MACHINE = ("device", "ranks", "threads")
 WEIGHTS = ("model", "target_dtype", "draft_model", "draft_weights")
 HELD = [
-    *WEIGHTS, "drafter", "kv_policy", "dtype", "dataset", "gen_len", "temperature", *MACHINE,
+    *WEIGHTS,
+    "drafter",
+    "kv_policy",
+    "dtype",
+    "dataset",
+    "gen_len",
+    "temperature",
+    *MACHINE,
     "reselect_every",
-]  # fmt: skip
+]
 KINDS = ["speedup", "net_speedup"]
 PLACE = ["B", "prefix_len"]
 MOST = 4.0  # speedup with the darkest colour; 1 / MOST has the darkest of the other side
@@ -51,10 +58,16 @@ DARK = 2.5  # from this speedup on, or from 1 / DARK, text is white
 def draw_speedup(runs: pd.DataFrame) -> Drawn | LeftOut:
     """A map of the speedups of each method."""
     form = Form(
-        name="speedup_map", title="Speedup over batch size and prefix length",
+        name="speedup_map",
+        title="Speedup over batch size and prefix length",
         reason="no method was measured at two batch sizes or two prefix lengths",
-        held=HELD, places=PLACE, show=best_by_place, draw=draw_map,
-        labels=("batch size (sequences)", "prefix length (tokens)"), series="", what="methods",
+        held=HELD,
+        places=PLACE,
+        show=best_by_place,
+        draw=draw_map,
+        labels=("batch size (sequences)", "prefix length (tokens)"),
+        series="",
+        what="methods",
         caption=(
             "Of each batch size and prefix length the best budget and gamma (K and g in the "
             "cells). Above 1 speculation is faster than autoregressive decoding of the same "
@@ -64,14 +77,16 @@ def draw_speedup(runs: pd.DataFrame) -> Drawn | LeftOut:
             "shows, is wider than the difference from 1 that the colour would claim",
         ),
         axes={"height": 3.2},
-    )  # fmt: skip
+    )
     kinds = runs[(runs[KINDS].fillna(0) != 0).all(axis=1)]
     return form.of(kinds[[count > 1 for count in num_different(kinds, HELD, PLACE)]])
 
 
 SPEEDUP_ENDS = ("speedup_interval_low", "speedup_interval_high")
 CLAIM = "claim"  # the column that says what the interval of a cell lets its colour claim
-HOLDS, DOUBTFUL, UNKNOWN = "holds", "interval wider than the difference", "no interval"
+HOLDS = "holds"
+DOUBTFUL = "interval wider than the difference"
+UNKNOWN = "no interval"
 # What marks cells whose colour may claim nothing, and those of which that is not known.
 CELL_MARKS: dict[str, dict[str, Any]] = {
     DOUBTFUL: {"hatch": "////", "edgecolor": "#d4d4d4", "linewidth": 0},
@@ -109,18 +124,25 @@ def draw_map(ax: Axes, cells: pd.DataFrame, _: Series) -> dict[str, Any]:
 
     table = cells.pivot(index="prefix_len", columns="B")
     shades = table["speedup"].astype(float).where(table[CLAIM] != DOUBTFUL)
-    image = ax.pcolormesh(shades.to_numpy(), cmap="PuOr_r", norm=LogNorm(1 / MOST, MOST),
-                          edgecolors="white", linewidth=1)  # fmt: skip
+    image = ax.pcolormesh(
+        shades.to_numpy(),
+        cmap="PuOr_r",
+        norm=LogNorm(1 / MOST, MOST),
+        edgecolors="white",
+        linewidth=1,
+    )
     handles = dict[str, Any]()
     is_crowded = max(shades.shape) > MOST_CELLS
     for cell in cells.to_dict("records"):
-        x, y = shades.columns.get_loc(cell["B"]), shades.index.get_loc(cell["prefix_len"])
+        x = shades.columns.get_loc(cell["B"])
+        y = shades.index.get_loc(cell["prefix_len"])
         if cell[CLAIM] != HOLDS:
             handles[cell[CLAIM]] = mark_cell(ax, x, y, cell[CLAIM])
         if not is_crowded:
             write_cell(ax, x + 0.5, y + 0.5, cell)
     step = -(-max(shades.shape) // MOST_CELLS)  # of ticks, so that their labels have room
-    columns, rows = shades.columns[::step], shades.index[::step]
+    columns = shades.columns[::step]
+    rows = shades.index[::step]
     ax.set_xticks(0.5 + step * np.arange(len(columns)), list(map(str, columns)))
     ax.set_yticks(0.5 + step * np.arange(len(rows)), [f"{S:,}" for S in rows])
     ax.grid(False)
@@ -158,7 +180,9 @@ def write_cell(ax: Axes, x: float, y: float, cell: dict[str, Any]) -> None:
 
 
 PROMPTS = [*WEIGHTS, "dtype", "dataset", "temperature", "prefix_len"]
-TPOT, X, Y = "mean_tpot_ms", "request_tokens_per_s", "decode_tokens_per_s"
+TPOT = "mean_tpot_ms"
+X = "request_tokens_per_s"
+Y = "decode_tokens_per_s"
 READ = f"{ENVIRONMENT}read_bandwidth_bytes_per_s"
 GB = 1e9
 SHARE = "share of verifications"
@@ -189,18 +213,30 @@ def draw_pareto(passes: pd.DataFrame) -> Drawn | LeftOut:
             changed = changed.iloc[:: max(1, -(-len(changed) // MOST_LABELS))]
             place, vertical = ((4, -4), "top") if kind == BASELINE else ((4, 4), "bottom")
             for x, y, B in changed[[X, Y, "B"]].itertuples(index=False):
-                text = ax.annotate(f"B {B}", (x, y), place, textcoords="offset points", fontsize=7,
-                                   color=colour, va=vertical, zorder=5)  # fmt: skip
+                text = ax.annotate(
+                    f"B {B}",
+                    (x, y),
+                    place,
+                    textcoords="offset points",
+                    fontsize=7,
+                    color=colour,
+                    va=vertical,
+                    zorder=5,
+                )
                 text.set_path_effects([withStroke(linewidth=2, foreground="white")])
         ax.margins(0.14)
         ax.set(xlim=(0, None), ylim=(0, None))
         return handles
 
     form = Form(
-        name="pareto_front", title="Tokens/s of all rows against tokens/s of one request",
+        name="pareto_front",
+        title="Tokens/s of all rows against tokens/s of one request",
         reason="no record has both a throughput and a TPOT",
-        held=("model", "dtype", "device", "prefix_len"), places=["B", "series"], show=show,
-        draw=draw, labels=("one request (tokens/s)", "all rows (tokens/s)"),
+        held=("model", "dtype", "device", "prefix_len"),
+        places=["B", "series"],
+        show=show,
+        draw=draw,
+        labels=("one request (tokens/s)", "all rows (tokens/s)"),
         caption=(
             "Each mark is one pass; up and to the right is better. A pass is on a front if no "
             "other one of its kind has both more tokens/s and a faster request. Numbers are the "
@@ -211,8 +247,9 @@ def draw_pareto(passes: pd.DataFrame) -> Drawn | LeftOut:
             "token",
         ),
         intervals="Upright lines are 95 % intervals over batches",
-        axes={"height": 3.1}, most_series=2 * MOST_SERIES,
-    )  # fmt: skip
+        axes={"height": 3.1},
+        most_series=2 * MOST_SERIES,
+    )
     served = passes.get("output_throughput", pd.Series(dtype=object))
     measured = passes.assign(**{Y: passes[Y].combine_first(served)})
     return form.of(measured[measured[TPOT].notna() & measured[Y].notna()])
@@ -233,7 +270,9 @@ def pareto(frame: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
 
 def draw_roofline(passes: pd.DataFrame) -> Drawn | LeftOut:
     """The bandwidth that steps reach against the bytes that they must read."""
-    x, y, roof = "bytes_per_step", "achieved_bytes_per_s", "measured_bytes_per_s"
+    x = "bytes_per_step"
+    y = "achieved_bytes_per_s"
+    roof = "measured_bytes_per_s"
 
     def show(of: pd.DataFrame) -> pd.DataFrame:
         read = of[READ].astype(float)
@@ -256,10 +295,15 @@ def draw_roofline(passes: pd.DataFrame) -> Drawn | LeftOut:
         return handles
 
     form = Form(
-        name="bandwidth", title="Achieved bandwidth against the memory roofline",
+        name="bandwidth",
+        title="Achieved bandwidth against the memory roofline",
         reason="no run measured the bandwidth that this machine reads with and its own steps",
-        held=("model", "dtype", "target_dtype", *MACHINE), places=["series"], show=show, draw=draw,
-        labels=("bytes that a step must read (GB)", "achieved (GB/s)"), axes={"height": 3.2},
+        held=("model", "dtype", "target_dtype", *MACHINE),
+        places=["series"],
+        show=show,
+        draw=draw,
+        labels=("bytes that a step must read (GB)", "achieved (GB/s)"),
+        axes={"height": 3.2},
         caption=(
             "Bytes that the steps of a run must read at least (weights and the visible KV cache) "
             "over the time of the steps. The line is the bandwidth measured in the runs "
@@ -267,7 +311,7 @@ def draw_roofline(passes: pd.DataFrame) -> Drawn | LeftOut:
             "something else; marks above it read partly from caches",
         ),
         what="combinations of model and machine",
-    )  # fmt: skip
+    )
     is_known = (passes[["roofline_fraction", "mean_step_ms", READ]].fillna(0) != 0).all(axis=1)
     return form.of(passes[is_known])
 
@@ -282,11 +326,13 @@ def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
         )
 
     form = Form(
-        name="acceptance_by_budget", title="Acceptance rate against the draft's KV budget",
+        name="acceptance_by_budget",
+        title="Acceptance rate against the draft's KV budget",
         reason="no model and policy was measured with two KV budgets and else equal settings",
         held=["drafter", *PROMPTS, "gamma", "pa", "reselect_every"],
         places=["budget", "kv_policy"],
-        series="kv_policy", show=show,
+        series="kv_policy",
+        show=show,
         draw=partial(draw_curves, x="budget", y="draft_acceptance_rate", xscale="log"),
         labels=("KV budget (tokens that a draft reads)", "acceptance rate"),
         caption=(
@@ -294,8 +340,9 @@ def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
             "Of repeated runs the median is shown",
         ),
         intervals="Bars are 95 % intervals over prompts, of repeated runs the range",
-        what="combinations of settings; the table of runs has all", axes={"sharey": True},
-    )  # fmt: skip
+        what="combinations of settings; the table of runs has all",
+        axes={"sharey": True},
+    )
     drafting = runs[runs["draft_acceptance_rate"].notna() & runs["budget"].notna()]
     num_budgets = num_different(drafting, form.held, ["budget"])
     return form.of(drafting[[count > 1 for count in num_budgets]])
@@ -304,18 +351,21 @@ def draw_by_budget(runs: pd.DataFrame) -> Drawn | LeftOut:
 def draw_by_acceptance(runs: pd.DataFrame) -> Drawn | LeftOut:
     """The speedup of each run against its acceptance rate."""
     form = Form(
-        name="speedup_by_acceptance", title="Speedup against the acceptance rate of the same runs",
+        name="speedup_by_acceptance",
+        title="Speedup against the acceptance rate of the same runs",
         reason="no run has both an acceptance rate and a speedup",
         held=[*WEIGHTS[:2], "dtype", "dataset", "prefix_len", "gen_len", *MACHINE],
-        places=["series", "B", "budget", "gamma"], draw=draw_against_acceptance,
+        places=["series", "B", "budget", "gamma"],
+        draw=draw_against_acceptance,
         show=lambda of: of[["series", "run", *ALONG[3:7], *BOTH]],
-        labels=("acceptance rate", "speedup of decode steps (x)"), axes={"height": 3.1},
+        labels=("acceptance rate", "speedup of decode steps (x)"),
+        axes={"height": 3.1},
         caption=(
             "Each mark is one run. At equal acceptance a method that drafts at a lower cost is "
             "higher; below the line it is slower than autoregressive decoding",
         ),
         intervals="Upright lines are 95 % intervals of the speedup over batches",
-    )  # fmt: skip
+    )
     return form.of(runs[runs[["draft_acceptance_rate", "speedup"]].notna().all(axis=1)])
 
 
@@ -341,10 +391,13 @@ def draw_by_position(runs: pd.DataFrame) -> Drawn | LeftOut:
         return pd.concat([curve_of(run) for run in longest.to_dict("records")])
 
     form = Form(
-        name="acceptance_by_position", title="Acceptance by draft position",
+        name="acceptance_by_position",
+        title="Acceptance by draft position",
         reason="no run drafted two tokens in a step",
         held=[key for key in PROMPTS if key != "draft_weights"],  # which the series have
-        places=["series"], show=show, axes={"sharey": True},
+        places=["series"],
+        show=show,
+        axes={"sharey": True},
         draw=partial(draw_curves, x="position", y="share", ylim=(0, 1.04)),
         labels=("draft position in its step", SHARE),
         caption=(
@@ -352,7 +405,7 @@ def draw_by_position(runs: pd.DataFrame) -> Drawn | LeftOut:
             "Of each way to draft the run with the most draft tokens",
         ),
         intervals="Bars are 95 % intervals over prompts",
-    )  # fmt: skip
+    )
     lengths = runs["acceptance_per_position"].map(lambda shares: len(shares or ()))
     return form.of(by_draft(runs.assign(length=lengths)[lengths > 1]))
 
@@ -370,18 +423,29 @@ def curve_of(run: dict[str, Any]) -> pd.DataFrame:
     intervals = run["acceptance_per_position_interval"] or [None] * len(shares)
     counts = run["judged_per_position"] or [None] * len(shares)
     return frame_of(
-        {"series": run["series"], "run": run["run"], "position": position, "share": share,
-         "low": (ends or [share])[0], "high": (ends or [share])[-1], "verifications": count}
+        {
+            "series": run["series"],
+            "run": run["run"],
+            "position": position,
+            "share": share,
+            "low": (ends or [share])[0],
+            "high": (ends or [share])[-1],
+            "verifications": count,
+        }
         for position, (share, ends, count) in enumerate(
             zip(shares, intervals, counts, strict=True), 1
         )
-    )  # fmt: skip
+    )
 
 
 ALONG = ["drafter", "draft_weights", "kv_policy", "budget", "gamma", "pa", "B", "prefix_len"]
 # (colour, hatch) by phase
-PHASES = {"draft": (COLOURS[4], ""), "verify": (COLOURS[0], "///"), "decode": (COLOURS[5], "..."),
-          "other": (COLOURS[7], "xxx")}  # fmt: skip
+PHASES = {
+    "draft": (COLOURS[4], ""),
+    "verify": (COLOURS[0], "///"),
+    "decode": (COLOURS[5], "..."),
+    "other": (COLOURS[7], "xxx"),
+}
 SHORT = {"gamma": "g", "budget": "K", "prefix_len": "prefix"}
 TEXTS = {"mean_emitted_tokens": "{:.1f} tokens", "speedup": "{:.2f}x"}  # at the end of a bar
 MOST_BARS = 24
@@ -390,11 +454,16 @@ MOST_BARS = 24
 def draw_phases(runs: pd.DataFrame) -> Drawn | LeftOut:
     """A bar for each setting of one model on one machine."""
     form = Form(
-        name="step_phases", title="Phases of a decode step",
+        name="step_phases",
+        title="Phases of a decode step",
         reason="no run timed its phases; on CUDA --benchmark does",
-        held=("model", "draft_model", "target_dtype", "dtype", "dataset", *MACHINE), places=ALONG,
+        held=("model", "draft_model", "target_dtype", "dtype", "dataset", *MACHINE),
+        places=ALONG,
         most_panels=1,
-        what="combinations of model and machine", show=phases_of, draw=draw_bars, series="",
+        what="combinations of model and machine",
+        show=phases_of,
+        draw=draw_bars,
+        series="",
         labels=("time of a step (ms)", ""),
         caption=(
             "Mean time of a step by phase. The black tick is the autoregressive step of the same "
@@ -403,7 +472,7 @@ def draw_phases(runs: pd.DataFrame) -> Drawn | LeftOut:
             f"Of more than {MOST_BARS} settings so many are shown, evenly chosen; of repeated runs "
             "the middle one",
         ),
-    )  # fmt: skip
+    )
     has_phases = runs["drafter"].notna() & runs["mean_step_ms"].notna() & runs["other_ms"].notna()
     return form.of(runs[has_phases])
 
@@ -444,21 +513,29 @@ def draw_bars(ax: Axes, table: pd.DataFrame, _: Series) -> dict[str, Any]:
     figure = ax.get_figure(root=True)
     assert figure is not None, "the axes are in it"
     figure.set_size_inches(WIDTH, 1.3 + 0.27 * count)
-    left, handles = pd.Series(0.0, bars.index), dict[str, Any]()
+    left = pd.Series(0.0, bars.index)
+    handles = dict[str, Any]()
     for phase, (colour, hatch) in PHASES.items():
         widths = bars[f"{phase}_ms"].astype(float).fillna(0.0)
         if widths.any():
             handles[phase] = ax.barh(
-                bars.index, widths, left=left, height=0.72, color=colour, hatch=hatch,
-                edgecolor="white", linewidth=0.5,
-            )  # fmt: skip
+                bars.index,
+                widths,
+                left=left,
+                height=0.72,
+                color=colour,
+                hatch=hatch,
+                edgecolor="white",
+                linewidth=0.5,
+            )
             left += widths
     theirs = bars["autoregressive_step_ms"].astype(float)
     if theirs.notna().any():
         handles["autoregressive step"] = ax.vlines(
             theirs, bars.index - 0.42, bars.index + 0.42, color="black", linewidth=2
         )
-    rows, ends = bars.to_dict("records"), left.combine(theirs, max)
+    rows = bars.to_dict("records")
+    ends = left.combine(theirs, max)
     for at, bar in enumerate(rows):
         text = ", ".join(form.format(bar[k]) for k, form in TEXTS.items() if bar[k] is not None)
         ax.annotate(text, (ends[at], at), (5, 0), textcoords="offset points", va="center", size=7)

@@ -42,7 +42,8 @@ def draw_served(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
 def by_command(passes: pd.DataFrame) -> pd.DataFrame:
     """The passes with the numbers of their commands, in words, in a column `about`."""
     groups = passes.groupby(["file", "environment.time_utc", "command"], sort=False)
-    numbers, abouts = groups.ngroup() + 1, dict[int, str]()
+    numbers = groups.ngroup() + 1
+    abouts = dict[int, str]()
     for number, of in passes.groupby(numbers):
         first = of.iloc[0]
         requests, *drafts = first.reindex(ABOUT)
@@ -61,15 +62,22 @@ def draw_batchings(passes: pd.DataFrame, what: str, metric: str, label: str) -> 
         return handles
 
     form = Form(
-        name=f"serving_{what.lower()}", title=f"{what} against p90 TTFT, by batching",
-        reason=f"no pass has {metric}", held=["about"], places=["pass"], series="pass",
-        show=lambda of: of[["pass", "run", "arrival", "p90_ttft_ms", metric]], draw=draw,
-        labels=("p90 TTFT (ms)", label), what="commands", axes={"height": 3.1},
+        name=f"serving_{what.lower()}",
+        title=f"{what} against p90 TTFT, by batching",
+        reason=f"no pass has {metric}",
+        held=["about"],
+        places=["pass"],
+        series="pass",
+        show=lambda of: of[["pass", "run", "arrival", "p90_ttft_ms", metric]],
+        draw=draw,
+        labels=("p90 TTFT (ms)", label),
+        what="commands",
+        axes={"height": 3.1},
         caption=(
             "Each mark is one pass of a command over the same requests; up and to the left is "
             "better",
         ),
-    )  # fmt: skip
+    )
     return form.of(passes[passes[metric].notna()] if metric in passes else passes[:0])
 
 
@@ -78,13 +86,20 @@ def draw_modes(passes: pd.DataFrame) -> Drawn | LeftOut:
     mode."""
 
     def draw(ax: Axes, table: pd.DataFrame, series: Series) -> dict[str, Any]:
-        names, width, handles = list(table["pass"].unique()), 0.8 / len(series), {}
+        names = list(table["pass"].unique())
+        width = 0.8 / len(series)
+        handles = {}
         for index, (name, of, style) in enumerate(series):
             places = of["pass"].map(names.index) + (index - (len(series) - 1) / 2) * width
             handles[name] = ax.bar(
-                places, of["value"].astype(float), 0.9 * width, color=style.colour,
-                hatch=style.hatch, edgecolor="white", linewidth=0.5,
-            )  # fmt: skip
+                places,
+                of["value"].astype(float),
+                0.9 * width,
+                color=style.colour,
+                hatch=style.hatch,
+                edgecolor="white",
+                linewidth=0.5,
+            )
             ax.bar_label(handles[name], fmt="{:,.1f}", fontsize=6, padding=2)
         ax.margins(y=0.1)
         ax.set_xticks(range(len(names)), names, rotation=20)
@@ -98,10 +113,16 @@ def draw_modes(passes: pd.DataFrame) -> Drawn | LeftOut:
         for metric, label in SPEEDS.items()
     )
     form = Form(
-        name="serving_modes", title="Speed by mode", reason="no pass has metrics",
-        held=["metric"], places=["pass"], series="about", draw=draw, labels=("", ""),
+        name="serving_modes",
+        title="Speed by mode",
+        reason="no pass has metrics",
+        held=["metric"],
+        places=["pass"],
+        series="about",
+        draw=draw,
+        labels=("", ""),
         caption=("The modes of each command served the same requests",),
-    )  # fmt: skip
+    )
     return form.of(values[values["value"].notna()] if len(values) else values)
 
 
@@ -113,8 +134,14 @@ def draw_stages(passes: pd.DataFrame, part: str, title: str) -> Drawn | LeftOut:
         """A strip for each stage. Records of earlier versions have one share for all its time."""
         rows = table.to_dict("records")
         for place, row in enumerate(rows):
-            image = ax.imshow([row["parts"]], cmap="Blues", vmin=0, vmax=1, aspect="auto",
-                              extent=(0, 1, place + 0.42, place - 0.42))  # fmt: skip
+            image = ax.imshow(
+                [row["parts"]],
+                cmap="Blues",
+                vmin=0,
+                vmax=1,
+                aspect="auto",
+                extent=(0, 1, place + 0.42, place - 0.42),
+            )
         ax.set_yticks(range(len(rows)), [f"{row['name']}: {row['busy']:.0%}" for row in rows])
         ax.set(xlim=(0, 1), ylim=(len(rows) - 0.5, -0.5))
         ax.grid(visible=False)
@@ -128,15 +155,21 @@ def draw_stages(passes: pd.DataFrame, part: str, title: str) -> Drawn | LeftOut:
     )
     most = stages.groupby("about").size().max() if len(stages) else 0
     form = Form(
-        name=f"{part}_stages", title=title, reason=f"no pass has stages of {part}",
-        held=["about"], places=["pass"], series="", draw=draw, what="commands",
+        name=f"{part}_stages",
+        title=title,
+        reason=f"no pass has stages of {part}",
+        held=["about"],
+        places=["pass"],
+        series="",
+        draw=draw,
+        what="commands",
         labels=("share of the time of the pass", ""),
         axes={"height": 0.9 + 0.22 * most, "columns": 1},
         caption=(
             "The darker, the larger the share of that time in which the stage computed or drafted; "
             "in white it waited. The percentage is that of the whole pass",
         ),
-    )  # fmt: skip
+    )
     return form.of(stages)
 
 
@@ -149,21 +182,29 @@ def stages_of(record: Any, part: str) -> list[dict[str, Any]]:
     word, drafting = ("stage", None) if part == "ring" else ("rank", metrics.draft_rank)
     parts = record.occupancy or [[busy] for busy in metrics.busy]
     return [
-        {"name": f"{record.name}, {word} {stage}{' (drafts)' * (stage == drafting)}",
-         "stage": stage, "busy": busy, "parts": parts[stage]}
+        {
+            "name": f"{record.name}, {word} {stage}{' (drafts)' * (stage == drafting)}",
+            "stage": stage,
+            "busy": busy,
+            "parts": parts[stage],
+        }
         for stage, busy in enumerate(metrics.busy)
-    ]  # fmt: skip
+    ]
 
 
 def tables_of(passes: pd.DataFrame) -> list[PageTable]:
     """The tables that the commands themselves print, with a column for each pass."""
     return [
         PageTable(
-            table.columns, table.rows, f"Command {number}", name=f"serving_{number}_{place}",
-            note=" ".join(f"{line}." for line in (*(line.text for line in table.lead),
-                                                  *table.below)),
+            table.columns,
+            table.rows,
+            f"Command {number}",
+            name=f"serving_{number}_{place}",
+            note=" ".join(
+                f"{line}." for line in (*(line.text for line in table.lead), *table.below)
+            ),
         )
         for number, (_, of) in enumerate(by_command(passes).groupby("about", sort=False), 1)
         for place, table in enumerate(serving.tables(list(of["object"])), 1)
         if table.rows
-    ]  # fmt: skip
+    ]
