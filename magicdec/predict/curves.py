@@ -177,11 +177,13 @@ def is_plain(config: Mapping[str, Any]) -> bool:
 def _from_records(
     path: Path, records: Sequence[RunRecord], budgets: Sequence[int] | None, like: Drafting
 ) -> tuple[dict[int, Acceptance], str]:
-    """The longest curve of each budget; among curves of equal length the newest. Of records that
+    """The longest curve of each budget; among curves of equal length that of most verifications,
+    and the newest of these. Of records that
     drafted as `like` says, and of those the greedy ones that chose once, if there are any."""
     drafter, policy, weights = like
     curves: dict[int, tuple[float, ...]] = {}
     places: dict[int, str] = {}
+    weights_of: dict[int, tuple[int, int]] = {}
     likes = [record for record in records if drafting_of(record.config) == like]
     plain = [record for record in likes if is_plain(record.config)]
     for record in plain or likes:
@@ -189,7 +191,11 @@ def _from_records(
         metrics = record.metrics
         budget = config["kv"]["budget"]
         curve = metrics and metrics.acceptance_per_position
-        if budget > 0 and curve and len(curve) >= len(curves.get(budget, ())):
+        if metrics is None or budget <= 0 or not curve:
+            continue
+        weight = len(curve), (metrics.judged_per_position or [0])[0]
+        if weight >= weights_of.get(budget, (0, 0)):
+            weights_of[budget] = weight
             place = f"{config['model']['model']} at {config['workload']['prefix_len']} tokens"
             curves[budget] = tuple(curve)
             places[budget] = place

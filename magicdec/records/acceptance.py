@@ -108,6 +108,7 @@ class Verification:
     drafted: int  # draft tokens, without padding
     accepted: int  # of them
     emitted: int  # tokens that it appended to the output
+    digest: tuple[str, int] | None = None  # of what was drafted and read (`kv.draft_log`), if known
 
 
 @dataclass
@@ -173,13 +174,22 @@ class Verifications:
             return
         drafted = output.num_proposed or [output.num_drafted] * len(request_ids)
         emitted = map(len, output.token_ids)
-        for counts in zip(request_ids, drafted, output.num_accepted, emitted, strict=True):
+        digests: Sequence[tuple[str, int] | None] = output.digests or [None] * len(request_ids)
+        columns = request_ids, drafted, output.num_accepted, emitted, digests
+        for counts in zip(*columns, strict=True):
             self.add(*counts)
 
-    def add(self, request_id: int, drafted: int, accepted: int, emitted: int) -> None:
+    def add(
+        self,
+        request_id: int,
+        drafted: int,
+        accepted: int,
+        emitted: int,
+        digest: tuple[str, int] | None = None,
+    ) -> None:
         """A verification. A row without drafts has none."""
         if drafted:
-            verification = Verification(drafted, min(accepted, drafted), emitted)
+            verification = Verification(drafted, min(accepted, drafted), emitted, digest)
             self.by_request[request_id].append(verification)
 
 

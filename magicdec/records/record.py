@@ -11,10 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from magicdec.output.writing import append_line, seal_of, to_json, with_seal
+from magicdec.records.acceptance import AcceptanceMetrics
 from magicdec.records.correctness import Correctness
+from magicdec.records.drafted import DraftedPass
 from magicdec.records.environment import Environment, MemoryRecord
 from magicdec.records.fields import Part, recorded
 from magicdec.records.performance import Metrics
@@ -59,6 +61,81 @@ class MeasuredRecord(Record):
     environment: Environment = recorded("the machine, the software and the launch")
 
 
+class DraftingRecord(Protocol):
+    """A record of a pass that may draft, of a run or of a mode of `magicdec serve`, as the gate
+    saves and compares it."""
+
+    @property
+    def status(self) -> str: ...
+    @property
+    def config(self) -> dict[str, Any]: ...
+    @property
+    def environment(self) -> Environment: ...
+    @property
+    def workload(self) -> WorkloadRecord | None: ...
+    @property
+    def metrics(self) -> AcceptanceMetrics | None: ...
+    @property
+    def margin(self) -> float | None: ...
+    @property
+    def seal(self) -> str | None: ...
+
+    @property
+    def mode(self) -> str | None:
+        """The mode of `magicdec serve` with its draft; None for a run."""
+
+    @property
+    def passed(self) -> bool:
+        """Whether its tokens are not known to be wrong."""
+
+    @property
+    def is_logged(self) -> bool:
+        """Whether the gate has made it, so that it says of each step what was drafted."""
+
+    @property
+    def why_other_drafts(self) -> str | None:
+        """Why unchanged code may draft other tokens in it; None if only rounding decides."""
+
+    @property
+    def is_uncompared(self) -> bool:
+        """Whether its tokens could have been compared with others, and were not."""
+
+    def config_as_run(self) -> dict[str, Any]:
+        """Its config with the sections and keys of a run's."""
+
+    def serving_flags(self) -> dict[str, Any]:
+        """The flags of `magicdec serve` on which its drafts depend; none of a run."""
+
+    def drafted_pass(self) -> DraftedPass:
+        """What the pass drafted. Raises ValueError if the record does not say it."""
+
+    def to_json(self) -> str: ...
+
+
+def margin_field() -> Any:
+    return recorded(
+        "share of the acceptance rate whose loss `magicdec gate` still tolerates; 0: any loss is a "
+        "regression",
+        "0 to 1",
+        null="except in the baselines of the gate",
+    )
+
+
+def seal_field() -> Any:
+    """The last field of a record."""
+    return recorded(
+        "hash of the rest of the line: the first 16 hexadecimal digits of its SHA-256. A line that "
+        "was edited since `magicdec gate` wrote it is refused",
+        null="except in the runs of the gate",
+    )
+
+
+def sealed_json(record: Any) -> str:
+    """The line of a record. A record with a seal gets the one of its content."""
+    line = to_json(replace(record, seal=None))
+    return line if record.seal is None else with_seal(line, seal_of(line))
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunRecord(MeasuredRecord):
     """One run: its configuration and environment, whether its tokens were correct, and how fast it
@@ -101,22 +178,11 @@ class RunRecord(MeasuredRecord):
         "the planned and the measured memory of all ranks together",
         null="if `failed` before it was planned",
     )
-    margin: float | None = recorded(
-        "share of the acceptance rate whose loss `magicdec gate` still tolerates; 0: any loss is a "
-        "regression",
-        "0 to 1",
-        null="except in the baselines of the gate",
-    )
-    seal: str | None = recorded(
-        "hash of the rest of the line: the first 16 hexadecimal digits of its SHA-256. A line that "
-        "was edited since `magicdec gate` wrote it is refused",
-        null="except in the runs of the gate",
-    )
+    margin: float | None = margin_field()
+    seal: str | None = seal_field()
 
     def to_json(self) -> str:
-        """As `Record.to_json`. A record with a seal gets the one of its content."""
-        line = to_json(replace(self, seal=None))
-        return line if self.seal is None else with_seal(line, seal_of(line))
+        return sealed_json(self)
 
     def __post_init__(self) -> None:
         problem = contradiction(self) or missing_key(self.config) or gone_with_trees(self.config)
@@ -125,6 +191,47 @@ class RunRecord(MeasuredRecord):
     @property
     def passed(self) -> bool:
         return self.status in PASSED
+
+    @property
+    def mode(self) -> None:
+        return None
+
+    @property
+    def is_logged(self) -> bool:
+        samples = (self.samples or {}).get(self.config["decoding"]["strategy"])
+        return samples is not None and samples.draft_hashes is not None
+
+    @property
+    def why_other_drafts(self) -> None:
+        return None
+
+    @property
+    def is_uncompared(self) -> bool:
+        is_checked = self.correctness is not None and self.correctness.reference is not None
+        return not is_checked and is_greedy(self.config)
+
+    def config_as_run(self) -> dict[str, Any]:
+        return self.config
+
+    def serving_flags(self) -> dict[str, Any]:
+        return {}
+
+    def drafted_pass(self) -> DraftedPass:
+        """As `DraftingRecord`, of the requested strategy."""
+        if self.metrics is None or self.metrics.draft_acceptance_rate is None:
+            raise ValueError("has no draft_acceptance_rate")
+        if self.samples is None:
+            raise ValueError("has no samples; renew it with `magicdec gate save`")
+        return DraftedPass.of_samples(self.samples[self.config["decoding"]["strategy"]].restored())
+
+
+PLAIN = {"temperature": 0.0, "repetition_penalty": 1.0, "presence_penalty": 0.0}
+
+
+def is_greedy(config: Mapping[str, Any]) -> bool:
+    """Whether each token is the one with the largest logit."""
+    section = config.get("sampling") or {}
+    return all(section.get(name, value) == value for name, value in PLAIN.items())
 
 
 def contradiction(record: RunRecord) -> str | None:

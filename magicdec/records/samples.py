@@ -6,6 +6,7 @@ Must not know how anything is measured.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from itertools import chain
@@ -267,3 +268,8 @@ def unequal_threads(passes: Mapping[str, SamplesRecord]) -> str | None:
                     "first batch of the run"
                 )
     return None
+
+
+def hash_output(token_ids: Sequence[int]) -> str:
+    """The hash of an output, as a record holds it (`SamplesRecord.output_hashes`)."""
+    return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()[:16]

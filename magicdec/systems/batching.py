@@ -25,6 +25,7 @@ from magicdec.distributed.groups import Group, Launch, ParallelGroups
 from magicdec.distributed.start import make_groups
 from magicdec.engine.engine import Engine
 from magicdec.hardware.timing import Clock, GroupClock, RealClock
+from magicdec.kv.draft_log import DraftLog
 from magicdec.names import BASELINE
 from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
@@ -198,6 +199,11 @@ class Batching(System):
     def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
         if self.runner is None:  # this rank waits
             return Extras()
+        log = DraftLog() if observer.is_logged and each.is_drafting else None
+        own_draft = None if self.draft is None else self.draft.runner
+        for runner in (self.runner, self.runner.drafting, own_draft):
+            if runner is not None:
+                runner.draft_log = log
         strategy = self._strategy(each)
         DUE.reach(None)  # no time of an earlier pass counts
         chunk = self.run.config.attention.prefill_chunk

@@ -52,13 +52,15 @@ def ignore_tokens(num_tokens: int) -> None:
 class PassObserver:
     """What a system tells while it serves: the plan of each step that schedules rows (`counts`),
     each step that has emitted tokens (`observe`), and with how many threads it computes (`threads`,
-    which it notes around what computes). `advance` is called with the number of tokens."""
+    which it notes around what computes). `advance` is called with the number of tokens. With
+    `is_logged` steps say what was drafted and read (`kv.draft_log`), where the system can."""
 
     counts: StepCounts = field(default_factory=StepCounts)
     advance: Callable[[int], None] = ignore_tokens
     threads: ThreadCount = field(default_factory=ThreadCount)
     verifications: Verifications = field(default_factory=Verifications)
     is_measured: bool = False
+    is_logged: bool = False
 
     def observe(self, request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
         """As `Observer`."""

@@ -7,8 +7,6 @@ Nothing here needs the other ranks, which may have ended.
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from magicdec.config.resolved import ResolvedConfig
@@ -17,7 +15,7 @@ from magicdec.records.correctness import Correctness
 from magicdec.records.environment import Environment
 from magicdec.records.metrics import run_metrics
 from magicdec.records.record import RunRecord
-from magicdec.records.samples import PassSamples, PrefillSamples
+from magicdec.records.samples import PassSamples, PrefillSamples, hash_output
 from magicdec.runner.request import Request
 from magicdec.setup.memory_sampler import NOT_MEASURED, MemoryTaken, describe_memory
 from magicdec.setup.prepare import Prepared
@@ -102,8 +100,3 @@ def unfinished_record(
         workload=None if prepared is None else prepared.describe_workload(),
         memory=None if prepared is None else describe_memory(prepared.plan, prepared.free),
     )
-
-
-def hash_output(token_ids: Sequence[int]) -> str:
-    """The hash of an output, as a record holds it (`SamplesRecord.output_hashes`)."""
-    return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()[:16]

@@ -33,6 +33,7 @@ from magicdec.distributed.groups import Group, ParallelGroups
 from magicdec.engine.scheduler import Scheduler
 from magicdec.hardware.timing import Clock, GroupClock, RealClock
 from magicdec.kv.cache import BatchRows, Lengths
+from magicdec.kv.draft_log import DraftLog
 from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.model_runner import ModelRunner, Tokens
 from magicdec.runner.request import (
@@ -66,6 +67,7 @@ class Draft:
     proposal: Proposal
     sampling: SamplingMetadata
     num_proposed: Sequence[int]  # of each row, without padding
+    digests: Sequence[tuple[str, int]] | None = None  # of each row (`kv.draft_log`), if it is kept
 
 
 class Speculation:
@@ -78,6 +80,7 @@ class Speculation:
         self.counts = DraftCounts()
         self.draft_length = FixedLength(num_draft_tokens)
         self.is_padded = False  # whether each message has so many drafts, for a timing
+        self.log: DraftLog | None = None
         of_draft = () if drafter.draft_kv is None else (drafter.draft_kv.runner,)
         self._vocab_size = max(r.model.config.vocab_size for r in (runner, *of_draft))
         self._known: dict[int, Request] = {}  # by row; they share the lists of their output tokens
@@ -94,6 +97,8 @@ class Speculation:
         """Drafts for `rows`, whose committed tokens alone are in the cache."""
         batch = Batch(tuple(self._known[row] for row in rows))
         count = self.num_draft_tokens
+        if self.log is not None:
+            self.log.begin()
         with self._timed():
             on_device = DeviceBatch.of(batch, self._vocab_size, self.runner.device)
             plan = self.drafter.plan(batch.requests, count, self.draft_length)
@@ -104,7 +109,18 @@ class Speculation:
         tokens = torch.cat([on_device.newest[:, -1:], proposal.ids], dim=1)
         most = proposal.ids.shape[1]  # fewer than were asked for, if the chains have stopped
         counts = [min(count, most) for count in plan.counts]
-        return Draft(batch.requests, tokens, proposal, on_device.sampling, counts)
+        digests = None
+        if self.log is not None:
+            self.log.drafted(rows, proposal.ids, counts)
+            digests = self.log.digests(rows)
+        return Draft(batch.requests, tokens, proposal, on_device.sampling, counts, digests)
+
+    def keep_log(self, log: DraftLog | None) -> None:
+        """Let steps say what was drafted and read, or no longer."""
+        self.log = log
+        own = () if self.drafter.draft_kv is None else (self.drafter.draft_kv.runner,)
+        for runner in (self.runner, *own):
+            runner.draft_log = log
 
     @torch.inference_mode()
     def judge(self, draft: Draft, logits: Tensor) -> StepOutput:
@@ -119,7 +135,9 @@ class Speculation:
         proposed = draft.num_proposed
         self.counts.num_rounds += len(counts)
         tokens = [of_row[: n + 1] for of_row, n in zip(emitted, counts, strict=True)]
-        return StepOutput(tokens, draft.proposal.ids.shape[1], counts, list(proposed))
+        longest = draft.proposal.ids.shape[1]
+        digests = None if draft.digests is None else list(draft.digests)
+        return StepOutput(tokens, longest, counts, list(proposed), digests=digests)
 
     def commit(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
         """The first `lengths` tokens of `rows` are committed. All after them is forgotten."""

@@ -18,6 +18,7 @@ from magicdec.distributed.channels.message import Ends, MessageForm
 from magicdec.distributed.groups import ParallelGroups
 from magicdec.distributed.layout import read_split
 from magicdec.distributed.start import make_stage_groups
+from magicdec.kv.draft_log import DraftLog
 from magicdec.output.console import Progress
 from magicdec.records.metrics import percentile
 from magicdec.runner.request import Request
@@ -198,6 +199,7 @@ class OpenRing:
         prompts = set[int]()
         if self.speculation is not None:
             self.speculation.counts = DraftCounts()
+            self.speculation.keep_log(DraftLog() if observer.is_logged else None)
         if pipeline is not None:
             pipeline.serve(requests, observer.observe, observer.counts.watch)
             pipeline.close()
