@@ -1,5 +1,4 @@
-"""The CPU backend: attention over the paged cache in one pass of a C++ kernel (`cpp/native.cpp`).
-"""
+"""The CPU backend: attention over the paged cache in one pass of C++ (`cpp/native.cpp`)."""
 
 from __future__ import annotations
 
