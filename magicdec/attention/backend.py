@@ -1,6 +1,6 @@
 """AttentionBackend: the interface of attention kernels for prefill, decoding and verification,
-which differ only in T; and code that backends share. A backend declares what it supports, so that
-no other code branches on its name.
+which differ only in T. A backend declares what it supports, so that no other code branches on its
+name.
 
 Shapes: B rows, T new tokens, H query heads, G KV heads (H a multiple of G), D head size, N visible
 keys.

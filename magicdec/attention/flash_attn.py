@@ -1,9 +1,9 @@
-"""The backend for the flash-attn library (FlashAttention, arXiv 2205.14135), on CUDA in bfloat16.
-It calls `flash_attn_with_kvcache` of version 3 (`flash_attn_interface`), else of version 2
-(`flash_attn`). Version 4 (`flash_attn.cute`) has no such function and alone is refused.
+"""The backend for flash-attn (FlashAttention, arXiv 2205.14135), on CUDA in bfloat16:
+`flash_attn_with_kvcache` of version 3 (`flash_attn_interface`), else 2 (`flash_attn`). Version 4
+(`flash_attn.cute`) alone has none and is refused.
 
-Full views are read through the block table: version 2 needs blocks of 256 tokens. Keys of other
-views are copied first, because the library knows no sink tokens.
+Full views are read through the block table; version 2 needs blocks of 256 tokens. Keys of other
+views are copied, because the library knows no sink tokens.
 """
 
 from __future__ import annotations

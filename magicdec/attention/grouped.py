@@ -92,14 +92,13 @@ class GroupedBackend(AttentionBackend):
         return torch.cat(outputs), torch.cat(masses)
 
     def _write(self, layer: int, k: Tensor, v: Tensor, view: KVView) -> list[Run]:
-        """Append k and v, and return the runs that this layer reads."""
         assert self._new is not None, "plan before run"
         view.cache.write(layer, self._new, k, v)
         return [_gathered_run(layer, view)] if self._runs is None else self._runs
 
 
 def _dense_runs(view: KVView) -> Iterator[Run]:
-    """Group neighbouring rows with neighbouring blocks, to be read in place with one call."""
+    """Runs of neighbouring rows in neighbouring blocks."""
     blocks = [view.cache.blocks[row] for row in view.rows]
     first = 0
     for i in range(1, len(blocks) + 1):
@@ -117,7 +116,6 @@ def _dense_runs(view: KVView) -> Iterator[Run]:
 
 
 def _gathered_run(layer: int, view: KVView) -> Run:
-    """The visible keys of all rows, copied together, with masked padding."""
     keys = view.key_positions(layer)  # [B, G or 1, N]
     least = min(view.num_visible)
     most = max(view.num_visible)
@@ -131,9 +129,8 @@ def _mask(
 ) -> tuple[int, Tensor | None]:
     """The number of leading keys that every new token sees, and the mask of the rest.
 
-    `least` and `most` are the numbers of old tokens visible in the shortest and longest row.
-    Without a window only keys after the first `least` can be masked, alike in all heads; with
-    one, first keys can be too."""
+    `least` and `most` are the old tokens visible in the shortest and longest row. Only under a
+    window are keys before `least` masked, or masks different by head."""
     longest = max(view.lengths[first:last]) + view.num_new
     is_cut = view.window is not None and view.window < longest
     if view.num_new == 1 and least == most and not (is_cut and view.per_head):
@@ -171,7 +168,6 @@ def _attend(layer: int, q: Tensor, run: Run, view: KVView) -> tuple[Tensor, Tens
 
 
 def _fused(layer: int, q: Tensor, run: Run, view: KVView) -> Tensor:
-    """torch's scaled_dot_product_attention, with the mask padded to all keys."""
     k, v = _keys(layer, run, view)
     mask = run.mask
     if mask is not None:

@@ -1,9 +1,8 @@
-"""The base class of backends that call an attention library for GPUs: it writes new keys, and reads
-a view in place or copies its keys.
+"""The base class of backends that call an attention library for GPUs. A view is read in place, or
+its keys are copied.
 
-Copied keys are plain sequences for kernels with a length and a causal mask aligned at the end: keys
-ascend by position and new tokens come last. Each pair of a row and a KV head is a sequence: S = B *
-G.
+Copies are sequences for kernels with a length and a causal mask aligned at the end: keys ascend by
+position, new tokens last. Each pair of a row and a KV head is one: S = B * G.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The backend with our own Triton kernels for GPUs, one kernel a layer in decoding and
+"""The backend with our own Triton kernels for GPUs, one launch a layer in decoding and
 verification.
 
-Keys are read from the paged cache and split among programs (split-KV); the last program of a row
-merges partial results by log-sum-exp. Long chunks have enough tiles of queries, and are not split.
-On a CPU the kernels are interpreted, for tests.
+Keys of the paged cache are split among programs (split-KV), and the last program of a row merges
+results by log-sum-exp. Long chunks have enough tiles of queries without splits. Interpreted on a
+CPU, for tests.
 """
 
 from __future__ import annotations
@@ -200,7 +200,6 @@ class Call:
     def _arguments(
         self, num_splits: int, counters: Tensor
     ) -> tuple[Tensor, Tensor, tuple[Any, ...], dict[str, Any]]:
-        """The output and log-sum-exp tensors, arguments and options of `attend`."""
         q = self.q
         is_split = num_splits > 1
         appends = self.num_tiles == 1
@@ -266,7 +265,6 @@ class Call:
         return view.cache.block_table, view.row_index, view.seq_lens, self.ranges
 
     def _sizes(self) -> tuple[float, ...]:
-        """The scale of scores, and sizes and strides for `attend` and `sum_mass`."""
         heads_differ = self.ranges.shape[1] > 1
         return (
             self.head["SIZE"] ** -0.5,
@@ -316,9 +314,9 @@ def choose_tile(
     """Tile sizes, BLOCK_M packed queries and BLOCK_N keys, and compiler options: two tiles fit
     into shared memory and nothing spills, on GPUs since Ampere (tests/oracle/test_triton.py).
 
-    With at most 168 registers three programs of four warps fit on a processor; without a bound
-    the compiler spills. Float32 takes no tensor cores, to be exact; its products are unrolled,
-    so larger tiles would compile for minutes."""
+    With at most 168 registers three programs of four warps fit on a processor. Float32 takes no
+    tensor cores, to be exact; its products are unrolled, so larger tiles would compile for
+    minutes."""
     block_m = max(16, min(64, next_power(num_queries)))
     if interpreted:
         return {"BLOCK_M": block_m, "BLOCK_N": 64, "IN_FLOAT32": True}

@@ -1,14 +1,12 @@
 """Triton kernels over the paged KV cache: append tokens, list visible keys, attend to splits of
-keys and merge them, sum weights by block. Import only if Triton is installed; `TRITON_INTERPRET`
-must be set before its first import.
+keys and merge them, sum weights by block. Import only with Triton; `TRITON_INTERPRET` must be set
+before.
 
 Names: B rows, T new tokens, H query heads, G KV heads, D head size. Tensors are contiguous unless
 strides are given. A layer's pool is [num_blocks, G, block_size, D]; a slot is a token and head in
-it. Key i is the i-th visible position along a row's ranges [start, stop); the last T keys are the
-new tokens. Queries of a KV head are packed: m = t * H/G + head.
-
-A tile is BLOCK_N keys: adjacent in one block of the cache, or listed with slots beforehand. Either
-way the compiler copies the next tile to shared memory during computation.
+it. Key i is the i-th visible position along a row's ranges [start, stop); the last T keys are new.
+Queries of a KV head are packed: m = t * H/G + head. A tile is BLOCK_N keys, adjacent in one block
+or listed with slots, so that the compiler can copy the next tile during computation.
 """
 
 from __future__ import annotations
@@ -63,7 +61,6 @@ def _load_queries(
 
 @triton.jit
 def _dot(a, b, IN_FLOAT32: tl.constexpr):
-    """a @ b, accumulated in float32."""
     if IN_FLOAT32:  # Triton's interpreter multiplies the bits of bfloat16 as integers
         a = a.to(tl.float32)
         b = b.to(tl.float32)
@@ -126,7 +123,7 @@ def _append(
     BLOCK_D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """Write new tokens `token` [N] of a row and head to the pools where `is_new` [N]."""
+    """Write new tokens `token` [N] of a row and head to the pools where `is_new`."""
     d = tl.arange(0, BLOCK_D)
     mask = is_new[:, None] & (d < SIZE)[None, :]
     position = seq_len + token
@@ -328,8 +325,7 @@ def _attend_tiles(
 
 @triton.jit
 def _is_last(counter, num_programs):
-    """Whether all other programs of a counter have been here. The last resets it, and may read
-    what they stored."""
+    """Whether all other programs of a counter have been here. The last resets it."""
     tl.debug_barrier()  # every thread has stored
     is_last = tl.atomic_add(counter, 1) == num_programs - 1
     if is_last:
@@ -350,8 +346,8 @@ def _merge_splits(
     BLOCK_D: tl.constexpr,
     BLOCK_S: tl.constexpr,
 ):
-    """Merge a query's parts, float32 [splits, queries, D], by log-sum-exp. Other programs stored
-    them, so processors' caches are bypassed."""
+    """Merge a query's parts, float32 [splits, queries, D], stored by other programs, so past the
+    caches."""
     d = tl.arange(0, BLOCK_D)
     total = 0.0
     most = float("-inf")

@@ -180,7 +180,6 @@ class Engine:
     def _prefill(
         self, parts: Sequence[Part], progress: Callable[[int], None] = lambda n: None
     ) -> list[Request]:
-        """Prefill `parts`. Returns the requests now complete."""
         complete = [part.request for part in parts if part.is_last]
         with naming("prefill"):
             output = prefill(self.runner, parts, self.prefill_chunk, progress)

@@ -221,7 +221,6 @@ class Scheduler:
     def _prefill(
         self, leaving: Sequence[Request], admitted: Sequence[tuple[Request, int]]
     ) -> tuple[Part, ...]:
-        """The parts that the next step prefills, within its limit, by order of admission."""
         room = self.limits.prefill_tokens
         parts = []
         unfinished = [

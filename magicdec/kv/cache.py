@@ -28,9 +28,9 @@ def upload(values: Any, device: torch.device, dtype: torch.dtype = torch.int64) 
 class BatchRows:
     """The rows of the cache that a forward appends to, as device tensors.
 
-    `max_tail` is None if the host knows all lengths. In a captured step it knows only that a row
-    has at most `max_tail` uncommitted tokens before a forward. A captured batch keeps ended rows
-    (`active` 0): they are computed, but read no context and keep their length."""
+    `max_tail` is None if the host knows all lengths. In a captured step it knows only that rows
+    have at most `max_tail` uncommitted tokens before a forward. Ended rows of a captured batch
+    (`active` 0) are computed, but read no context and keep their length."""
 
     numbers: tuple[int, ...]
     index: Tensor  # int64 [B], the same numbers
@@ -57,8 +57,8 @@ Rows = BatchRows | Sequence[int]
 
 @dataclass(frozen=True)
 class Lengths:
-    """Token counts by row on the device, with upper bounds on the host. Bounds are exact for
-    rows that are not captured, except between a verification and the reading of its result."""
+    """Token counts by row on the device, with upper bounds on the host, exact unless captured or
+    between a verification and the reading of its result."""
 
     tensor: Tensor  # int64 [B]
     bounds: tuple[int, ...]

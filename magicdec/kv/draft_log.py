@@ -1,8 +1,9 @@
 """DraftLog: a short digest by row of the tokens that a step's drafts read and proposed, to compare
-runs step by step (docs/statistics.md). It costs time, so only runs made for their counts keep one.
+runs step by step (docs/statistics.md). Only runs made for their counts keep one, because it costs
+time.
 
-It hashes the views that kernels get. A set of positions has one hash, however cut into ranges and
-wherever its K and V are.
+It hashes the views that kernels get: a set of positions has one hash, however cut into ranges and
+wherever cached.
 
 Shapes: L layers, B rows, G KV heads, R ranges, N tokens.
 """
@@ -138,7 +139,6 @@ class DraftLog:
             ranges[..., -1, 1] += 1
 
     def _hash(self, cache: KVCache, row: int, ranges: Places, offset: int) -> int:
-        """The hash of reads by layer and head, equal whether ranges are given once or for each."""
         shape = cache.shape
         size = shape.num_layers, shape.num_kv_heads
         chosen = self._chosen.get((id(cache), row))
@@ -156,14 +156,13 @@ class DraftLog:
         return int((weights * of_heads).sum(dtype=np.uint64))
 
     def _sums_of_text(self, most: int) -> Numbers:
-        """Sums of a text's positions, at least up to `most`."""
         if most >= len(self._of_text):
             self._of_text = sums_before(np.arange(2 * most))
         return self._of_text
 
 
 def _ranges_of(view: KVView) -> Places:
-    """All ranges that a forward reads, [L or 1, B, G or 1, R, 2]; the last is the tail."""
+    """[L or 1, B, G or 1, R, 2]: all ranges that a forward reads, the tail last."""
     ranges: Places = view.all_ranges.cpu().numpy().copy()
     ranges[..., 1] = np.maximum(ranges[..., 0], ranges[..., 1])
     return ranges

@@ -1,5 +1,4 @@
-"""Layouts of a KV pool: the memory order of the numbers of a block. A backend chooses the one that
-its kernel reads fastest; no other code depends on it.
+"""Layouts of a KV pool: the memory order of a block's numbers, chosen by the backend that reads it.
 
 Shapes: N slots, D head size. A pool is K or V, [layers, blocks, G, block_size, D]; a slot is the
 address of one token of one head.
@@ -55,8 +54,7 @@ class Plain(Layout):
 
 class Tiled(Layout):
     """The layout of tiles of TILE tokens for dot products of pairs of 16-bit numbers, without
-    shuffles. A tile of K is [D / 2, TILE, 2], with pairs of adjacent dimensions; a tile of V is
-    [TILE / 2, D, 2], with pairs of adjacent tokens."""
+    shuffles: K tiles [D / 2, TILE, 2] pair dimensions, V tiles [TILE / 2, D, 2] pair tokens."""
 
     block_multiple = TILE
 

@@ -1,5 +1,5 @@
-"""PromptQueries: the queries of the newest prompt tokens of each row from prefill, kept until the
-row takes another prompt, for every pass over that prefill.
+"""PromptQueries: queries of the newest prompt tokens by row, from prefill, kept until the row takes
+another prompt.
 
 Shapes: T tokens of a chunk, W kept tokens, B rows, H query heads of this rank, D head size.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass
 class _Kept:
-    """The kept queries of a row: by layer, [up to W, H, D] after RoPE."""
+    """Kept queries of a row by layer, [up to W, H, D] after RoPE."""
 
     prompt_length: int
     layers: dict[int, Tensor] = field(default_factory=dict)

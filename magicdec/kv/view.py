@@ -1,11 +1,10 @@
 """KVView: the keys that attention reads in a forward.
 
 A rule (`Visible`) names half-open ranges of the committed context by lengths. The uncommitted tail
-(drafts and the forward's own tokens) is always visible. Tokens outside are not read, rather than
-masked.
+(drafts and new tokens) is always visible. Other tokens are not read at all.
 
-With a model's sliding window of W tokens, position p sees only p - W + 1 to p. Keys that no token
-sees are not read; a backend masks those that only some tokens see.
+Under a sliding window of W tokens, position p sees only p - W + 1 to p. Keys that no token sees are
+not read; backends mask those that only some see.
 """
 
 from __future__ import annotations
@@ -250,7 +249,6 @@ def _exact_bounds(
     per_head: bool,
     window: int | None,
 ) -> tuple[tuple[int, ...], bool]:
-    """The tokens that each row sees, and whether these are its whole window."""
     first_keys = tuple(first_key(length, window) for length in lengths)
     is_cut = any(first_keys)
     if is_cut and not per_head:

@@ -25,7 +25,6 @@ class Detokenizer:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin a text. `show` decodes anew after a token without piece."""
         self._ids: list[int] = []
         self._num_chars = 0  # of the text of `_ids`, returned so far
         self._num_done = 0  # tokens whose text was returned
@@ -66,9 +65,8 @@ class Detokenizer:
         return self._has_open_bytes
 
     def _advance(self, text: str) -> None:
-        """All tokens have given their text, `text` from `_first` on. The newest ones alone are
-        decoded before the next, unless they have no text: a decoder drops the blank at a text's
-        begin."""
+        """Take `text` as given. The newest tokens alone are decoded before the next, unless they
+        have no text: a decoder drops a text's first blank."""
         newest = self._decode(self._num_done)
         if newest:
             self._first = self._num_done

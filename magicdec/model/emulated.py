@@ -20,9 +20,9 @@ BASE = 256  # integers up to it are exact in bfloat16
 
 
 class EmulatedModel(Transformer):
-    """A model whose forward takes `seconds` at any size, in equal shares by layer, from when its
-    message was due or the last forward to end (`Due`). Its last layer puts out a token's
-    position."""
+    """A model whose forward takes `seconds` at any size, in equal shares by layer, counted from
+    when its message, or the end of the last forward, was due (`Due`). Its last layer puts out a
+    token's position."""
 
     def __init__(
         self,

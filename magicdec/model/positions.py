@@ -2,9 +2,8 @@
 made once a forward and called by every layer.
 
 RoPE frequencies: linear: Chen et al. 2023, position interpolation; llama3: Llama-3.1 release; yarn:
-Peng et al. 2023, section 3.2. `dynamic` would change them beyond the trained length, but cached
-keys are rotated already, so it uses the unscaled table and `setup.prepare` refuses longer contexts.
-`rotate` applies YaRN's attention temperature.
+Peng et al. 2023, section 3.2. `dynamic` uses the unscaled table, because cached keys are rotated
+already, and `setup.prepare` refuses longer contexts. `rotate` applies YaRN's attention temperature.
 
 Shapes: B rows, T new tokens, H query heads and G KV heads on this rank, D head size, R rotated
 dimensions of a head.
@@ -113,7 +112,6 @@ def rope_frequencies(config: RopeConfig, head_dim: int) -> Tensor:
 
 
 def _llama3_frequencies(frequencies: Tensor, config: RopeConfig) -> Tensor:
-    """Keep high frequencies, divide low ones by `factor`, interpolate between."""
     old_length = config.original_max_position_embeddings
     wavelengths = 2 * math.pi / frequencies
     blend = (old_length / wavelengths - config.low_freq_factor) / (

@@ -85,8 +85,8 @@ def load_tokenizer(directory: Path) -> Tokenizer:
 
 @contextmanager
 def _refusing(path: Path, what: str) -> Iterator[None]:
-    """Raise ValueError, with file and reason, for any error of a library. A panic of Rust code
-    is no `Exception`."""
+    """Raise ValueError, with file and reason, for any error of a library; panics of Rust are no
+    `Exception`."""
     try:
         yield
     except BaseException as error:

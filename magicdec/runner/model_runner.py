@@ -51,13 +51,12 @@ def at_once(
 
 @dataclass
 class ModelRunner:
-    """A model with a cache of `num_rows` sequences of at most `max_tokens` tokens, of which at
-    most `max_following` follow the prompt.
+    """A model with a cache of `num_rows` sequences of at most `max_tokens` tokens,
+    `max_following` of them after the prompt.
 
     `offsets` [num_rows]: position of a row's next token minus its cached tokens, for caches of
     selected tokens. `window`: the model's sliding window, None if no sequence gets past it.
-    Tokens before the window stay cached, because another pass may go back to the end of the
-    prompts."""
+    Tokens before it stay cached for passes that go back to the prompts' end."""
 
     model: Transformer
     backend: AttentionBackend
@@ -170,13 +169,11 @@ class ModelRunner:
         """Append the tokens of x to `rows`. The forward's `out` becomes this rank's logits [B,
         T, V], or [B, num_outputs, V] of the last tokens, or hidden states of a model's part.
 
-        A forward that is one native call may wait for the next, of other rows, so that both read
-        the weights once, at latest until `flush`; until then its rows must not change.
-
-        `policy` (default: the runner's) chooses among the first `committed` tokens of each row
-        (default: all). Reads of draft forwards (`is_draft`) are also counted apart. `watch` gets
-        each layer's attention weights [B, G, blocks], `watch_queries` its queries [B, T, H, D]
-        after RoPE.
+        A native forward may wait for the next, of other rows, so that both read the weights
+        once, at latest until `flush`; until then its rows must not change. `policy` (default:
+        the runner's) chooses among the first `committed` tokens of each row (default: all).
+        `is_draft`: its reads are also counted apart. `watch` gets each layer's attention weights
+        [B, G, blocks], `watch_queries` its queries [B, T, H, D] after RoPE.
 
         Raises:
             Cancelled: `cancellation` was set before a layer. Nothing is appended.
@@ -231,8 +228,6 @@ class ModelRunner:
         return committed
 
     def _run_layers(self, forward: Forward) -> None:
-        """Compute layer by layer with the attention backend. Only the device knows a captured
-        forward's reads."""
         view = forward.view
         rows = forward.rows
         first = self.model.layers.start
@@ -320,8 +315,7 @@ def greedy(
     logits: Tensor, first_row: int, group: Group, flaws: Tensor | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Ids int64 [B, T] of the largest logits [B, T, V] over all ranks, smallest id first, and
-    with `flaws` (`SamplingMetadata`) numbers [B, T] that are finite if all logits are. Equal on
-    every rank.
+    with `flaws` (`SamplingMetadata`) numbers [B, T] that are finite if all logits are.
 
     `first_row` is the vocabulary id of this rank's first row. One collective sends values and
     ids as pairs of float64, which hold both exactly; NaN stands for logits or `flaws` that are

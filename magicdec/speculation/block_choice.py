@@ -1,6 +1,6 @@
 """Calls into `block_choice.cpp`, the native choice of KV blocks.
 
-Shapes: L layers, B rows of a forward, R rows of the cache, G KV heads of this rank, D head size.
+Shapes: L layers, B rows of a forward, R cache rows, G KV heads of this rank, D head size.
 """
 
 from __future__ import annotations

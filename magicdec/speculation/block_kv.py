@@ -30,10 +30,10 @@ Number = TypeVar("Number", int, Tensor)
 @dataclass(frozen=True)
 class BlockSelection(KVPolicy):
     """A policy that shows at most `budget` committed tokens: sinks, whole blocks, and at least
-    the newest `window` tokens, from the begin of a block.
+    the newest `window` tokens.
 
-    With a `sliding_window`, no token before the window of the next token is chosen; chosen
-    tokens that leave it during a step are masked."""
+    With a `sliding_window`, tokens before the next token's window are not chosen; those that
+    leave it during a step are masked."""
 
     settings: ClassVar[tuple[str, ...]] = ("budget", "num_sink_tokens", "recent_window")
     needs_verification: ClassVar[bool] = True
@@ -151,7 +151,7 @@ class BlockKV(DraftKV):
     @abstractmethod
     def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> tuple[Tensor, Tensor]:
         """Block scores by the query heads of this rank, float32 [L, any, G, >= num_blocks], and
-        the index [B] of `rows` in the second dimension."""
+        the index [B] of `rows` in dimension 1."""
 
     def select(self, rows: Rows, committed: Lengths) -> Visible:
         rows = BatchRows.of(rows, self.runner.device)

@@ -1,9 +1,9 @@
 """DraftLength: the number of tokens that a speculative step drafts.
 
-An automatic length minimizes the time until every row has its tokens, maybe without drafts. Source:
-Leviathan et al., arXiv 2211.17192, section 3.5, with measured times instead of a cost ratio, and
-acceptance by position and row. Rows that accept less end later, alone: about 5 % over 128 tokens of
-8 rows.
+An automatic length minimizes the time until every row has its tokens. Source: Leviathan et al.,
+arXiv 2211.17192, section 3.5, with measured times instead of a cost ratio, and acceptance by
+position and row. Rows that accept less end later, alone, which costs about 5 % over 128 tokens of 8
+rows.
 """
 
 from __future__ import annotations
@@ -73,8 +73,7 @@ class DraftLength(ABC):
     to know. The same on every rank."""
 
     def begin(self, batch: Batch, measure: Measure) -> None:
-        """Prepare for decoding `batch`, whose requests may be running. No decode step counts
-        this time."""
+        """Prepare for decoding `batch`. No decode step counts this time."""
         if self.acceptance is not None:
             # Of a request that begins, nothing is known yet: not what it accepted in another pass.
             running = {r.request_id for r in batch.requests if len(r.output_ids) > 1}
@@ -242,8 +241,7 @@ class AutoLength(DraftLength):
         return DraftCost(max(0.0, min(cost.step, median(steps or [LOOKUP.step]))), token)
 
     def _split_rows(self, batch: Batch, best: int, count: int) -> list[int]:
-        """The draft length of each row, `count` or 0; all 0, or empty, if all rows are to draft
-        `best`."""
+        """The draft length of each row, `count` or 0; all 0, or empty, for `best` in all rows."""
         if not self.per_row:
             return []
         rows = len(batch.requests)

@@ -2,8 +2,7 @@
 model.
 
 In a step lookup drafts alone for all rows, or the model drafts, and rows whose lookup promises more
-take its tokens: as many as are worth verifying where rows of different lengths share a forward,
-else no more than the model drafts.
+take its tokens, but no more than the model drafts unless rows of different lengths share a forward.
 """
 
 from __future__ import annotations

@@ -136,8 +136,7 @@ class ModelDrafter(Drafter):
 
     def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
         """Append the tokens that the draft's cache lacks after steps without drafts, except the
-        newest. Rows that lack almost as many share a forward: rewound ones take some tokens
-        again."""
+        newest. Rows that lack almost as many share a forward, for which some are rewound."""
         kv = self.draft_kv
         if kv is None:
             return 1
@@ -153,7 +152,6 @@ class ModelDrafter(Drafter):
         return max([count for count, _ in by_lack], default=1)
 
     def _append(self, kv: DraftKV, requests: Sequence[Request], most: int) -> None:
-        """Append the last `most` tokens of each text, but not the newest."""
         rows = [r.row for r in requests if r.row is not None]
         device = kv.runner.device
         lengths = [len(r.prompt_ids) + len(r.output_ids) - most for r in requests]

@@ -3,8 +3,7 @@ length.
 
 Source: arXiv 2309.17453, section 3.2: positions are those within the cache. RoPE depends on
 distances alone, so keys in the window keep their rotation, and the sinks are rotated to the
-positions before the window, from their original values so that no error builds up. Distances stay
-within budget + new tokens.
+positions before it, from their original values so that no error builds up.
 """
 
 from __future__ import annotations
@@ -82,8 +81,7 @@ class RollingRunner(ModelRunner):
         return bases
 
     def _roll(self, rows: Sequence[int], settled: Sequence[int]) -> None:
-        """Move each row's window to end with its `settled` committed tokens, and free the blocks
-        before it."""
+        """Move each row's window to end with its `settled` committed tokens."""
         moves = [(r, s) for r, s in zip(rows, settled, strict=True) if s != self.settled[r]]
         rotations = [(r, s) for r, s in moves if max(s, self.settled[r]) > self.budget]
         if rotations and self.num_sinks:
@@ -100,7 +98,7 @@ class RollingRunner(ModelRunner):
                 self.evicted[row] = last
 
     def _turn_sinks(self, rotations: Sequence[tuple[int, int]]) -> None:
-        """Rotate the sinks of each (row, settled tokens) to the positions before its window."""
+        """Rotate the sinks of (row, settled tokens) pairs to the positions before their windows."""
         rows = upload([row for row, _ in rotations], self.device)
         places = torch.arange(self.num_sinks, device=self.device).expand(len(rotations), -1)
         slots = self.cache.slots(rows, places)

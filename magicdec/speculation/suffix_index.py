@@ -80,7 +80,6 @@ class SuffixIndex:
         return found
 
     def _matching(self, end: Sequence[int], place: int) -> int:
-        """The number of matching tokens before `place`, beyond the n-gram."""
         text = self.tokens
         most = min(len(end), place)
         for length in range(LEAST_MATCH, most):
@@ -142,8 +141,8 @@ class Lookup:
         """At most `count` tokens that may follow, with the probability that each and all before
         are right.
 
-        Most of the places with the longest matches are followed by them; past its end the text
-        continues with the proposal. A proposal ends where the evidence does."""
+        They follow most of the places with the longest matches; past its end the text continues
+        with the proposal. A proposal ends where the evidence does."""
         text = self.index.tokens
         proposal = list[tuple[int, float]]()
         survival = 1.0

@@ -155,7 +155,6 @@ def safetensors_header(tensors: Tensors) -> bytes:
 
 
 def _write_pth(path: Path, flat: Path, start: int, tensors: Tensors) -> None:
-    """torch.save a dict of the tensors in `flat` from byte `start` on, memory-mapped."""
     saved: dict[str, Tensor] = {}
     for name, (shape, dtype, _) in tensors.items():
         size = prod(shape) * _dtype(dtype).itemsize

@@ -53,7 +53,6 @@ def explained(repo_id: str, revision: str, token: str | None) -> Iterator[None]:
 
 
 def _reason(error: BaseException, revision: str, token: str | None) -> str:
-    """The message after the repository's name."""
     from huggingface_hub import errors, get_token
 
     has_token = bool(token or get_token())

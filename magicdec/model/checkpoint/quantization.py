@@ -140,7 +140,6 @@ class QuantizedWeights(WeightSource):
         return self._scales.setdefault(name, unknown)
 
     def _scales_of(self, name: str, outputs: slice) -> Tensor:
-        """Scales are known once the outputs' weights were read."""
         scales = self._kept_scales(name)
         first, last, _ = outputs.indices(len(scales))
         for span in row_spans((first, last), self._matrices[name].width):

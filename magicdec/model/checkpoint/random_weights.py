@@ -76,7 +76,6 @@ class RandomWeights(WeightSource):
         return out
 
     def _tile(self, name: str, shape: tuple[int, ...], top: int, left: int) -> Tensor:
-        """The tile that begins at [top, left], smaller at the edge."""
         digest = hashlib.blake2b(f"{name}/{top}/{left}".encode(), digest_size=8).digest()
         generator = torch.Generator(self.device).manual_seed(int.from_bytes(digest, "little"))
         size = min(TILE_ROWS, shape[0] - top), min(TILE_COLUMNS, shape[1] - left)

@@ -228,7 +228,6 @@ def _fill(tensor: Tensor, pieces: list[Piece], source: WeightSource) -> None:
 
 
 def _stored(path: Path, config: ModelConfig) -> WeightSource:
-    """The weights of a directory or file, by their names."""
     source = open_weights(path)
     family = find_family(config.architecture)
     body = family.body
@@ -243,7 +242,7 @@ def _stored(path: Path, config: ModelConfig) -> WeightSource:
 
 
 def fingerprint(source: ModelSource) -> str:
-    """A hash that tells models of one shape apart; it reads only one-dimensional tensors."""
+    """A hash that tells models of one shape apart. Of the values it reads only vectors."""
     shapes = {name: tensor.shape for name, tensor in source.weights.tensors.items()}
     digest = hashlib.sha256(repr(sorted(shapes.items())).encode())
     config = source.config

@@ -122,7 +122,7 @@ def expected_shapes(config: ModelConfig, is_int8: bool = False) -> dict[str, tup
 
 
 class _Table:
-    """The pieces of one model's shard, in the making."""
+    """The pieces of one model's shard."""
 
     def __init__(self, config: ModelConfig, shard: Shard, with_scales: bool) -> None:
         self.config = config
@@ -209,7 +209,6 @@ class _Table:
         self.pieces[parameter] = [Piece(f"{name}.weight", (0, rows), None, shape)]
 
     def _qkv(self, prefix: str) -> list[Part]:
-        """The parts of q, k and v, in this order."""
         c = self.config
         n = self.names
         queries, keys = self.shard.heads(c.num_heads, c.num_kv_heads)

@@ -137,13 +137,11 @@ def _launch_norm(
 
 
 def _warps(numbers: int) -> int:
-    """Warps of a program with `numbers` elements, a power of two."""
     return max(1, min(16, numbers // (WARP * VECTOR)))
 
 
 def _adjacent(x: Tensor, unit: int = 1) -> Tensor:
-    """x, copied if needed, with a contiguous last dimension and rows at multiples of `unit`
-    elements."""
+    """x, maybe copied: contiguous last dimension, rows at multiples of `unit` elements."""
     begins = (x.storage_offset(), *x.stride()[:-1])
     fits = x.stride(-1) == 1 and all(begin % unit == 0 for begin in begins)
     return x if fits else x.clone(memory_format=torch.contiguous_format)

@@ -49,8 +49,8 @@ class Names:
 @dataclass(frozen=True)
 class Family:
     """A model family. `read` turns a config.json into ModelConfig fields but name, architecture,
-    token ids and dtype. Raises ValueError for the unimplemented. Unread fields are refused
-    unless `config_keys` knows them.
+    token ids and dtype, or raises ValueError. Fields that it does not read are refused unless
+    `config_keys` knows them.
 
     `model_type`: as in its configs. `has_head_bias`: also with a tied head. `body`: the prefix
     missing in a checkpoint without head. `buffers`: name endings of old tensors that are no

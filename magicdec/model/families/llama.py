@@ -77,8 +77,7 @@ def read_qwen3(raw: ConfigFields) -> dict[str, Any]:
 
 def read_baichuan(raw: ConfigFields) -> dict[str, Any]:
     """Baichuan 7B (RoPE) or 13B (ALiBi). Architecture names differ only in case, but 13B has
-    `model_max_length` for `max_position_embeddings`. Its code knows no grouped heads and one
-    RoPE."""
+    `model_max_length`, not `max_position_embeddings`. Neither has grouped heads or another RoPE."""
     if "z_loss_weight" in raw or raw.get("vocab_size") == BAICHUAN_2_VOCABULARY:
         raise ValueError(
             f"vocab_size {raw.get('vocab_size')} or z_loss_weight shows that this is Baichuan 2, "

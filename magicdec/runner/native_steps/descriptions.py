@@ -21,7 +21,7 @@ KeepWaiting = ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)
 
 
 def _fields(pointers_and_counts: str) -> list[tuple[str, Any]]:
-    """Fields from names; a final `*` marks a pointer, all others are counts."""
+    """Fields from names: pointers end in `*`, others are counts."""
     names = pointers_and_counts.split()
     return [(name.rstrip("*"), _POINTER if name.endswith("*") else _COUNT) for name in names]
 

@@ -102,9 +102,8 @@ def library(head_size: int) -> ctypes.CDLL:
 class Forward:
     """A forward of `rows` with equal numbers of new tokens, computed alone or with others.
 
-    `x` are token ids [B, T] or hidden states [B, T, hidden]. `watch` gets each layer's attention
-    weights [B, G, blocks], `watch_queries` its queries [B, T, H, D]. `out` [B, num_outputs, V or
-    hidden] is set once computed."""
+    `x` are token ids [B, T] or hidden states [B, T, hidden]; `out` [B, num_outputs, V or hidden]
+    is set once computed. `watch` and `watch_queries`: see `ModelRunner.defer`."""
 
     x: Tensor
     rows: BatchRows
@@ -205,10 +204,10 @@ class Executor:
     def draft(
         self, token_ids: Tensor, view: KVView, offsets: Tensor | None, count: int, pa: float = 0.0
     ) -> tuple[Tensor, int, bool]:
-        """At most `count` greedy drafts of each row, int64 [B, K], after token_ids [B, T]; also
-        the keys that one head saw, summed over rows and forwards, and whether all ranks' logits
-        are finite. All tokens but the last draft are appended. A row stops after a draft less
-        probable than `pa`, the call when all rows have."""
+        """At most `count` greedy drafts of each row, int64 [B, K], after token_ids [B, T]; the
+        keys that one head saw, summed over rows and forwards; and whether all ranks' logits are
+        finite. All tokens but the last draft are appended. Chains stop at `pa` as in
+        `draft_chain`."""
         drafts = torch.empty(len(token_ids), count, dtype=torch.int64)
         call = self._call(token_ids, view, offsets, count, 1)
         call.drafts = drafts.data_ptr()
@@ -278,7 +277,6 @@ class Executor:
         return call
 
     def _run(self, cache: KVCache, calls: Sequence[CallFields]) -> ctypes.Array[CallFields]:
-        """The calls as the library leaves them."""
         peers = self._peers
         exchange = self.exchange
         fields = (CallFields * len(calls))(*calls)
@@ -320,7 +318,6 @@ class Executor:
         return int(not self._interrupts.is_kept)
 
     def _describe_model(self) -> ModelFields:
-        """Made again when a longer rotation table replaces the last."""
         if self._model is None or self._rope is not self.model.rope:
             self._rope = self.model.rope
             self._model = describe_model(

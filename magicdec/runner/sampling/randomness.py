@@ -1,10 +1,8 @@
 """Random numbers as hashes of (request seed, output position, purpose), without a generator's
 state.
 
-All ranks compute the same numbers without communication, a request gets the same in any batch, and
-a step may go back: it draws the same numbers again. That is correct, because no token before a
-position depends on its numbers.
-
+All ranks compute the same numbers, a request gets the same in any batch, and a step that goes back
+draws the same again, which is correct, because no token before a position depends on its numbers.
 Source: SplitMix64 (Steele, Lea, Flood 2014, "Fast splittable pseudorandom number generators").
 """
 

@@ -1,8 +1,7 @@
 """Sampling as pure functions of whole logits: penalties, filters, and the draw of a token.
 
-top_k and top_p are one operator (`keep_top`). On a CPU it avoids sorting the whole vocabulary, by a
-loop that the operator hides from capture. On CUDA, where the host must not wait for a value, it
-sorts everything.
+top_k and top_p are one operator (`keep_top`), which hides from capture a loop that avoids sorting
+the vocabulary on a CPU. On CUDA, where the host must not wait for a value, it sorts.
 
 Sources: Holtzman et al. 2020 (top_p), Nguyen et al. 2024 (min_p), Keskar et al. 2019, section 4.1
 (repetition penalty).
@@ -89,9 +88,9 @@ def process(logits: Tensor, penalties: Penalties | None, drafts: Tensor | None =
     """Apply penalties to logits [B, T, V]: float32. Their vocabulary may exceed V.
 
     `drafts` [B, D] follow the committed output; the T positions are the last of the D + 1 after
-    it: T = D + 1 in verification, T = 1 in drafting. Drafts before a position count as output.
-    First the repetition penalty (as in transformers, it divides positive logits and multiplies
-    negative ones), then the presence penalty (as in vLLM, subtracted once a token)."""
+    it. Drafts before a position count as output. First the repetition penalty (as in
+    transformers, it divides positive logits and multiplies negative ones), then the presence
+    penalty (as in vLLM, subtracted once a token)."""
     logits = logits.float()
     if penalties is None:
         return logits
@@ -155,8 +154,7 @@ def make_params(
 
 
 def _drafts_before(drafts: Tensor, num_positions: int) -> Tensor:
-    """Which drafts [B, D] come before each of the last `num_positions` of D + 1 positions: bool
-    [T, D]."""
+    """Which drafts [B, D] come before each of the last positions of D + 1: bool [T, D]."""
     num_drafts = drafts.shape[1]
     assert num_positions <= num_drafts + 1
     shape = (num_drafts + 1, num_drafts)
@@ -165,8 +163,7 @@ def _drafts_before(drafts: Tensor, num_positions: int) -> Tensor:
 
 
 def _drafted(drafts: Tensor, is_before: Tensor, vocab_size: int) -> Tensor:
-    """Which tokens of drafts [R, D] come before each position, by `is_before` [T, D]: bool [R,
-    T, V]."""
+    """Which tokens of drafts [R, D] come before each position: bool [R, T, V]."""
     shape = (len(drafts), drafts.shape[1], vocab_size)
     tokens = torch.zeros(shape, device=drafts.device).scatter_(2, drafts.unsqueeze(2), 1.0)
     return is_before.float() @ tokens > 0

@@ -1,12 +1,10 @@
 """Verification of drafts: pure functions of ids and probabilities.
 
 Greedy (Leviathan et al., arXiv 2211.17192, section 2.3): drafts are accepted up to the first that
-is not the target's choice, which follows.
-
-Sampled (ibid., algorithm 1 and appendix A.1; Chen et al., arXiv 2302.01318, algorithm 2 and theorem
-1): the output has exactly the target's distribution. A draft x is accepted with probability min(1,
+is not the target's choice, which follows. Sampled (ibid., algorithm 1 and appendix A.1; Chen et
+al., arXiv 2302.01318, algorithm 2 and theorem 1): draft x is accepted with probability min(1,
 p(x)/q(x)); after the first rejection a token is sampled from norm(max(0, p - q)), after K accepted
-drafts from p. Greedy rows have a one-hot p.
+drafts from p. The output has exactly the target's distribution. Greedy rows have a one-hot p.
 
 Shapes: B rows, K drafts, V vocabulary.
 """
@@ -28,7 +26,7 @@ def count_accepted(draft_ids: Tensor, target_ids: Tensor, counts: Tensor | None 
 
 
 def _leading(is_kept: Tensor, counts: Tensor | None) -> Tensor:
-    """The number of kept drafts [B, K] before the first that is not, at most `counts`."""
+    """The number of kept drafts [B, K] before the first rejected one, at most `counts`."""
     leading = is_kept.long().cumprod(dim=1).sum(dim=1)
     return leading if counts is None else leading.minimum(counts)
 

@@ -2,7 +2,7 @@
 
 Source: TriForce, arXiv 2404.11912, section 4. Here a chunk is a block of WEIGHTS_BLOCK tokens,
 every KV head chooses for itself, and sinks and a window are always read. Any attention backend
-serves, because queries suffice.
+serves.
 
 Shapes: L layers, B rows, T new tokens, H query heads, G KV heads of this rank, D head size.
 """
@@ -124,7 +124,6 @@ class RetrievedBlocks(BlockKV):
             self._complete[row] = number
 
     def _read_means(self, rows: Sequence[int], num_known: Sequence[int], count: int) -> None:
-        """Mean keys of `count` blocks after the first `num_known`."""
         cache = self.runner.cache
         device = self.runner.device
         index = upload(rows, device)

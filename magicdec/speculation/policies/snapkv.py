@@ -97,11 +97,10 @@ class SnapKV(KVPolicy):
 class CopiedKV(DraftKV):
     """A draft KV in a cache of its own, copied from `source`, which holds the whole context.
 
-    The copy holds the chosen tokens by ascending score, then newly committed ones; drafts read
-    its newest `budget` entries. Keys keep the rotation of their place in the context.
-
-    Under a sliding window only tokens are chosen that stay visible until the next choice or the
-    end of the text, because heads would lose them in different orders."""
+    It holds the chosen tokens by ascending score, then newly committed ones; drafts read the
+    newest `budget` entries. Keys keep the rotation of their place in the context. Under a
+    sliding window only tokens are chosen that stay visible until the next choice or the end,
+    because heads would lose them in different orders."""
 
     def __init__(self, source: ModelRunner, policy: SnapKV) -> None:
         super().__init__(source, SinksAndWindow(0, policy.budget))

@@ -54,7 +54,6 @@ def measure_steps(
 def _measure(
     steps: Steps, batch: Batch, cached: Sequence[int], most_draft_tokens: int
 ) -> dict[str, dict[int, float]]:
-    """The least seconds of each kind of work, by number of draft tokens."""
     seconds: dict[str, dict[int, float]] = defaultdict(dict)
 
     @contextmanager

@@ -54,9 +54,9 @@ class SeenLogits:
 class CapturedSteps(Steps):
     """Steps that are captured by set of rows.
 
-    Ended rows stay in the batch until the next is admitted, and read nothing of their context.
-    With `is_in_flight` their memory may be another request's, so steps are captured for each set
-    of rows, and kept."""
+    Ended rows stay in the batch until the next is admitted, and read no context. With
+    `is_in_flight` their memory may be another request's, so steps are captured, and kept, for
+    each set of rows."""
 
     can_join = False  # a step is captured for one batch
 
@@ -141,7 +141,6 @@ class CapturedSteps(Steps):
         return proposal.ids
 
     def _work(self, kind: str, count: int, pending: int) -> Work:
-        """A captured part of a step, captured at first use."""
         key = kind, count, pending
         if key not in self._works:
             batch = self._batch
@@ -165,7 +164,6 @@ class CapturedSteps(Steps):
         return self._works[key]
 
     def _make_proposal(self) -> Proposal:
-        """Buffers for drafts between a captured draft and its verification."""
         drafts = self._batch.newest.new_zeros(len(self._batch.rows), self._most)
         drafter = self.drafter
         probs = None

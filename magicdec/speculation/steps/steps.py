@@ -260,7 +260,6 @@ class Steps:
         self._set_batch(on_device, batch)
 
     def _set_batch(self, device_batch: DeviceBatch, batch: Batch) -> None:
-        """Read the results of `batch`, a subset of the rows of `device_batch`."""
         place_of = {row: place for place, row in enumerate(device_batch.rows.numbers)}
         self._batch = device_batch
         self._shown = batch.requests
