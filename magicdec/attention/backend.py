@@ -34,12 +34,10 @@ class CallSize:
 
     @property
     def kv_bytes(self) -> int:
-        """Bytes of all cached K and V."""
         return 2 * self.B * self.S * self.num_kv_heads * self.head_dim * self.dtype_bytes
 
     @property
     def mask_bytes(self) -> int:
-        """Bytes of the boolean mask and its copy in the scores' dtype."""
         return self.B * self.T * self.S * (1 + self.dtype_bytes)
 
 
@@ -108,6 +106,5 @@ def sum_blocks(weights: Tensor, key_positions: Tensor, num_blocks: int) -> Tenso
 
 
 def backend_class(name: str) -> type[AttentionBackend]:
-    """The class of a backend, whose library may be missing."""
     backend: type[AttentionBackend] = load_named(ATTENTION_BACKENDS, name)
     return backend

@@ -32,7 +32,6 @@ BLOCK_SIZE = 256
 
 
 def missing_parts() -> str | None:
-    """A message if neither version 2 nor 3 is installed, otherwise None."""
     if any(map(has_module, MODULES)):
         return None
     install = "pip install flash-attn (it is built with nvcc)"

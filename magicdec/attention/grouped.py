@@ -81,7 +81,6 @@ class GroupedBackend(AttentionBackend):
     def run_with_weights(
         self, layer: int, q: Tensor, k: Tensor, v: Tensor, view: KVView
     ) -> tuple[Tensor, Tensor]:
-        """Sums the attention weights that `_attend` computes."""
         assert q.shape[1] <= MOST_WATCHED < FUSED_FROM, "refused before the run"
         outputs = []
         masses = []

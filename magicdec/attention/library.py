@@ -50,7 +50,6 @@ def split_heads(q: Tensor, num_kv_heads: int) -> Tensor:
 
 
 def join_heads(out: Tensor, rows: int) -> Tensor:
-    """Undo `split_heads`: [S, T, H/G, D] to [B,T,H,D]."""
     _, num_new, _, size = out.shape
     by_row = out.reshape(rows, -1, num_new, out.shape[2], size).transpose(1, 2)
     return by_row.reshape(rows, num_new, -1, size)
@@ -59,7 +58,6 @@ def join_heads(out: Tensor, rows: int) -> Tensor:
 def library_capabilities(
     name: str, head_sizes: HeadSizes, missing_parts: Callable[[], str | None]
 ) -> Capabilities:
-    """The libraries' shared capabilities: CUDA and bfloat16, no sliding window, no weights."""
     return Capabilities(
         name,
         devices=("cuda",),
@@ -86,7 +84,6 @@ class LibraryBackend(AttentionBackend, ABC):
 
     @staticmethod
     def working_bytes(size: CallSize) -> int:
-        """Copies of K and V for a view that is not full."""
         return size.kv_bytes
 
     @abstractmethod

@@ -54,7 +54,6 @@ class NativeBackend(AttentionBackend):
         self._is_widened = is_widened
 
     def block_size(self, max_tokens: int) -> int:
-        """A block holds a whole row."""
         return -(-max_tokens // TILE) * TILE
 
     def layout(self, dtype: torch.dtype) -> Layout:
@@ -130,8 +129,8 @@ def attention(
     is_widened: bool,
     mass: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Append k, v [B,T,G,D] to a layer's pools [blocks, G, block_size, D] and attend. Returns
-    [B,T,H,D] and the log-sum-exp of scores, float32 [B,T,H].
+    """Append k, v [B,T,G,D] to a layer's pools [blocks, G, block_size, D] and attend: [B,T,H,D]
+    and the log-sum-exp of scores, float32 [B,T,H].
 
     `ranges` [B, G or 1, R, 2] are visible positions, of which a token sees the last `window` (0:
     all). `mass`, float32 [B, G, blocks], is filled with attention weights by block."""

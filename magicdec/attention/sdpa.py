@@ -25,7 +25,6 @@ class SDPABackend(AttentionBackend):
 
     @staticmethod
     def working_bytes(size: CallSize) -> int:
-        """The copies of keys and values, and the mask."""
         return size.kv_bytes + size.mask_bytes
 
     @staticmethod

@@ -34,7 +34,6 @@ STORAGE = (torch.float32, torch.bfloat16)
 
 
 def missing_parts() -> str | None:
-    """A message if Triton is not installed, otherwise None."""
     if find_spec("triton") is not None:
         return None
     return "triton is not installed; pip install triton"
@@ -160,11 +159,9 @@ class Call:
 
     @property
     def num_keys(self) -> int:
-        """The most keys that a row may see."""
         return max(self.view.num_visible) + self.num_new
 
     def capacity(self, counters: Tensor) -> int:
-        """The number of this call's programs that the device runs at once."""
         _, _, args, options = self._arguments(2, counters)
         return count_resident(self.kernels.attend, args, options, self.q.device)
 

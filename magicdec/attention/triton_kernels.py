@@ -93,7 +93,6 @@ def _add_keys(scores, values, most, total, sums, IN_FLOAT32: tl.constexpr):
 def _store_part(
     out, lse, place, is_query, most, total, sums, SIZE: tl.constexpr, BLOCK_D: tl.constexpr
 ):
-    """Store normalised sums [M, D] and log-sum-exp [M] at `place` [M]."""
     d = tl.arange(0, BLOCK_D)
     total = tl.where(total == 0.0, 1.0, total)  # no visible key: `sums` is 0 and `most` is -inf
     mask = is_query[:, None] & (d < SIZE)[None, :]
@@ -240,9 +239,8 @@ def _find_slots(
     BLOCK_N: tl.constexpr,
     BLOCK_SIZE: tl.constexpr,
 ):
-    """The place of the tile of keys from `first` on; 0 unless `is_tile`. With listed `places`
-    (slots in the first KV head): slots of `head`, int64 [N]; with a block table: the first key's
-    slot, which the others follow."""
+    """The tile of keys from `first` on; 0 unless `is_tile`. With listed `places` (slots in the
+    first KV head): slots of `head`, int64 [N]; with a block table: the first key's slot."""
     if IS_LISTED:
         key = first + tl.arange(0, BLOCK_N)
         mask = (key < last_key) & is_tile
@@ -424,9 +422,9 @@ def attend(
     float32 [B,T,H]. The last program of a row, head and tile merges.
 
     `IS_LISTED`: keys are found by `slots`, and `positions` under a window; else they are a row's
-    last tokens. `APPENDS`: queries are one tile, and programs first write the new tokens that
-    they see. A query sees its last `WINDOW` positions (0: all). `GROUP` is H/G. Programs: (B, G
-    * query tiles, splits)."""
+    last tokens. `APPENDS`: queries are one tile, and programs first write new tokens that they
+    see. `WINDOW`: positions that a query sees (0: all). `GROUP`: H/G. Programs: (B, G * query
+    tiles, splits)."""
     row = tl.program_id(0)
     split = tl.program_id(2)
     num_splits = tl.num_programs(2)

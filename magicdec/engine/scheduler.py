@@ -43,7 +43,6 @@ class Scheduler:
 
     @property
     def running(self) -> list[Request]:
-        """Requests with a row, in row order."""
         return [request for request in self.rows if request is not None]
 
     def add(self, requests: Sequence[Request], now: float) -> None:
@@ -284,7 +283,6 @@ class RowBlocks:
             self.short[row] = num_cached + self.limits.step_tokens
 
     def reserve(self, row: int, num_tokens: int) -> None:
-        """Give a row the blocks of `num_tokens` tokens."""
         self.held[row] = num_blocks = self.limits.num_blocks_of(num_tokens)
         self._enough[row] = num_blocks * self.limits.block_size - self.limits.step_tokens
         self.short.pop(row, None)

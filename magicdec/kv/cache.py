@@ -157,13 +157,11 @@ class KVCache(KVPool):
         return Lengths(self.seq_lens[rows.index], self.bounds_of(rows))
 
     def bounds_of(self, rows: BatchRows) -> tuple[int, ...]:
-        """Upper bounds of lengths on the host."""
         if rows.is_captured:
             return (self.tokens_per_row,) * len(rows)
         return tuple(self.lengths[row] for row in rows.numbers)
 
     def set_host_lengths(self, rows: Sequence[int], lengths: Sequence[int]) -> None:
-        """Set the host's copy to lengths read from the device."""
         for row, length in zip(rows, lengths, strict=True):
             self.lengths[row] = length
 

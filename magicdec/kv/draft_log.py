@@ -63,8 +63,6 @@ class ChosenTokens:
 
 @dataclass
 class RowLog:
-    """The reads and drafts of a step in a row."""
-
     reads: int = 0
     num_read: int = 0
     drafted: tuple[int, ...] = ()
@@ -103,7 +101,6 @@ class DraftLog:
         self._rows.clear()
 
     def digests(self, rows: Sequence[int]) -> list[Digest] | None:
-        """The digests of the step's rows."""
         if not self.is_complete:
             return None
         return [self._rows.get(row, RowLog()).digest() for row in rows]

@@ -42,12 +42,10 @@ class ForwardCounts:
         return replace(self, on_device=None)
 
     def go_back(self, other: ForwardCounts) -> None:
-        """Set the counts back to an earlier copy."""
         self.copy()  # sets the counts on the device to 0
         vars(self).update(vars(other) | {"on_device": self.on_device})
 
     def minus(self, other: ForwardCounts) -> ForwardCounts:
-        """The counts since an earlier copy."""
         self.copy()
         return ForwardCounts(*(getattr(self, name) - getattr(other, name) for name in COUNTS))
 

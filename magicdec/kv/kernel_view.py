@@ -1,6 +1,6 @@
-"""KernelView: a view computed by one Triton kernel in place of up to 17 torch operators
-(`kv.view`), each a launch of its own. Grid and allocations follow from shapes, so that a CUDA graph
-can hold the launch. On a CPU the kernel is interpreted, for tests.
+"""KernelView: a view computed by one Triton kernel in place of up to 17 launches of torch operators
+(`kv.view`). Grid and allocations follow from shapes, so that a CUDA graph can hold it. Interpreted
+on a CPU, for tests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """KVPool: the memory of a KV cache, blocks of K and V by layer in a backend's layout.
 
-Shapes: B rows of a forward, T new tokens, N tokens, G KV heads on this rank, D head size. A *slot*
-is an index into the pool as [num_blocks * G * block_size, D]: one token of one head.
+Shapes: B rows, T new tokens, N tokens, G KV heads on this rank, D head size. A *slot* is an index
+into [num_blocks * G * block_size, D]: one token of one head.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ class PromptQueries:
         self._rows: dict[int, _Kept] = {}
 
     def begin(self, row: int, prompt_length: int) -> None:
-        """Forget the queries of the row's last prompt."""
         self._rows[row] = _Kept(prompt_length)
 
     def watch(self, row: int, num_left: int) -> Callable[[int, Tensor], None] | None:

@@ -29,10 +29,10 @@ def describe_rows(
     BLOCK_T: tl.constexpr,
 ):
     """Writes int64 `lengths` [B], `ranges` [L,B,G,R+1,2], `positions` [B,T] and `reads` [B,2] of
-    `KVView`, from lengths and `offsets` (None: 0) of all cache rows, and `rows` [B]. `committed`
-    [B] is None for all tokens. Ranges before the tail are `chosen` [L,B,G,R,2], or else sinks
-    and a window of `budget` tokens together, or a window (L = G = 1). `window` is the model's.
-    Programs: (B, L, G)."""
+    `KVView`, from lengths and `offsets` (or 0) of all cache rows. `committed` [B] is None for
+    all tokens. Ranges are `chosen` [L,B,G,R,2], or sinks and a window of `budget` tokens
+    together, or a window (L = G = 1), then the tail. `window` is the model's. Programs: (B, L,
+    G)."""
     b = tl.program_id(0)
     layer = tl.program_id(1)
     head = tl.program_id(2)

@@ -147,7 +147,6 @@ class KVView:
         return torch.cat([ranges, tail], dim=3)
 
     def layer_ranges(self, layer: int) -> Tensor:
-        """`all_ranges` of a layer: [B, G or 1, R+1, 2]."""
         return self.all_ranges[layer if self.per_head else 0]
 
     def count_keys(self) -> Tensor:
@@ -231,7 +230,6 @@ def host_numbers(
     window: int | None,
     per_head: bool,
 ) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
-    """`lengths`, `num_visible` and `is_full` of a view of rows that hold `before` tokens."""
     if rows.is_captured:
         lengths = (cache.tokens_per_row - num_new,) * len(rows)
         seen, is_full = _captured_bounds(lengths, rows, visible, committed is None, window)

@@ -1,6 +1,5 @@
-"""Block: a decoder layer of attention and an MLP, each behind a norm, on a tensor-parallel shard.
-The caller passes attention as a callable. A row's result does not depend on other rows. RMS norm:
-Zhang & Sennrich 2019.
+"""Block: a decoder layer of attention and an MLP, each behind a norm, on a tensor-parallel shard. A
+row's result does not depend on other rows. RMS norm: Zhang & Sennrich 2019.
 
 Shapes: B rows, T new tokens, H query heads and G KV heads on this rank, D head size.
 """
@@ -28,8 +27,6 @@ ACTIVATION_FUNCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """The projections and activation of an MLP, gated or not, with the all-reduce."""
-
     def __init__(self, config: ModelConfig, shard: Shard) -> None:
         super().__init__()
         first, last = shard.split(config.intermediate_size)
@@ -71,7 +68,6 @@ def make_norm(config: ModelConfig) -> RMSNorm | nn.LayerNorm:
 
 
 def add_norm(norm: RMSNorm | nn.LayerNorm, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """(x + y, norm(x + y))."""
     if isinstance(norm, RMSNorm):
         return norm.elementwise.add_rms_norm(x, y, norm.weight, norm.eps)
     total = x + y

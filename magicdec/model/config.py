@@ -125,7 +125,6 @@ class ModelConfig:
 
     @property
     def group_size(self) -> int:
-        """Query heads per KV head."""
         return self.num_heads // self.num_kv_heads
 
     @property
@@ -146,7 +145,6 @@ class ModelConfig:
 
     @property
     def num_reduces(self) -> int:
-        """All-reduces per layer; a parallel block has one."""
         return 2 if self.residual == "sequential" else 1
 
     @property

@@ -1,8 +1,8 @@
 """Detokenizer: the text of successive tokens, in pieces that are never taken back.
 
 A token may be part of a character, or a blank only after other text. So a piece is the difference
-between the texts of a few earlier tokens with and without the new ones, in time proportional to the
-output, as in vLLM and Hugging Face's `DecodeStream`.
+between the texts of a few tokens with and without the newest, as in vLLM and Hugging Face's
+`DecodeStream`, in linear time.
 """
 
 from __future__ import annotations

@@ -76,5 +76,4 @@ class EmulatedModel(Transformer):
 
 
 def following_tokens(prompt_len: int, count: int, vocab_size: int) -> list[int]:
-    """A request's output by an emulated model."""
     return [(prompt_len + i) % vocab_size for i in range(count)]

@@ -56,7 +56,6 @@ def _scale_queries(q: Tensor, rows: Tensor, rope: RopeConfig) -> Tensor:
 
 
 def split_heads(heads: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    """No position encoding: heads are only split into q, k and v."""
     q, k, v = heads.split([num_heads, num_kv_heads, num_kv_heads], dim=2)
     return q, k, v
 

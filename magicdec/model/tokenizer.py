@@ -97,7 +97,6 @@ def _refusing(path: Path, what: str) -> Iterator[None]:
 
 
 def load_json(path: Path, data: bytes) -> Tokenizer:
-    """A `tokenizer.json`, run by the `tokenizers` library."""
     import tokenizers
 
     with _refusing(path, "is not a `tokenizers` file"):

@@ -180,7 +180,6 @@ class Transformer(nn.Module):
         return self.embedding.weight[self.head_rows[0] : self.head_rows[1]]
 
     def to_int8(self) -> None:
-        """Replace linear layers by empty int8 ones, for the loader to fill."""
         assert self.head is not None if self.has_head else True, "int8 models have a head"
         exchange(self, to_int8)
 

@@ -37,7 +37,7 @@ P = ParamSpec("P")
 def at_once(
     defer: Callable[Concatenate[ModelRunner, P], Forward],
 ) -> Callable[Concatenate[ModelRunner, P], Tensor]:
-    """`ModelRunner.defer` computed at once: it returns the output."""
+    """`ModelRunner.defer`, computed at once and returning the output."""
 
     def forward(runner: ModelRunner, *args: P.args, **kwargs: P.kwargs) -> Tensor:
         deferred = defer(runner, *args, **kwargs)
@@ -139,7 +139,6 @@ class ModelRunner:
 
     @property
     def drafter(self) -> ModelRunner:
-        """The runner that drafts in self-speculation."""
         return self if self.drafting is None else self.drafting
 
     def storage(self) -> tuple[int, int, int]:
@@ -150,7 +149,6 @@ class ModelRunner:
         return block_size, blocks_per_row, self.num_blocks or self.num_rows * blocks_per_row
 
     def allocate(self, row: int) -> None:
-        """Allocate `max_tokens` tokens in a released row."""
         self.cache.allocate(row, self.max_tokens)
 
     @torch.inference_mode()
@@ -201,7 +199,6 @@ class ModelRunner:
 
     @torch.inference_mode()
     def flush(self) -> None:
-        """Compute all deferred forwards in one native call."""
         if not self.deferred:
             return
         assert self.executor is not None, "only its forwards are deferred"
@@ -307,7 +304,6 @@ class ModelRunner:
         return drafts
 
     def truncate(self, rows: Rows, lengths: Lengths | Sequence[int]) -> None:
-        """Remove tokens after the first `lengths`."""
         self.cache.truncate(rows, lengths)
 
 

@@ -23,7 +23,6 @@ class NotFinite(ArithmeticError):
 
     @classmethod
     def after(cls, request_id: int, num_output: int) -> NotFinite:
-        """The error of a request that has emitted `num_output` tokens."""
         place = f"output token {num_output}" if num_output else "the prompt"
         return cls(
             f"the logits of request {request_id} after {place} are not finite numbers, so that no "
@@ -33,7 +32,6 @@ class NotFinite(ArithmeticError):
 
 @contextmanager
 def naming(place: str) -> Iterator[None]:
-    """Add `place` to NotFinite errors from inside."""
     try:
         yield
     except NotFinite as error:
@@ -118,7 +116,6 @@ class Request:
 
     @property
     def cached_ids(self) -> tuple[int, ...]:
-        """The prompt, and the output without its newest token."""
         return (*self.prompt_ids, *self.output_ids[:-1]) if self.output_ids else self.prompt_ids
 
     def append(self, tokens: list[int], time: float) -> list[int]:
@@ -156,7 +153,6 @@ class Request:
         return times
 
     def gaps_ms(self) -> list[float]:
-        """Times between the steps that emitted tokens of the request."""
         times = sorted(set(self.token_times_s))
         return [1e3 * (later - earlier) for earlier, later in pairwise(times)]
 

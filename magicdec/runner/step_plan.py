@@ -60,7 +60,6 @@ class Part:
 
     @classmethod
     def whole(cls, requests: Sequence[Request]) -> tuple[Part, ...]:
-        """All tokens of each request that are to be cached."""
         rows = Batch(tuple(requests)).rows
         pairs = zip(requests, rows, strict=True)
         return tuple(cls(request, row, 0, request.num_cached) for request, row in pairs)

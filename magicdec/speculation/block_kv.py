@@ -68,7 +68,6 @@ class BlockSelection(KVPolicy):
         return context, self
 
     def sinks(self, committed: Number) -> tuple[Number, Number]:
-        """The range of visible sinks."""
         first = committed * 0
         if self.sliding_window is not None:
             first = _positive(committed + 1 - self.sliding_window)

@@ -80,7 +80,6 @@ class DraftLength(ABC):
             self.acceptance.keep_rows(running)
 
     def forget_times(self) -> None:
-        """Measure batches again after the warm-up."""
         return None
 
     @abstractmethod
@@ -252,7 +251,6 @@ class AutoLength(DraftLength):
         return [count * is_drafting for is_drafting in split]
 
     def predict(self, batch: Batch) -> dict[int, float]:
-        """Seconds until `batch` has all its tokens, by draft length."""
         remaining = [r.sampling.max_new_tokens - len(r.output_ids) for r in batch.requests]
         steps = [tokens_of_steps(self.acceptance.rates(r.request_id)) for r in batch.requests]
         return {
@@ -263,7 +261,6 @@ class AutoLength(DraftLength):
         }
 
     def seconds(self, rows: int, asked: int) -> float:
-        """The expected time of a step asked for `asked` draft tokens."""
         return self.chains.mean(asked, partial(self.times, rows))
 
     def observe(

@@ -122,8 +122,7 @@ class Drafter(ABC):
     @abstractmethod
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
         """The device phase: draft tokens after each request's newest token. The target's cache
-        ends unchanged. Without `pa` shapes follow from the arguments and the host reads no
-        result, so that the phase can be captured."""
+        ends unchanged. Without `pa` the host reads no result, so that the phase can be captured."""
 
     def commit(self, rows: BatchRows, lengths: Lengths) -> None:  # noqa: B027
         """Follow a step that left `lengths` committed tokens in the target's cache."""

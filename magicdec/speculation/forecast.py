@@ -23,8 +23,8 @@ FADE = 0.995  # the same for a row that drafts nothing while others do
 
 
 class Acceptance:
-    """Running acceptance rates by draft position, given acceptance of all positions before, and
-    each request's deviation from the mean."""
+    """Running acceptance rates by draft position, given acceptance before it, and each request's
+    deviation from the mean."""
 
     def __init__(self, most: int) -> None:
         self.judged = [0.0] * most
@@ -119,8 +119,8 @@ def order_statistics(count: int) -> tuple[float, ...]:
 def seconds_until_done(
     remaining: Sequence[int], tokens: Sequence[tuple[float, float]], seconds: Callable[[int], float]
 ) -> float:
-    """The time until every row has its `remaining` tokens. A step gives a row (mean, variance)
-    tokens in `seconds(number of unfinished rows)`."""
+    """The time until every row has its `remaining` tokens. A step gives rows (mean, variance)
+    tokens in `seconds(unfinished rows)`."""
     # A row's last step gives more tokens than are wanted, on average half of what a step adds.
     rows = [
         ((n + (mean - 1) / 2) / mean, variance / mean**2)
@@ -159,8 +159,8 @@ def fastest_split(
 
 
 class StepTimes:
-    """Seconds of a step by rows and draft tokens, corrected by recent steps. Steps with and
-    without drafts are corrected apart, because a growing context slows them differently."""
+    """Seconds of a step by rows and draft tokens, corrected by recent steps; apart for steps
+    with and without drafts, because a growing context slows them differently."""
 
     def __init__(self, rows: int, of_all: Sequence[float], of_one: Sequence[float]) -> None:
         self.rows = rows

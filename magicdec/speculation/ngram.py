@@ -52,7 +52,6 @@ class NgramDrafter(Drafter):
             self.lookups.pop(row, None)
 
     def lengths(self, choices: Sequence[int]) -> Sequence[int]:
-        """0, powers of 2, and the most."""
         return sorted({0, self.most, *(1 << n for n in range(self.most.bit_length()))})
 
     def plan(

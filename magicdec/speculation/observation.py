@@ -101,7 +101,6 @@ def heads_at_once(device: str, scores_per_head: int) -> int:
 
 
 def _received(queries: Tensor, keys: Tensor, window: int) -> Tensor:
-    """queries [N, heads * window, D] and keys [N, S, D] to float32 [N, S]."""
     num_keys, size = keys.shape[1:]
     scores = (queries * size**-0.5) @ keys.mT
     later = torch.ones(window, window, dtype=torch.bool, device=keys.device).triu(1)

@@ -57,7 +57,6 @@ class RollingRunner(ModelRunner):
         return self.block_size, -(-self.max_tokens // self.block_size), self.num_rows * held
 
     def allocate(self, row: int) -> None:
-        """Allocate nothing: blocks come as the row grows."""
         assert not self.cache.blocks[row], "the row was released"
         self.settled[row], self.evicted[row] = 0, self._sink_blocks()
 

@@ -112,7 +112,6 @@ class Rates:
 
 
 def length_class(length: int) -> int:
-    """The class of 3, 4 to 7, 8 to 15, 16 to 31, or more tokens."""
     return min(length.bit_length() - 2, len(PRIORS) - 1)
 
 
@@ -127,7 +126,6 @@ class Lookup:
         self._guess: list[tuple[int, Evidence]] = []  # what may follow, until that is known
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append `tokens`, which judge the last proposal."""
         if self._guess:
             for (token, evidence), actual in zip(self._guess, tokens, strict=False):
                 self.rates.observe(evidence, token == actual)

@@ -1,8 +1,6 @@
 """A record in `~/.cache/magicdec/checked` of checkpoints compared with another implementation, and
-the outcome.
-
-Checkpoints are the same if config files, and names, sizes and times of weight files are, wherever
-they lie. An unusable cache is no error.
+the outcome. Equal config files, and equal names, sizes and times of weight files, make a checkpoint
+the same. An unusable cache is no error.
 """
 
 from __future__ import annotations

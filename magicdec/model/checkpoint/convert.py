@@ -54,7 +54,6 @@ def find_checkpoint(flag: str, directory: Path) -> ModelSource:
 
 
 def quantized(source: ModelSource) -> ModelSource:
-    """The model with int8 matrices; unchanged if they are stored so."""
     if source.is_int8:
         return source
     return replace(source, weights=QuantizedWeights(source.weights, source.config))
@@ -141,7 +140,6 @@ def _write_safetensors(
 
 
 def safetensors_header(tensors: Tensors) -> bytes:
-    """The header's length and JSON table, padded for alignment."""
     table: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (shape, dtype, _) in tensors.items():
@@ -189,7 +187,6 @@ def find_damage(file: Path) -> str | None:
 
 
 def copy_companions(source: ModelSource, directory: Path) -> None:
-    """Copy config and tokenizer files that `directory` lacks."""
     assert source.tokenizer_directory is not None, "a checkpoint on disk has a directory"
     for name in COMPANIONS:
         theirs = source.tokenizer_directory / name

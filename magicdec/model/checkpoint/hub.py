@@ -171,7 +171,6 @@ def fetch(
 
 
 def check_space(files: Sequence[RepoSibling], directory: Path) -> None:
-    """Raise ValueError when the disk has no room for `files`."""
     size = sum(file.size or 0 for file in files)
     free = shutil.disk_usage(directory).free
     if size > free:
@@ -182,7 +181,6 @@ def check_space(files: Sequence[RepoSibling], directory: Path) -> None:
 
 
 def is_intact(directory: Path, file: RepoSibling) -> bool:
-    """Whether the file has the hub's size and checksum."""
     path = directory / file.rfilename
     if not path.is_file() or path.stat().st_size != file.size:
         return False

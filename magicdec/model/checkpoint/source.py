@@ -116,12 +116,10 @@ class ModelSource:
 
     @property
     def is_int8(self) -> bool:
-        """Whether its matrices are stored in int8."""
         return holds_int8(self.weights)
 
     @property
     def tensors(self) -> dict[str, StoredTensor]:
-        """Every stored tensor of the model."""
         return {n: self.weights.tensors[n] for n in expected_shapes(self.config, self.is_int8)}
 
 

@@ -89,7 +89,6 @@ class FileWeights(WeightSource):
             self.tensors |= {name: stored[name] for name in names or stored}
 
     def open(self, file: Path) -> dict[str, StoredTensor]:
-        """All tensors of one file."""
         raise NotImplementedError
 
 

@@ -54,13 +54,11 @@ class Piece:
 
     @property
     def scales(self) -> Piece:
-        """The scales of these rows, one per output channel."""
         outputs = self.full_shape[1 if self.transposed else 0]
         return Piece(self.name + SCALE, self.rows, None, (outputs,))
 
     @property
     def stored(self) -> tuple[slice, ...]:
-        """The index of this piece in the stored tensor."""
         rows = slice(*self.rows)
         if self.transposed:
             return slice(*(self.columns or (0, self.width))), rows
@@ -204,7 +202,6 @@ class _Table:
         self.pieces[parameter] = [Piece(name, (0, size), None, (size,))]
 
     def whole(self, parameter: str, name: str, rows: int) -> None:
-        """An embedding table [rows, hidden]."""
         shape = (rows, self.config.hidden_size)
         self.pieces[parameter] = [Piece(f"{name}.weight", (0, rows), None, shape)]
 

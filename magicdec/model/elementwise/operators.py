@@ -1,6 +1,6 @@
-"""The operations between a layer's GEMMs (norms, rotary embedding, gated activation): their
-interface, and a reference with torch's operators. Implementations are listed in
-`names.ELEMENTWISE`. A row's result is independent of other rows.
+"""The operations between a layer's GEMMs (norms, rotary embedding, gated activation), with torch's
+operators as the reference. Implementations are listed in `names.ELEMENTWISE`. A row's result is
+independent of other rows.
 
 Shapes: B rows, T new tokens, D head size, R rotated dimensions of a head, F MLP units.
 """

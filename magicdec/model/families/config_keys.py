@@ -81,7 +81,6 @@ PATTERNS = re.compile(
 
 
 def is_irrelevant(field: str) -> bool:
-    """Whether the field does not matter for greedy decoding."""
     return field in IRRELEVANT or PATTERNS.fullmatch(field) is not None
 
 
@@ -103,7 +102,6 @@ def check_unread(raw: ConfigFields, architecture: str) -> None:
 
 
 def check_plain_weights(raw: ConfigFields) -> None:
-    """Raise ValueError if another program quantised the weights."""
     for field in QUANTIZATION:
         table = raw.get(field)
         if not table:

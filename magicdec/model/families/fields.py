@@ -42,12 +42,10 @@ class ConfigFields:
         }
 
     def was_read(self) -> frozenset[str]:
-        """Fields asked for, present or not."""
         return frozenset(self._was_read)
 
 
 def shown(value: Any) -> str:
-    """A value in one short line, for messages."""
     text = repr(value)
     return text if len(text) <= LONGEST_VALUE else f"{text[: LONGEST_VALUE - 3]}..."
 
@@ -78,7 +76,6 @@ def positive(raw: ConfigFields, field: str) -> float:
 
 
 def switch(raw: ConfigFields, field: str, default: bool) -> bool:
-    """True or false; null is false."""
     value = raw.get(field, default)
     if value not in (True, False, None):
         raise ValueError(f"{field} {shown(value)} is not supported; choose from true, false")

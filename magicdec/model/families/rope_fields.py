@@ -41,7 +41,6 @@ def rope(raw: ConfigFields) -> RopeConfig:
 
 
 def rope_config(raw: ConfigFields, table: ConfigFields) -> RopeConfig:
-    """The RopeConfig of a table and the top level."""
     rope_type = rope_type_of(table)
     theta = rope_theta(raw, table)
     trained = trained_length(raw, table)
@@ -104,7 +103,6 @@ def rope_type_of(table: ConfigFields) -> str:
 
 
 def rope_theta(raw: ConfigFields, table: ConfigFields) -> float:
-    """The base of the table, else of the top level, else the default."""
     stated = [fields for fields in (table, raw) if fields.get("rope_theta") is not None]
     values = [positive(fields, "rope_theta") for fields in stated]
     if len(set(values)) > 1:

@@ -92,7 +92,6 @@ class PackedLinear(nn.Module):
         return packed_linear(x, self.packed, self.scale, bias, self.out_features)
 
     def dense(self) -> Tensor:
-        """The weight [N, K] of a layer in bfloat16 or float32."""
         weight: Tensor = self.packed
         if weight.dtype == torch.int32:
             pairs = self.packed.view(torch.bfloat16).unflatten(2, (WIDTH, 2))
@@ -142,7 +141,6 @@ def library(*flags: str) -> ctypes.CDLL:
 def packed_linear(
     x: Tensor, packed: Tensor, scale: Tensor | None, bias: Tensor | None, out_features: int
 ) -> Tensor:
-    """A row's result is bitwise independent of other rows."""
     is_int4 = packed.dtype == torch.uint8 and scale is None
     is_float32 = x.dtype == torch.float32
     assert is_int4 or is_float32 == (packed.dtype == torch.float32)
@@ -250,7 +248,6 @@ class PartialLinear(nn.Linear):
 
 
 def row_parallel(x: Tensor, linear: Linear, reduce: Reduce) -> Tensor:
-    """A row-parallel layer: a `PartialLinear` of any kind, the all-reduce, the bias."""
     partial: Tensor = reduce(linear(x))
     return partial if linear.bias is None else partial + linear.bias
 

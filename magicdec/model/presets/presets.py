@@ -1,8 +1,8 @@
-"""Published model configs as data (`presets.json`), for `random:<preset>` and cost models, with hub
-repository and parameter count (a tied head counts once). Imports no torch.
+"""Published model configs as data (`presets.json`), for `random:<preset>` and cost models. Imports
+no torch.
 
-`checked`: the published file itself was read, on the hub or as a verbatim copy. Other presets agree
-with published sizes, or re-saved configs of the base model: weaker evidence.
+`checked`: the published file itself was read, on the hub or as a verbatim copy; others agree with
+published sizes, which is weaker evidence. A tied head counts once in parameter counts.
 """
 
 from __future__ import annotations
@@ -21,8 +21,6 @@ FILE = Path(__file__).with_name("presets.json")
 
 @dataclass(frozen=True)
 class Preset:
-    """A published model."""
-
     config: ModelConfig
     repo_id: str
     num_parameters: int
@@ -41,7 +39,6 @@ WEIGHT_SUFFIXES = (".safetensors", ".pth", ".bin")
 
 
 def demo_directory(name: str) -> Path:
-    """The directory of a packaged model, which may be missing."""
     return Path(str(resources.files("magicdec") / "demo" / DEMO_DIRECTORIES[name]))
 
 

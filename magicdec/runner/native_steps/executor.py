@@ -1,6 +1,6 @@
 """Executor: a forward, or a chain of greedy draft forwards, in one native call (`forward.cpp`) on a
-CPU. The library calls the kernels of `model.transformer` with native attention in the same order,
-so tokens have the same bits either way.
+CPU. It calls the kernels of `model.transformer` with native attention in the same order, so tokens
+have the same bits.
 
 Shapes: B rows, T new tokens, K draft tokens, H query heads, G KV heads, D head size, V vocabulary
 rows of this rank.
@@ -307,8 +307,7 @@ class Executor:
         return fields
 
     def _may_wait(self, rank: int) -> int:
-        """Called when a rank is late. Exceptions cannot pass through the library, so they are
-        kept until it returns."""
+        """Called when a rank is late. Exceptions are kept until the library returns."""
         try:
             assert self.exchange is not None
             self.exchange.check_alive(rank)

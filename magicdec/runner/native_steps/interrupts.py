@@ -1,6 +1,5 @@
-"""Keeps Ctrl-C until a native call returns. Python would raise KeyboardInterrupt at the entry of
-the called-back function, which cannot catch it, and no exception can leave the library, so that
-Ctrl-C would be lost.
+"""Keeps Ctrl-C until a native call returns. Python would raise KeyboardInterrupt in a called-back
+function, which no exception can leave, so that Ctrl-C would be lost.
 """
 
 from __future__ import annotations

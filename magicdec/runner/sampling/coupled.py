@@ -67,9 +67,8 @@ class CoupledSampling:
         return process(logits.unsqueeze(1), penalties)[:, 0]
 
     def perturbed(self, logits: Tensor, request: int, positions: Sequence[int]) -> Tensor:
-        """Logits [N, V] with noise for the tokens at text `positions` of a request; the largest
-        is the choice, filtered tokens have -inf. Rows are shifted by some number. At temperature
-        0 the logits themselves."""
+        """Logits [N, V] with noise at text `positions` of a request, shifted by row; the largest
+        is the choice, filtered tokens have -inf. Unchanged at temperature 0."""
         if self.section.temperature == 0 or not positions:
             return logits
         params = make_params(self.section, 1, (), request)

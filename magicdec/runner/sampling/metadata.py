@@ -54,7 +54,6 @@ class Draws:
 
     @classmethod
     def of(cls, requests: Sequence[Request], device: torch.device) -> Draws | None:
-        """None if all requests are greedy."""
         params = [r.sampling for r in requests]
         if all(p.is_greedy for p in params):
             return None
@@ -87,7 +86,6 @@ class Penalties:
     def of(
         cls, requests: Sequence[Request], vocab_size: int, device: torch.device
     ) -> Penalties | None:
-        """None if no request has a penalty."""
         places = tuple(i for i, r in enumerate(requests) if r.sampling.has_penalties)
         if not places:
             return None
@@ -158,12 +156,10 @@ class SamplingMetadata:
 
     @property
     def is_greedy(self) -> bool:
-        """Whether all rows are greedy without penalties."""
         return self.draws is None and self.penalties is None
 
     @property
     def state(self) -> list[Tensor]:
-        """The tensors that sampling changes."""
         of_draws = [] if self.draws is None else [self.draws.emitted]
         of_penalties = [] if self.penalties is None else [self.penalties.in_output]
         return of_draws + of_penalties + ([] if self.flaws is None else [self.flaws])
@@ -185,12 +181,10 @@ class SamplingMetadata:
         self.flaws.add_(sums, alpha=0)  # 0 times infinity or NaN is NaN
 
     def take_flaws(self, others: SamplingMetadata, places: Tensor) -> None:
-        """Add the flaws of the rows at `places` from another metadata."""
         if self.flaws is not None and others.flaws is not None:
             self.flaws.index_add_(0, places, others.flaws)
 
     def spoil(self) -> None:
-        """Mark all rows: some logits were not finite."""
         if self.flaws is not None:
             self.flaws.fill_(torch.nan)
 
@@ -233,7 +227,6 @@ class SamplingMetadata:
 def _per_row(
     values: Sequence[float], device: torch.device, dtype: torch.dtype = torch.float64
 ) -> Tensor:
-    """Values as [B, 1, 1]."""
     return upload(values, device, dtype).view(-1, 1, 1)
 
 

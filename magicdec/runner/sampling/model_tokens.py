@@ -32,7 +32,6 @@ class Proposal:
     counts: Sequence[int] | None = None  # None: K for each row
 
     def first(self, count: int) -> Proposal:
-        """The first `count` drafts of each row."""
         probs = self.probabilities
         return Proposal(self.ids[:, :count], None if probs is None else probs[:, :count])
 

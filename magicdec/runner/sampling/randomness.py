@@ -51,7 +51,6 @@ def exponentials(seeds: Tensor, positions: Tensor, tokens: Tensor) -> Tensor:
 
 
 def derive_seed(seed: int, request_id: int) -> int:
-    """The seed of a request, 0 <= seed < 2^63."""
     bits = splitmix64(_mix(torch.tensor(seed)), torch.tensor(request_id))
     return int(_shift_right(bits, 1))
 

@@ -81,7 +81,6 @@ class RetrievedBlocks(BlockKV):
         self._add_means(requests)
 
     def scores(self, rows: BatchRows, committed: Lengths, num_blocks: int) -> tuple[Tensor, Tensor]:
-        """Softmax over the complete blocks of mean key . query / sqrt(D)."""
         index = torch.arange(len(rows), device=self.runner.device)
         if self.runner.executor is not None:
             complete = [length // BLOCK for length in committed.bounds]
@@ -106,7 +105,6 @@ class RetrievedBlocks(BlockKV):
         super().commit(rows, lengths)
 
     def _by_kv_head(self, queries: Tensor) -> Tensor:
-        """queries [B, H, D] to float32 [B, G, H/G, D]."""
         return queries.unflatten(1, self._query.shape[2:4]).float()
 
     def _add_means(self, requests: Sequence[Request]) -> None:

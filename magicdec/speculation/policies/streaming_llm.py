@@ -1,7 +1,6 @@
-"""StreamingLLM: attention sinks and a window of the newest tokens.
-
-Source: arXiv 2309.17453, section 3.2; as a draft: MagicDec, arXiv 2408.11049, section 4. Keys keep
-their original positions, since drafts read the target's own cache.
+"""StreamingLLM (arXiv 2309.17453, section 3.2): attention sinks and a window of the newest tokens;
+as a draft: MagicDec, arXiv 2408.11049, section 4. Keys keep their original positions, since drafts
+read the target's own cache.
 """
 
 from __future__ import annotations

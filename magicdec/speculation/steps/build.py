@@ -37,15 +37,14 @@ def build_decoder(
     Args:
         runner: the runner of the target, with its low-bit copy if that drafts.
         decoding, kv: resolved config sections.
-        name: the strategy. Default: that of `decoding`; `BASELINE` drafts nothing.
+        name: the strategy, by default that of `decoding`; `BASELINE` drafts nothing.
         draft: the standalone draft model, if any.
         corpus: tokens that prompt lookup searches beside the text.
-        draft_length: an earlier decoder's draft length, with what it has learned.
+        draft_length: an earlier decoder's, with what it has learned.
         phase: a context that times phases of a step.
-        recorder: default: as the config says.
+        recorder: by default as the config says.
         witness: keeps logits of steps.
-        is_in_flight: requests join a running batch, so prefill from now on keeps the queries
-            that this decoder's drafter needs. Otherwise prompts are cached already.
+        is_in_flight: requests join a running batch, so prefill keeps queries for this drafter.
     """
     name = name or decoding.strategy
     setup = Setup(

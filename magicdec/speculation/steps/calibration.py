@@ -89,7 +89,6 @@ def repeated(proposal: Proposal, count: int) -> Proposal:
 
 
 def _line(seconds: dict[int, float]) -> Callable[[int], float]:
-    """The line through one or two points, which never falls."""
     (first, low), (last, high) = min(seconds.items()), max(seconds.items())
     slope = max(0.0, high - low) / max(1, last - first)
     return lambda count: low + slope * (count - first)

@@ -119,7 +119,6 @@ class CudaGraphs:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first error of a chain of contexts."""
     while not error.__suppress_context__ and error.__context__ is not None:
         error = error.__context__
     return error

@@ -34,7 +34,6 @@ class Draft:
 
     @property
     def counts(self) -> list[int]:
-        """The drafts of each row without padding."""
         return [min(self.count, count) for count in self.plan.counts]
 
 
@@ -67,7 +66,6 @@ class Speculative:
         return None if self.drafter is None else self.runner.draft_log
 
     def release(self, rows: Sequence[int]) -> None:
-        """Rows that were never admitted are skipped."""
         admitted_rows = [row for row in rows if self._running.pop(row, None) is not None]
         self.steps.release(admitted_rows)
 
@@ -170,7 +168,6 @@ def speculative(setup: Setup) -> Speculative:
 
 
 def autoregressive(setup: Setup) -> Speculative:
-    """The baseline: one token a row and step."""
     return Speculative(setup.runner, None, FixedLength(0), make_steps(setup, None))
 
 

@@ -33,7 +33,6 @@ class Verification:
     places: Tensor | None = None  # int64 [B, K+1], if there are several forwards: see `judge`
 
     def logits(self) -> Tensor:
-        """Logits as `judge` takes them."""
         outs = [forward.out for forward in self.forwards if forward.out is not None]
         assert len(outs) == len(self.forwards), "the forwards have been computed"
         if self.places is None:
@@ -87,7 +86,6 @@ class Steps:
             self.drafter.release(rows)
 
     def decode(self, batch: Batch) -> list[list[int]]:
-        """The next token of each request, in lists."""
         return [row[1:] for row in self.verify(batch, None)]
 
     @torch.inference_mode()

@@ -57,8 +57,7 @@ class Witness:
         most_drafts: int,
     ) -> Witness:
         """A witness for at most `num_steps` steps of `num_rows` rows with at most `num_drafts`
-        drafts. Passes with equal seed and `most_drafts` (their largest `num_drafts`) keep the
-        same rows."""
+        drafts. Passes of equal seed and `most_drafts` keep the same rows."""
         chance = random.Random(seed)
         (first, last) = runner.model.head_rows
         token_bytes = (last - first) * runner.cache.k.element_size()
