@@ -1,6 +1,6 @@
 """Triton kernels over the paged KV cache: append tokens, list visible keys, attend to splits of
-keys and merge them, sum weights by block. Import only with Triton; `TRITON_INTERPRET` must be set
-before.
+keys and merge them, sum weights by block. Import only where Triton is installed. They are
+interpreted if `TRITON_INTERPRET` was set before the first import of Triton.
 
 Names: B rows, T new tokens, H query heads, G KV heads, D head size. Tensors are contiguous unless
 strides are given. A layer's pool is [num_blocks, G, block_size, D]; a slot is a token and head in

@@ -25,7 +25,7 @@ Numbers = np.ndarray[Any, np.dtype[np.uint64]]
 Places = np.ndarray[Any, np.dtype[np.int64]]
 
 Digest = tuple[str, int]
-"""The hash of what was drafted, followed by that of what was read, and the number of keys read."""
+"""The hash of drafted tokens, then that of read positions, and the number of keys read."""
 
 MASK = (1 << 64) - 1
 NEXT_FORWARD = 0x9E3779B97F4A7C15  # odd: by which the hash of the forwards before is multiplied

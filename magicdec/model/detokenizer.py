@@ -13,8 +13,8 @@ from magicdec.model.tokenizer import Tokenizer
 
 REPLACEMENT = "\ufffd"  # stands for bytes that are no character, or not yet
 BYTE = re.compile(r"<0x[0-9A-F]{2}>")
-"""The piece of a token that is one byte of a character. Decoders look at a whole run of them: one
-byte that does not fit makes all of the run unreadable."""
+"""The piece of a token that is one byte of a character. One byte that does not fit makes its whole
+run of bytes unreadable."""
 
 
 class Detokenizer:

@@ -47,7 +47,7 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How a request's tokens are chosen, and when it ends. Greedy by default.
+    """The rules by which a request's tokens are chosen and its end is found. Greedy by default.
 
     Raises:
         ValueError: a value is out of its range; names the flag.
@@ -212,8 +212,8 @@ class StepOutput:
 
 
 Observer = Callable[[Sequence[int], StepOutput, float], None]
-"""What a system tells of a step: the ids of its requests, the tokens that it appended to them and
-what was drafted and accepted, and its time in seconds."""
+"""A function that a system calls after a step with its request ids, its output (appended tokens,
+drafts and acceptance), and its time in seconds."""
 
 
 def ignore_step(request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:

@@ -22,7 +22,8 @@ from magicdec.runner.sampling.model_tokens import Proposal, confidence, draft_to
 
 
 class DraftKV:
-    """The KV cache of a drafting model. Lengths count context tokens, cached or not.
+    """The KV cache of a drafting model. Lengths count tokens of context, wherever their K and V
+    are.
 
     Order of calls for a request: `admit`; for each step `prepare` (on the host), `follow`,
     forwards, `rewind`, a verification by the target, `commit`; at the end `release`. From

@@ -64,13 +64,12 @@ class DraftLength(ABC):
     """Seconds that `begin` has spent on measuring so far; None if it never measures."""
 
     cost: DraftCost | None = None
-    """None if it is not known. The same on every rank."""
+    """The cost of a step with drafts; None if unknown. The same on every rank."""
     lookup_cost: DraftCost | None = None
-    """The cost of a step in which lookups alone draft, beside a model. None if it is not known. The
-    same on every rank."""
+    """The cost of a step in which lookups alone draft; None if unknown. The same on every rank."""
     acceptance: Acceptance | None = None
-    """What was accepted of that which a model drafted, in earlier passes too; None if nobody needs
-    to know. The same on every rank."""
+    """Acceptance of a model's drafts, in earlier passes too; None if nobody needs it. The same on
+    every rank."""
 
     def begin(self, batch: Batch, measure: Measure) -> None:
         """Prepare for decoding `batch`. No decode step counts this time."""

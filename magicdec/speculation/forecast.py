@@ -70,7 +70,7 @@ class Acceptance:
 
 
 class ChainLengths:
-    """How often a chain of drafts goes on after 0, 1, 2, ... tokens."""
+    """Counts of how often a chain of drafts goes on after 0, 1, 2, ... tokens."""
 
     def __init__(self, most: int) -> None:
         self.wanted = [0.0] * most

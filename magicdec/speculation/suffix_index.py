@@ -89,8 +89,8 @@ class SuffixIndex:
 
 
 class Rates:
-    """How often proposed tokens were right, by evidence. A text's rates begin as `general`,
-    shared by all texts."""
+    """The rates at which proposed tokens were right, by evidence. A text's rates begin as
+    `general`, shared by all texts."""
 
     def __init__(self, general: Rates | None = None) -> None:
         self.general = general

@@ -24,8 +24,8 @@ TOLD = "told"
 
 
 def is_exempt(source: ModelSource) -> bool:
-    """Whether a source needs no comparison: tests compare packaged models, and nobody has
-    trained random weights."""
+    """Whether a source needs no comparison: tests compare packaged models, and random weights
+    are untrained."""
     return source.is_random or source.name in DEMO_DIRECTORIES
 
 

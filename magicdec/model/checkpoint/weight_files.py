@@ -138,7 +138,7 @@ class PthWeights(FileWeights):
 
 
 class RenamedWeights(WeightSource):
-    """Weights some of which are `stored_as` other names."""
+    """Weights of which some are stored under other names, in `stored_as` by their own."""
 
     def __init__(self, source: WeightSource, stored_as: dict[str, str]) -> None:
         super().__init__(source.path)

@@ -63,7 +63,7 @@ def check_no_window(raw: ConfigFields) -> None:
 
 
 def mistral_window(raw: ConfigFields) -> int | None:
-    """On all layers, unless null or `layer_types` says otherwise."""
+    """The window, on all layers unless null or `layer_types` says otherwise."""
     window = stated_window(raw)
     kind = layer_type(raw)
     is_used = switch(raw, "use_sliding_window", True)
@@ -77,8 +77,8 @@ def mistral_window(raw: ConfigFields) -> int | None:
 
 
 def qwen_window(raw: ConfigFields) -> int | None:
-    """None unless `use_sliding_window`; without `layer_types`, on layers from
-    `max_window_layers` on."""
+    """The window; None unless `use_sliding_window`. Without `layer_types`, it begins at layer
+    `max_window_layers`."""
     num_layers = size(raw, "num_hidden_layers")
     is_used = switch(raw, "use_sliding_window", False)
     first = raw.get("max_window_layers", 28)

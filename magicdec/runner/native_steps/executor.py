@@ -76,9 +76,8 @@ INTERRUPTED = 1
 UNKNOWN_TOKEN = 2
 
 Watch = Callable[[int, Tensor], None]
-"""A function that is called for each layer of a forward with the layer and its attention weights
-[B, G, blocks], as `AttentionBackend.run_with_weights` returns them, or with its queries [B, T, H,
-D] after RoPE, before the layer computes attention."""
+"""A function of a layer and its attention weights [B, G, blocks]
+(`AttentionBackend.run_with_weights`), or its queries [B, T, H, D] after RoPE, before attention."""
 
 
 @cache

@@ -1,5 +1,4 @@
-"""Recorder: runs a part of a decoding step again and again, by the host or as a replayed CUDA
-graph.
+"""Recorder: repeats a part of a decoding step, by the host's code or as a replayed CUDA graph.
 
 CUDA refuses to capture work that reads a value back or copies from unpinned memory.
 """

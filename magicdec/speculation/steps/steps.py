@@ -217,7 +217,8 @@ class Steps:
 
     def _finish(self, verification: Verification, tells_drafter: bool = True) -> Tensor:
         """int64 [B, 1 + caches + 1 + ids]: the row's flaw, if kept (`SamplingMetadata.check`),
-        the length of each cache, the number of accepted drafts, and ids."""
+        the length of each cache, the number of accepted drafts, and ids, of which the row emits
+        the first."""
         batch = self._batch
         runner = self.runner
         drafter = self.drafter
