@@ -1,8 +1,8 @@
-"""Ring: requests that circulate through a ring of stages, each on ranks of its own, with drafts in
-their messages or without them (recurrent pipeline parallelism; MDI-LLM, section III).
+"""Ring: the system whose requests circulate through a ring of stages, with or without drafts in
+their messages (recurrent pipeline parallelism; MDI-LLM, arXiv 2505.18164, section III).
 
-Owns what a stage loads, how the stages are connected, and what is measured of them. The order of
-messages is that of the `RecurrentPipeline`.
+Owns what a stage loads, how stages are connected, and what is measured; `RecurrentPipeline` owns
+the order of messages.
 """
 
 from __future__ import annotations
@@ -54,9 +54,9 @@ MOST_CAPACITY = 1 << 24
 
 
 class Ring(StagedSystem):
-    """`run.config` is that of this rank's stage, and drafts if some pass does. `grid` has the
-    stages and `layers` the layers of each. A pass is opened anew with what it needs: its messages
-    and its cache have room for drafts only if it drafts."""
+    """A ring of stages. `run.config` is of this rank's stage, and drafts if some pass does. A pass
+    is opened anew if it drafts and the last did not, or the reverse: only then do messages and
+    cache have room for drafts."""
 
     groups: ParallelGroups | None = None
     models: LoadedModels | None = None
@@ -126,8 +126,8 @@ class Ring(StagedSystem):
 
 
 class OpenRing:
-    """This rank's stage, loaded and connected, for passes with drafts or for those without; None on
-    a rank that waits. On the ranks of the first stage, `pipeline` leads."""
+    """This rank's loaded and connected stage, None on a rank that waits, for passes with or without
+    drafts. `pipeline` leads on the ranks of the first stage."""
 
     def __init__(
         self, ring: Ring, each: Pass, groups: ParallelGroups, models: LoadedModels
@@ -174,8 +174,8 @@ class OpenRing:
         return Stage(runner, runner.model.is_last)
 
     def _connect(self, depth: int, chunk: int) -> tuple[MessageForm, Ends]:
-        """The ends of this rank, and the form of messages. At most `depth` of them are under way,
-        whose prompts are of `chunk` tokens at most."""
+        """The form of messages and this rank's ends. At most `depth` messages are under way; a
+        prompt chunk has at most `chunk` tokens."""
         ring = self.ring
         width = ring.run.source.config.hidden_size
         dtype = getattr(torch, ring.run.config.model.dtype)
@@ -188,7 +188,6 @@ class OpenRing:
         return form, connector.ring(ring.grid)
 
     def serve(self, requests: Sequence[Request], observer: PassObserver) -> Extras:
-        """Serve all requests."""
         spans = Spans()
         before = self.ends.outbound.traffic
         launch = self.ring.launch
