@@ -1,6 +1,5 @@
-"""The rendezvous of torch's launcher where it starts all ranks on this host: its store is one that
-other hosts do not reach.
-"""
+"""The rendezvous of torch's launcher for ranks of one host, with a store that other hosts do not
+reach."""
 
 from __future__ import annotations
 
@@ -19,7 +18,7 @@ BACKEND = "magicdec-loopback"  # its name for torch's launcher
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of the one launcher of one host. Its ranks use the launcher's store."""
+    """The rendezvous of the one launcher of one host, whose ranks use its store."""
 
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
@@ -57,6 +56,6 @@ def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def register_rendezvous() -> str:
-    """Let torch's launcher know this rendezvous. Returns its name."""
+    """Make this rendezvous known to torch's launcher; returns its name."""
     rendezvous_handler_registry.register(BACKEND, make_rendezvous)
     return BACKEND

@@ -1,10 +1,9 @@
-"""Starts torch.distributed, makes the groups of this rank, and shuts it down.
+"""Starts torch.distributed, makes this rank's groups, and shuts down. Imports torch only to make a
+group.
 
-Owns which backend a process group has, and on which network interface it listens. By itself gloo
-listens on the address that this host's name stands for: one that other hosts reach though no rank
-is there, or, as on many machines, a loopback address though ranks are. With `GLOO_SOCKET_IFNAME`
-set it listens on that interface instead.
-Imports torch only when a group is made.
+Owns the backends and gloo's network interface. By itself gloo listens on the address of this host's
+name, which other hosts may reach without need, or none although ranks are there;
+`GLOO_SOCKET_IFNAME` names another interface.
 """
 
 from __future__ import annotations
@@ -42,8 +41,8 @@ ANY_PORT = 9
 
 
 def use_interface_towards(host: str) -> None:
-    """Let gloo listen where the other ranks can reach this one, and no other host if all run here:
-    on the interface that leads to `host`, the first rank's. A name that the user has set stays."""
+    """Let gloo listen on the interface that leads to `host`, the first rank's: only where ranks
+    are. A name that the user has set stays."""
     name = interface_towards(host)
     if name is not None:
         os.environ.setdefault(VARIABLE, name)
@@ -51,7 +50,7 @@ def use_interface_towards(host: str) -> None:
 
 def interface_towards(host: str) -> str | None:
     """The interface over which this host sends to `host` (a name or an IPv4 address; nothing is
-    sent). None if `host` cannot be resolved or reached, or is reached over no named interface."""
+    sent); None without a route or a named interface."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, ANY_PORT))
@@ -63,7 +62,7 @@ def interface_towards(host: str) -> str | None:
 
 
 def _address_of(name: str, any_socket: socket.socket) -> str | None:
-    """The IPv4 address of an interface, or None if it has none."""
+    """The IPv4 address of an interface, None without one."""
     request = struct.pack(f"{REQUEST_BYTES}s", name.encode())
     try:
         answer = fcntl.ioctl(any_socket.fileno(), GET_ADDRESS, request)
@@ -73,8 +72,8 @@ def _address_of(name: str, any_socket: socket.socket) -> str | None:
 
 
 def start_process_group(launch: Launch, device: torch.device) -> None:
-    """Initialize torch.distributed if there are several ranks. The default group is for tensors on
-    the host, because ranks may share a GPU, which NCCL does not allow."""
+    """Initialize torch.distributed if there are several ranks. The default group is for host
+    tensors, because ranks may share a GPU, which NCCL does not allow."""
     _start(launch, device, "gloo")
 
 
@@ -85,9 +84,9 @@ def make_groups(
     collectives: str | None,
     draft_ranks: tuple[int, ...] | None = None,
 ) -> ParallelGroups:
-    """Initialize torch.distributed if there are several ranks, and make the groups in the same
-    order on every rank. The default group, of all ranks, is for tensors on `device`. `collectives`
-    is a resolved name of `names.COLLECTIVES`, or None for one rank."""
+    """Initialize torch.distributed, and make the groups in the same order on every rank. The
+    default group is for tensors on `device`; `collectives` is a resolved name of
+    `names.COLLECTIVES`, or None for one rank."""
     _start(launch, device, backend_of(device))
     return _make_parallel_groups(
         launch, StageGrid(1), [rank_group], device, collectives, draft_ranks
@@ -101,9 +100,8 @@ def make_stage_groups(
     collectives: str | None,
     draft_ranks: tuple[int, ...] | None = None,
 ) -> ParallelGroups:
-    """Make the groups of the ranks of a pipeline: each stage has a group of its own. A rank that is
-    in no stage is alone in its group. The default group is for tensors on the host, because ranks
-    may share a GPU, which NCCL does not allow."""
+    """Make a group for each stage of a pipeline; a rank in no stage is alone. The default group is
+    for host tensors, as in `start_process_group`."""
     assert launch.world_size >= grid.world_size, "the grid was made for the launched ranks"
     _start(launch, device, "gloo")
     stages = [grid.ranks_of(stage) for stage in range(grid.num_stages)]
@@ -118,7 +116,6 @@ def _make_parallel_groups(
     collectives: str | None,
     draft_ranks: tuple[int, ...] | None,
 ) -> ParallelGroups:
-    """Every rank makes the groups of all stages, and then that of the draft."""
     groups = [_make_group(launch, ranks, device, collectives) for ranks in ranks_of_stages]
     alone = Group((launch.rank,), 0)
     target = next((group for group in groups if group is not None), alone)
@@ -129,7 +126,6 @@ def _make_parallel_groups(
 
 
 def backend_of(device: torch.device) -> str:
-    """The backend of process groups for tensors on `device`."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
@@ -137,7 +133,7 @@ def backend_of(device: torch.device) -> str:
 def stage_groups_before_run(
     launch: Launch, grid: StageGrid, device: torch.device, collectives: str | None
 ) -> Iterator[ParallelGroups]:
-    """The groups of `make_stage_groups` for a measurement that must be over before the run starts
+    """The groups of `make_stage_groups` for a measurement that ends before the run starts
     torch.distributed."""
     import torch.distributed as dist
 
@@ -150,8 +146,8 @@ def stage_groups_before_run(
 
 
 def _start(launch: Launch, device: torch.device, backend: str, store: Store | None = None) -> None:
-    """Initialize torch.distributed if there are several ranks, which watch each other from then on.
-    `backend` is that of the default group. Without `store`, the ranks meet as torchrun says."""
+    """Initialize torch.distributed, and begin to watch the other ranks. `backend` is of the default
+    group. Without `store`, the ranks meet as torchrun says."""
     if launch.world_size == 1:
         return
     import torch.distributed as dist
@@ -175,8 +171,8 @@ def _start(launch: Launch, device: torch.device, backend: str, store: Store | No
 def _make_group(
     launch: Launch, ranks: tuple[int, ...], device: torch.device, collectives: str | None
 ) -> Group | None:
-    """The group of `ranks`; None on other ranks. All ranks must call it with the same `ranks`. An
-    all-reduce checks the size, so that a mistake fails here instead of causing a deadlock later."""
+    """The group of `ranks`, None on other ranks. All ranks must call it alike; an all-reduce checks
+    that, so that a mistake does not cause a deadlock later."""
     if len(ranks) == 1:
         return Group(ranks, 0) if launch.rank in ranks else None
     import torch
@@ -202,8 +198,7 @@ def _make_group(
 
 
 def close_groups() -> None:
-    """Shut down torch.distributed if it was initialized. All ranks must call it, and need no other
-    rank afterwards."""
+    """Shut down torch.distributed. All ranks must call it, and need no other rank afterwards."""
     import torch.distributed as dist
 
     leave_ranks()

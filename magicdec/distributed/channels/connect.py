@@ -1,9 +1,6 @@
-"""Connects ranks by channels. Headers of one host go through shared memory, others through gloo.
-Payloads on a GPU are copied through pinned memory of the host, or sent apart from their headers,
-from GPU to GPU. On a CPU there is nothing to copy, and the same code sends the same messages.
-
-Owns the process groups of the edges.
-"""
+"""Connects ranks by channels. Headers on one host go through shared memory, others through gloo.
+GPU payloads are copied through pinned host memory, or sent from GPU to GPU apart from their
+headers."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ CAPACITY = 1 << 22
 
 
 class Connector:
-    """Makes channels. All ranks must make the same ones in the same order."""
+    """A maker of channels. All ranks must make the same ones in the same order."""
 
     def __init__(
         self,
@@ -49,11 +46,12 @@ class Connector:
         depth: int = DEPTH,
         capacity: int = CAPACITY,
     ) -> None:
-        """Messages go through `headers`, gloo or shared_memory; None if no rank sends to another.
-        `form` is that of hidden states, which are for `device`; with `apart` they go by process
-        groups of that backend. With `delay_s`, messages arrive later by that. At most `depth`
-        messages are under way on an edge; in shared memory, as many as fit into `capacity`
-        bytes."""
+        """Headers go through `headers`, gloo or shared_memory; None if no rank sends to another.
+
+        `form` is of hidden states for `device`; with `apart` they go by process groups of that
+        backend. Messages arrive `delay_s` later. At most `depth` messages are under way on an edge,
+        in shared memory at most `capacity` bytes.
+        """
         self.rank = launch.rank
         self.headers = headers
         self.form = form
@@ -92,8 +90,8 @@ class Connector:
         return DelayedSender(channel_sender, self.delay_s), None
 
     def _payloads(self, sender: int, receiver: int, backend: str) -> Carrier | None:
-        """One number is exchanged, with which NCCL connects both ends, so that no later message
-        waits for that."""
+        """A carrier, connected by one exchanged number, so that no later message waits for NCCL's
+        setup."""
         ranks = sorted((sender, receiver))
         patience = timedelta(seconds=PATIENCE_S)
         handle = dist.new_group(ranks, timeout=patience, backend=backend)
@@ -111,8 +109,7 @@ class Connector:
         return carrier
 
     def ring(self, grid: StageGrid) -> Ends:
-        """This rank's ends of a ring along the edges of `grid`. Those of a rank in no stage lead
-        nowhere."""
+        """This rank's ends of a ring along the edges of `grid`; in no stage, they lead nowhere."""
         inbound: Receiver | None = None
         outbound: Sender | None = None
         for edge in grid.edges():
