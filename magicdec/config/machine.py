@@ -1,6 +1,5 @@
-"""The facts that decide what `auto` means: those about a host (`Machine`) and those about a model
-(`ModelTraits`). Imports nothing of this package and no torch.
-"""
+"""The facts that decide what `auto` means: of a host (`Machine`) and of a model (`ModelTraits`).
+Imports nothing of this package and no torch."""
 
 from __future__ import annotations
 
@@ -10,14 +9,14 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Machine:
-    """What `resolve` needs to know about the host. `world_size` and `local_world_size` are those of
-    torchrun, and `first_rank` is the first rank of this host. `missing_backends` says for each
-    attention backend what it needs and does not find. `avoids_native_steps` says that the
-    environment has MAGICDEC_NATIVE_STEPS=off. `has_cuda` is false if `gpu_obstacle` says why the
-    GPUs of the host do not serve. The CPU `has_bfloat16_products`, which torch uses
-    too, or the project's own kernels can widen bfloat16 in registers (`widens_bfloat16`).
-    `shared_memory_obstacle` says why ranks cannot make files in the shared memory of the host,
-    which has `shared_memory_bytes` left (None: no limit is known)."""
+    """The facts of a host. `first_rank` is the host's first; `missing_backends` says what each
+    attention backend lacks; `avoids_native_steps`: the environment has MAGICDEC_NATIVE_STEPS=off.
+
+    `gpu_obstacle` says why the GPUs do not serve, so that `has_cuda` is false. torch and the
+    project use `has_bfloat16_products`; the project's kernels alone widen bfloat16 in registers
+    (`widens_bfloat16`). `shared_memory_obstacle` says why ranks cannot use /dev/shm, which has
+    `shared_memory_bytes` left (None: no known limit).
+    """
 
     num_cpus: int
     world_size: int = 1
@@ -42,9 +41,8 @@ class Machine:
 
 @dataclass(frozen=True)
 class ModelTraits:
-    """What `resolve` needs to know about a model: the size of a head in the cache, whether its
-    positions are ALiBi, its sliding window in tokens (None: it has none), and what in its layers
-    native steps do not compute (None: nothing)."""
+    """The facts of a model: the cached head size, ALiBi positions, the sliding window in tokens
+    (None without), and what native steps do not compute in its layers (None: nothing)."""
 
     head_dim: int = 64
     has_alibi: bool = False

@@ -1,9 +1,5 @@
-"""ResolvedConfig: the config that runs. No `auto` is left, and no None that means a default.
-Imports no torch.
-
-`config.resolve` makes the resolved sections from what the user wrote (`RunConfig`). A section that
-has no `auto` is that of the user.
-"""
+"""ResolvedConfig: the config that runs, without `auto` or a None that means a default. Imports no
+torch. Sections without `auto` are the user's own."""
 
 from __future__ import annotations
 
@@ -64,16 +60,15 @@ class ResolvedAttention:
 
 @dataclass(frozen=True)
 class ResolvedDecoding(DecodingSection):
-    """`num_draft_tokens` may stay `auto`, which is a way to decode."""
+    """The decoding section. `num_draft_tokens` may stay `auto`, which is a way to decode."""
 
     cuda_graphs: Choice = Choice("off")
 
 
 @dataclass(frozen=True)
 class ResolvedWorkload(WorkloadSection):
-    """`gen_len` is the generated length, whichever of its two flags the user gave. `num_batches`
-    are those that were asked for, and of a run whose prompts are known (`Prepared`) those that it
-    has."""
+    """The workload section. `gen_len` is the generated length by either flag; `num_batches` those
+    asked for, or of a `Prepared` run those that it has."""
 
     gen_len: int = DEFAULT_GEN_LEN
     num_batches: int = DEFAULT_BATCHES
@@ -81,8 +76,8 @@ class ResolvedWorkload(WorkloadSection):
 
 
 def tokens_of_rows(workload: WorkloadSection, decoding: DecodingSection) -> int:
-    """Cached tokens of a row at most. The newest token is never cached, but a verification caches
-    its draft tokens too."""
+    """The most cached tokens of a row: the newest token is never cached, but a verification caches
+    drafts."""
     num_drafts = 0 if decoding.strategy == BASELINE else decoding.most_draft_tokens
     return workload.prefix_len + workload.num_new_tokens + num_drafts
 
@@ -104,8 +99,7 @@ class ResolvedConfig:
 
     @property
     def low_bit(self) -> str | None:
-        """The kind of matrices that self-speculation drafts with, beside the model's own; None if
-        it drafts with these, or not at all."""
+        """The kind of the low-bit matrices that self-speculation drafts with; None without."""
         return self.decoding.draft_weights if self.decoding.model_drafter == SELF else None
 
     def on_ranks(self, ranks: Sequence[int]) -> ResolvedConfig:
@@ -129,7 +123,7 @@ class ResolvedConfig:
 
 
 def _section(values: Any) -> Any:
-    """The fields of a section in their order. A choice is two entries: its name and its reason."""
+    """The fields of a section in order. A choice is two entries: its name and its reason."""
     if values is None:
         return None
     entries: dict[str, Any] = {}

@@ -1,6 +1,5 @@
 """The sections of a run's config: each setting with its default, bounds, flag and meaning. Imports
-no torch itself. A component gets only its own section.
-"""
+no torch. A component gets only its own section."""
 
 from __future__ import annotations
 
@@ -115,19 +114,18 @@ class KVSection:
 
     @property
     def num_recent_tokens(self) -> int:
-        """The size of the recent window, also if the user did not give it."""
+        """The size of the recent window, given or by default."""
         if self.recent_window is not None:
             return self.recent_window
         return max(1, (self.budget - self.num_sink_tokens) // 4)
 
     def check(self, num_draft_tokens: int, flag: str | None = None) -> None:
-        """Raises ValueError if the policy cannot have this budget or these settings. `flag` is the
-        budget's flag; by default it is that of the drivers."""
+        """Raises ValueError if the policy refuses the budget or the settings. `flag` is the
+        budget's flag (default: that of the drivers)."""
         policy_called(policy_name(self.policy, self.budget)).check(self, num_draft_tokens, flag)
 
     def resolve(self) -> KVSection:
-        """The policy is `full` for a budget of -1, which in the original suite means the whole
-        cache."""
+        """The section with the policy `full` for a budget of -1, as in the original suite."""
         policy = policy_name(self.policy, self.budget)
         window = self.recent_window
         if "recent_window" in policy_called(policy).settings:
@@ -202,24 +200,23 @@ class DecodingSection:
 
     @property
     def model_drafter(self) -> str | None:
-        """Which model drafts, also beside prompt lookup: self or model; None: none does."""
+        """The model that drafts, also beside prompt lookup: self, model, or None."""
         name = (self.drafter or "").removeprefix(NGRAM_AND)
         return None if name in ("", NGRAM) else name
 
     @property
     def num_draft_steps(self) -> int:
-        """The largest number of draft forwards in a step, and of draft tokens that a row accepts
-        in it."""
+        """The most draft forwards in a step, and draft tokens that a row accepts in it."""
         return self._longest_chain(self.looks_up and self.model_drafter is None)
 
     @property
     def most_draft_tokens(self) -> int:
-        """The largest number of tokens that a step may draft for a row, and append to it."""
+        """The most tokens that a step may draft for a row, and append to it."""
         return self._longest_chain(self.looks_up)
 
     @property
     def gamma(self) -> int | str:
-        """`num_draft_tokens`, or its default for this drafter if the user did not give it."""
+        """`num_draft_tokens`, or its default for this drafter."""
         if self.num_draft_tokens is not None:
             return self.num_draft_tokens
         if not self.looks_up:
@@ -334,7 +331,7 @@ class WorkloadSection:
 
     @property
     def num_new_tokens(self) -> int:
-        """Tokens to generate in each sequence, whichever of the two flags the user gave."""
+        """Tokens to generate in each sequence, by either of the two flags."""
         if self.max_len is not None:
             return self.max_len - self.prefix_len
         return DEFAULT_GEN_LEN if self.gen_len is None else self.gen_len
@@ -351,7 +348,7 @@ class WorkloadSection:
 
 @dataclass(frozen=True)
 class DraftSection:
-    """The model that drafts in a run with a standalone draft, and the ranks that hold it."""
+    """A standalone draft model and the ranks that hold it."""
 
     model: str = setting(
         "demo-draft",
@@ -367,7 +364,7 @@ class DraftSection:
 
 @dataclass(frozen=True)
 class OutputSection:
-    """What a run writes, and where."""
+    """The outputs of a run and their places."""
 
     results: str = setting(
         "results/runs.jsonl",
@@ -439,7 +436,7 @@ class ModelSection:
 
 @dataclass(frozen=True)
 class DraftChoice:
-    """What drafts, in one word; `RunConfig.with_draft` makes a drafter and a draft of it."""
+    """The drafter in one word, from which `RunConfig.with_draft` makes a drafter and a draft."""
 
     draft: str = setting(
         "self",
@@ -456,8 +453,8 @@ class DraftChoice:
 
 @dataclass(frozen=True)
 class StagesSection:
-    """How a model is divided by its layers, and what may be emulated in place of stages and links.
-    None stands for stages that compute, and for links as fast as they are."""
+    """The division of a model by layers, and emulated stages and links; None stands for real
+    ones."""
 
     layer_split: str | None = setting(
         None,
@@ -487,7 +484,7 @@ class StagesSection:
 
 @dataclass(frozen=True)
 class ClusterSection:
-    """The hosts and stages of what is predicted."""
+    """The hosts and stages of a prediction."""
 
     nodes: tuple[int, ...] | None = setting(
         None,
@@ -520,7 +517,7 @@ class PictureSection:
 
 @dataclass(frozen=True)
 class WrittenSection:
-    """What a command writes that appends no records."""
+    """The output of a command that appends no records."""
 
     out: Path | None = setting(
         None,

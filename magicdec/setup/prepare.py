@@ -1,7 +1,5 @@
-"""Prepares a run: everything that can be refused is refused here, before any process group starts.
-
-Owns the order of the checks. Every rank prepares on its own, and all ranks reach the same result.
-"""
+"""Prepares a run: refuses, in a fixed order, everything that can be refused, before any process
+group starts. Every rank prepares alone and reaches the same result."""
 
 from __future__ import annotations
 
@@ -31,8 +29,7 @@ from magicdec.workload.workload import Workload, build_workload, encode_corpus
 
 @dataclass(frozen=True)
 class ResolvedRun:
-    """A run whose models were found and whose config is resolved. What it needs of the machine, and
-    its prompts, are not checked yet."""
+    """A run with found models and a resolved config, but unchecked memory and prompts."""
 
     config: ResolvedConfig
     launch: Launch
@@ -54,7 +51,7 @@ class ResolvedRun:
 
 @dataclass(frozen=True, kw_only=True)
 class Prepared(ResolvedRun):
-    """A run after all checks: everything that a user can cause has been refused by now."""
+    """A run after all checks: every error of the user has been refused."""
 
     tokenizer: Tokenizer
     tokenizer_name: str
@@ -98,7 +95,7 @@ T = TypeVar("T")
 
 
 class SetupCache:
-    """What was found while runs were prepared, so that the runs of a study find it once."""
+    """A cache of what preparations find, for the runs of a study."""
 
     def __init__(self) -> None:
         self._found: dict[tuple[Any, ...], Any] = {}
@@ -111,8 +108,7 @@ class SetupCache:
 
 
 def prepare(run_config: RunConfig, launch: Launch) -> Prepared:
-    """Resolve the config and check everything. Raises ValueError, one line naming the flag, for
-    errors that a user can correct."""
+    """The checked run. Raises ValueError, one line naming the flag, for errors of the user."""
     cache = SetupCache()
     run = find(run_config, launch, cache)
     check_agreement(run)
@@ -122,8 +118,8 @@ def prepare(run_config: RunConfig, launch: Launch) -> Prepared:
 
 
 def check_agreement(run: ResolvedRun, more: Mapping[str, object] | None = None) -> None:
-    """Raises ValueError, on every rank, if a rank has another version, setting or model, or another
-    fact of `more`. On each host the models may have other paths, and ranks other threads."""
+    """Raises ValueError, on every rank, if a rank has another version, setting, model or fact of
+    `more`. Paths of models and numbers of threads may differ."""
     if run.launch.world_size == 1:
         return
     facts: dict[str, Any] = {"magicdec": version("magicdec")}
@@ -147,8 +143,8 @@ def find(
     cache: SetupCache,
     placement: Placement = Placement(),
 ) -> ResolvedRun:
-    """Find the models and resolve the config. Raises ValueError as `prepare` does. `placement` as
-    in `resolve`."""
+    """The run with its models found and its config resolved. Raises ValueError as `prepare`
+    does."""
     run_config.check(launch.world_size)
 
     def find_source(section: ModelSection | DraftSection) -> ModelSource:
@@ -171,8 +167,7 @@ def resolve_run(
     draft: ModelSource | None,
     placement: Placement = Placement(),
 ) -> ResolvedRun:
-    """The run of models that were found. Raises ValueError and takes `placement` as `resolve`
-    does."""
+    """The run of found models. Raises ValueError as `resolve` does."""
     of_draft = ModelTraits() if draft is None else traits_of(draft.config)
     config = resolve(run_config, machine, traits_of(source.config), of_draft, placement)
     return ResolvedRun(config, launch, machine, source, draft)
@@ -194,10 +189,13 @@ def complete(
     num_prompts: tuple[int, str] | None = None,
     check: Callable[[ResolvedConfig, Models, Launch, int | None], str] = check_memory,
 ) -> Prepared:
-    """Check the run against its models, make its prompts and plan its memory. Raises ValueError as
-    `prepare` does. `agree` lets all ranks refuse if one does. `num_prompts` are the number of
-    prompts and the flag that says it, where requests are served: these are not whole batches, and
-    keep the lengths of a prompt set. `check` makes the line about memory."""
+    """The run checked against its models, with prompts and a memory plan. Raises ValueError as
+    `prepare` does.
+
+    `agree` lets all ranks refuse if one does. `num_prompts` is the number of prompts and its flag,
+    where requests are served: these are no whole batches, and keep a prompt set's lengths. `check`
+    makes the line about memory.
+    """
     config = run.config
     launch = run.launch
     source = run.source
@@ -253,8 +251,8 @@ def complete(
 
 
 def check_models(run: ResolvedRun, cache: SetupCache) -> tuple[ModelSource, Tokenizer]:
-    """Check the run against its models. Returns the model whose tokenizer makes the prompts, and
-    that tokenizer. Raises ValueError as `prepare` does."""
+    """The model whose tokenizer makes the prompts, and that tokenizer, after the checks of all
+    models. Raises ValueError as `prepare` does."""
     config = run.config
     source = run.source
     label = f"{flag_of(config.run_config.model, 'model')} {config.model.model}"
@@ -273,8 +271,8 @@ def check_models(run: ResolvedRun, cache: SetupCache) -> tuple[ModelSource, Toke
 
 
 def find_tokenizer(source: ModelSource, cache: SetupCache) -> tuple[ModelSource, Tokenizer]:
-    """The model whose tokenizer makes the prompts, and that tokenizer. Random weights have none, so
-    the demo's is used. Its ids are valid in any vocabulary that is at least as large."""
+    """The model whose tokenizer makes the prompts, and that tokenizer. For random weights it is the
+    demo's, whose ids are valid in any vocabulary at least as large."""
     tokenizer_source = source
     if source.tokenizer_directory is None:
         tokenizer_source = cache.get(("model", "demo"), lambda: find_model("--model", "demo"))
@@ -286,8 +284,8 @@ def find_tokenizer(source: ModelSource, cache: SetupCache) -> tuple[ModelSource,
 def as_stored(
     config: RunConfig, source: ModelSource, draft: ModelSource | None = None
 ) -> RunConfig:
-    """`config` with int8 as the weight dtype of each model that is stored in int8. Raises
-    ValueError if another dtype was requested, because the original weights are not stored."""
+    """`config` with int8 as the weight dtype of models stored so. Raises ValueError for another
+    requested dtype, because the original weights are not stored."""
     if source.is_int8:
         check_int8("--target_dtype", config.model.target_dtype, config.model)
         config = replace(config, model=replace(config.model, target_dtype="int8"))
@@ -299,7 +297,7 @@ def as_stored(
 
 
 def check_int8(flag: str, dtype: str, section: ModelSection | DraftSection) -> None:
-    """Raise ValueError if a model that is stored in int8 should have another weight dtype."""
+    """Raises ValueError if a model stored in int8 should have another weight dtype."""
     if dtype not in ("auto", "int8"):
         raise ValueError(
             f"{flag} {dtype}: {flag_of(section, 'model')} {section.model} holds int8 weights; "

@@ -1,6 +1,5 @@
-"""Choice: the resolved value of a flag that can be `auto`, and the reason for it. Imports nothing
-of this package and no torch.
-"""
+"""Choice: the resolved value of a flag that can be `auto`, with its reason. Imports nothing of this
+package and no torch."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ INTERPRETED = "asked for; interpreted on a CPU, for checks and not for times"
 
 
 class How(Enum):
-    """Who chose."""
+    """The chooser: the user or `auto`."""
 
     ASKED = "the user"
     INTERPRETED = "the user, though the kernels then run in Triton's interpreter"
@@ -20,8 +19,8 @@ class How(Enum):
 
 
 class Choice(str):
-    """The name of what was chosen, which knows `why`, for the record and for messages, and `how`,
-    for code."""
+    """The name of what was chosen, with the reason for records and messages (`why`) and for code
+    (`how`)."""
 
     why: str
     how: How
@@ -45,8 +44,7 @@ def first_obstacle(obstacles: Mapping[str, bool]) -> str | None:
 def asked_for(
     flag: str, name: str, obstacle: str | None, others: str, is_interpreted: bool = False
 ) -> Choice:
-    """The choice of a user who named it. Raises ValueError, which names `others`, if an obstacle
-    keeps it from serving."""
+    """The user's own choice. Raises ValueError, which names `others`, if there is an obstacle."""
     if obstacle:
         raise ValueError(f"{flag} {name}: {obstacle}; choose from {others}")
     if is_interpreted:
