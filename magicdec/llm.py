@@ -163,7 +163,6 @@ class LLM:
         return True
 
     def _cancel(self, request: Request) -> None:
-        """End a request. The next step frees its memory."""
         self._engine.scheduler.cancel(request)
         self._settle([request])
 
@@ -171,7 +170,6 @@ class LLM:
         self._verifications.observe(request_ids, output)
 
     def _settle(self, requests: Iterable[Request]) -> None:
-        """Hand the observations of ended requests to their streams."""
         for request in requests:
             number = request.request_id
             if request.status in ENDED and number in self._streams:
@@ -192,7 +190,6 @@ def check_positive(**numbers: int | None) -> None:
 
 
 def requests_of(plan: Plan) -> Iterator[Request]:
-    """The requests that a step may end."""
     if plan.decoding is not None:
         yield from plan.decoding.requests
     yield from (part.request for part in plan.parts)

@@ -1,6 +1,6 @@
 """Name tables: the values of flags, and where their code lives. Imports nothing of ours and no
-torch. A new strategy, policy, drafter or backend is a line here and a file that is imported only
-when its name is chosen."""
+torch. A new strategy, policy, drafter or backend is a line here and a file, imported when chosen.
+"""
 
 from __future__ import annotations
 
@@ -108,7 +108,6 @@ def load_named(table: dict[str, str], name: str) -> Any:
 
 
 def most_like(word: str, names: Iterable[str]) -> str:
-    """A hint at the most similar name, or at all names."""
     close = difflib.get_close_matches(word, list(names), n=1)
     return f"did you mean {close[0]}?" if close else f"choose from {', '.join(names)}"
 

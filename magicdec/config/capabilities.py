@@ -1,6 +1,5 @@
-"""The declarations of implementations by name: what attention backends and elementwise operations
-need and support, and the traits of KV policies. Imports no torch itself, but looking a name up
-imports its file, which does."""
+"""The declarations of implementations by name: needs and features of attention backends and
+elementwise operations, and traits of KV policies. Imports no torch, but looking a name up does."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ def nothing_missing() -> None:
 
 @dataclass(frozen=True)
 class Requirements:
-    """The needs of an implementation. `name` is its name in `magicdec.names`; `missing_parts` says
-    what is not installed, or None, without loading a library."""
+    """The needs of an implementation, named as in `magicdec.names`. `missing_parts` says what is
+    not installed, or None, without loading a library."""
 
     name: str
     devices: tuple[str, ...] = DEVICES

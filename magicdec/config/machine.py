@@ -9,13 +9,13 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True)
 class Machine:
-    """The facts of a host. `first_rank` is the host's first; `missing_backends` says what each
-    attention backend lacks; `avoids_native_steps`: the environment has MAGICDEC_NATIVE_STEPS=off.
+    """The facts of a host. `missing_backends` says what each attention backend lacks,
+    `avoids_native_steps` that the environment has MAGICDEC_NATIVE_STEPS=off.
 
-    `gpu_obstacle` says why the GPUs do not serve, so that `has_cuda` is false. torch and the
-    project use `has_bfloat16_products`; the project's kernels alone widen bfloat16 in registers
-    (`widens_bfloat16`). `shared_memory_obstacle` says why ranks cannot use /dev/shm, which has
-    `shared_memory_bytes` left (None: no known limit).
+    `gpu_obstacle` says why GPUs do not serve (then `has_cuda` is false). torch too uses
+    `has_bfloat16_products`; only our kernels widen bfloat16 in registers (`widens_bfloat16`).
+    `shared_memory_obstacle` says why ranks cannot use /dev/shm, with `shared_memory_bytes` left
+    (None: no known limit).
     """
 
     num_cpus: int
@@ -35,14 +35,13 @@ class Machine:
 
     @property
     def local_ranks(self) -> range:
-        """The ranks of this host."""
         return range(self.first_rank, self.first_rank + self.local_world_size)
 
 
 @dataclass(frozen=True)
 class ModelTraits:
-    """The facts of a model: the cached head size, ALiBi positions, the sliding window in tokens
-    (None without), and what native steps do not compute in its layers (None: nothing)."""
+    """The facts of a model: cached head size, ALiBi, sliding window in tokens (None without), and
+    what native steps do not compute of it."""
 
     head_dim: int = 64
     has_alibi: bool = False

@@ -40,9 +40,8 @@ from magicdec.config.sections import SELF
 
 @dataclass(frozen=True)
 class Placement:
-    """The placement of models that a way to serve asks for. `is_staged`: ranks are stages of a
-    pipeline, whose steps are not captured, and one rank drafts. `is_alone`: a rank computes its
-    layers, and the draft, without other ranks."""
+    """The placement of models. `is_staged`: ranks are stages, whose steps are not captured, and one
+    rank drafts. `is_alone`: a rank computes its layers and the draft without others."""
 
     is_staged: bool = False
     is_alone: bool = False
@@ -55,9 +54,8 @@ def resolve(
     draft: ModelTraits = ModelTraits(),
     placement: Placement = Placement(),
 ) -> ResolvedConfig:
-    """The config that runs on `machine`, with every `auto` decided, by the traits of the models.
-    Raises ValueError if the machine lacks what the user asked for, such as a device or a compiler.
-    """
+    """The config that runs on `machine`, with every `auto` decided. Raises ValueError if the
+    machine lacks what the user asked for, such as a device or a compiler."""
     device = choose_device(config.parallel.device, machine)
     dtype = choose_dtype(config, device, machine)
     is_staged = placement.is_staged
@@ -126,8 +124,8 @@ def resolve_model(
     collectives: str | None,
     traits: ModelTraits,
 ) -> ResolvedModel:
-    """The resolved target, with the kind of linear layers that a standalone draft has too.
-    `collectives` are between the ranks that share a forward, None for one."""
+    """The resolved target; a standalone draft has the same linear layers. `collectives` are of
+    ranks that share a forward."""
     asked = config.model
     device = parallel.device
     weights = choose_weights("--target_dtype", asked.target_dtype, dtype)
@@ -152,8 +150,8 @@ def choose_device(value: str, machine: Machine) -> str:
 
 
 def choose_threads(value: int | None, machine: Machine) -> int:
-    """Threads of a rank; by default the ranks of a host share its cores. Raises ValueError, naming
-    the flag, for more threads on this host than cores; one a rank is always allowed."""
+    """Threads of a rank; by default the ranks of a host share its cores. Raises ValueError for more
+    than these, but allows one a rank."""
     num_ranks = len(machine.local_ranks)
     cores = machine.num_cpus
     most = max(1, cores // num_ranks)

@@ -35,8 +35,6 @@ class ResolvedModel:
 
 @dataclass(frozen=True)
 class ResolvedDraft:
-    """A standalone draft and the ranks that hold it."""
-
     model: str
     rank_group: tuple[int, ...]
     backend: Choice
@@ -103,12 +101,10 @@ class ResolvedConfig:
         return self.decoding.draft_weights if self.decoding.model_drafter == SELF else None
 
     def on_ranks(self, ranks: Sequence[int]) -> ResolvedConfig:
-        """The config of ranks that share a model, or the layers of a stage."""
         parallel = dataclasses.replace(self.parallel, rank_group=tuple(ranks))
         return dataclasses.replace(self, parallel=parallel)
 
     def without_drafts(self) -> ResolvedConfig:
-        """The config of a pass that drafts nothing."""
         decoding = dataclasses.replace(self.decoding, strategy=BASELINE, drafter=None)
         return dataclasses.replace(self, decoding=decoding, draft=None)
 

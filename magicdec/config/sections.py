@@ -114,7 +114,6 @@ class KVSection:
 
     @property
     def num_recent_tokens(self) -> int:
-        """The size of the recent window, given or by default."""
         if self.recent_window is not None:
             return self.recent_window
         return max(1, (self.budget - self.num_sink_tokens) // 4)
@@ -348,8 +347,6 @@ class WorkloadSection:
 
 @dataclass(frozen=True)
 class DraftSection:
-    """A standalone draft model and the ranks that hold it."""
-
     model: str = setting(
         "demo-draft",
         "The draft, named as --target names the target.",
@@ -364,8 +361,6 @@ class DraftSection:
 
 @dataclass(frozen=True)
 class OutputSection:
-    """The outputs of a run and their places."""
-
     results: str = setting(
         "results/runs.jsonl",
         "The file that records are appended to, one JSON line for each run or pass.",
@@ -391,8 +386,6 @@ class OutputSection:
 
 @dataclass(frozen=True)
 class ModelSection:
-    """The model of a run, and how it is stored and computed."""
-
     model: str = setting(
         "demo",
         "The model: demo, demo-draft, random:<preset>, a Hugging Face directory, a model's name on "
@@ -501,8 +494,6 @@ class ClusterSection:
 
 @dataclass(frozen=True)
 class PictureSection:
-    """The picture that a command draws."""
-
     plot: Path | None = setting(
         None,
         "Draw what was measured to this file, .png, .svg or .pdf: requests or stages over time.",

@@ -1,8 +1,6 @@
-"""Settings, declared once as fields of dataclasses. Flag, key of a TOML or study file, refusal of a
-value, and the page of flags follow from the declaration. Imports no torch.
-
-pydantic, imported with the first value, makes and checks values; this module words its messages.
-"""
+"""Settings, declared once as dataclass fields, from which flag, key of a TOML or study file,
+refusal, and page of flags follow. Imports no torch. pydantic, imported late, checks values; this
+module words its messages."""
 
 from __future__ import annotations
 
@@ -38,15 +36,14 @@ REASONS = {  # by pydantic's kinds of errors, with what it says of them
 class Setting:
     """The declaration of a setting, without the type and default of its field.
 
-    `flags` are its spellings (default: `--` and the field's name); one without dashes is an
-    argument. `choices` are all values of a text, `words` texts beside a number, such as auto.
-    `least`, `above`, `most` and `below` bound numbers. `parse` makes a value of a text and raises
+    `flags` are its spellings (default: `--` and the field's name; without dashes, an argument).
+    `choices` are all values of a text, `words` texts beside a number, such as auto. `least`,
+    `above`, `most` and `below` bound numbers. `parse` makes a value of a text and raises
     ValueError.
 
-    `other_defaults` names commands with another default. `synonyms` are other programs' names
-    without dashes, which a refusal answers with the flag. A list that `can_be_empty` needs no
-    value; one that `is_set` or has choices names no value twice. A text that `is_joined` may be
-    given as several, joined by commas.
+    `other_defaults` names commands with another default, `synonyms` other programs' names, answered
+    with the flag. A list that `can_be_empty` needs no value; one that `is_set` or has choices has
+    none twice. Several texts of one that `is_joined` are joined by commas.
     """
 
     help: str
@@ -155,7 +152,6 @@ class Declared:
             raise ValueError(f"{self.flag} {error}") from None
 
     def _joined(self, values: list[Any]) -> str:
-        """Several texts as one; a text with a comma can only be given alone."""
         texts = [str(each) for each in values]
         if with_comma := next((each for each in texts if "," in each and len(texts) > 1), None):
             self._refuse(with_comma, "has a comma, with which several are joined; give it alone")
@@ -172,7 +168,6 @@ class Declared:
         raise ValueError(f"{self.flag} {shown}".rstrip() + f"{joint}{reason}")
 
     def _reason(self, error: Any) -> str:
-        """The reason of a refusal, after the value."""
         kind = error["type"]
         if len(self.setting.choices) > MANY_CHOICES:
             return f"is not known; {most_like(str(error['input']), self.setting.choices)}"

@@ -1,6 +1,5 @@
 """ParallelGroups: this rank and its groups. Also the only reader and writer of torchrun's
-environment variables. Imports torch only to make a group, so that a wrong command line is refused
-without delay."""
+environment variables. Imports torch only to make a group, so that refusals are immediate."""
 
 from __future__ import annotations
 
@@ -34,7 +33,6 @@ class Launch:
 
     @property
     def local_ranks(self) -> range:
-        """The ranks of this host, which torchrun numbers consecutively."""
         first = self.rank - self.local_rank
         return range(first, first + self.local_world_size)
 
@@ -71,8 +69,8 @@ def first_refusal(launch: Launch, refusal: str, topic: str) -> str:
 
 
 def check_equal(launch: Launch, facts: Mapping[str, object], topic: str) -> None:
-    """Raises ValueError, on every rank, if a fact of a rank differs from rank 0's as JSON or text.
-    The message has the key of the fact. All ranks must call it."""
+    """Raises ValueError, on every rank, naming a fact in which a rank differs from rank 0 (as JSON
+    or text). All ranks must call it."""
     texts = exchange_texts(launch, json.dumps(facts, default=str), topic)
     first = json.loads(texts[0])
     for rank, theirs in enumerate(map(json.loads, texts)):
@@ -82,8 +80,8 @@ def check_equal(launch: Launch, facts: Mapping[str, object], topic: str) -> None
 
 
 def exchange_texts(launch: Launch, text: str, topic: str = "refusals") -> list[str]:
-    """Every rank's text, on every rank, through torch's rendezvous store, before any process group
-    exists. All ranks must call it equally often for each topic."""
+    """Every rank's text, on every rank, through torch's rendezvous store, before any process group.
+    All ranks must call it equally often for each topic."""
     if launch.world_size == 1:
         return [text]
     return exchange_in(rendezvous_store(launch), next_name(launch, topic), launch, text)
@@ -111,11 +109,8 @@ def next_name(launch: Launch, topic: str) -> str:
 
 @cache
 def rendezvous_store(launch: Launch) -> Store:
-    """The store shared by all ranks, cached because without torchrun its server runs in rank 0 and
-    later makes the process groups.
-
-    Raises ValueError, on every rank, if a rank runs another command, whose keys would differ.
-    """
+    """The store of all ranks, cached because its server may run in rank 0. Raises ValueError, on
+    every rank, if a rank runs another command, whose keys would differ."""
     from torch.distributed import PrefixStore, rendezvous
 
     store, _, _ = next(iter(rendezvous("env://", launch.rank, launch.world_size)))
@@ -125,7 +120,6 @@ def rendezvous_store(launch: Launch) -> Store:
 
 
 def check_commands(launch: Launch, store: Store, command: str) -> None:
-    """Raises ValueError, on every rank, if a rank has another command than rank 0."""
     first, *others = exchange_in(store, "command", launch, command)
     for rank, other in enumerate(others, 1):
         if other != first:
@@ -202,7 +196,6 @@ class Group:
         return x
 
     def all_gather_values(self, value: T, kind: type[T]) -> list[T]:
-        """Every rank's small value (`values.all_gather_values`)."""
         if self.handle is None:
             return [value]
         from magicdec.distributed.values import all_gather_values
@@ -218,8 +211,8 @@ class Group:
 
 @dataclass(frozen=True)
 class ParallelGroups:
-    """This rank's groups for the target, which in a pipeline is the group of its stage, and for a
-    standalone draft (None without a shard of it). `grid` has the stages of a pipeline."""
+    """This rank's group for the target (in a pipeline, its stage) and for a standalone draft (None
+    without a shard). `grid` has the stages."""
 
     rank: int
     world_size: int

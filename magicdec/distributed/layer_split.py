@@ -56,7 +56,6 @@ def split_layers(
 
 
 def is_auto(text: str | None) -> bool:
-    """Whether times decide the split."""
     return text is not None and NAMED.fullmatch(text) is not None
 
 
@@ -72,9 +71,8 @@ def count_stages(text: str | None, world_size: int) -> int:
 
 
 def read_counts(text: str, num_layers: int) -> list[int]:
-    """Layers of each stage from counts or shares. Layers that are left go to the largest
-    remainders; of equal ones to the later stage, because the first computes the embedding and the
-    head too."""
+    """Layers of each stage from counts or shares, by largest remainders; of equal ones the later
+    stage, because the first computes the embedding and the head too."""
     words = text.split(",")
     if len(words) > num_layers:
         raise ValueError(f"{FLAG} {text} names {len(words)} stages for {num_layers} layers")
@@ -109,11 +107,9 @@ def round_shares(shares: Sequence[Fraction], total: int) -> list[int]:
 
 
 def balance(times: Sequence[StageTimes], num_layers: int) -> list[int]:
-    """Layer counts that make the slowest stage fastest, at least one a stage.
-
-    Each layer goes to the stage that is fastest with it, of equal ones the later. This is optimal,
-    since a stage's time grows with its layers. Links carry the same with every split.
-    """
+    """Layer counts that make the slowest stage fastest, at least one a stage. Each layer goes to
+    the stage that is fastest with it, of equal ones the later: optimal, since times grow with
+    layers."""
     counts = [1] * len(times)
     for _ in range(num_layers - len(times)):
         fastest = min(
@@ -124,8 +120,8 @@ def balance(times: Sequence[StageTimes], num_layers: int) -> list[int]:
 
 
 def round_seconds(stages_s: Sequence[float], links_s: Sequence[float], num_lanes: int) -> float:
-    """Seconds until each of `num_lanes` lanes has gained a token: either the slowest stage never
-    waits, or a lane finds every stage free and takes the sum of stages and links."""
+    """Seconds until each of `num_lanes` lanes has gained a token: the slowest stage never waits, or
+    a lane finds every stage free."""
     return max(num_lanes * max(stages_s), sum(stages_s) + sum(links_s))
 
 

@@ -53,9 +53,9 @@ class StageGrid:
         return tuple(range(first, first + self.tensor_parallel))
 
     def edges(self) -> list[tuple[int, int]]:
-        """The pairs (sender, receiver) of a ring, in the same order on every rank; none for one
-        stage. Rank i of a stage sends to rank i of the next: all ranks of a stage have the same
-        hidden states after its last all-reduce."""
+        """The pairs (sender, receiver) of a ring, in the same order on every rank. Rank i of a
+        stage sends to rank i of the next, since all ranks of a stage have the same hidden states.
+        """
         if self.num_stages == 1:
             return []
         size = self.world_size
@@ -91,7 +91,6 @@ class Layout:
         return grid.ranks_of(grid.stage_of(rank)) if len(self.layers[rank]) else (rank,)
 
     def with_layers(self, layers: Sequence[range]) -> Layout:
-        """The layout with other layers of the stages in order."""
         of_stages = dict(zip(self.stages, layers, strict=True))
         firsts = (self.group_of(rank)[0] for rank in range(self.world_size))
         return replace(self, layers=tuple(of_stages.get(first, range(0)) for first in firsts))
@@ -109,9 +108,8 @@ class Layout:
 
 @dataclass(frozen=True)
 class SplitText:
-    """The parts of `--layer_split`: the share 0 of a head without layers (`0,`, or empty), the text
-    of the stages for `split_layers`, and the draft's place behind the slash (None without a slash).
-    """
+    """The parts of `--layer_split`: a head without layers (`0,`, or empty), the text for
+    `split_layers`, and the draft's place behind the slash (None without)."""
 
     head: str
     stages: str | None
@@ -169,9 +167,8 @@ def make_stage_grid(text: str | None, world_size: int) -> StageGrid:
 
 
 def make_layout(text: str | None, world_size: int, num_layers: int) -> Layout:
-    """The layout by the flag's `text`; None stands for equal shares, with the draft on the head.
-    `auto` gives equal shares until `with_layers` replaces them. Raises ValueError, naming the flag.
-    """
+    """The layout by the flag's `text`; None: equal shares, the draft on the head. `auto` gives
+    equal shares until `with_layers`. Raises ValueError, naming the flag."""
     split = read_split(text)
     grid = make_stage_grid(text, world_size)
     num_headless = grid.first_rank

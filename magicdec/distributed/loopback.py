@@ -1,5 +1,5 @@
-"""A rendezvous store on the loopback address, for ranks of one host: torch's own listens on all
-interfaces and answers whoever connects. Imports torch only to make a store."""
+"""A rendezvous store on the loopback address, since torch's own listens on all interfaces. Imports
+torch only to make a store."""
 
 from __future__ import annotations
 

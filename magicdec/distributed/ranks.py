@@ -1,5 +1,5 @@
-"""Starts a command's ranks on this host, as torchrun does, ends ranks whose launcher has ended, and
-runs commands in processes of their own. Imports torch only to start ranks."""
+"""Starts a command's ranks on this host, ends ranks whose launcher has ended, and runs commands in
+processes of their own. Imports torch only to start ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,6 @@ def is_launched() -> bool:
 
 
 def find_world_size(nproc: int | None, launch: Launch) -> int:
-    """The number of ranks that the command will have."""
     return launch.world_size if nproc is None or is_launched() else nproc
 
 
@@ -47,8 +46,8 @@ def is_other_start(nproc: int | None, launch: Launch) -> bool:
 
 
 def package_command() -> list[str]:
-    """The words that start `magicdec` from this process's package. Unlike `python -m magicdec`,
-    they do not prefer a folder `magicdec` in the current directory."""
+    """The words that start `magicdec` from this process's package, not from a folder `magicdec` in
+    the current directory."""
     home = str(Path(__file__).parents[2])
     inherited = sys.path if sys.flags.safe_path else sys.path[1:]
     words = [sys.executable, "-P", "-m", "magicdec"]
@@ -60,8 +59,8 @@ def package_command() -> list[str]:
 
 @contextmanager
 def interrupting_no_child() -> Iterator[None]:
-    """A context whose child processes never get Ctrl-C. It takes effect on this process at the end
-    of the context, when the caller knows all its children."""
+    """A context whose child processes never get Ctrl-C; this process gets it at the end, when the
+    caller knows all its children."""
     came = list[int]()
     before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
     # A child has the mask of the thread that starts it, and the signal's default action.
@@ -76,11 +75,8 @@ def interrupting_no_child() -> Iterator[None]:
 
 
 def start_ranks(nproc: int, words: Sequence[str]) -> int:
-    """Run the command WORDS as `nproc` ranks on this host, through torch's launcher.
-
-    Prints the error of the rank that failed first, or names the rank that a signal has ended.
-    Returns that rank's exit code, or 0; if a signal has ended this process, that of the signal.
-    """
+    """Run the command WORDS as `nproc` ranks on this host, through torch's launcher. Returns the
+    exit code of the rank that failed first, after printing its error, or 0; or that of a signal."""
     import logging
 
     from torch.distributed.elastic.multiprocessing.api import DefaultLogsSpecs, SignalException
@@ -130,8 +126,8 @@ def has_lost_launcher() -> bool:
 
 
 def end_with_launcher() -> None:
-    """End this rank or command when `start_ranks` or `run_command`, which started it, ends without
-    a word, as on SIGKILL. In a session of its own it would run on."""
+    """End this rank or command when the process that started it ends without a word, as on SIGKILL.
+    In a session of its own it would run on."""
     starter = os.environ.pop(STARTER, None)  # which is not that of processes that this one starts
     if starter is not None:
         end_with_parent(int(starter))
@@ -153,8 +149,6 @@ def end_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
 
 @dataclass(frozen=True)
 class Ended:
-    """The exit code and the stderr of a command."""
-
     code: int
     stderr: str
 

@@ -56,6 +56,5 @@ def make_rendezvous(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def register_rendezvous() -> str:
-    """Make this rendezvous known to torch's launcher; returns its name."""
     rendezvous_handler_registry.register(BACKEND, make_rendezvous)
     return BACKEND

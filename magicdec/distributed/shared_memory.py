@@ -1,8 +1,5 @@
-"""Collectives between the CPU ranks of one host through shared memory (`shared_memory.cpp`).
-
-One rank creates the segment and all map it; it never has a name that could be left behind. A
-message larger than a slot is sent in parts.
-"""
+"""Collectives between the CPU ranks of one host through shared memory (`shared_memory.cpp`). The
+segment never has a name that could be left behind. Large messages are sent in parts."""
 
 from __future__ import annotations
 
@@ -107,9 +104,9 @@ class SharedMemoryExchange:
 
 
 class Segment:
-    """A new nameless file of `num_bytes` in shared memory, which ends with the processes that hold
-    it. Other processes of this user open it by `place`, this process's number and its file
-    descriptor, until it is closed. Raises OSError if there is no room."""
+    """A new nameless file in shared memory, which ends with the processes that hold it. Others of
+    this user open it by `place` (process, file descriptor) until it is closed. Raises OSError
+    without room."""
 
     def __init__(self, num_bytes: int) -> None:
         self._file, path = tempfile.mkstemp(prefix=PREFIX, dir=DIRECTORY)
@@ -148,9 +145,9 @@ def open_segment(process: int, file: int, num_bytes: int) -> mmap.mmap:
 def map_segment(
     num_bytes: int, peer: int, handle: ProcessGroup | None, is_owner: bool
 ) -> mmap.mmap:
-    """A new segment that one rank makes and the others map, with `peer` naming the owner to them.
-    All of the group must call it together; `handle` None stands for all ranks. Raises ValueError on
-    all if there is no room."""
+    """A new segment that one rank makes and the others, for which it is `peer`, map. All of the
+    group (`handle` None: all ranks) must call it together. Raises ValueError on all without room.
+    """
     segment, place = make_segment(num_bytes) if is_owner else (None, (0, 0))
     told = torch.tensor(place)
     dist.broadcast(told, dist.get_rank() if is_owner else peer, group=handle)

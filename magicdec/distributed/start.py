@@ -1,9 +1,8 @@
 """Starts torch.distributed, makes this rank's groups, and shuts down. Imports torch only to make a
 group.
 
-Owns the backends and gloo's network interface. By itself gloo listens on the address of this host's
-name, which other hosts may reach without need, or none although ranks are there;
-`GLOO_SOCKET_IFNAME` names another interface.
+By itself gloo listens on the address of the host's name: reachable without need, or loopback
+although ranks are elsewhere. `GLOO_SOCKET_IFNAME` names another interface.
 """
 
 from __future__ import annotations
@@ -62,7 +61,6 @@ def interface_towards(host: str) -> str | None:
 
 
 def _address_of(name: str, any_socket: socket.socket) -> str | None:
-    """The IPv4 address of an interface, None without one."""
     request = struct.pack(f"{REQUEST_BYTES}s", name.encode())
     try:
         answer = fcntl.ioctl(any_socket.fileno(), GET_ADDRESS, request)
@@ -73,7 +71,7 @@ def _address_of(name: str, any_socket: socket.socket) -> str | None:
 
 def start_process_group(launch: Launch, device: torch.device) -> None:
     """Initialize torch.distributed if there are several ranks. The default group is for host
-    tensors, because ranks may share a GPU, which NCCL does not allow."""
+    tensors: NCCL does not let ranks share a GPU."""
     _start(launch, device, "gloo")
 
 
@@ -85,8 +83,7 @@ def make_groups(
     draft_ranks: tuple[int, ...] | None = None,
 ) -> ParallelGroups:
     """Initialize torch.distributed, and make the groups in the same order on every rank. The
-    default group is for tensors on `device`; `collectives` is a resolved name of
-    `names.COLLECTIVES`, or None for one rank."""
+    default group is for tensors on `device`; `collectives` is resolved."""
     _start(launch, device, backend_of(device))
     return _make_parallel_groups(
         launch, StageGrid(1), [rank_group], device, collectives, draft_ranks
@@ -146,8 +143,8 @@ def stage_groups_before_run(
 
 
 def _start(launch: Launch, device: torch.device, backend: str, store: Store | None = None) -> None:
-    """Initialize torch.distributed, and begin to watch the other ranks. `backend` is of the default
-    group. Without `store`, the ranks meet as torchrun says."""
+    """Initialize torch.distributed with the default group's `backend`, and begin to watch the other
+    ranks. Without `store`, they meet as torchrun says."""
     if launch.world_size == 1:
         return
     import torch.distributed as dist

@@ -21,9 +21,8 @@ class Shard:
     size: int = 1
 
     def heads(self, num_heads: int, num_kv_heads: int) -> tuple[tuple[int, int], tuple[int, int]]:
-        """Half-open ranges (query heads, KV heads). With more ranks than KV heads, several ranks
-        hold the same KV head and split its query heads. Raises ValueError for more ranks than query
-        heads."""
+        """Half-open ranges (query heads, KV heads). If ranks outnumber KV heads, several split
+        one's query heads. Raises ValueError for more ranks than query heads."""
         if self.size > num_heads:
             raise ValueError(
                 f"{self.size} ranks cannot share {num_heads} attention heads; "

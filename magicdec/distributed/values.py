@@ -1,5 +1,5 @@
-"""Python values that ranks exchange as JSON in tensors, read by their type. Nothing is pickled: a
-pickle runs what its sender likes, and gloo takes connections from anyone who reaches a rank."""
+"""Python values that ranks exchange as JSON in tensors. Nothing is pickled: a pickle runs its
+sender's code, and gloo takes connections from anyone."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ T = TypeVar("T")
 def all_gather_values(
     value: T, kind: type[T], size: int, handle: ProcessGroup | None = None
 ) -> list[T]:
-    """The value of each of `size` ranks, on every rank. `kind` is made of numbers, texts, lists,
-    tuples and dataclasses; `handle` None stands for all ranks. Raises ValueError (pydantic's) for a
-    value of another kind."""
+    """The value of each of `size` ranks. `kind` is made of numbers, texts, lists, tuples and
+    dataclasses; `handle` None stands for all ranks. Raises ValueError for another kind."""
     if size == 1:
         return [value]
     hashable: Any = kind

@@ -1,6 +1,6 @@
 """The hardware ceilings of the cost model, and the machine file between `magicdec probe` and
-`magicdec plan`. Imports no torch. Rates are per rank, measured while all ranks ran, since the ranks
-of a host share its memory bandwidth."""
+`magicdec plan`. Imports no torch. Rates are per rank while all ranks run, which share a host's
+bandwidth."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The predicted cost of a forward, from a ModelConfig and the hardware's ceilings (MagicDec, arXiv
 2408.11049, section 3). Pure arithmetic; imports no torch.
 
-The time of a forward is the sum of linear layers, attention, all-reduces and an overhead a layer
-(fixed, and per new token for norms, activations and RoPE). Linear layers and attention each take
-the longer of memory time and compute time. Scheduling and all sampling but the argmax are left out.
+Time is the sum of linear layers, attention, all-reduces and a layer's overhead (fixed, and per new
+token). Linear layers and attention each take the longer of memory and compute time. Scheduling and
+sampling but the argmax are left out.
 
 B rows, T new tokens a row, S visible tokens a row before the forward. Bytes and FLOPs are per rank;
 `roofline.py` counts the same bytes from a loaded model.
@@ -144,8 +144,8 @@ def stored_bytes(
     has_embedding: bool = True,
     has_head: bool = True,
 ) -> int:
-    """Bytes of one rank's weights, possibly without the embedding, or without the last norm and the
-    head. The embedding is whole on every rank; a tied head is part of it, unless packing or low-bit
+    """Bytes of one rank's weights, possibly without the embedding, or without last norm and head.
+    The embedding is whole on every rank; a tied head is part of it, unless packing or low-bit
     weights copy it."""
     c = model
     is_tied = model.tie_word_embeddings

@@ -1,6 +1,5 @@
-"""The machine and the software for records, without host names; the facts that decide what `auto`
-means; a rank's device; and the GPU's clocks with reasons for slowdowns, from NVML (`nvidia-ml-py`)
-between measured passes, never during one."""
+"""The machine and the software for records, without host names; the facts behind `auto`; a rank's
+device; and the GPU's clocks, from NVML (`nvidia-ml-py`) between measured passes."""
 
 from __future__ import annotations
 
@@ -47,7 +46,7 @@ LEAST_CAPABILITY = (8, 0)  # of GPUs that multiply bfloat16, for which our kerne
 
 def probe_machine(launch: Launch) -> Machine:
     """The facts that decide what `auto` means on this machine. Raises ValueError if MAGICDEC_MARCH
-    names another CPU."""
+    names a CPU whose code this one cannot execute."""
     check_cpu()
     flags = cpu_features()
     if (refusal := refused_compilers()) and launch.rank == 0:
@@ -97,7 +96,6 @@ def free_bytes(folder: Path) -> int | None:
 
 
 def gpu_obstacle() -> str | None:
-    """The reason why a GPU of this host cannot serve, or None."""
     for index in range(torch.cuda.device_count()):
         capability = torch.cuda.get_device_capability(index)
         if capability < LEAST_CAPABILITY:
@@ -207,7 +205,6 @@ class GpuState:
     refusal: str | None = None  # the first one
 
     def call(self, name: str, *arguments: Any) -> Any:
-        """The result of an NVML function, or None if the driver refuses."""
         try:
             return getattr(self.nvml, name)(*arguments)
         except self.nvml.NVMLError as error:
@@ -225,7 +222,6 @@ class GpuState:
         self.reasons += [] if reasons is None else [reasons]
 
     def add_to(self, environment: Environment) -> Environment:
-        """`environment` with the readings."""
         clocks = None
         most = None
         slowed = None

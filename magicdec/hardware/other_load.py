@@ -1,9 +1,8 @@
-"""The share of the cores that another load took during a measurement, from counts in /proc. Imports
-no torch.
+"""The share of the cores that another load took during a measurement, from /proc. Imports no torch.
 
-The run itself may use all cores and wait for itself. A core counts as taken only if both hold:
-other programs computed (all CPU time without the run's), and ready threads of the run waited.
-Steal, which a hypervisor gives to other machines, is taken from whoever runs.
+A core counts as taken only if both hold: other programs computed (all CPU time without the run's),
+and ready threads of the run waited. The run may wait for itself. Steal, which a hypervisor gives to
+other machines, is taken from whoever runs.
 """
 
 from __future__ import annotations
@@ -160,7 +159,6 @@ def _waits(root: Path, pids: Collection[int]) -> dict[int, float] | None:
 
 
 def is_busy(cores_taken: Any) -> bool:
-    """Whether the other load may have distorted a measurement."""
     return isinstance(cores_taken, float | int) and cores_taken >= BUSY
 
 

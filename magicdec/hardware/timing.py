@@ -47,7 +47,6 @@ class PhaseTimer:
 
     @property
     def seconds(self) -> dict[str, list[float]]:
-        """Seconds by phase, in order of time."""
         for name, first, last in self._events:
             last.synchronize()
             self._seconds[name].append(first.elapsed_time(last) / 1e3)

@@ -1,10 +1,9 @@
-"""Builds the project's C++ sources with the system's compiler at first use, loads Triton kernels,
-and asks for large pages for the KV cache and packed weights. Imports no other module of the project
-but `cpu.py`.
+"""Builds the project's C++ sources at first use, loads Triton kernels, and asks for large pages for
+the KV cache and packed weights. Imports no other module of the project but `cpu.py`.
 
-Built libraries are cached in `~/.cache/magicdec`, keyed by source, flags, compiler and CPU. Of
-several ranks one builds a library and the others wait. Triton kernels are compiled for CUDA and
-interpreted on a CPU, which Triton decides at its first import, once for a process.
+Libraries are cached in `~/.cache/magicdec`, keyed by source, flags, compiler and CPU; of several
+ranks one builds. Triton kernels are compiled for CUDA or interpreted on a CPU, which Triton decides
+at its first import.
 """
 
 from __future__ import annotations
@@ -73,7 +72,6 @@ def refused_compilers() -> str | None:
 
 
 def _compilers() -> list[tuple[str, str]]:
-    """The compilers, and why each refuses the kernels' flags; empty if it takes them."""
     paths = [path for name in COMPILERS if (path := shutil.which(name))]
     return [(path, _refusal(path, Path(path).resolve().stat().st_mtime_ns)) for path in paths]
 
@@ -128,7 +126,6 @@ def compiler_version() -> str | None:
 
 
 def used_instructions() -> list[str] | None:
-    """The instructions that this machine's kernels may use; None without a compiler."""
     compiler = find_compiler()
     return None if compiler is None else used_features(compiler_macros(compiler, (MARCH,)) or "")
 
@@ -143,11 +140,9 @@ def library_folder() -> Path:
 def load_library(
     source: Path, flags: tuple[str, ...] = (), headers: tuple[Path, ...] = ()
 ) -> ctypes.CDLL:
-    """The library built from `source`, which includes `headers`, or its cached build.
-
-    Raises ValueError without a compiler, RuntimeError with the compiler's output if it fails, and
-    CannotExecute, after building, if this CPU lacks instructions of the library.
-    """
+    """The library built from `source` and `headers`, or its cached build. Raises ValueError without
+    a compiler, RuntimeError with its output if it fails, and CannotExecute if this CPU lacks
+    instructions."""
     compiler = find_compiler()
     if compiler is None:
         raise ValueError(f"{source.name} needs a C++ compiler; on Debian: apt install g++")
@@ -195,8 +190,8 @@ def share_openmp() -> None:
 
 
 def use_huge_pages(tensor: Tensor) -> None:
-    """Ask Linux for 2 MiB pages of a fresh CPU tensor: reading it front to back then misses the
-    TLB, and stops the prefetcher, 512 times less often. A refusal is no error."""
+    """Ask Linux for 2 MiB pages of a fresh CPU tensor: reading it front to back then stops the
+    prefetcher 512 times less often. A refusal is no error."""
     if tensor.device.type != "cpu" or not sys.platform.startswith("linux"):
         return
     page = mmap.PAGESIZE
@@ -227,7 +222,7 @@ def load_kernels(module: str, flag: str, device: str) -> ModuleType:
 
 def check_interpreter(flag: str, triton: str, numpy: str) -> None:
     """Raises ValueError if this Triton cannot interpret with this numpy: before 3.7 a loop's bound
-    is an array of one element, which numpy 2.4 refuses as a number."""
+    is an array, which numpy 2.4 refuses as a number."""
     old, new = (tuple(map(int, text.split(".")[:2])) for text in (triton, numpy))
     if old < (3, 7) and new >= (2, 4):
         raise ValueError(

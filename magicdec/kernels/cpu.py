@@ -45,8 +45,8 @@ def cpu_features() -> list[str]:
 
 
 def check_executable(compiler: str, flags: Iterable[str]) -> None:
-    """Raises CannotExecute if code compiled with `flags` may hold instructions that this CPU lacks,
-    or if the compiler does not know the named CPU. Without a named CPU, code is for this one."""
+    """Raises CannotExecute if code compiled with `flags` may need instructions that this CPU lacks,
+    or names a CPU unknown to the compiler. Without a named CPU, code is for this one."""
     for_machine = tuple(flag for flag in flags if flag.startswith("-m"))
     named = [flag for flag in for_machine if flag.startswith(("-march=", "-mcpu="))]
     if not named or named[-1].endswith("=native"):

@@ -1,5 +1,5 @@
-"""The console that prints tables, and progress on stderr: on the leading rank a bar on a terminal,
-a line every ten seconds elsewhere. Imports rich only to print."""
+"""The console that prints tables, and progress on stderr of the leading rank: a bar on a terminal,
+lines elsewhere. Imports rich only to print."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def printable(text: str) -> str:
 
 
 def escape_what_has_no_code() -> None:
-    """Let standard streams escape a character that their encoding lacks, such as an umlaut in
-    ASCII, instead of ending the program."""
+    """Let standard streams escape characters that their encoding lacks, instead of ending the
+    program."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -54,12 +54,10 @@ def make_console(to_stderr: bool = False) -> Console:
 
 
 def labelled(label: str, text: str, indent: int = 11) -> str:
-    """A label with a text beside it."""
     return f"{label:<{indent - 1}} {text}"
 
 
 def spinner(text: str, is_leader: bool) -> AbstractContextManager[object]:
-    """A spinner on the leading rank's terminal, nothing elsewhere."""
     if is_leader and sys.stderr.isatty():
         return make_console(to_stderr=True).status(text)
     return nullcontext()
@@ -108,7 +106,6 @@ class Bar:
             )
 
     def _bar(self) -> RichProgress:
-        """The bar in one line of the terminal, which cuts the end of a long name."""
         from rich import progress
         from rich.table import Column
 

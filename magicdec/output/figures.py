@@ -1,5 +1,5 @@
-"""The style and writing of figures: colours for colour-blind readers (Okabe and Ito 2008), each
-with its own marker, line style and hatch for grey print. Imports matplotlib only to draw."""
+"""The style and writing of figures: colours for colour-blind readers (Okabe and Ito 2008), with
+markers, lines and hatches for grey print. Imports matplotlib only to draw."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def saved_figure(
     flag: str, path: Path, size: tuple[float, float], rows: int = 1, columns: int = 1, **more: Any
 ) -> Iterator[tuple[Figure, list[Axes]]]:
     """A figure of `size` (width and height in inches) and its panels, row by row, written at the
-    end of the block in the format of `path`. `more` goes to `Figure.subplots`. Raises ValueError,
-    naming the flag, if that fails."""
+    end in the format of `path`. `more` goes to `Figure.subplots`. Raises ValueError, naming the
+    flag."""
     from matplotlib.figure import Figure
 
     with styled():

@@ -1,8 +1,8 @@
 """Reads and writes files. Imports nothing of this package.
 
-Only regular files are read, within a largest size: a pipe or a device, which may never end, is
-refused unread. Errors are OSError or ValueError with a short reason; the caller names flag and
-path. Written files are complete or absent, also on a full disk or Ctrl-C.
+Only regular files within a largest size are read: a pipe or a device may never end. Errors are
+OSError or ValueError with a short reason; the caller names flag and path. Written files are
+complete or absent, also on Ctrl-C.
 """
 
 from __future__ import annotations
@@ -152,9 +152,9 @@ def _size(num_bytes: int) -> str:
 
 @contextmanager
 def complete_file(flag: str, path: Path) -> Iterator[Path]:
-    """The path of a partial file beside `path`, which replaces `path` at the end of the block.
-    Makes the directory; writes to links and devices directly. Raises ValueError, naming the flag
-    and `path`, if that fails, and leaves no partial file."""
+    """The path of a partial file, which replaces `path` at the end of the block. Makes the
+    directory; writes to links and devices directly. Raises ValueError, naming the flag and `path`,
+    and leaves no partial file."""
     is_plain = not path.is_symlink() and (path.is_file() or not path.exists())
     partial = path.with_name(f"{path.stem}.partial{path.suffix}") if is_plain else path
     try:
@@ -175,8 +175,8 @@ def complete_file(flag: str, path: Path) -> Iterator[Path]:
 
 
 def nearest(path: Path) -> Path | None:
-    """An existing path similar to a missing one: a similar name in the same or a similarly named
-    directory, or the same name here. None without one."""
+    """An existing path like a missing one: a similar name in the same or a similar directory, or
+    the same name here; or None."""
     for parent in (path.parent, nearest(path.parent) if path.parent.name else None):
         names = list[str]()
         with suppress(OSError):
@@ -188,7 +188,6 @@ def nearest(path: Path) -> Path | None:
 
 
 def no_such(path: Path, kind: str) -> str:
-    """The message that nothing of this kind is at `path`, with a similar path."""
     close = nearest(path)
     return f"no such {kind}" + ("" if close is None else f"; did you mean {close}?")
 

@@ -61,8 +61,8 @@ def draw(
     legend: Mapping[str, Look],
     until_s: float | None = None,
 ) -> None:
-    """Write a picture of the panels below each other, up to `until_s`, in the format of `path`.
-    Raises ValueError, naming the flag, for too many rows in a panel, or if writing fails."""
+    """Write a picture of the panels, up to `until_s`, in the format of `path`. Raises ValueError,
+    naming the flag, for too many rows in a panel, or if writing fails."""
     from matplotlib.patches import Patch
 
     most = max(sum(map(bool, panel.rows)) for panel in panels)

@@ -32,8 +32,6 @@ class Heading(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line above a table, in a style of rich."""
-
     text: str
     style: str = ""
 
@@ -54,9 +52,8 @@ RULE = ()
 
 @dataclass(frozen=True)
 class Table:
-    """A table. A string in `columns` is a column of numbers with that label. A cell is None
-    (empty), a `Shown`, or shown by `str`. Lines `above` and `below` surround it, the title after
-    the former; it may be these lines alone."""
+    """A table with lines `above` and `below`, or these alone. A string in `columns` is a column of
+    numbers with that label. A cell is None (empty), a `Shown`, or shown by `str`."""
 
     columns: Sequence[Column | str] = ()
     rows: Sequence[Sequence[object]] = ()
@@ -71,7 +68,6 @@ class Table:
 
     @property
     def lead(self) -> list[Line]:
-        """The lines before the table, the title last."""
         lines = [*self.above, *([Line(self.title, "italic")] if self.title else [])]
         styled = [Line(each) if isinstance(each, str) else each for each in lines]
         return [Line(printable(text), style) for text, style in styled]
@@ -82,16 +78,12 @@ class Table:
 
     @property
     def body(self) -> list[list[str]]:
-        """The texts of the cells; a row without cells is a rule."""
         return [[text_of(cell) for cell in row] for row in self.rows]
 
     def print(self, width: int | None = None) -> None:
-        """Print the table in the width of the terminal; a table that is too wide loses its frame,
-        not its content.
-
-        In a file or a pipe it has at most `width` columns, or more if numbers would be broken;
-        without a `width`, lines of text stay whole there.
-        """
+        """Print the table in the width of the terminal; one that is too wide loses its frame, not
+        its content. In a file or a pipe it has at most `width` columns, or more if numbers would be
+        broken; without `width`, lines of text stay whole."""
         console = make_console()
         if width is not None and not console.is_terminal:
             console.width = width if self._least_width() <= width else 10 * FILE_WIDTH
@@ -104,7 +96,6 @@ class Table:
             console.print(text, soft_wrap=is_whole)
 
     def _print_columns(self, console: Any) -> None:
-        """Print headings and rows within the console's width, in a frame if that fits."""
         labels = [column.label for column in self.headings]
         body = self.body
         is_text = [column.is_text for column in self.headings]
@@ -122,7 +113,6 @@ class Table:
             console.out("\n".join(block), highlight=False)
 
     def _framed(self, body: Sequence[Sequence[str]]) -> Any:
-        """The table of rich."""
         from rich.table import Table as RichTable
 
         table = RichTable()
@@ -147,7 +137,6 @@ class Table:
         )
 
     def markdown(self) -> str:
-        """The table as Markdown, with title and lines as paragraphs."""
         before = [f"{line.text}\n\n" for line in self.lead]
         after = [f"\n{_sentence(text)}\n" for text in self.tail]
         if not self.columns:
@@ -276,7 +265,6 @@ def width_of(text: str) -> int:
 
 
 def widest_cells(rows: Sequence[Sequence[str]]) -> list[int]:
-    """The width of each column of rows of equal length, unbroken."""
     return [max(map(width_of, set(cells))) for cells in zip(*rows, strict=True)]
 
 
@@ -321,7 +309,6 @@ def _placed(text: str, width: int, is_text: bool) -> str:
 
 @lru_cache(maxsize=10_000)
 def _broken(text: str, width: int) -> list[str]:
-    """The lines of a cell, at most `width` wide, which breaks longer words."""
     if text.isprintable() and width_of(text) <= width:
         return [text.rstrip()]
     from rich.console import Console

@@ -19,9 +19,8 @@ from magicdec.output.files import complete_file
 
 
 def to_json(content: Any, indent: int | None = None) -> str:
-    """A dataclass or plain JSON values as JSON text. Raises ValueError for NaN and infinity. Half a
-    surrogate pair, Python's sign for a byte that is not UTF-8, is escaped again, since no JSON
-    reader takes it."""
+    """A dataclass or JSON values as JSON text. Raises ValueError for NaN and infinity. Half a
+    surrogate pair (a byte that is not UTF-8) is escaped again, since no JSON reader takes it."""
     is_typed = is_dataclass(content) and not isinstance(content, type)
     values = asdict(content) if is_typed else content
     text = json.dumps(values, allow_nan=False, indent=indent)
@@ -45,7 +44,6 @@ def with_seal(line: str, seal: str) -> str:
 
 
 def is_intact(line: str) -> bool:
-    """Whether a sealed line is unchanged."""
     found = SEAL.search(line)
     return found is not None and found[1] == seal_of(line[: found.start()] + NO_SEAL)
 
@@ -93,8 +91,8 @@ def check_writable(flag: str, path: Path) -> None:
 
 
 def append_line(path: Path, line: str) -> None:
-    """Append a line, under a lock for concurrent programs, and wait until it is on disk. A line end
-    lost in a crash is written first. Raises OSError if the line was not written whole."""
+    """Append a line under a lock, on disk when it returns, after a line end lost in a crash. Raises
+    OSError if it was not written whole."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab", buffering=0) as file:  # whose end gives the lock back
         with suppress(OSError):  # a file system without locks: one write is the best there is
@@ -116,7 +114,6 @@ def append_file(flag: str, lines: Path, path: Path) -> None:
 
 
 def _is_torn(path: Path) -> bool:
-    """Whether the last line of the file has no line end."""
     if not path.is_file() or not path.stat().st_size:
         return False
     with path.open("rb") as file:

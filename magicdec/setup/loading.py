@@ -81,8 +81,8 @@ def return_freed_memory() -> None:
 
 
 class LoadedModels:
-    """The weights that this rank holds. A model is loaded once for each kind and group, until it is
-    dropped. With `emulated_s`, models sleep so many seconds a forward, and nothing is loaded."""
+    """The weights that this rank holds, loaded once a kind and group. With `emulated_s`, models
+    sleep so long a forward, and nothing is loaded."""
 
     def __init__(
         self, device: torch.device, progress: Progress, emulated_s: float | None = None
@@ -129,7 +129,6 @@ class LoadedModels:
         return self._models[key][1]
 
     def drop_others(self, *sources: ModelSource | None) -> None:
-        """Drop every model but these."""
         identities = [id(source) for source in sources]
         self._models = {key: value for key, value in self._models.items() if key[0] in identities}
 
@@ -139,7 +138,6 @@ def make_backend(name: str) -> AttentionBackend:
 
 
 def make_executor(kinds: Kinds, model: Transformer, group: Group) -> Executor | None:
-    """The executor of whole forwards; None without native steps."""
     is_native = kinds.native_steps == "on" and not isinstance(model, EmulatedModel)
     return Executor(model, group) if is_native else None
 
@@ -156,7 +154,6 @@ def make_runner(
 
 
 def with_copy(plan: ModelPlan, runner: ModelRunner, copy: Transformer | None) -> ModelRunner:
-    """`runner` with a runner of the copy that drafts, if there is one."""
     runner.drafting = copy_runner(plan, runner, copy)
     return runner
 
@@ -164,14 +161,12 @@ def with_copy(plan: ModelPlan, runner: ModelRunner, copy: Transformer | None) ->
 def copy_runner(
     plan: ModelPlan, runner: ModelRunner, copy: Transformer | None
 ) -> ModelRunner | None:
-    """A runner of the self-speculation copy over the cache of `runner`; None without a copy."""
     if copy is None or plan.copy_kinds is None:
         return None
     return runner.with_model(copy, make_executor(plan.copy_kinds, copy, runner.group))
 
 
 def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
-    """The runner of a loaded model, with a cache of its own."""
     backend = make_backend(plan.backend)
     executor = make_executor(plan.kinds, model, group)
     if plan.rolling_rule is not None:
@@ -201,8 +196,8 @@ def runner_of(plan: ModelPlan, model: Transformer, group: Group) -> ModelRunner:
 def make_draft(
     run: ResolvedRun, groups: ParallelGroups, models: LoadedModels, row_tokens: int | None = None
 ) -> DraftModel | None:
-    """The standalone draft model of a run, None without one. Only the draft's ranks hold weights
-    and a cache, for at most `row_tokens` tokens a row (default: those of the run)."""
+    """The standalone draft model of a run, None without one. Only its ranks hold weights and a
+    cache, for rows of at most `row_tokens`."""
     config = run.config
     source = run.draft_source
     if config.draft is None or source is None:

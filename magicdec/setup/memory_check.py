@@ -1,9 +1,5 @@
-"""The memory that is free on the host, in its container or on a GPU, and whether the memory plan of
-a run fits: one line with the plan, or a refusal with what would fit.
-
-Ranks read their own free memory, so that readings differ; if one rank refuses, all refuse with the
-same message.
-"""
+"""The free memory of the host, its container or a GPU, and whether the memory plan of a run fits:
+one line with the plan, or a refusal with what would fit. If one rank refuses, all do so alike."""
 
 from __future__ import annotations
 
@@ -20,8 +16,8 @@ ROOT = Path("/")
 
 
 def free_device_memory(kind: str, local_rank: int) -> int | None:
-    """Free bytes of this rank's device, on a CPU of the host; None if unknown. Raises ValueError if
-    a GPU has not even room for a process."""
+    """Free bytes of this rank's GPU or of the host; None if unknown. Raises ValueError for a GPU
+    without room for a process."""
     if kind == "cuda":
         import torch
 
@@ -36,8 +32,8 @@ def free_device_memory(kind: str, local_rank: int) -> int | None:
 
 
 def free_host_memory(root: Path = ROOT) -> int | None:
-    """Bytes that can be allocated without swapping, within the memory limits of the enclosing
-    control groups; file cache counts as free. None without /proc/meminfo."""
+    """Bytes that can be allocated without swapping, within the limits of the control groups, file
+    cache included; None if unknown."""
     try:
         lines = (root / "proc/meminfo").read_text().splitlines()
     except OSError:
@@ -51,7 +47,7 @@ def free_host_memory(root: Path = ROOT) -> int | None:
 
 def _left_by_groups(root: Path) -> Iterator[int]:
     """Free bytes under each memory limit from this process's control group (version 2 or 1) up to
-    the root. A container may mount only the root of its groups."""
+    the root."""
     try:
         lines = (root / "proc/self/cgroup").read_text().splitlines()
     except OSError:
@@ -123,7 +119,6 @@ def describe_place(config: ResolvedConfig, launch: Launch) -> str:
 
 
 def find_room(config: ResolvedConfig, launch: Launch, num_gpus: int) -> Room:
-    """This rank's room on a host with `num_gpus` GPUs."""
     ranks = sharing_ranks(config.parallel.device, launch, num_gpus)
     place = describe_place(config, launch)
     free = free_device_memory(config.parallel.device, launch.local_rank)
@@ -157,8 +152,8 @@ def check_together(launch: Launch, check: Callable[[], str], topic: str = "refus
 
 
 def check_memory(config: ResolvedConfig, models: Models, launch: Launch, free: int | None) -> str:
-    """The printed line about the memory of a run. `free` bytes are free on this rank's GPU, or on
-    the host for all its ranks; None if unknown. Raises ValueError if the plan needs more."""
+    """The printed line about a run's memory. `free` bytes are free on this rank's GPU or on the
+    host, None if unknown. Raises ValueError if the plan needs more."""
     plan = needed(config, models, launch)
     room = Room(tuple(launch.local_ranks), describe_place(config, launch), free)
     w = config.workload
@@ -173,8 +168,8 @@ def check_memory(config: ResolvedConfig, models: Models, launch: Launch, free: i
 def needed(
     config: ResolvedConfig, models: Models, launch: Launch, keeps_queries: bool = True
 ) -> MemoryPlan:
-    """On a CPU, the plan of all ranks of this host together; on CUDA, that of the rank that needs
-    most, so that every rank gets the same result."""
+    """On a CPU, the plan of all ranks of this host; on CUDA, the largest plan of a rank, equal on
+    every rank."""
     group = config.parallel.rank_group
     if config.parallel.device != "cpu":
         plans = [plan_rank(config, models, rank, keeps_queries) for rank in group]
@@ -183,7 +178,6 @@ def needed(
 
 
 def planned(config: ResolvedConfig, models: Models) -> MemoryPlan:
-    """The plan of all ranks of the run together."""
     group = config.parallel.rank_group
     return add_up([plan_rank(config, models, rank) for rank in group])
 

@@ -1,10 +1,8 @@
-"""The memory plan of a run: the bytes of each rank, computed from config and shapes before
-allocation.
+"""The memory plan of a run: the bytes of each rank, from config and shapes, before allocation.
 
-Weights and KV caches are exact; `tests/unit/test_memory.py` compares them with allocations. Working
-memory is an estimate from the largest forward. The plan omits the interpreter with its libraries,
-which is in memory already, and the rare repetition in a wider dtype that settles a difference of
-outputs.
+Weights and KV caches are exact (`tests/unit/test_memory.py`); working memory is an estimate from
+the largest forward. The plan omits the interpreter, in memory already, and the rare repetition in a
+wider dtype.
 """
 
 from __future__ import annotations
@@ -28,8 +26,8 @@ LIBRARY_BYTES = 64 << 20  # that kernels, threads and libraries take on a CPU at
 
 
 def working_bytes(plan: ModelPlan) -> int:
-    """The largest of: a forward of a prompt chunk, a verification, a policy's first choice, reading
-    and converting a matrix, and the bandwidth buffer; plus the rotary table and libraries."""
+    """The largest of a prompt chunk, a verification, a policy's first choice, loading a matrix and
+    the bandwidth buffer; plus rotary table and libraries."""
     config = plan.config
     w = plan.config.workload
     longest = max_tokens(plan.config)
@@ -79,12 +77,11 @@ def first_choice_bytes(plan: ModelPlan) -> int:
 
 
 def forward_bytes(plan: ModelPlan, shape: tuple[int, int, int], observes: bool = False) -> int:
-    """The bytes of one layer of a forward of shape (B rows, T new tokens a row, S cached tokens a
-    row).
+    """Bytes of one layer of a forward of shape (B rows, T new tokens a row, S cached tokens a row).
 
     They are the residual stream twice and normed; the larger of attention's and the MLP's tensors,
-    in a native call both, with a matrix's inputs in float32; and the backend's own, also for the
-    attention weights that the forward `observes`.
+    or both in a native call, with a matrix's float32 inputs; and the backend's own, with attention
+    weights if it `observes`.
     """
     model = plan.model
     backend = backend_class(plan.config.attention.backend)
@@ -120,9 +117,8 @@ def _logits_bytes(plan: ModelPlan, num_tokens: int) -> int:
 
 
 def _loading_bytes(plan: ModelPlan) -> int:
-    """The largest matrix twice, while it is packed or quantised, and what is read in float32; in
-    int8 also scaled and rounded. A low-bit copy has a byte a number until it is packed; an int4
-    standalone draft is made of the whole model."""
+    """The largest matrix twice, while it is packed or quantised, with float32 parts being read. A
+    low-bit copy has a byte a number until packed; an int4 draft is made of the whole model."""
     model = plan.model
     shard = plan.shard
     vocab = shard.split(model.vocab_size)
@@ -161,14 +157,11 @@ class MemoryPlan:
 
 @dataclass(frozen=True)
 class Models:
-    """Shapes of the target and of the standalone draft, if the run has one."""
-
     target: ModelConfig
     draft: ModelConfig | None = None
 
 
 def model_plans_of(config: ResolvedConfig, models: Models, rank: int) -> list[ModelPlan]:
-    """The models that a rank of a run holds."""
     draft = config.draft
     plans = [ModelPlan(config, models.target, config.parallel.rank_group, rank)]
     if draft is not None and models.draft is not None and rank in draft.rank_group:

@@ -44,7 +44,6 @@ class MemoryWatch:
 def describe_memory(
     plan: MemoryPlan, free: int | None, usage: MemoryTaken = NOT_MEASURED
 ) -> MemoryRecord:
-    """The record's `memory`: the plan of all ranks by part, and the measured memory."""
     return MemoryRecord(
         **{f"{part}_bytes": size for part, size in vars(plan).items()},
         total_bytes=plan.total,

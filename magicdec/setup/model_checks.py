@@ -1,5 +1,5 @@
-"""Checks of a resolved run against its models: lengths, token ids, attention backend, and draft.
-They raise ValueError, one line naming the flags, before any process group starts."""
+"""Checks of a resolved run against its models. They raise ValueError, one line naming the flags,
+before any process group starts."""
 
 from __future__ import annotations
 
@@ -41,8 +41,7 @@ def check_draft(config: ResolvedConfig, target: ModelSource, draft: ModelSource)
 def check_vocabularies(
     label: str, draft: ModelSource, target_label: str, target: ModelSource
 ) -> None:
-    """An id must mean the same text to both models; without a tokenizer (random weights) the
-    numbers of ids must agree."""
+    """An id must mean the same text to both models; random weights need equal numbers of ids."""
     if draft.tokenizer_directory is None or target.tokenizer_directory is None:
         ours = draft.config.vocab_size
         theirs = target.config.vocab_size
@@ -104,7 +103,6 @@ def check_reach(config: ResolvedConfig, label: str, draft: ModelSource) -> None:
 
 
 def is_rolling(config: ResolvedConfig) -> bool:
-    """Whether a standalone draft keeps a rolling cache (`rolling_runner`)."""
     return config.draft is not None and policy_called(config.kv.policy).can_roll
 
 
@@ -124,7 +122,6 @@ def check_choice(config: ResolvedConfig, flag: str, source: ModelSource) -> None
 
 
 def check_shards(config: ResolvedConfig, label: str, draft: ModelSource) -> None:
-    """The draft's heads must be divisible over its ranks."""
     assert config.draft is not None, "a draft was found for it"
     ranks = config.draft.rank_group
     what = f"--draft_ranks {' '.join(map(str, ranks))}, draft {label}"
@@ -180,8 +177,8 @@ def check_bos(label: str, source: ModelSource, tokenizer: Tokenizer) -> None:
 
 
 def check_fits(config: ResolvedConfig, source: ModelSource, world_size: int) -> None:
-    """Raises ValueError if the run exceeds the model's maximum length, if the attention backend
-    does not support the model, or if the ranks cannot share its heads."""
+    """Raises ValueError if the run exceeds the model's maximum length, the attention backend does
+    not support it, or the ranks cannot share its heads."""
     w = config.workload
     flag = flag_of(config.run_config.model, "model")
     length = w.prefix_len + w.num_new_tokens
@@ -201,8 +198,8 @@ def check_backend(config: ResolvedConfig, backend: str, flag: str, source: Model
 
 
 def check_scores(backend: str, dtype: str, flag: str, source: ModelSource) -> None:
-    """Raises ValueError for ALiBi with a backend that rounds scores to bfloat16: these grow with
-    the position, and rounding would equate neighbours."""
+    """Raises ValueError for ALiBi with a backend that rounds scores to bfloat16, which would equate
+    neighbouring positions."""
     if (source.config.positions, dtype) != ("alibi", "bfloat16"):
         return
     if capabilities_of(backend).rounds_scores:

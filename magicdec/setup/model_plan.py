@@ -1,5 +1,4 @@
-"""ModelPlan: a model, or a stage's part of it, that a rank will hold with its KV cache. The memory
-plan adds plans up, and `setup.loading` loads them."""
+"""ModelPlan: a model, or a stage's part of it, that a rank will hold with its KV cache."""
 
 from __future__ import annotations
 
@@ -41,8 +40,7 @@ def max_following(config: ResolvedConfig, row_tokens: int) -> int:
 @dataclass(frozen=True)
 class Kinds:
     """The storage and kernels of a model: activations in `dtype`, matrices in `weights` (`dtype`,
-    int8 or, of a draft, int4), kernels for matrix products (`linear`) and elementwise operations,
-    and `native_steps` on or off."""
+    int8 or, of a draft, int4), and kernels by name."""
 
     dtype: str
     weights: str
@@ -52,7 +50,6 @@ class Kinds:
 
     @classmethod
     def of(cls, config: ResolvedConfig, is_draft: bool = False) -> Kinds:
-        """The kinds of a run's target, or of its standalone draft."""
         section = config.model
         kinds = cls(
             section.dtype,
@@ -71,7 +68,7 @@ class Kinds:
 @dataclass(frozen=True)
 class StagePart:
     """A stage's part of a model: `layers` (None: all), and the embedding, final norm and head if it
-    `has_ends` (None: those that belong to its layers)."""
+    `has_ends` (None: by its layers)."""
 
     layers: range | None = None
     has_ends: bool | None = None
@@ -79,12 +76,11 @@ class StagePart:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """This rank's shard of a `part` of the target, or of the standalone draft, whose layers `ranks`
+    """This rank's shard of a `part` of the target or the standalone draft, whose layers `ranks`
     share.
 
-    A row of the cache has room for `row_tokens` (default: those of the config). `block_tokens` is
-    the size of a block, and `cache_tokens` the size of the cache, rounded up; by default the
-    backend chooses, with room for all rows.
+    A cache row holds `row_tokens` (default: by the config). `block_tokens` and `cache_tokens` are
+    the sizes of a block and of the cache, rounded up (default: by the backend, for all rows).
     """
 
     config: ResolvedConfig
@@ -119,7 +115,6 @@ class ModelPlan:
 
     @property
     def copy_bytes(self) -> int:
-        """Bytes of the low-bit copy."""
         kinds = self.copy_kinds
         if kinds is None:
             return 0
@@ -146,7 +141,6 @@ class ModelPlan:
 
     @property
     def tokens(self) -> int:
-        """The most tokens of a row."""
         return self.row_tokens or max_tokens(self.config)
 
     @property

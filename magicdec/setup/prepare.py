@@ -1,5 +1,5 @@
-"""Prepares a run: refuses, in a fixed order, everything that can be refused, before any process
-group starts. Every rank prepares alone and reaches the same result."""
+"""Prepares a run: refuses whatever can be refused before any process group starts. Every rank
+prepares alone, with the same result."""
 
 from __future__ import annotations
 
@@ -62,13 +62,11 @@ class Prepared(ResolvedRun):
     corpus: tuple[int, ...] = ()  # in which prompt lookup searches beside the text
 
     def first_batches(self, num_batches: int) -> Prepared:
-        """The run of the first batches alone."""
         w = replace(self.config.workload, num_batches=num_batches)
         prompts = self.workload.first(num_batches * w.batch_size)
         return replace(self, config=replace(self.config, workload=w), workload=prompts)
 
     def describe_workload(self) -> WorkloadRecord:
-        """The record's `workload`: the prompts, the models and the tokenizer."""
         w = self.workload
         return WorkloadRecord(
             **vars(describe_model(self.source)),
@@ -119,7 +117,7 @@ def prepare(run_config: RunConfig, launch: Launch) -> Prepared:
 
 def check_agreement(run: ResolvedRun, more: Mapping[str, object] | None = None) -> None:
     """Raises ValueError, on every rank, if a rank has another version, setting, model or fact of
-    `more`. Paths of models and numbers of threads may differ."""
+    `more`; paths and threads may differ."""
     if run.launch.world_size == 1:
         return
     facts: dict[str, Any] = {"magicdec": version("magicdec")}
@@ -190,11 +188,11 @@ def complete(
     check: Callable[[ResolvedConfig, Models, Launch, int | None], str] = check_memory,
 ) -> Prepared:
     """The run checked against its models, with prompts and a memory plan. Raises ValueError as
-    `prepare` does.
+    `prepare`.
 
-    `agree` lets all ranks refuse if one does. `num_prompts` is the number of prompts and its flag,
-    where requests are served: these are no whole batches, and keep a prompt set's lengths. `check`
-    makes the line about memory.
+    `agree` lets all ranks refuse if one does. `num_prompts` is the number of requests and its flag,
+    if requests are served: a prompt set then keeps its lengths. `check` makes the line about
+    memory.
     """
     config = run.config
     launch = run.launch
@@ -271,8 +269,8 @@ def check_models(run: ResolvedRun, cache: SetupCache) -> tuple[ModelSource, Toke
 
 
 def find_tokenizer(source: ModelSource, cache: SetupCache) -> tuple[ModelSource, Tokenizer]:
-    """The model whose tokenizer makes the prompts, and that tokenizer. For random weights it is the
-    demo's, whose ids are valid in any vocabulary at least as large."""
+    """The model whose tokenizer makes the prompts, and that tokenizer: for random weights the
+    demo's, valid in any vocabulary at least as large."""
     tokenizer_source = source
     if source.tokenizer_directory is None:
         tokenizer_source = cache.get(("model", "demo"), lambda: find_model("--model", "demo"))
@@ -284,8 +282,8 @@ def find_tokenizer(source: ModelSource, cache: SetupCache) -> tuple[ModelSource,
 def as_stored(
     config: RunConfig, source: ModelSource, draft: ModelSource | None = None
 ) -> RunConfig:
-    """`config` with int8 as the weight dtype of models stored so. Raises ValueError for another
-    requested dtype, because the original weights are not stored."""
+    """`config` with int8 weights for models stored so. Raises ValueError for another requested
+    dtype."""
     if source.is_int8:
         check_int8("--target_dtype", config.model.target_dtype, config.model)
         config = replace(config, model=replace(config.model, target_dtype="int8"))
@@ -297,7 +295,6 @@ def as_stored(
 
 
 def check_int8(flag: str, dtype: str, section: ModelSection | DraftSection) -> None:
-    """Raises ValueError if a model stored in int8 should have another weight dtype."""
     if dtype not in ("auto", "int8"):
         raise ValueError(
             f"{flag} {dtype}: {flag_of(section, 'model')} {section.model} holds int8 weights; "

@@ -76,8 +76,8 @@ class RankSession:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, *traceback: object
     ) -> None:
-        """Close the process groups, but not after an error: closing waits for ranks that may have
-        ended. Raises PeerLost if that caused the error."""
+        """Close the process groups, but after an error only raise PeerLost if that caused it:
+        closing waits for ranks that may have ended."""
         if kind is None:
             close_groups()
             return

@@ -1,8 +1,8 @@
-"""The modes in which the engine serves whole batches or a running batch (Flover, arXiv 2305.13484).
+"""The modes of the engine, whole batches or a running batch (Flover, arXiv 2305.13484).
 
 A batch function decides when arrived requests may join. It gets the function that serves requests
 to their end, the requests in the order of arrival, the clock, the number of rows, and the time
-window in seconds. A request that has ended leaves the batch at once in every mode.
+window in seconds.
 """
 
 from __future__ import annotations
@@ -204,8 +204,6 @@ class Batching(System):
         return Extras()
 
     def _limits(self, each: Pass) -> Limits:
-        """The limits of a pass, alike in all modes but for the tokens that a step appends to a
-        row."""
         assert self.runner is not None, "it was opened"
         shape = self.runner.cache.shape
         tokens = max_tokens(self.run.config)
@@ -221,7 +219,7 @@ class Batching(System):
 
     def _strategy(self, each: Pass) -> DecodingStrategy:
         """The decoding strategy of a pass. With CUDA graphs it is kept, so that the measured pass
-        replays the steps that the warm-up captured, unless it learns draft lengths."""
+        replays captured steps, unless it learns draft lengths."""
         runner = self.runner
         config = self.run.config
         assert runner is not None, "it was opened"
@@ -250,11 +248,8 @@ class Batching(System):
 
 
 def of_first_rank_alone(models: ResolvedRun) -> ResolvedRun:
-    """The run of the first rank without the others, from `models` resolved for all ranks.
-
-    It has the threads of all ranks of its host, since these wait, but no more than the host has
-    cores: threads that share a core mostly wait for each other.
-    """
+    """The run of the first rank alone, with the threads of all ranks of its host, but no more than
+    its cores: threads that share a core mostly wait for each other."""
     asked = models.config.run_config
     machine = models.machine
     num_threads = models.config.parallel.threads * len(models.launch.local_ranks)

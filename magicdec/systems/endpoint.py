@@ -1,8 +1,5 @@
-"""The system of an OpenAI-compatible server that streams completions.
-
-A server that sends token ids (as vLLM does for `return_token_ids`) is compared like every mode;
-tokens of other servers are counted but not known.
-"""
+"""The system of an OpenAI-compatible server that streams completions. Only token ids (which vLLM
+sends for `return_token_ids`) are compared; other tokens are counted."""
 
 from __future__ import annotations
 
@@ -126,8 +123,6 @@ class Endpoint(System):
         request.finished_s = times[-1]
 
     def _check_tokens(self, request: Request, tokens: object, has_ids: bool) -> None:
-        """Raises ValueError for ids that the model lacks, and for more tokens than were asked
-        for."""
         size = self.run.source.config.vocab_size
         most = request.sampling.max_new_tokens
         if not isinstance(tokens, list) or {type(token) for token in tokens} - {int}:
@@ -160,8 +155,6 @@ class Endpoint(System):
         return body | {"stream_options": {"include_usage": True}}
 
     def _parts(self, answer: dict[str, Any], name: str) -> list[dict[str, Any]]:
-        """The list of objects `name` of an answer, empty if it is absent. Raises ValueError for
-        other values."""
         parts = answer.get(name) or []
         if not isinstance(parts, list) or not all(isinstance(part, dict) for part in parts):
             raise ValueError(
@@ -192,10 +185,7 @@ class Endpoint(System):
         self, path: str, limits: Limits, body: dict[str, Any] | None = None
     ) -> Iterator[dict[str, Any]]:
         """The JSON object that the server answers, or with a `body` the objects that it streams.
-
-        Raises ValueError, one line naming the server, if it is down, refuses, stalls, stops early
-        or exceeds the limits.
-        """
+        Raises ValueError, one line naming the server, if it fails or exceeds the limits."""
         data = None if body is None else json.dumps(body).encode()
         try:
             with self.server.ask(path, data, limits) as response:

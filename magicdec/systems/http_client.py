@@ -1,5 +1,4 @@
-"""An HTTP client whose answers are limited in bytes and in time, with its credentials, for servers
-that may be slow, endless or wrong."""
+"""An HTTP client that limits the bytes and the time of answers, with its credentials."""
 
 from __future__ import annotations
 
@@ -76,8 +75,7 @@ class LimitedReader(io.RawIOBase):
 
 
 class LimitedSocket:
-    """A connected socket for `http.client`, which closes it before the last answer is read;
-    therefore whoever connected it closes it."""
+    """A connected socket for `http.client`, whose early close it ignores."""
 
     def __init__(self, connected: socket.socket, limits: Limits) -> None:
         self.connected = connected
@@ -120,7 +118,6 @@ class Server:
         return [each for each in (*found, self._basic().partition(" ")[2]) if each]
 
     def _basic(self) -> str:
-        """The Authorization header for the URL's user and password; empty if the URL has none."""
         url = urlsplit(self.url)
         if url.username is None:
             return ""
@@ -134,10 +131,8 @@ class Server:
 
     @contextmanager
     def ask(self, path: str, body: bytes | None, limits: Limits) -> Iterator[HTTPResponse]:
-        """The answer to a GET of `path` below the URL, or to a POST of `body`.
-
-        Raises LimitReached, OSError and HTTPException, also while the answer is read.
-        """
+        """The answer to a GET of `path` below the URL, or to a POST of `body`. Raises LimitReached,
+        OSError and HTTPException, also while it is read."""
         url = urlsplit(self.url)
         kind = HTTPSConnection if url.scheme == "https" else HTTPConnection
         connection = kind(url.hostname or "", url.port, timeout=limits.left_s())

@@ -1,7 +1,5 @@
-"""The table of the modes of `magicdec serve`, and how `--modes` is read. Imports no torch.
-
-A new mode is a line of `MODES` and a `System` (`systems/system.py`) that serves in it.
-"""
+"""The table of the modes of `magicdec serve`. Imports no torch. A new mode is a line of `MODES` and
+a `System` that serves in it."""
 
 from __future__ import annotations
 
@@ -35,8 +33,7 @@ class Drafts(Enum):
 
 @dataclass(frozen=True)
 class Mode:
-    """A way to serve requests. `system` is the class that serves them, `text` its description in
-    half a line."""
+    """A way to serve requests, by the class `system`."""
 
     system: str
     ranks: Ranks
@@ -74,7 +71,6 @@ class Pass:
 
     @classmethod
     def named(cls, name: str) -> Pass:
-        """The pass of a name of `--modes`."""
         mode = name.removesuffix(WITH_DRAFT)
         return cls(mode, mode != name or MODES[mode].drafts is Drafts.ALWAYS)
 

@@ -86,9 +86,9 @@ def parse_goodput(words: Sequence[str]) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class ServeOptions(StagesSection):
-    """The settings of serving, and what `settle` derives from them: all requests in the order of
-    arrival (`shapes`), the modes that serve them (`passes`), and the options of pipelined
-    speculation. `gen_len` is None if a trace has the lengths."""
+    """The settings of serving, and what `settle` derives: requests in the order of arrival
+    (`shapes`), modes (`passes`), and pipelined speculation. `gen_len` is None if a trace has the
+    lengths."""
 
     num_requests: int | None = setting(
         None, "Requests to serve. Default: 8, or all of a trace.", least=1
@@ -225,7 +225,6 @@ class ServeOptions(StagesSection):
         return settled
 
     def of_system(self, system: str) -> list[Pass]:
-        """The passes that a system serves."""
         return [each for each in self.passes if each.system == system]
 
     @property
@@ -248,8 +247,7 @@ class ServeOptions(StagesSection):
 
     @property
     def on_host(self) -> str | None:
-        """The reason why hidden states pass through host memory, also between GPUs; None if they
-        need not."""
+        """The reason why hidden states pass through host memory, also between GPUs."""
         if self.emulate_link_ms is not None:
             return "an emulated link delays messages on the host"
         return None if self.emulate_stage_ms is None else "stages that sleep have no hidden states"
@@ -260,7 +258,6 @@ class ServeOptions(StagesSection):
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest request, output included."""
         return max(shape.prompt_len + shape.output_len for shape in self.shapes)
 
     @property
@@ -270,8 +267,8 @@ class ServeOptions(StagesSection):
         return total // len(self.shapes)
 
     def batch_of(self, workload: WorkloadSection, rows: int) -> WorkloadSection:
-        """`workload` with one batch of `rows` rows, which have room for the longest request. That
-        request need not have the longest prompt, nor the longest output."""
+        """`workload` with one batch of `rows` rows that hold the longest request; another one may
+        have the longest prompt or output."""
         prompt = self.longest_prompt
         new = self.longest - prompt
         extra = max(shape.output_len for shape in self.shapes) - new
@@ -286,7 +283,6 @@ class ServeOptions(StagesSection):
 
     @property
     def counted_by(self) -> str:
-        """The source of the number of prompts, for messages."""
         if self.shapes[0].place:
             return (
                 f"--arrival {self.arrival}, whose longest prompt has {self.longest_prompt} tokens"
@@ -333,7 +329,6 @@ class ServeOptions(StagesSection):
 
     @property
     def rows(self) -> int:
-        """Rows of a batch in the modes without stages."""
         return self.n_samples or self.batch_size
 
     def is_on_all(self, each: Pass, world_size: int) -> bool:
@@ -358,8 +353,7 @@ class ServeOptions(StagesSection):
         return samples
 
     def describe(self) -> dict[str, Any]:
-        """The options as `config.workload` of the record has them, without the shapes, which its
-        requests have."""
+        """The options as the record's `config.workload`, without the shapes."""
         values = asdict(self) | asdict(self.speculation)
         for name in ("shapes", "passes", "speculation", "mode", "has_rows_of_ring"):
             del values[name]
@@ -371,8 +365,8 @@ class ServeOptions(StagesSection):
 
 
 def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> None:
-    """Raises ValueError, naming the mode, the flag and the reason, if a mode cannot serve the
-    settled `options` with any model."""
+    """Raises ValueError, naming mode, flag and reason, if a mode cannot serve the settled `options`
+    with any model."""
     modes: dict[str, Mode] = {each.name: MODES[each.mode] for each in options.passes}
     for each in options.passes:
         if each.ranks is Ranks.ALL and world_size == 1:
@@ -420,8 +414,7 @@ def check_passes(options: ServeOptions, config: RunConfig, world_size: int) -> N
 
 
 def _check_emulation(options: ServeOptions, config: RunConfig) -> None:
-    """Raises ValueError for settings that mean nothing with emulated stages: these take the same
-    time with any layers, and their tokens mean nothing."""
+    """Raises ValueError for settings that emulated stages make meaningless."""
     flag = f"--emulate_stage_ms {options.emulate_stage_ms}"
     acceptance = options.emulate_acceptance
     if options.emulate_draft_ms is not None and acceptance is None:

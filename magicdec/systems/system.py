@@ -1,9 +1,9 @@
-"""System: serves requests in one or several modes on the ranks of a command. Also the requests,
-with their arrivals, which are the same for every system.
+"""System: serves requests in one or several modes on the ranks of a command. Also the requests with
+their arrivals.
 
 A system checks its settings before any process group exists (`prepare`), states what its ranks will
-hold (`model_plans`), loads that (`open`), serves all requests in each pass (`serve`), and frees the
-memory (`close`). All ranks call these methods together, also ranks that wait in a pass.
+hold (`model_plans`), loads that (`open`), serves in each pass (`serve`), and frees the memory
+(`close`). All ranks call these methods together, also ranks that wait.
 """
 
 from __future__ import annotations
@@ -48,9 +48,8 @@ def ignore_tokens(num_tokens: int) -> None:
 
 @dataclass
 class PassObserver:
-    """The observer of a pass: counts of the scheduled steps (`counts`), of verifications, and of
-    the threads that compute (`threads`). It calls `advance` with the number of tokens of each step.
-    """
+    """The observer of a pass: counts of steps, verifications and computing threads. It calls
+    `advance` with each step's number of tokens."""
 
     counts: StepCounts = field(default_factory=StepCounts)
     advance: Callable[[int], None] = ignore_tokens
@@ -59,19 +58,14 @@ class PassObserver:
     is_measured: bool = False
 
     def observe(self, request_ids: Sequence[int], output: StepOutput, seconds: float) -> None:
-        """Take a step that has emitted tokens, as an `Observer` does."""
         self.verifications.observe(request_ids, output)
         self.advance(output.num_tokens)
 
 
 @dataclass(frozen=True)
 class Trace:
-    """The spans of stages or ranks by the clock of the first rank; `rows` are their names.
-
-    Spans are numbered by message or run: `requests` has the request ids of a number, where they are
-    known, and `prompts` the numbers that prefill. `clock_error_s` is the largest possible error of
-    a time.
-    """
+    """The spans of stages or ranks, named by `rows`, by the clock of the first rank, with its
+    largest error. By message or run, `requests` has the known request ids; `prompts` prefill."""
 
     rows: Sequence[str]
     spans: Sequence[Sequence[Span]]
@@ -90,8 +84,8 @@ class Extras:
 
 
 class System(ABC):
-    """A way to serve requests. `run` has this rank's config, models and prompts for `passes`;
-    `expected` the output tokens of the command's first pass, which an emulated drafter knows."""
+    """A way to serve requests. `run` has this rank's config, models and prompts; `expected` the
+    output of the first pass, which an emulated drafter knows."""
 
     run: Prepared
     is_external = False  # another program computes, whose tokens may be rounded otherwise
@@ -129,14 +123,12 @@ class System(ABC):
         return models
 
     def complete(self, models: ResolvedRun, cache: SetupCache) -> Prepared:
-        """The run with a prompt for each request. Neither its memory is planned yet, which takes
-        all systems, nor have the ranks agreed on anything."""
+        """The run with a prompt for each request, before any memory plan or agreement of ranks."""
         count = len(self.options.shapes), self.options.counted_by
         return complete(models, cache, lambda launch, check: "", count)
 
     @property
     def names(self) -> str:
-        """The names of the passes."""
         return " ".join(each.name for each in self.passes)
 
     @abstractmethod
@@ -155,14 +147,13 @@ class System(ABC):
         return "serve fewer or shorter requests at a time"
 
     def config_of(self, each: Pass) -> dict[str, Any]:
-        """The resolved config of a pass on the first rank, as its record has it."""
         config = self.run.config
         return (config if each.is_drafting else config.without_drafts()).to_dict()
 
     @abstractmethod
     def open(self, each: Pass, device: torch.device, progress: Progress) -> None:
-        """Load this rank's models for a pass and connect it with the other ranks. What an earlier
-        pass has opened is kept where it fits this one."""
+        """Load this rank's models for a pass and connect it, keeping what an earlier pass opened if
+        it fits."""
 
     @abstractmethod
     def warm_up_rows(self, each: Pass) -> int:
@@ -180,9 +171,8 @@ class System(ABC):
 
     @abstractmethod
     def serve(self, each: Pass, requests: Sequence[Request], observer: PassObserver) -> Extras:
-        """Serve all requests, each from its arrival on, to their end. Only the first rank's
-        requests get their tokens. Raises ValueError, before the first step, if a request can never
-        be served."""
+        """Serve all requests, each from its arrival on. Only the first rank's get their tokens.
+        Raises ValueError, before the first step, if a request can never be served."""
 
     def now(self) -> float:
         """The time by the clock of arrivals. All ranks that compute must call it equally often."""
@@ -201,13 +191,9 @@ def make_requests(
     end_ids: tuple[int, ...] = (),
     is_coupled: bool = False,
 ) -> list[Request]:
-    """The requests, the first of which arrives at `begin_s`, with prompts and outputs cut to their
-    shapes.
-
-    A request ends early with a token of `end_ids`. Its random numbers depend on its place in the
-    order of arrival, so that they are the same in every pass; `sampling.coupled` explains
-    `is_coupled`.
-    """
+    """The requests, the first of which arrives at `begin_s`. `end_ids` end one early. Its random
+    numbers depend on its place in the order of arrival, equal in every pass; `sampling.coupled`
+    explains `is_coupled`."""
     requests = []
     for i, (prompt, shape) in enumerate(zip(prompts[: len(shapes)], shapes, strict=True)):
         params = make_params(sampling, shape.output_len, end_ids, i, is_coupled)

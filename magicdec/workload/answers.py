@@ -1,5 +1,5 @@
-"""Known answers and their scores, and recall: prefixes that end with a cue, the repeated beginning
-of a distant passage, which the model must attend to and continue."""
+"""Known answers and their scores, and recall: prefixes that end with the beginning of a distant
+passage, which the model must continue."""
 
 from __future__ import annotations
 
@@ -82,9 +82,9 @@ def recall_prompts(
 def repeat_passage(
     prefix: tuple[int, ...], gen_len: int, rng: random.Random
 ) -> tuple[tuple[int, ...], Continuation]:
-    """A prompt whose cue repeats a passage NEAREST to FURTHEST tokens back, in a short prefix at
-    least a third and never at the BOS token. The continuation is the rest of the passage: `gen_len`
-    tokens, or fewer if the cue comes first."""
+    """A prompt whose cue repeats a passage NEAREST to FURTHEST tokens back (in a short prefix from
+    a third on, never the BOS token), and the rest of the passage: `gen_len` tokens, or fewer before
+    the cue."""
     num_cue = min(CUE, len(prefix) // 8)
     body = prefix[:-num_cue]
     distance = rng.randint(min(NEAREST, len(body) // 3), min(FURTHEST, len(body) - 1))

@@ -1,5 +1,5 @@
-"""Books: the texts of a named dataset or of a user's files. A reader yields records with their
-places, one by one as they are asked for; a book's record is an object with a `text`."""
+"""Books: the texts of a named dataset or of a user's files. Readers yield records (objects with a
+`text`) and their places, as they are asked for."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 def read_books(dataset: str, most: int) -> Iterator[str]:
     """The texts of at most `most` books of a named dataset, or of files and folders joined by
-    commas. Raises ValueError as `read_values`, partly only when a book is asked for."""
+    commas. Raises ValueError as `read_values`."""
     return read_values("--dataset", dataset, most, _text_of)
 
 
@@ -60,11 +60,9 @@ def read_prompts(dataset: str, most: int) -> list[str]:
 def read_values(
     flag: str, dataset: str, most: int, value_of: Callable[[Any, str], T]
 ) -> Iterator[T]:
-    """The values of the first records of a dataset, by `value_of` from records and places.
-
-    Raises ValueError for an unknown name, a missing, empty or malformed file, a record without
-    text, and an unreachable hub.
-    """
+    """The values of a dataset's first records, by `value_of` from record and place. Raises
+    ValueError for an unknown name, an unreadable or empty file, a record without text, and an
+    unreachable hub."""
     named = NAMED_READERS.get(dataset)
     records = _of_files(_files_of(flag, dataset)) if named is None else named()
     return _values(flag, dataset, records, most, value_of)
@@ -85,8 +83,6 @@ def title_of(dataset: str) -> str:
 
 
 def _files_of(flag: str, dataset: str) -> list[Path]:
-    """The files of a dataset, in a folder by name. Raises ValueError for a name without a reader,
-    and for a folder without texts."""
     files = list[Path]()
     for name in names_of(dataset):
         path = Path(name)
@@ -110,7 +106,6 @@ def _files_of(flag: str, dataset: str) -> list[Path]:
 
 
 def _of_files(files: Sequence[Path]) -> Records:
-    """The records of the files in turn. With several, places name the file."""
     for path in files:
         of_file = "" if len(files) == 1 else f"{path.name}: "
         try:

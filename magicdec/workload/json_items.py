@@ -1,5 +1,5 @@
-"""The items of a JSON file, one a line or in one array, with their places. They are read as they
-are asked for, so that a file may be larger than memory."""
+"""The items of a JSON file, one a line or in one array, with their places, read on demand: a file
+may be larger than memory."""
 
 from __future__ import annotations
 
@@ -76,7 +76,6 @@ class _JsonArray:
             self.refuse("Extra data", self.at)
 
     def item(self, index: int) -> Any:
-        """The next value, read to its end."""
         self.next_character()
         while True:
             try:

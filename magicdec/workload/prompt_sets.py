@@ -1,5 +1,5 @@
-"""Published prompt sets: the prompt text of an item, in the layout of its file. Tokenizers here
-encode plain text, so words name the speakers of a chat in place of a chat template."""
+"""Published prompt sets: the prompt text of an item. Tokenizers here encode plain text, so words
+name the speakers of a chat."""
 
 from __future__ import annotations
 

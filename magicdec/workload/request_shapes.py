@@ -1,8 +1,8 @@
-"""The shapes of the requests of a serving workload (arrival, prompt length, output length), drawn
-or from a trace. Imports no torch.
+"""The shapes of a serving workload's requests (arrival, prompt length, output length), drawn or
+from a trace. Imports no torch.
 
-An arrival process gives times in ms after the first arrival, from the mean time between two
-arrivals, the number of requests and a random generator (`names.ARRIVALS`).
+An arrival process gives times in ms after the first arrival, by mean time between arrivals, number
+of requests and random generator (`names.ARRIVALS`).
 """
 
 from __future__ import annotations
@@ -30,12 +30,10 @@ UNIFORM = "uniform"
 
 
 def burst(mean_ms: float, count: int, random: Random) -> list[float]:
-    """All arrivals at once."""
     return [0.0] * count
 
 
 def constant(mean_ms: float, count: int, random: Random) -> list[float]:
-    """Arrivals at equal distances."""
     return [mean_ms * i for i in range(count)]
 
 
@@ -60,7 +58,6 @@ class Arrival:
     trace: Path | None = None
 
     def times_ms(self, count: int, random: Random) -> list[float]:
-        """The arrival times of a process."""
         times: list[float] = load_named(ARRIVALS, self.process)(self.mean_ms, count, random)
         return times
 
@@ -121,12 +118,9 @@ def make_shapes(
     gen_len: str | None,
     seed: int,
 ) -> list[RequestShape]:
-    """The requests in the order of arrival, the first at 0 ms. A trace has its own lengths, and its
-    first `num_requests` count; None stands for the default, or for the whole trace.
-
-    Arrivals and lengths have separate generators with the same `seed`, so that one stays when the
-    other changes. Raises ValueError, naming the flag.
-    """
+    """The requests in the order of arrival, the first at 0 ms; of a trace the first `num_requests`,
+    or all. Arrivals and lengths have separate generators with the same `seed`, so that one stays
+    when the other changes. Raises ValueError, naming the flag."""
     if arrival.trace is not None:
         shapes = read_trace(f"--arrival {arrival.process}", arrival.trace)
         if num_requests is not None and num_requests > len(shapes):

@@ -1,6 +1,6 @@
 """RULER-style prompts of an exact number of tokens (RULER, arXiv 2404.06654, section 3), in this
-project's own words. A task makes a text of any size, a question and its answer; `Composer` finds
-the largest size that fits and pads with haystack between head and body."""
+project's own words. `Composer` finds the largest text of a task that fits, and pads with haystack.
+"""
 
 from __future__ import annotations
 
@@ -157,7 +157,6 @@ def _niah(rng: random.Random, size: int, num_keys: int) -> Sample:
 
 
 def _hide(rng: random.Random, statements: Sequence[str], size: int) -> str:
-    """The statements, in order, at random positions among `size` sentences of haystack."""
     places = sorted(rng.randint(0, size) for _ in statements)
     text = [HAYSTACK[i % len(HAYSTACK)] for i in range(size)]
     for place, statement in zip(reversed(places), reversed(statements), strict=True):
@@ -166,7 +165,6 @@ def _hide(rng: random.Random, statements: Sequence[str], size: int) -> str:
 
 
 def _words(rng: random.Random, count: int) -> list[str]:
-    """Distinct words such as brave-lantern, in random order."""
     return rng.sample(_all_words(), count)
 
 

@@ -31,12 +31,9 @@ SKIP_TOKENS = {"pg19": 8000}
 
 @dataclass(frozen=True)
 class Workload:
-    """The prefixes in the order of the run, with one of `answers` each, if known.
-
-    `sources` are (book index, chunk index), `num_available` counts the prefixes drawn from; these
-    and `skip_tokens` are None for generated prompts. `sha256` is of token ids and prompt
-    boundaries.
-    """
+    """The prefixes in the order of the run, and their `answers`, if known. `sources` are (book
+    index, chunk index), drawn from `num_available` prefixes; None if generated. `sha256` is of
+    token ids and prompt boundaries."""
 
     dataset: str
     prompts: tuple[tuple[int, ...], ...]
@@ -48,7 +45,6 @@ class Workload:
     answers: tuple[Answer, ...] | None = None
 
     def first(self, num_prompts: int) -> Workload:
-        """The first prompts alone, as a run of so many draws them."""
         prompts = self.prompts[:num_prompts]
         return replace(
             self,
@@ -77,12 +73,11 @@ def build_workload(
 
     `dataset` is `ruler:TASK`, `recall`, `recall:BOOKS`, a prompt set, or books (a name, files or
     folders). `gen_len`: tokens of recall's continuation. `counted_by`: the flags behind
-    `num_prompts`. `is_whole`: a set's prompts keep their lengths, up to `prefix_len`.
-    `skip_tokens`: left out at the start of each book (None: by SKIP_TOKENS). `batch`: a text with
-    too few prefixes gives whole batches of so many.
+    `num_prompts`. `is_whole`: a set's prompts keep lengths up to `prefix_len`. `skip_tokens`: left
+    out of each book (None: by SKIP_TOKENS). `batch`: a short text gives whole batches of so many.
 
-    Raises ValueError for an unknown or unreadable dataset (see `read_books`), for fewer prefixes
-    than `num_prompts` or `batch`, and for a prefix that is too short.
+    Raises ValueError for an unknown or unreadable dataset (see `read_books`), too few prefixes, and
+    too short ones.
     """
     kind, colon, name = dataset.partition(":")
     if skip_tokens is not None and (kind == "ruler" or is_prompt_set(dataset)):
@@ -142,8 +137,6 @@ def _enough(num_held: int, num_wanted: int, batch: int | None) -> int:
 def _cut_books(
     books: str, tokenizer: Tokenizer, skip: int, prefix_len: int, num_prompts: int
 ) -> tuple[list[array[int]], list[tuple[int, int]]]:
-    """The tokens of as many books as needed after the first `skip`, and the (book, number) of every
-    prefix."""
     texts: list[array[int]] = []
     places = list[tuple[int, int]]()
     for text in read_books(books, MOST_ITEMS):
@@ -166,8 +159,8 @@ def _of_prompt_set(
     is_whole: bool,
     batch: int | None,
 ) -> Workload:
-    """Non-empty items of a prompt set in random order: whole ones of at most `prefix_len` tokens,
-    or longer ones cut in the middle to exactly so many, BOS included."""
+    """Non-empty items of a prompt set in random order: whole up to `prefix_len` tokens, or longer
+    ones cut in the middle to exactly so many."""
     texts = [(i, text) for i, text in enumerate(read_prompts(dataset, MOST_ITEMS)) if text]
     random.Random(seed).shuffle(texts)
     kind, _, name = dataset.partition(":")

@@ -1,6 +1,5 @@
-"""The meaning of `--attention auto`, and the choice of CUDA graphs, which depends on the backend. A
-backend is known only by its `Capabilities` and its place in `AUTO_BACKENDS`. Reading capabilities
-imports torch."""
+"""The meaning of `--attention auto`, and of `--cuda_graphs`, which depends on the backend, known
+only by its `Capabilities` and its place in `AUTO_BACKENDS`. Reading capabilities imports torch."""
 
 from __future__ import annotations
 
@@ -20,8 +19,8 @@ from magicdec.names import AUTO_BACKENDS, PORTABLE_BACKEND, REFERENCE_BACKEND
 
 @dataclass(frozen=True)
 class AttentionCase:
-    """The demands of a run on a model's attention: the dtype of keys, the most tokens of a row
-    (`longest`), and the KV policy of self-speculation (None without)."""
+    """The demands of a run on a model's attention: dtype, most tokens of a row (`longest`), and the
+    KV policy of self-speculation (None without)."""
 
     device: str
     dtype: str = "float32"
@@ -56,7 +55,7 @@ class AttentionCase:
 
 def choose_backend(value: str, machine: Machine, case: AttentionCase) -> Choice:
     """The attention backend. Raises ValueError if a named one cannot serve the machine or the
-    model's heads; `setup.model_checks` refuses other gaps with the model's name."""
+    model's heads; `setup.model_checks` refuses other gaps."""
     if value == "auto":
         return _first_that_serves(machine, case)
     capabilities = capabilities_of(value)
@@ -67,7 +66,6 @@ def choose_backend(value: str, machine: Machine, case: AttentionCase) -> Choice:
 
 
 def _first_that_serves(machine: Machine, case: AttentionCase) -> Choice:
-    """The first backend of the device's line that can serve, and why earlier ones cannot."""
     obstacles: list[str] = []
     for name in AUTO_BACKENDS[case.device]:
         obstacle = case.obstacle(capabilities_of(name), machine)

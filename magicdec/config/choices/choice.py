@@ -10,8 +10,6 @@ INTERPRETED = "asked for; interpreted on a CPU, for checks and not for times"
 
 
 class How(Enum):
-    """The chooser: the user or `auto`."""
-
     ASKED = "the user"
     INTERPRETED = "the user, though the kernels then run in Triton's interpreter"
     AUTO = "auto took what suits the machine best"
@@ -37,7 +35,6 @@ class Choice(str):
 
 
 def first_obstacle(obstacles: Mapping[str, bool]) -> str | None:
-    """The first reason that applies; None if none does."""
     return next((reason for reason, applies in obstacles.items() if applies), None)
 
 

@@ -1,5 +1,5 @@
-"""The meaning of `--collectives auto`, which collectives cannot serve a machine, and how messages
-travel between stages: from GPU to GPU, or through host memory. Imports no torch."""
+"""The meaning of `--collectives auto`, and how messages travel between stages: from GPU to GPU, or
+through host memory. Imports no torch."""
 
 from __future__ import annotations
 
@@ -23,9 +23,8 @@ GPU_FREE = "--device cpu --collectives gloo"  # what serves more ranks than GPUs
 def choose_collectives(
     value: str, device: str, machine: Machine, is_staged: bool = False
 ) -> Choice | None:
-    """The collectives, None for one rank. Between stages (`is_staged`) only hidden states pass,
-    which can also go through host memory, so that ranks may share a GPU. Raises ValueError for
-    named ones that cannot serve."""
+    """The collectives, None for one rank. Stages (`is_staged`) may pass hidden states through host
+    memory, and so share a GPU. Raises ValueError for named ones that cannot serve."""
     ranks = machine.local_world_size
     gpus = machine.num_gpus
     if machine.world_size == 1:
@@ -85,8 +84,8 @@ SHOWN = {"shared_memory": "shared memory", "gloo": "gloo"}
 
 @dataclass(frozen=True)
 class Transport:
-    """The way of messages. `headers` is gloo or shared_memory. `payloads` is IN_MESSAGES (on a
-    CPU), HOST_COPIES (GPU to host and back) or NCCL (GPU to GPU). `why` is the reason on a GPU."""
+    """The way of messages. `headers` is gloo or shared_memory; `payloads` IN_MESSAGES (CPU),
+    HOST_COPIES (by host memory) or NCCL. `why` is the reason on a GPU."""
 
     headers: str
     payloads: str

@@ -17,7 +17,7 @@ PACKED_DTYPES = ("bfloat16", "float32")
 
 def choose_dtype(config: RunConfig, device: str, machine: Machine) -> str:
     """The dtype of activations and KV cache. `auto` is bfloat16 where it is fast: on CUDA, on CPUs
-    with dot products for it, and where the project's own kernels widen it."""
+    with products of it, and where our kernels widen it."""
     model = config.model
     if model.dtype != "auto":
         return model.dtype
@@ -125,9 +125,8 @@ class StepParts:
 
 
 def choose_native_steps(value: str, parts: StepParts, layer_obstacle: str | None) -> Choice:
-    """Whether native steps are on. `layer_obstacle` is a part of the layers that the library does
-    not compute. Only for it `auto` counts as second best; other parts have their own reasons.
-    Raises ValueError if the user asked for impossible ones."""
+    """Whether native steps are on. Only `layer_obstacle`, a part of the layers that the library
+    lacks, makes `auto` second best. Raises ValueError if the user asked for impossible ones."""
     of_parts = parts.obstacle()
     if value != "auto":
         obstacle = of_parts or layer_obstacle

@@ -1,6 +1,5 @@
-"""Carriers of tensors along an edge between two ranks: a ring buffer in shared memory
-(`shared_ring.cpp`), or a process group of gloo or NCCL. Also the collectives of ranks with gloo
-edges. A wait notices the end of a peer."""
+"""Carriers of tensors between two ranks: a ring buffer in shared memory (`shared_ring.cpp`), or a
+process group of gloo or NCCL. Also the collectives of ranks with gloo edges."""
 
 from __future__ import annotations
 
@@ -32,7 +31,7 @@ DIRECT_BYTES = 1 << 16  # of a sum for which each of three or more ranks sends i
 
 class GroupCarrier:
     """One end of an edge to `peer` through a process group, with at most `depth` tensors under way.
-    `is_on_device`: the group's `wait` returns at once and lets the device's stream wait."""
+    `is_on_device`: the group's `wait` is the device stream's."""
 
     def __init__(
         self,
@@ -87,9 +86,9 @@ class GroupCarrier:
 class PacketCarrier(GroupCarrier):
     """One end of an edge through gloo, with tensors in packets.
 
-    The receiver is ready for packets before they are sent; otherwise gloo asks first, and a tensor
-    takes the link's delay three times. No send waits for the receiver of its tensor, since two
-    ranks that send to each other would both wait.
+    The receiver is ready before packets are sent; otherwise gloo asks first, and a tensor takes the
+    link's delay three times. No send waits for its receiver, or two ranks would wait for each
+    other.
     """
 
     def __init__(
@@ -106,7 +105,6 @@ class PacketCarrier(GroupCarrier):
             self._expect(torch.empty(PACKET_BYTES, dtype=torch.uint8))
 
     def parts(self, tensor: Tensor) -> Sequence[Tensor]:
-        """The bytes of a tensor, in packets that share its memory."""
         return tensor.view(-1).view(torch.uint8).split(PACKET_BYTES)
 
     def fill(self, tensor: Tensor) -> None:
@@ -121,8 +119,8 @@ class PacketCarrier(GroupCarrier):
 
 
 class DirectExchange:
-    """Collectives of CPU ranks that each send to all others, so that they take a link's delay once.
-    Gloo's own take it several times."""
+    """Collectives of CPU ranks that each send to all others, and so take a link's delay once;
+    gloo's own take it several times."""
 
     def __init__(
         self, handle: ProcessGroup, ranks: Sequence[int], index: int, processes: Processes
@@ -171,8 +169,8 @@ def wait_for(work: Any, peer: int, processes: Processes) -> None:
 
 
 def wait_for_device(work: Any, peer: int, processes: Processes) -> None:
-    """As `wait_for`, for backends such as NCCL, whose `wait` only lets the device's stream wait:
-    the host polls until the device is done."""
+    """As `wait_for`, for backends such as NCCL, whose `wait` is the device stream's: the host
+    polls."""
     now = time.monotonic()
     end = now + PATIENCE_S
     look_at = now + CHECK_S

@@ -1,6 +1,5 @@
-"""Connects ranks by channels. Headers on one host go through shared memory, others through gloo.
-GPU payloads are copied through pinned host memory, or sent from GPU to GPU apart from their
-headers."""
+"""Connects ranks by channels. Headers on one host go through shared memory, others through gloo;
+GPU payloads through pinned host memory, or from GPU to GPU apart from their headers."""
 
 from __future__ import annotations
 
@@ -46,12 +45,9 @@ class Connector:
         depth: int = DEPTH,
         capacity: int = CAPACITY,
     ) -> None:
-        """Headers go through `headers`, gloo or shared_memory; None if no rank sends to another.
-
-        `form` is of hidden states for `device`; with `apart` they go by process groups of that
-        backend. Messages arrive `delay_s` later. At most `depth` messages are under way on an edge,
-        in shared memory at most `capacity` bytes.
-        """
+        """`headers` is gloo or shared_memory, None if no rank sends to another. `form` is of hidden
+        states for `device`, `apart` a process group backend for them. Messages arrive `delay_s`
+        later; an edge holds at most `depth` messages, in shared memory `capacity` bytes."""
         self.rank = launch.rank
         self.headers = headers
         self.form = form
@@ -66,7 +62,6 @@ class Connector:
     def edge(
         self, sender: int, receiver: int, form: MessageForm, apart: str | None = None
     ) -> tuple[Sender | None, Receiver | None]:
-        """This rank's ends of a channel from one rank to another, or to itself."""
         if sender == receiver:
             channel = Loopback()
             return (channel, channel) if self.rank == sender else (None, None)

@@ -1,8 +1,5 @@
 """Messages from one rank to another, in order: numbers, and a tensor of hidden states. Nothing is
-pickled. The systems give the kinds their meaning.
-
-A wait for an ended peer raises `PeerLost`, and so does one longer than PATIENCE_S.
-"""
+pickled. A wait for an ended peer, or beyond PATIENCE_S, raises `PeerLost`."""
 
 from __future__ import annotations
 
@@ -38,12 +35,11 @@ def sleep_until(due_s: float) -> None:
 
 
 class Due(threading.local):
-    """The time, in seconds of `time.perf_counter`, at which this thread was due to have done its
-    emulated work; None if it emulates nothing.
+    """When, in seconds of `time.perf_counter`, this thread was due to have done its emulated work;
+    None if it emulates nothing.
 
-    The next emulated work counts from then, so that late wake-ups from sleep do not add up. It
-    belongs to the thread because what sleeps, a model or a drafter, is many calls below the loop
-    that has the message.
+    The next emulated work counts from then, so that late wake-ups do not add up. It is per thread
+    because what sleeps is many calls below the loop that has the message.
     """
 
     time_s: float | None = None
@@ -72,9 +68,8 @@ DUE = Due()
 
 @dataclass(frozen=True)
 class Message:
-    """A message of the run or draft step `run`. `words` are numbers with a meaning by kind,
-    `payload` hidden states [rows, tokens, hidden] or None. `due_s` is when it is due to arrive or
-    leave, None without emulated work (`Due`)."""
+    """A message of the run or draft step `run`: `words` with a meaning by kind, and a `payload` of
+    hidden states [rows, tokens, hidden] or None. `due_s` is its time in emulated work (`Due`)."""
 
     kind: Kind
     run: int = 0
@@ -96,8 +91,8 @@ def floats_of(words: Sequence[int]) -> list[float]:
 
 @dataclass(frozen=True)
 class MessageForm:
-    """The format on which both ends of a channel agree: a header, int64 [7 + num_words], a tensor
-    of the words beyond it, and the payload, of `width` and `dtype`."""
+    """The format of a channel: a header, int64 [7 + num_words], a tensor of further words, and the
+    payload, of `width` and `dtype`."""
 
     width: int
     dtype: torch.dtype
@@ -105,7 +100,7 @@ class MessageForm:
 
     def numbers(self, message: Message) -> list[Tensor]:
         """The header (kind, run, status, rows, tokens, due time in ns or 0, number of words, first
-        words), and a tensor of more words if there are any."""
+        words), and further words."""
         count = self.num_words
         words = message.words
         rows, tokens = (0, 0) if message.payload is None else message.payload.shape[:2]
@@ -213,8 +208,8 @@ class ChannelSender(Sender):
 
 @dataclass(frozen=True)
 class ChannelReceiver:
-    """A receiver of payloads on `device`, by `payloads` if they go apart. `shares_clock`: both ends
-    are on one host, so that due times are valid."""
+    """A receiver of payloads on `device`, by `payloads` if they go apart. Due times hold only if it
+    `shares_clock`, on one host."""
 
     form: MessageForm
     reader: Carrier
@@ -362,7 +357,7 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def wait_for_stream(device: torch.device) -> None:
-    """Wait for what this thread started on the device, but not for messages of other streams, whose
+    """Wait for this thread's work on the device, but not for messages of other streams, whose
     receiver may be waiting for this rank."""
     if device.type == "cuda":
         torch.cuda.current_stream(device).synchronize()

@@ -28,7 +28,6 @@ class Processes:
     pids: tuple[int | None, ...] = ()
 
     def ended(self) -> list[int]:
-        """The ranks of this host whose processes have ended."""
         pids = enumerate(self.pids)
         return [rank for rank, pid in pids if pid is not None and not is_alive(pid)]
 

@@ -1,11 +1,11 @@
 """Ends this rank when another one has ended, whatever this rank waits for.
 
-On its own host a rank looks at the other processes, and also ends if one is stopped for PATIENCE_S.
-A main thread that notices a loss itself, by a failed collective for example, has time to say so.
+A rank watches the processes of its host, and also ends if one is stopped for PATIENCE_S. A main
+thread that notices a loss itself has time to say so.
 
-A host that is cut off closes no connection, so that a collective would wait for gloo's half an
-hour. Between hosts each rank therefore counts up a number in the rendezvous store (`Heartbeat`). A
-number that stands still for PATIENCE_S ends the process, as does another rank's report of a loss.
+A host that is cut off closes no connection, and gloo would wait for half an hour. Between hosts
+each rank therefore counts up a number in the rendezvous store (`Heartbeat`): one that stands still
+for PATIENCE_S ends the process, as does another rank's report.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ class Watcher(threading.Thread):
 
 class Watch(Watcher):
     """The watcher of this host's processes. It reports a rank that ended before its last look, so
-    that the main thread had LOOK_S, and one found stopped at all looks of PATIENCE_S. Looks are
-    counted, because time goes on for ranks that are all stopped and continued."""
+    that the main thread had LOOK_S, or was stopped at all looks of PATIENCE_S. Looks are counted
+    because ranks may all be stopped and continued."""
 
     def __init__(
         self, launch: Launch, processes: Processes, on_lost: Callable[[str], None]
@@ -139,7 +139,6 @@ def stop_watching() -> None:
 
 
 def find_watch() -> Watch | None:
-    """This rank's watch, None without one."""
     watches = (thread for thread in threading.enumerate() if isinstance(thread, Watch))
     return next(watches, None)
 
@@ -158,9 +157,8 @@ def naming_lost(launch: Launch) -> Iterator[None]:
 
 
 def name_lost(error: RuntimeError) -> None:
-    """Raises PeerLost if `error` of the main thread came from an ended rank of this host. After an
-    error of a connection the other rank may still be ending; or another host is the reason, and the
-    heartbeat has time to name it and end this process."""
+    """Raises PeerLost if `error` of the main thread came from an ended rank of this host. After a
+    lost connection it waits: the rank may still be ending, or the heartbeat names another host."""
     watch = find_watch()
     if isinstance(error, PeerLost) or watch is None:
         return
@@ -183,8 +181,8 @@ def is_of_connection(error: RuntimeError) -> bool:
 
 
 def end_process(launch: Launch, line: str) -> NoReturn:
-    """End this rank at once, since what it shares cannot be closed without the others. Leave the
-    line about the loss to the launcher and the user."""
+    """End this rank at once, since shared resources cannot be closed without the others. Leave the
+    line about the loss to launcher and user."""
     with ENDING:
         has_other_hosts = launch.local_world_size != launch.world_size
         line = f"rank {launch.rank}: {first_word(line) if has_other_hosts else line}"
@@ -198,7 +196,7 @@ def end_process(launch: Launch, line: str) -> NoReturn:
 
 def end_stopped() -> None:
     """Kill the stopped ranks of this host, once the others have named them: the launcher's request
-    to end would reach them only when continued."""
+    reaches them only when continued."""
     watch = find_watch()
     if watch is not None and watch.processes.stopped():
         time.sleep(NAMING_S)

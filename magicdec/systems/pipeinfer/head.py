@@ -1,6 +1,5 @@
-"""Head: carries out the scheduler's actions. It launches and cancels runs, asks the drafter, and
-gives requests their tokens. Threads receive results and drafts, so that it never waits for one
-while the other is there.
+"""Head: carries out the scheduler's actions. Threads receive results and drafts, so that it never
+waits for one while the other is there.
 
 PipelineRank: the channels, loops and threads of one rank. The first rank is the head, with its
 stage and its drafter in threads; every other rank is a stage or drafts.
@@ -61,8 +60,8 @@ Events = SimpleQueue[Event]
 
 
 def forward(channel: Receiver, is_result: bool, events: Events) -> Thread:
-    """A thread that turns the messages of a channel into events until its end, which for a channel
-    of results is an event too."""
+    """A thread that turns a channel's messages into events until its end, which is an event of
+    results too."""
 
     def copy() -> None:
         message = None
@@ -173,8 +172,8 @@ def connect_cancellations(
 
 
 class Head:
-    """The head's loop. `clock` times arrivals and commits. Runs are numbered from `first_run` on,
-    so that no run of an earlier head is mistaken for them."""
+    """The head's loop. Runs are numbered from `first_run` on, so that no earlier head's run is
+    mistaken for them."""
 
     def __init__(
         self,
@@ -207,8 +206,8 @@ class Head:
         self._is_drafting = False
 
     def serve(self) -> None:
-        """Serve the requests until all have ended and every run is home. The scheduler and the
-        drafter number them in the order of arrival."""
+        """Serve until all requests have ended and every run is home. Requests are numbered in the
+        order of arrival."""
         while self._arrivals or not self.scheduler.is_over or self._is_drafting:
             self._step()
 
@@ -297,8 +296,8 @@ class Head:
                 self._draft(action)
 
     def _commit(self, commit: Commit) -> None:
-        """Append the tokens and report the judged runs to the observer. The first report has all
-        tokens and the time since the commit before."""
+        """Append the tokens and report the judged runs; the first report has the tokens and the
+        time since the commit before."""
         request = self.requests[commit.request]
         now_s = self.clock()
         request.append(list(commit.tokens), now_s)
@@ -325,8 +324,6 @@ class Head:
         self.launches.send(Message(Kind.HIDDEN, run, words=launch.to_words()))
 
     def _begin(self, launch: Launch) -> None:
-        """Note the request's first run and tell the drafter its prompt, which it reads
-        meanwhile."""
         number = launch.request
         request = self.requests[launch.request]
         self.moves[request.request_id] = Moves([self.clock()])
@@ -355,9 +352,8 @@ End = TypeVar("End")
 
 
 class PipelineRank:
-    """One rank. Its stage and its drafter, None where it has none, compute on `device`, each in a
-    thread if it has both; on a GPU they share a stream. `moves`, on the first rank alone, tell when
-    each request served last got its lane."""
+    """One rank. Its stage and its drafter, None where it has none, compute in threads of their own;
+    on a GPU they share a stream. `moves`, on the first rank, tell when requests got their lanes."""
 
     def __init__(
         self,
@@ -388,8 +384,8 @@ class PipelineRank:
         observe: Observer,
         count: ThreadCount,
     ) -> Spans:
-        """The spans of this rank after all requests have ended. The first rank's scheduler decides;
-        `count` measures the threads of each loop."""
+        """The spans of this rank after all requests have ended. The first rank's scheduler
+        decides."""
         spans = Spans()
         wires = self.wires
         loops: list[Callable[[], None]] = []
@@ -416,7 +412,6 @@ class PipelineRank:
         return spans
 
     def _threads(self, loops: Sequence[Callable[[], None]], events: Events) -> list[Thread]:
-        """The first rank's threads: its loops and its receivers."""
         compute = partial(self._compute, torch.get_num_threads())
         threads = [in_thread(partial(compute, loop), events) for loop in loops]
         threads.append(forward(there(self.wires.results), True, events))

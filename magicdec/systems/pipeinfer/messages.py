@@ -9,10 +9,10 @@ from typing import NamedTuple
 
 @dataclass(frozen=True)
 class Launch:
-    """A run of rows through the stages, each stage in the order of launches.
+    """A run of rows through the stages, in the order of launches.
 
-    The rows are consecutive tokens from position `first` on; a stage first forgets what it holds of
-    the lane from there on. The predictions of the last `num_outputs` rows come home.
+    The rows are consecutive tokens from position `first` on, from where a stage first forgets the
+    lane. The predictions of the last `num_outputs` rows come home.
     """
 
     run: int
@@ -52,7 +52,7 @@ class JudgedRun(NamedTuple):
 @dataclass(frozen=True)
 class Cancel:
     """Runs whose further results nobody will read. A stage that skips one sends a void header on
-    instead; a stage that has finished it does nothing."""
+    instead."""
 
     runs: tuple[int, ...]
 

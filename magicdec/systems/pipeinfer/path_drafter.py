@@ -1,6 +1,5 @@
-"""Drafters of pipelined speculation, on a rank of their own or in a thread of the head's, and their
-messages. A drafter gives the most probable token after a path that follows a request's committed
-text."""
+"""Drafters of pipelined speculation and their messages. A drafter gives the most probable token
+after a path that follows a request's committed text."""
 
 from __future__ import annotations
 
@@ -28,8 +27,8 @@ from magicdec.systems.stages.spans import What
 
 @dataclass(frozen=True)
 class DraftRequest:
-    """A question to the drafter: which token follows `path`, after the first `kept` tokens that the
-    drafter has and `new`? Without a path it only tells the text, and there is no answer."""
+    """A question to the drafter: which token follows `path`, after `kept` known tokens and `new`?
+    Without a path it only tells the text."""
 
     request: int
     lane: int
@@ -51,7 +50,6 @@ class DraftRequest:
 
 
 def pack_candidate(draft: int, candidate: Candidate | None) -> Message:
-    """The answer to a DraftRequest."""
     if candidate is None:
         return Message(Kind.NUMBERS, draft)
     token, probability = candidate
@@ -75,8 +73,6 @@ class Drafter(Protocol):
 
 
 class DraftSteps:
-    """The part (`Part`) that answers the head's draft steps with the candidates of `drafter`."""
-
     what: ClassVar[What] = What.DRAFT
 
     def __init__(self, drafter: Drafter) -> None:
@@ -92,8 +88,8 @@ class DraftSteps:
 
 
 class LookupDrafter:
-    """Prompt lookup: the token after the longest suffix of the path that occurs in the committed
-    text, with probability 1."""
+    """Prompt lookup: the token after the path's longest suffix in the committed text, with
+    probability 1."""
 
     def __init__(self, corpus: Sequence[int] = ()) -> None:
         self.corpus = SuffixIndex(corpus, len(corpus)) if corpus else None
@@ -109,8 +105,8 @@ class LookupDrafter:
 
 
 class ScriptedDrafter:
-    """A drafter that knows the target's output, for emulated acceptance and tests. It proposes
-    output token i if `is_right[i]`, otherwise another one. A step takes `seconds`."""
+    """A drafter that knows the target's output, for emulated acceptance and tests. Output token i
+    is right if `is_right[i]`. A step takes `seconds`."""
 
     def __init__(
         self,
@@ -143,7 +139,7 @@ class ScriptedDrafter:
 
 @dataclass
 class HeldText:
-    """The text of a cache row: the first `committed` tokens of `request`, of which `output` follow
+    """The text of a cache row: the first `committed` tokens of `request`, whose `output` follows
     the prompt, then the drafted `tokens`. `candidates[i]` follows the first i of these."""
 
     request: int = 0
@@ -163,19 +159,17 @@ class HeldText:
         del self.tokens[count:], self.candidates[count + 1 :]
 
     def commit(self, count: int) -> None:
-        """Commit the first `count` drafted tokens."""
         self.committed += count
         self.output += self.tokens[:count]
         del self.tokens[:count], self.candidates[:count]
 
 
 class ModelDrafter:
-    """A model that drafts on a KV cache of its own, a row for each lane, of which it reads what a
-    KV policy says. It is a smaller model or the target itself (self-speculation), whose own KV is
-    divided among the stages.
+    """A drafting model with its own KV cache, a row a lane, read by a KV policy. In
+    self-speculation it is the target, whose KV is divided among the stages.
 
     Candidates are ids below `vocab_size`, the target's: the best that `sampling` could choose, with
-    the probabilities of being chosen.
+    their probabilities.
     """
 
     def __init__(
@@ -210,7 +204,6 @@ class ModelDrafter:
         return held.candidates[-1]
 
     def _begin(self, number: int, lane: int, text: Sequence[int]) -> None:
-        """Prefill the text of another request."""
         request = Request(lane, tuple(text), SamplingParams(1), row=lane)
         self.runner.cache.release(lane)
         self.runner.allocate(lane)
@@ -228,7 +221,6 @@ class ModelDrafter:
         self.kv.rewind(BatchRows.of([lane], device), Lengths.of([held.committed + count], device))
 
     def _compute(self, lane: int, tokens: Sequence[int]) -> None:
-        """Append `tokens` to the row and learn the candidates after them."""
         held = self.held[lane]
         device = self.runner.device
         committed = Lengths.of([held.committed], device)

@@ -1,6 +1,6 @@
-"""PipelinedScheduler: decides what a pipeline of stages computes, in which order, and what it
-skips, by asynchronous pipelined speculation (PipeInfer, arXiv 2407.11798), synchronous speculation
-or plain decoding. docs/pipelined_speculation.md has the algorithm.
+"""PipelinedScheduler: decides what a pipeline of stages computes and skips, by asynchronous
+pipelined speculation (PipeInfer, arXiv 2407.11798; docs/pipelined_speculation.md), synchronous
+speculation or plain decoding.
 
 Pure Python without torch, clock or channels: events go in, ordered actions come out, and equal
 calls give equal actions. Three rules make it lossless:
@@ -35,8 +35,6 @@ from magicdec.systems.pipeinfer.sequence import Microbatch, Node, Run, Sequence
 
 @dataclass
 class Counts:
-    """Counts of what was scheduled so far."""
-
     runs: int = 0
     speculative_runs: int = 0
     invalid_runs: int = 0  # cancelled: no row of them could be right any more
@@ -49,12 +47,9 @@ class Counts:
 
 
 def judge(tip: Node, drafts: Tokens[Node], is_over: bool) -> tuple[tuple[JudgedRun, ...], int]:
-    """The launched `drafts` that are now judged, by run, and the number of draft tokens that nobody
-    will judge. They follow the `tip` as it was before the results.
-
-    A run counts with all its drafts once its first is judged, as in a verification at once.
-    `is_over`: the request has ended, so that no further result counts.
-    """
+    """The newly judged runs of `drafts`, and the number of draft tokens that nobody will judge.
+    `tip` is as before the results. A run counts with all its drafts once its first is judged.
+    `is_over`: the request has ended."""
     before = tip
     is_ended = False
     num_cancelled = 0
@@ -116,9 +111,8 @@ class PipelinedScheduler:
     def result(
         self, run: int, tokens: Tokens[int] | None, margins: Tokens[float] | None = None
     ) -> list[Action]:
-        """Take the result of the oldest run: the target's next token after each of its last
-        `num_outputs` rows, None if void. `margins` are the logits' leads over the second largest,
-        if known."""
+        """Take the oldest run's result: the target's next token after each of its last
+        `num_outputs` rows, None if void, and the leads of their logits over the second largest."""
         oldest = self.in_flight.popleft()
         assert oldest.run == run, f"result of run {run}, but run {oldest.run} is the oldest"
         if oldest.is_cancelled:
@@ -134,7 +128,6 @@ class PipelinedScheduler:
         return self._commit(sequence)
 
     def drafted(self, draft: int, candidate: Candidate | None) -> list[Action]:
-        """Take the candidate after the path of a Draft."""
         assert self._drafting is not None and self._drafting[0] == draft, "one draft at a time"
         _, sequence, batch = self._drafting
         self._drafting = None
@@ -177,7 +170,6 @@ class PipelinedScheduler:
         return sequence.adjustment.may_draft and sequence.may_grow
 
     def _end_microbatch(self, sequence: Sequence) -> list[Action]:
-        """Launch the microbatch, or count a failed attempt."""
         batch = sequence.microbatch
         assert batch is not None
         rows = sequence.take_drafted()
@@ -239,7 +231,6 @@ class PipelinedScheduler:
         self.in_flight.append(run)
 
     def _admit(self) -> list[Action]:
-        """Prefill waiting requests while lanes are free."""
         actions: list[Action] = []
         while self._waiting and self._free_lanes:
             sequence = self._waiting.popleft()
@@ -262,7 +253,6 @@ class PipelinedScheduler:
         return actions
 
     def _leave(self, sequence: Sequence) -> list[Action]:
-        """Give the lane of an ended request to the next one."""
         del self._sequences[sequence.request]
         self._turn.remove(sequence.request)
         heapq.heappush(self._free_lanes, sequence.lane)

@@ -1,9 +1,9 @@
-"""One request in the pipeline: the chain of its uncommitted tokens, and the microbatch that is
-drafted for it, by the rules of PipeInfer (arXiv 2407.11798, and its code) for one branch.
+"""One request in the pipeline: its uncommitted tokens and its microbatch, by the rules of PipeInfer
+(arXiv 2407.11798, and its code) for one branch.
 
 A node is a token at a position. The tip is the node of the newest committed token: everything that
-can still be right follows it, and every stage has computed what comes before it. Later runs write
-the positions of wrong drafts anew; every stage runs in order, so an earlier reader has read before.
+can still be right follows it, and every stage has computed what comes before it. Later runs
+overwrite wrong drafts; stages run in order, so earlier readers have read before.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ class Sequence:
 
     def commit(self) -> tuple[tuple[int, ...], str | None]:
         """Commit all that the results tell and drop wrong drafts. Returns the tokens, and why the
-        request has ended, if it has. Raises NotFinite for a token with a NaN margin: its logits are
-        not finite."""
+        request has ended, if it has. Raises NotFinite for logits that are not finite (a NaN
+        margin)."""
         tokens: list[int] = []
         finished = None
         while finished is None and (token := self.tip.predicted) is not None:
@@ -114,7 +114,6 @@ class Sequence:
         return tuple(tokens), finished
 
     def _move_tip(self, token: int) -> None:
-        """Move the tip to `token`, which follows it: its drafted node or a new one."""
         following = self.chain[1:]
         if not following or following[0].token != token:
             following = [Node(token, self.tip.position + 1)]
@@ -171,7 +170,6 @@ class Sequence:
         return rows
 
     def launch(self, run: Run, first: int, tokens: Tokens[int]) -> Launch:
-        """The launch of `tokens` from position `first` on, for the nodes of `run`."""
         for node in run.nodes:
             node.run = run
         self.num_in_flight += 1
@@ -192,8 +190,8 @@ Grow = Callable[[Node, int], Node | None]
 
 @dataclass(eq=False)
 class Microbatch:
-    """Draft tokens up to `leaf`, one from each of at most `gamma` draft steps, while candidates are
-    as probable as the `threshold`."""
+    """Draft tokens up to `leaf`, from at most `gamma` draft steps, at least as probable as the
+    `threshold`."""
 
     leaf: Node
     gamma: int
@@ -204,7 +202,6 @@ class Microbatch:
     was_refused: bool = False  # it stopped at the threshold
 
     def extend(self, candidate: Candidate | None, grow: Grow) -> None:
-        """Take the candidate of one draft step."""
         self.num_steps += 1
         self.was_refused = candidate is None or candidate[1] < self.threshold
         node = None if candidate is None or self.was_refused else grow(self.leaf, candidate[0])

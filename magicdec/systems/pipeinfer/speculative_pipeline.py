@@ -1,8 +1,8 @@
-"""SpeculativePipeline: the system of stages that decode token by token, with one batch of drafts
-under way, or with drafts that run ahead and are cancelled if wrong (PipeInfer, arXiv 2407.11798).
+"""SpeculativePipeline: the system of stages that decode token by token, with one batch of drafts,
+or with drafts that run ahead and are cancelled if wrong (PipeInfer, arXiv 2407.11798).
 
-Owns what a rank loads and how ranks are connected; the `PipelinedScheduler` decides what runs. For
-`--layer_split auto` a stage is timed without links, scheduler and drafter.
+Owns what a rank loads and how ranks are connected. For `--layer_split auto` a stage is timed
+without links, scheduler and drafter.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ from magicdec.systems.system import Extras, PassObserver, Trace
 
 
 class SpeculativePipeline(StagedSystem):
-    """A pipeline with a head. `run.config` is of one rank's stage and drafts nothing. `drafting` is
-    `run` with the draft model, None if no model drafts."""
+    """A pipeline with a head. `run.config` is of one stage without drafts; `drafting` is `run` with
+    the draft model, if there is one."""
 
     member: PipelineRank | None = None
 
@@ -97,8 +97,8 @@ class SpeculativePipeline(StagedSystem):
         return self.options.speculation.gamma if is_sync else 0
 
     def _find_models(self, run_config: RunConfig, cache: SetupCache) -> ResolvedRun:
-        """The models for a row a lane, with room for drafts of a whole output, which may precede
-        its first commit, and beyond its end in synchronous speculation."""
+        """The models for a row a lane, with room for drafts of a whole output, in synchronous
+        speculation beyond its end."""
         run_config = with_own_model(run_config)
         workload = self.options.batch_of(run_config.workload, self.options.speculation.lanes)
         assert workload.gen_len is not None, "the batch has room for outputs"
@@ -110,7 +110,6 @@ class SpeculativePipeline(StagedSystem):
         )
 
     def _place_draft(self, models: ResolvedRun, layout: Layout) -> ResolvedConfig:
-        """The config of this rank's stage, with the draft on its rank of the layout."""
         ranks = layout.group_of(self.rank)
         config = models.config.on_ranks(ranks)
         draft = models.config.draft
@@ -236,8 +235,8 @@ class SpeculativePipeline(StagedSystem):
 
 
 def with_own_model(run_config: RunConfig) -> RunConfig:
-    """`run_config` with self-speculation as a draft model of its own: the target, with its own KV
-    cache on the draft's ranks, and in int8 if the target is and no other weights are asked for."""
+    """`run_config` with self-speculation as a draft model: the target with its own KV cache, in
+    int8 if the target is and no other weights are asked for."""
     if run_config.decoding.drafter != SELF:
         return run_config
     of_target = "int8" if run_config.model.target_dtype == "int8" else None
@@ -248,8 +247,8 @@ def with_own_model(run_config: RunConfig) -> RunConfig:
 
 
 class RunTiming(Timing):
-    """The timing of runs of `step.num_tokens` rows after `step.context` tokens of one request; each
-    run overwrites the last. `run.config` is of one rank, without drafts."""
+    """The timing of runs of `step.num_tokens` rows after `step.context` tokens; each run overwrites
+    the last."""
 
     growth = 1
 

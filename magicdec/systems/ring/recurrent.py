@@ -1,14 +1,12 @@
 """RecurrentPipeline: samples circulate through a ring of stages, so that every stage works on
 another one (recurrent pipeline parallelism; MDI-LLM, arXiv 2505.18164, section III).
 
-The samples in flight are divided into lanes. A lane is a running batch with its own scheduler,
-whose rows travel in one message; all lanes admit from one queue. A step of a lane ends when its
-messages are home, and the next begins at once. A lane without requests is idle until one arrives.
+A lane is a running batch with its own scheduler, whose rows travel in one message; all lanes admit
+from one queue. A step of a lane ends when its messages are home, and the next begins at once.
 
-With drafts, a decoding message holds a row's newest token and its drafts, and its words say how
-many tokens every stage keeps of each row. The first stage drafts and judges (`Speculation`).
-Messages come home in the order of their sending, so that all ranks of the first stage make the same
-calls in the same order without agreeing on it.
+With drafts, a decoding message holds a row's newest token and its drafts, and says how many tokens
+every stage keeps of each row. The first stage drafts and judges (`Speculation`). Messages come home
+in the order of their sending, so that all ranks of the first stage act alike without agreeing.
 """
 
 from __future__ import annotations
@@ -53,8 +51,8 @@ from magicdec.systems.stages.stage import VERIFY, WANTED, Stage
 
 @dataclass(frozen=True)
 class Draft:
-    """Drafted tokens of the rows of some requests that await verification: `tokens`, int64 [B, 1 +
-    K], are the newest token and K drafts of each row."""
+    """Drafted tokens that await verification: `tokens`, int64 [B, 1 + K], are the newest token and
+    K drafts of each request."""
 
     requests: Sequence[Request]
     tokens: Tensor
@@ -123,7 +121,6 @@ class Speculation:
         self.drafter.commit(BatchRows.of(rows, device), Lengths.of(lengths, device))
 
     def release(self, rows: Sequence[int]) -> None:
-        """Forget the ended samples in `rows`."""
         self.drafter.release([row for row in rows if self._known.pop(row, None) is not None])
 
     @contextmanager
@@ -148,8 +145,8 @@ class Lane:
 
 @dataclass(frozen=True)
 class Flight:
-    """A run under way. `is_wanted`: next tokens of `requests` follow from it. `is_decode`: it has
-    their newest tokens, no prompt. `ends_step`: it is the last run of the lane's step."""
+    """A run under way. `is_wanted`: next tokens follow from it. `is_decode`: it has newest tokens,
+    no prompt. `ends_step`: it is the last of the lane's step."""
 
     lane: Lane
     requests: tuple[Request, ...]
@@ -166,9 +163,8 @@ class Flight:
 
 
 class RecurrentPipeline:
-    """The first stage of the ring. `limits` are per lane, of `lane_size` rows. With `speculation`,
-    messages carry drafts. `spans`, `samples` (whose tokens each run had) and `prompts` (the runs of
-    prompts) tell about the last call of `serve`."""
+    """The first stage of the ring. `limits` are per lane. `spans`, `samples` (whose tokens each run
+    had) and `prompts` (runs of prompts) are of the last call of `serve`."""
 
     def __init__(
         self,
@@ -210,12 +206,12 @@ class RecurrentPipeline:
         observe: Observer = ignore_step,
         watch: Watcher = lambda plan: None,
     ) -> None:
-        """Serve `requests`, each from its `arrived_s` on, until all have ended.
+        """Serve `requests`, each from its `arrived_s` on, until all have ended. All ranks must have
+        the same.
 
         `observe` is called after each message that has emitted tokens, with the seconds since its
-        sending, and `watch` with the plan of every step of a lane. All ranks must have the same
-        requests; the clock of the first counts. Raises ValueError, before the first message, if a
-        request can never be served.
+        sending, and `watch` with the plan of every step. Raises ValueError, before the first
+        message, if a request can never be served.
         """
         for request in requests:
             self.lanes[0].scheduler.limits.check(request)
@@ -256,12 +252,8 @@ class RecurrentPipeline:
         self.ends.outbound.close()
 
     def _comes_first(self) -> bool:
-        """Whether the next message comes home before a request arrives that an idle lane may begin.
-        Waits until that is known.
-
-        Several ranks of the first stage must begin lanes alike, so they wait for the message, as
-        does a rank whose channel cannot tell what is there.
-        """
+        """Whether, once it is known, the next message precedes an arrival that an idle lane may
+        begin. Several ranks must begin lanes alike, so they wait for the message."""
         if not self._under_way:
             return False
         if not (self.is_alone and self._idle_lanes and self._arrivals):
@@ -317,7 +309,6 @@ class RecurrentPipeline:
         return replace(flight, draft=draft), draft.tokens
 
     def _send(self, flight: Flight, token_ids: Tokens) -> None:
-        """Compute the first stage's layers and send the result on."""
         rows = flight.lane.rows(flight.requests)
         status = flight.status
         lengths = [r.num_cached for r in flight.requests] if status == VERIFY else []
@@ -333,8 +324,8 @@ class RecurrentPipeline:
             self.prompts.add(run)
 
     def _land(self, flight: Flight, message: Message) -> StepOutput | None:
-        """Commit the tokens that follow from a message, free rows of ended requests, and let the
-        drafter follow the others. Returns the appended tokens, None without any."""
+        """Commit the tokens of a message, free rows of ended requests, and update the drafter.
+        Returns the appended tokens, None without any."""
         if not flight.is_wanted:
             return None
         assert message.payload is not None, "the last stage sends what is wanted"
@@ -380,8 +371,8 @@ class RecurrentPipeline:
 
 
 def most_under_way(num_lanes: int, lane_size: int, limits: Limits, chunk: int) -> int:
-    """The most messages under way: per step of a lane one for each chunk of its prompts, one that
-    decodes and one that frees rows."""
+    """The most messages under way: per lane one a prompt chunk, one that decodes and one that frees
+    rows."""
     assert limits.prefill_tokens is not None, "a step prefills a limited number of tokens"
     chunks = -(-limits.prefill_tokens // chunk) + lane_size
     return num_lanes * (chunks + 2)

@@ -1,9 +1,6 @@
-"""Ring: the system whose requests circulate through a ring of stages, with or without drafts in
-their messages (recurrent pipeline parallelism; MDI-LLM, arXiv 2505.18164, section III).
-
-Owns what a stage loads, how stages are connected, and what is measured; `RecurrentPipeline` owns
-the order of messages.
-"""
+"""Ring: the system whose requests circulate through a ring of stages, with or without drafts
+(MDI-LLM, arXiv 2505.18164, section III). Owns loading, connections and measurements;
+`RecurrentPipeline` owns the order of messages."""
 
 from __future__ import annotations
 
@@ -54,9 +51,8 @@ MOST_CAPACITY = 1 << 24
 
 
 class Ring(StagedSystem):
-    """A ring of stages. `run.config` is of this rank's stage, and drafts if some pass does. A pass
-    is opened anew if it drafts and the last did not, or the reverse: only then do messages and
-    cache have room for drafts."""
+    """A ring of stages. `run.config` is of this rank's stage. A pass is opened anew if only it or
+    the last one drafts, since drafts need room in messages and cache."""
 
     groups: ParallelGroups | None = None
     models: LoadedModels | None = None
@@ -84,7 +80,6 @@ class Ring(StagedSystem):
 
     @property
     def computes(self) -> bool:
-        """Whether this rank is in a stage."""
         return self.launch.rank < self.grid.world_size
 
     def model_plans(self, each: Pass, rank: int) -> list[ModelPlan]:
@@ -126,8 +121,8 @@ class Ring(StagedSystem):
 
 
 class OpenRing:
-    """This rank's loaded and connected stage, None on a rank that waits, for passes with or without
-    drafts. `pipeline` leads on the ranks of the first stage."""
+    """This rank's loaded and connected stage, None on a rank that waits. `pipeline` leads on the
+    first stage."""
 
     def __init__(
         self, ring: Ring, each: Pass, groups: ParallelGroups, models: LoadedModels
@@ -174,8 +169,8 @@ class OpenRing:
         return Stage(runner, runner.model.is_last)
 
     def _connect(self, depth: int, chunk: int) -> tuple[MessageForm, Ends]:
-        """The form of messages and this rank's ends. At most `depth` messages are under way; a
-        prompt chunk has at most `chunk` tokens."""
+        """The form of messages and this rank's ends, for `depth` messages under way and prompt
+        chunks of `chunk` tokens."""
         ring = self.ring
         width = ring.run.source.config.hidden_size
         dtype = getattr(torch, ring.run.config.model.dtype)

@@ -1,5 +1,5 @@
-"""The split of `--layer_split auto`: every rank times a few of the model's layers (`Timing`), and
-all ranks choose the same split from these times before any process group of the run exists."""
+"""The split of `--layer_split auto`: every rank times a few layers (`Timing`), and all ranks choose
+the same split from these times before any process group of the run exists."""
 
 from __future__ import annotations
 
@@ -45,9 +45,8 @@ Timer = Callable[[], float]
 
 @dataclass(frozen=True)
 class RankTimes:
-    """Seconds of a step on one rank: per layer (`layer_s`), beside the layers without an end of the
-    model (`fixed_s`), and beside the layers of its own stage (`own_fixed_s`, None if that has no
-    end)."""
+    """Seconds of a step on one rank: per layer, beside the layers without an end of the model
+    (`fixed_s`), and with its own stage's end (`own_fixed_s`, None without one)."""
 
     layer_s: float
     fixed_s: float
@@ -56,9 +55,8 @@ class RankTimes:
 
 @dataclass(frozen=True)
 class ChosenSplit:
-    """The layers of the stages. `layer_split` is the flag as the record has it, with layer counts
-    in place of `auto`; `reason` names the times by which `auto` chose, and is empty for another
-    split."""
+    """The layers of the stages. `layer_split` is the recorded flag, with counts in place of `auto`;
+    `reason` has the times behind `auto`."""
 
     layers: tuple[range, ...]
     layer_split: str | None
@@ -73,12 +71,9 @@ def choose_split(
     source: str,
     find_times: Callable[[], RankTimes | None],
 ) -> ChosenSplit:
-    """The split of a model among `stages`, given as the ranks of each stage.
-
-    All ranks must call it, with any split. `find_times` returns None on a rank without a stage;
-    `source` says where its times come from. Raises ValueError on every rank if the ranks' splits
-    differ.
-    """
+    """The split of a model among `stages`, given as the ranks of each stage. All ranks must call
+    it, with any split. `find_times` returns None on a rank without a stage; `source` names its
+    measurement. Raises ValueError on every rank if their splits differ."""
     needs_times = is_auto(text) and len(stages) > 1
     facts: dict[str, Any] = {"asked": text, "host": launch.local_ranks[0]}
     if needs_times:
@@ -102,8 +97,8 @@ def choose_split(
 def stage_times(
     stages: Sequence[Sequence[int]], by_rank: Sequence[Mapping[str, Any]]
 ) -> list[StageTimes]:
-    """The times of each stage, which is as slow as its slowest rank. Ranks of one host count as
-    equally fast, by their median, because a difference between them is noise."""
+    """The times of each stage, as slow as its slowest rank. Ranks of one host count as equal, by
+    their median, because their differences are noise."""
     hosts: dict[int, list[RankTimes]] = {}
     for facts in by_rank:
         if facts["times"] is not None:
@@ -120,7 +115,6 @@ def stage_times(
 
 
 def explain(counts: Sequence[int], times: Sequence[StageTimes], source: str) -> str:
-    """The reason for a split: predicted times of the stages and the times behind them."""
     stages = [each.seconds(count) for count, each in zip(counts, times, strict=True)]
     layers = sorted({1e3 * each.layer_s for each in times})
     beside = ", ".join(f"{1e3 * each.fixed_s:.3g}" for each in times)
@@ -142,14 +136,13 @@ class DecodeStep:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of a row in a message."""
         return 1 + self.num_drafts
 
 
 @dataclass(frozen=True)
 class Timing(ABC):
-    """The measurement of `step` on this rank, whose stage `run.config` describes. `stages` are the
-    ranks of each stage; a row grows by at most `growth` messages beyond its context."""
+    """The measurement of `step` on this rank. `stages` are the ranks of each stage; a row grows by
+    at most `growth` messages."""
 
     growth: ClassVar[int]
 
@@ -168,7 +161,6 @@ class Timing(ABC):
 
     @property
     def config(self) -> ResolvedConfig:
-        """The config of the run for rows of the step's size."""
         workload = replace(
             self.run.config.workload,
             batch_size=self.step.rows,
@@ -196,7 +188,7 @@ class Timing(ABC):
 
     def measure(self) -> RankTimes:
         """The times with the threads of the run. All ranks with a stage must call it; those of one
-        stage measure together, with their all-reduces."""
+        stage measure together."""
         launch = self.run.launch
         parallel = self.config.parallel
         with use_threads(parallel.threads):
@@ -231,8 +223,7 @@ class Timing(ABC):
         return RankTimes(layer_s, fixed_s, own_s)
 
     def load(self, part: StagePart, groups: ParallelGroups, has_ends: bool = False) -> Timer:
-        """A timer of a part of the target. Its cache is filled, because untouched zero pages are
-        faster."""
+        """A timer of a part of the target, whose cache is filled in place of fresh zeros."""
         models = LoadedModels(self.device, make_progress(False))
         w = self.config.workload
         source = self.run.source
@@ -320,8 +311,7 @@ def time_passing(stage: FilledStage, step: DecodeStep) -> float:
 
 
 def time_messages(part: Part, messages: Sequence[Message]) -> float:
-    """The median seconds from answer to answer if the next message always waits; the median ignores
-    a message that was held up."""
+    """The median seconds from answer to answer if the next message always waits."""
     inbound = Loopback()
     spans = Spans()
     for message in (*messages, Message(Kind.END)):

@@ -1,9 +1,6 @@
-"""The gathering of all ranks' spans on the first rank, by its clock.
-
-Ranks of one host share its monotonic clock. A rank of another host answers the first rank with its
-time; half of the fastest round trip bounds the error (Cristian 1989, "Probabilistic clock
-synchronization").
-"""
+"""The gathering of all ranks' spans by the first rank's clock. Ranks of one host share its
+monotonic clock; for another host, half of the fastest round trip bounds the error (Cristian 1989,
+"Probabilistic clock synchronization")."""
 
 from __future__ import annotations
 
@@ -77,9 +74,8 @@ def gather_spans(spans: Spans, clocks: Sequence[Ahead]) -> list[Spans]:
 def gather_leaders(
     launch: Launch, grid: StageGrid, spans: Spans, sent: Traffic
 ) -> tuple[list[Spans], list[Traffic], float]:
-    """The spans and the sent messages of the first rank of each stage, and the largest possible
-    error of the times: 0 on one host. All ranks must call it; the result is right on rank 0 alone.
-    """
+    """The spans and the sent messages of the first rank of each stage, and the largest error of the
+    times. All ranks must call it; right on rank 0 alone."""
     clocks = clocks_of(launch)
     by_rank = gather_spans(spans, clocks)
     sent_by_rank = all_gather_values(sent, Traffic, launch.world_size)

@@ -48,7 +48,7 @@ def uses_of(
     stages: Sequence[Spans], sent: Sequence[tuple[int, int]], prompts: Collection[int]
 ) -> list[StageUse]:
     """The use of each stage, from its first run until the last is home. `sent` are messages and
-    bytes by stage; `prompts` are the runs of prompts."""
+    bytes; `prompts` the runs of prompts."""
     heads = stages[0].of(What.HEAD)
     computed = [spans.of(What.STAGE) for spans in stages]
     uses = []
@@ -78,8 +78,8 @@ def uses_of(
 
 @dataclass
 class DraftCounts:
-    """Counts of a ring's messages with drafts: their rows (a row is a round of a sample), the
-    messages, and the seconds of drafting."""
+    """Counts of a ring's messages with drafts and of their rows (rounds of samples), and seconds of
+    drafting."""
 
     num_rounds: int = 0
     num_messages: int = 0
@@ -153,8 +153,8 @@ def ring_metrics(
     drafts: DraftCounts | None = None,
     num_later: int = 0,
 ) -> RingMetrics:
-    """The metrics from the number and size of the lanes, and the uses of the stages in order.
-    `num_later` counts the output tokens of all samples without their first."""
+    """The metrics from number and size of the lanes and the uses of the stages. `num_later` counts
+    output tokens after the first of each sample."""
     stage_s = [use.decode_s for use in uses if use.decode_s is not None]
     has_decodes = len(stage_s) == len(uses)
     links_s = [link_s for use in uses for link_s in use.links_s] if len(uses) > 1 else []
@@ -179,7 +179,6 @@ def ring_metrics(
 
 
 def describe_drafts(drafts: DraftCounts | None, num_later: int) -> dict[str, Any]:
-    """The fields of `RingMetrics` about drafts."""
     if drafts is None or drafts.num_rounds == 0:
         return {"tokens_per_round": None, "draft_ms": None}
     return {
@@ -351,7 +350,6 @@ def link_times(sent: Sequence[Span], taken: Sequence[Span], runs: Collection[int
 
 
 def _in_flight(observed: Observed) -> tuple[float, int]:
-    """The mean number of runs in flight in the time that counts, and the most ever."""
     home = {span.run: span.begin_s for span in observed.of(0, What.RESULT)}
     flights = [
         Span(What.LAUNCH, span.run, span.begin_s, home[span.run])

@@ -1,8 +1,5 @@
-"""Spans: what every rank did when. Busy times, queues, skipped layers, Gantt charts and Chrome
-traces are computed from them. Imports no torch.
-
-A run has the same number on every stage. Only the head notes whose tokens it has.
-"""
+"""Spans: what every rank did when, the source of busy times, queues, charts and traces. Imports no
+torch. A run has the same number on every stage."""
 
 from __future__ import annotations
 
@@ -26,8 +23,8 @@ class What(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """An interval in seconds of `time.perf_counter`, one clock for all processes of a host. Times
-    of other hosts are converted to the first rank's clock when they are gathered."""
+    """An interval in seconds of `time.perf_counter`, one clock for all processes of a host. Other
+    hosts' times are converted when they are gathered."""
 
     what: What
     run: int  # or the number of the draft or of the message

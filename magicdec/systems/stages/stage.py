@@ -1,19 +1,17 @@
-"""The stages of a ring (`Stage`) and of pipelined speculation (`RunStage`), and the loop in which
-they answer messages.
+"""The stages of a ring (`Stage`) and of pipelined speculation (`RunStage`), and their loop.
 
 A HIDDEN message of a ring has the hidden states of new tokens of the rows in its `words`. With
-status WANTED the last stage sends home the hidden state of the last token, with VERIFY those of all
-tokens (a row's newest token and drafts), else VOID. The words of VERIFY also say how many tokens
-each row keeps, so that every stage forgets the drafts that were rejected last.
+status WANTED the last stage sends home the last token's hidden state, with VERIFY those of all
+tokens (newest and drafts), else VOID. The words of VERIFY also say how many tokens each row keeps,
+so that every stage forgets rejected drafts.
 
 A HIDDEN message of pipelined speculation has the words of a `Launch` and the hidden states of its
-rows. A run that is cancelled, or that an earlier stage skipped, goes on as VOID. The last stage
-answers with NUMBERS: the next token of each row that asked for one, and its margin (largest logit
-minus second, `floats_of`; NaN if logits are not finite). On CUDA the host looks for cancellations
-between launches of layers; layers launched by then are computed.
+rows. A cancelled or skipped run goes on as VOID. The last stage answers with NUMBERS: the next
+token of each row that asked for one, and its margin (largest logit minus second, `floats_of`; NaN
+if not finite). On CUDA the host looks for cancellations between launches of layers.
 
-Stages of the head's host map one board of cancelled runs in shared memory, and look without a
-system call. Another stage has its own board, which a thread fills from a channel.
+Stages of the head's host map one board of cancelled runs in shared memory; a thread fills the board
+of another stage from a channel.
 """
 
 from __future__ import annotations
@@ -59,8 +57,8 @@ class Part(Protocol):
     what: ClassVar[What]
 
     def answer(self, message: Message) -> tuple[Message | None, int | None]:
-        """The message to send on, if any, and the value of its span: the number of layers computed
-        for a run. The value is None for a message of no run or draft step."""
+        """The message to send on, if any, and its span's value: the layers computed for a run, None
+        for a message of no run or draft step."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +110,9 @@ class Stage:
         return model.has_head and model.is_last
 
     def forward(self, x: Tokens, rows: Sequence[int], status: int) -> Tensor | None:
-        """Hidden states to send on, from token ids [B, T] or hidden states [B, T, hidden]; None if
-        nobody needs them.
-
-        The last stage gives those of the last token alone, unless status is VERIFY. Returns when
-        they are computed, so that times are right and a sent message is complete.
-        """
+        """Hidden states to send on, complete, from token ids [B, T] or hidden states [B, T,
+        hidden]; None if nobody needs them. The last stage gives the last token's alone, unless
+        status is VERIFY."""
         for row in rows:
             if not self.runner.cache.blocks[row]:
                 self.runner.allocate(row)
@@ -155,8 +150,6 @@ class Stage:
 
 @dataclass(frozen=True)
 class RunCancellation:
-    """The cancellation of one run, by its address on a board (see `Cancellation`)."""
-
     board: CancelBoard
     run: int
 
@@ -173,8 +166,8 @@ class RunCancellation:
 
 
 class CancelBoard:
-    """The board of cancelled runs. Run r has slot r modulo SLOTS: r + 1, and the time from which it
-    counts as cancelled, in ns of `time.perf_counter_ns`, one clock for all processes of a host."""
+    """The board of cancelled runs. Run r has slot r modulo SLOTS: r + 1, and when it counts as
+    cancelled, in ns of `time.perf_counter_ns`, one clock for a host."""
 
     def __init__(self, memory: mmap.mmap | bytearray | None = None) -> None:
         self._memory = memory or bytearray(BOARD_BYTES)
@@ -224,8 +217,8 @@ class Canceller:
 
 
 def listen(channel: Receiver, board: CancelBoard) -> Thread:
-    """A thread that writes cancellations from `channel` into `board`. It ends quietly if the
-    channel breaks: the stage notices that itself, and a run that is not skipped does no harm."""
+    """A thread that writes cancellations from `channel` into `board`. A broken channel ends it: the
+    stage notices that itself, and skipping is optional."""
 
     def copy() -> None:
         try:
@@ -241,8 +234,8 @@ def listen(channel: Receiver, board: CancelBoard) -> Thread:
 
 
 class LaneText:
-    """The tokens in a lane, from which the last stage knows the text before each row. It must be
-    told of every run, also of skipped ones."""
+    """The tokens in a lane, for the text before each row on the last stage. It must get every run,
+    also skipped ones."""
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
@@ -268,11 +261,11 @@ class LaneText:
 
 
 class RunStage:
-    """A stage of pipelined speculation. `runner` has a cache row for each lane, which is cut at a
-    run's first position before the run is appended. The last stage chooses tokens by `sampling`.
+    """A stage of pipelined speculation, with a cache row a lane, cut at a run's first position
+    before it is appended. The last stage chooses tokens by `sampling`.
 
-    It skips the runs that `board` names. Ranks that share a stage's layers have no board: the first
-    of them decides before a run, and the others skip what arrives as VOID.
+    It skips the runs that `board` names. Ranks that share layers have no board: the first decides,
+    and they skip what arrives as VOID.
     """
 
     what: ClassVar[What] = What.STAGE
@@ -339,8 +332,8 @@ class RunStage:
         return predict(self.sampling.perturbed(logits, launch.request, following), sums)
 
     def _cut(self, lane: int, length: int) -> None:
-        """Let the row hold `length` tokens. If it held fewer, an earlier run was skipped; then this
-        run is cancelled too, and nobody reads its result."""
+        """Let the row hold `length` tokens. If it held fewer, an earlier run was skipped, this one
+        is cancelled too, and nobody reads it."""
         cache = self.runner.cache
         if cache.lengths[lane] > length:
             cache.truncate([lane], [length])

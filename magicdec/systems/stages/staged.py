@@ -28,7 +28,7 @@ class StagedSystem(System):
         self, run_config: RunConfig, workload: WorkloadSection, cache: SetupCache, num_ranks: int
     ) -> ResolvedRun:
         """The models for stages of `num_ranks` ranks, which read a part of a checkpoint and
-        exchange messages. A stage of one rank needs no other rank to compute."""
+        exchange messages."""
         placement = Placement(is_staged=True, is_alone=num_ranks == 1)
         models = self.find(run_config, workload, cache, placement)
         parallel = models.config.parallel
