@@ -1,5 +1,5 @@
 """LLM: the Python interface for programs, a model in this process that serves requests which come
-and go. The drivers measure whole batches."""
+and go."""
 
 from __future__ import annotations
 
@@ -218,8 +218,8 @@ def make_engine(
     block_tokens: int,
     cache_tokens: int | None,
 ) -> tuple[Engine, DecodingStrategy]:
-    """The engine and decoder of requests in flight, of at most `max_tokens` tokens each. Loads the
-    models of `run` and allocates their caches."""
+    """The engine and decoder of requests of at most `max_tokens` tokens, with loaded models and
+    caches."""
     config = run.config
     torch.set_num_threads(config.parallel.threads)
     alone = Group((0,), 0)

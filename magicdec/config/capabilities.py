@@ -39,8 +39,7 @@ class Requirements:
     def unmet(
         self, machine: Machine, device: str, dtype: str, subject: str | None = None
     ) -> str | None:
-        """The reason why it cannot run, which begins with `subject` (default: its name); None if it
-        can."""
+        """The reason why it cannot run, about `subject` (default: its name), or None."""
         it = subject or self.name
         obstacles = {
             f"{it} is for --device {self.devices[0]}": device not in self.devices,
@@ -73,7 +72,7 @@ class Capabilities(Requirements):
     rounds_scores: bool = False  # to the dtype of the run: too coarse for ALiBi in bfloat16
 
     def obstacle(self, machine: Machine, device: str, head_dim: int, dtype: str) -> str | None:
-        """The reason why it cannot serve heads of this size on this machine; None if it can."""
+        """The reason why it cannot serve such heads on this machine, or None."""
         unmet = self.unmet(machine, device, dtype)
         if unmet or self.head_sizes is None or head_dim in self.head_sizes.sizes:
             return unmet
@@ -93,7 +92,7 @@ def requirements_of(name: str) -> Requirements:
 
 
 def list_backends(fits: Callable[[Capabilities], Any]) -> list[str]:
-    """The names of the attention backends that fit, in the order of the name table."""
+    """Fitting attention backends, in the order of the name table."""
     return [name for name in ATTENTION_BACKENDS if fits(capabilities_of(name))]
 
 
@@ -116,12 +115,12 @@ def policy_called(name: str) -> DescribedPolicy:
 
 
 def policy_name(policy: str, budget: int) -> str:
-    """The policy; a budget of -1 is the original suite's spelling of the full cache."""
+    """The policy; a budget of -1 is the original suite's full cache."""
     return FULL_KV_POLICY if budget == -1 else policy
 
 
 def list_policies(fits: Callable[[DescribedPolicy], bool]) -> str:
-    """The names of the KV policies that fit, in the order of the name table."""
+    """Fitting KV policies, in the order of the name table."""
     return ", ".join(name for name in KV_POLICIES if fits(policy_called(name)))
 
 
@@ -129,8 +128,7 @@ MOST_WATCHED = 31  # new tokens of a forward whose attention weights every backe
 
 
 def check_standalone(policy: str) -> None:
-    """Raises ValueError for a policy that chooses by verifications, which only self-speculation
-    has."""
+    """Raises ValueError for a policy that needs verifications of the draft."""
     if policy_called(policy).needs_verification:
         fitting = list_policies(lambda p: not p.needs_verification)
         raise ValueError(

@@ -1,5 +1,5 @@
-"""The facts that decide what `auto` means: of a host (`Machine`) and of a model (`ModelTraits`).
-Imports nothing of this package and no torch."""
+"""The facts of a host and of a model that decide what `auto` means. Imports nothing of this package
+and no torch."""
 
 from __future__ import annotations
 

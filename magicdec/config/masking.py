@@ -1,5 +1,4 @@
-"""URLs and commands without the secrets of a URL, a user with password or a key in the query, for
-messages and records."""
+"""URLs and commands without secrets (a user with password, a query), for messages and records."""
 
 from __future__ import annotations
 

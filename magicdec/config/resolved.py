@@ -1,5 +1,5 @@
 """ResolvedConfig: the config that runs, without `auto` or a None that means a default. Imports no
-torch. Sections without `auto` are the user's own."""
+torch."""
 
 from __future__ import annotations
 
@@ -65,8 +65,8 @@ class ResolvedDecoding(DecodingSection):
 
 @dataclass(frozen=True)
 class ResolvedWorkload(WorkloadSection):
-    """The workload section. `gen_len` is the generated length by either flag; `num_batches` those
-    asked for, or of a `Prepared` run those that it has."""
+    """The workload section. `gen_len` is by either flag; `num_batches` what a `Prepared` run
+    has."""
 
     gen_len: int = DEFAULT_GEN_LEN
     num_batches: int = DEFAULT_BATCHES
@@ -74,15 +74,14 @@ class ResolvedWorkload(WorkloadSection):
 
 
 def tokens_of_rows(workload: WorkloadSection, decoding: DecodingSection) -> int:
-    """The most cached tokens of a row: the newest token is never cached, but a verification caches
-    drafts."""
+    """The most cached tokens of a row: not the newest token, but drafts."""
     num_drafts = 0 if decoding.strategy == BASELINE else decoding.most_draft_tokens
     return workload.prefix_len + workload.num_new_tokens + num_drafts
 
 
 @dataclass(frozen=True)
 class ResolvedConfig:
-    """The resolved sections. `run_config` is what the user wrote, for messages that name a flag."""
+    """The resolved sections, and `run_config`, the user's, for messages."""
 
     run_config: RunConfig
     model: ResolvedModel

@@ -1,5 +1,4 @@
-"""RunConfig: the settings as the user wrote them, and the checks that need no model and no
-machine."""
+"""RunConfig: the user's settings, and the checks that need no model and no machine."""
 
 from __future__ import annotations
 
@@ -43,8 +42,8 @@ class RunConfig:
     output: OutputSection = OutputSection()
 
     def with_draft(self, draft: str, choices: Sequence[str] = DRAFTS) -> RunConfig:
-        """The config with what `--draft` names; a draft model has the settings of `self.draft`.
-        Raises ValueError for a text that is not among the `choices`."""
+        """The config with what `--draft` names, with the settings of `self.draft`. Raises
+        ValueError outside `choices`."""
         before, prefix, name = draft.partition(MODEL_PREFIX)
         is_named = bool(prefix and name)
         if (f"{before}{MODEL}" if is_named else draft) not in choices:
@@ -83,7 +82,7 @@ class RunConfig:
             check_standalone(policy)
 
     def _refusals(self) -> list[tuple[bool, str]]:
-        """Settings that exclude each other: whether they are given, and the refusal."""
+        """Settings that exclude each other: whether they do here, and the refusal."""
         d = self.decoding
         drafter = self.decoding.drafter
         has_draft = self.draft is not None
@@ -150,8 +149,7 @@ def check_lengths(prefix_len: int, gen_len: int | None, max_len: int | None) -> 
 def check_rank_group(
     flag: str, ranks: tuple[int, ...] | None, world_size: int, is_target: bool
 ) -> None:
-    """Raises ValueError unless a group names launched ranks once, in any order; the target's names
-    all. None is the default group."""
+    """Raises ValueError unless a group names launched ranks once; the target's names all."""
     if ranks is None:
         return
     launched = set(range(world_size))

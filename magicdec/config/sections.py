@@ -1,5 +1,5 @@
-"""The sections of a run's config: each setting with its default, bounds, flag and meaning. Imports
-no torch. A component gets only its own section."""
+"""The sections of a run's config: settings with default, bounds, flag and meaning. Imports no
+torch."""
 
 from __future__ import annotations
 
@@ -119,8 +119,7 @@ class KVSection:
         return max(1, (self.budget - self.num_sink_tokens) // 4)
 
     def check(self, num_draft_tokens: int, flag: str | None = None) -> None:
-        """Raises ValueError if the policy refuses the budget or the settings. `flag` is the
-        budget's flag (default: that of the drivers)."""
+        """Raises ValueError if the policy refuses the settings, naming `flag` for the budget."""
         policy_called(policy_name(self.policy, self.budget)).check(self, num_draft_tokens, flag)
 
     def resolve(self) -> KVSection:
@@ -337,7 +336,7 @@ class WorkloadSection:
 
     @property
     def most_batches(self) -> int:
-        """The batches of a run, unless the text holds fewer and the user gave no number."""
+        """The batches of a run, unless the text holds fewer."""
         return DEFAULT_BATCHES if self.num_batches is None else self.num_batches
 
     @property

@@ -64,16 +64,15 @@ class Setting:
 
 
 def setting(default: Any, help: str, *flags: str, **more: Any) -> Any:
-    """A dataclass field that declares a setting; `more` are further fields of `Setting`. The user
-    has to give one with the default `...`."""
+    """A dataclass field that declares a setting; `more` are fields of `Setting`. The default `...`
+    means required."""
     return _field(default, Setting(help, flags, **more))
 
 
 def same(
     section: type, name: str, default: Any = None, is_default: bool = False, **more: Any
 ) -> Any:
-    """A dataclass field with the setting of another section, in another type or with another
-    `default` than there."""
+    """A field with another section's setting, in another type or with another `default`."""
     field = next(each for each in dataclasses.fields(section) if each.name == name)
     declared = dataclasses.replace(field.metadata[KEY], **more)
     return _field(field.default if default is None and not is_default else default, declared)
@@ -121,8 +120,7 @@ class Declared:
         return "|".join([METAVARS.get(kind, "N"), *self.setting.words])
 
     def read(self, value: Any) -> Any:
-        """The value of a text, a list of texts or a TOML value. Raises ValueError, one line with
-        the flag, the value and what it can be."""
+        """The value of a text, a list of texts or a TOML value. Raises ValueError, one line."""
         from pydantic import ValidationError
 
         for text in value if isinstance(value, list) else [value]:
@@ -201,8 +199,8 @@ def flag_of(section: Any, name: str) -> str:
 
 
 def check_values(values: Any, section: type | None = None) -> None:
-    """Raises ValueError, as `Declared.read` does, for numbers that a program set wrongly. `section`
-    declares the fields (default: the type of `values`). Choices are left to their resolution."""
+    """Raises ValueError, as `Declared.read`, for numbers that a program set wrongly. `section`
+    declares the fields. Choices are left to their resolution."""
     kind: type = section or type(values)
     for name, each in declared(kind).items():
         value = getattr(values, name)

@@ -48,8 +48,7 @@ def read_launch() -> Launch:
 
 
 def set_launch(launch: Launch, address: str, port: int) -> None:
-    """Make this process that rank, with a rendezvous store at `address` and `port`, as torchrun
-    would."""
+    """Make this process that rank, with that rendezvous store, as torchrun would."""
     os.environ |= {
         "RANK": str(launch.rank),
         "WORLD_SIZE": str(launch.world_size),
@@ -63,8 +62,8 @@ def set_launch(launch: Launch, address: str, port: int) -> None:
 
 
 def first_refusal(launch: Launch, refusal: str, topic: str) -> str:
-    """The refusal of the lowest rank that has one, on every rank; empty if there is none. All ranks
-    must call it."""
+    """The refusal of the lowest rank that has one, or an empty text, on every rank. All ranks must
+    call it."""
     return next((text for text in exchange_texts(launch, refusal, topic) if text), "")
 
 
@@ -88,7 +87,7 @@ def exchange_texts(launch: Launch, text: str, topic: str = "refusals") -> list[s
 
 
 def exchange_in(shared: Store, name: str, launch: Launch, text: str) -> list[str]:
-    """As `exchange_texts`, in a shared store under a name that is used once."""
+    """As `exchange_texts`, in a shared store under a new name."""
     from torch.distributed import PrefixStore
 
     store = PrefixStore(name, shared)
@@ -102,8 +101,7 @@ def exchange_in(shared: Store, name: str, launch: Launch, text: str) -> list[str
 
 
 def next_name(launch: Launch, topic: str) -> str:
-    """The topic with the number of this rank's calls for it: the same name on all ranks that call
-    equally often."""
+    """The topic with a number, equal on all ranks that call equally often."""
     return f"{topic} {rendezvous_store(launch).add(f'{topic}, rank {launch.rank}', 1)}"
 
 
@@ -138,8 +136,8 @@ class Exchange(Protocol):
 
 @dataclass(frozen=True)
 class Group:
-    """Ranks that share a model by tensor parallelism, in shard order; `index` is this rank's
-    position. `handle` is None for one rank."""
+    """Ranks that share a model by tensor parallelism, in shard order; `index` is this rank's place.
+    `handle` is None for one rank."""
 
     ranks: tuple[int, ...]
     index: int
@@ -161,8 +159,7 @@ class Group:
         return x
 
     def all_gather(self, x: Tensor) -> Tensor:
-        """Every rank's x, stacked: [size, ...]. The order is always the same on all ranks, but not
-        necessarily shard order."""
+        """Every rank's x, stacked: [size, ...], in a fixed order, not always shard order."""
         if self.exchange is not None:
             return self.exchange.all_gather(x)
         if self.handle is None:
@@ -184,8 +181,7 @@ class Group:
         return [(first, last) for first, last in spans]
 
     def broadcast(self, x: Tensor, index: int) -> Tensor:
-        """The x of the group's rank `index`, on every rank. The others pass a tensor of the same
-        shape and dtype."""
+        """The x of rank `index` of the group. The others pass one of equal shape and dtype."""
         if self.exchange is not None:
             return self.exchange.all_gather(x)[index]
         if self.handle is not None:

@@ -1,5 +1,4 @@
-"""The layers of each stage by `--layer_split`: from counts, shares, names or times. Imports nothing
-of this package and no torch."""
+"""The layers of each stage by `--layer_split`. Imports nothing of this package and no torch."""
 
 from __future__ import annotations
 
@@ -33,9 +32,9 @@ def split_layers(
     num_layers: int,
     times: Sequence[StageTimes] | None = None,
 ) -> tuple[range, ...]:
-    """The layers of each stage. `text` has layer counts (10,12), shares with a point (0.25,0.75),
-    or is `auto`, which minimises the slowest stage by `times`; None stands for equal shares. Raises
-    ValueError, naming the flag."""
+    """The layers of each stage. `text` has layer counts (10,12), shares (0.25,0.75), or is `auto`,
+    which minimises the slowest stage by `times`; None: equal shares. Raises ValueError, naming the
+    flag."""
     if (text is None or is_auto(text)) and num_stages > num_layers:
         flag_text = "" if text is None else f"{FLAG} {text}: "
         raise ValueError(
@@ -60,8 +59,7 @@ def is_auto(text: str | None) -> bool:
 
 
 def count_stages(text: str | None, world_size: int) -> int:
-    """The number of stages that `text` names; every rank is a stage without it and with plain
-    `auto`."""
+    """The number of stages; without `text` and with plain `auto` every rank is one."""
     if text is None:
         return world_size
     rule = NAMED.fullmatch(text)

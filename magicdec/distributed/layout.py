@@ -64,8 +64,8 @@ class StageGrid:
 
 @dataclass(frozen=True)
 class Layout:
-    """The roles of ranks in pipelined speculation. `layers` are by rank; a rank without layers only
-    schedules or drafts."""
+    """The roles of ranks in pipelined speculation. A rank without layers only schedules or
+    drafts."""
 
     layers: tuple[range, ...]
     draft_rank: int
@@ -120,8 +120,7 @@ class SplitText:
 
     @property
     def is_apart(self) -> bool:
-        """Whether the draft has a rank of its own. Raises ValueError, naming the flag, for an
-        unknown place."""
+        """Whether the draft has a rank of its own. Raises ValueError, naming the flag."""
         if self.draft not in (None, ON_HEAD, *APART):
             raise ValueError(
                 f"{FLAG} {self}: behind the slash is {ON_HEAD}, or {APART[0]} for a rank of the "
@@ -130,7 +129,7 @@ class SplitText:
         return self.draft in APART
 
     def num_stages(self, world_size: int) -> int:
-        """The number of stages on `world_size` ranks. Raises ValueError as `is_apart` does."""
+        """Raises ValueError as `is_apart`."""
         return count_stages(self.stages, world_size - self.is_apart - bool(self.head))
 
 
@@ -145,8 +144,8 @@ def read_split(text: str | None) -> SplitText:
 
 
 def make_grid(flag_text: str, num_stages: int, num_ranks: int, num_others: int = 0) -> StageGrid:
-    """The stages of `num_ranks` ranks, beside `num_others` without a stage. Raises ValueError,
-    which begins with `flag_text`, if the ranks cannot be divided among the stages."""
+    """The stages of `num_ranks` ranks, beside `num_others` without one. Raises ValueError, which
+    begins with `flag_text`, if they cannot be divided."""
     if num_ranks < num_stages or num_ranks % num_stages:
         raise ValueError(
             f"{flag_text} names {num_stages + num_others} ranks, but {num_ranks + num_others} were "
@@ -156,7 +155,7 @@ def make_grid(flag_text: str, num_stages: int, num_ranks: int, num_others: int =
 
 
 def make_stage_grid(text: str | None, world_size: int) -> StageGrid:
-    """The stages of pipelined speculation, from rank 1 on if the head has no layers. Raises
+    """The stages of pipelined speculation, from rank 1 on after a head without layers. Raises
     ValueError, naming the flag."""
     split = read_split(text)
     num_headless = int(split.head != "")

@@ -20,8 +20,7 @@ def listen() -> socket.socket:
 
 
 def serve_store(listening: socket.socket | None = None) -> TCPStore:
-    """A store that this process serves at LOOPBACK; it takes over `listening`, or listens
-    itself."""
+    """A store that this process serves at LOOPBACK, on `listening` if given."""
     from torch.distributed import TCPStore
 
     listening = listening or listen()

@@ -33,8 +33,7 @@ def find_world_size(nproc: int | None, launch: Launch) -> int:
 
 
 def is_other_start(nproc: int | None, launch: Launch) -> bool:
-    """Whether `nproc` ranks have to be started. Raises ValueError if a launcher started another
-    number."""
+    """Whether `nproc` ranks have to be started. Raises ValueError if others were."""
     if nproc is None or nproc == launch.world_size:
         return False
     if is_launched():
@@ -138,8 +137,7 @@ def end_with_launcher() -> None:
 
 
 def end_with_parent(parent: int, number: int = signal.SIGTERM) -> None:
-    """End this process by signal `number` when its parent, process `parent`, ends without a
-    word."""
+    """End this process by signal `number` when process `parent` ends without a word."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(SET_DEATH_SIGNAL, number) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -161,8 +159,7 @@ class Ended:
 
 
 def run_command(words: Sequence[object]) -> Ended:
-    """Run `magicdec WORDS` to its end, dropping stdout. The command does not outlive this
-    process."""
+    """Run `magicdec WORDS` to its end, without stdout. It does not outlive this process."""
     command = [*package_command(), *map(str, words)]
     process = subprocess.run(
         command,

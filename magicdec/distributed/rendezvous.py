@@ -1,5 +1,4 @@
-"""The rendezvous of torch's launcher for ranks of one host, with a store that other hosts do not
-reach."""
+"""The rendezvous of torch's launcher for ranks of one host, unreachable for others."""
 
 from __future__ import annotations
 
@@ -18,8 +17,6 @@ BACKEND = "magicdec-loopback"  # its name for torch's launcher
 
 
 class LoopbackRendezvous(RendezvousHandler):
-    """The rendezvous of the one launcher of one host, whose ranks use its store."""
-
     def __init__(self, run_id: str) -> None:
         self.run_id = run_id
         self.store = serve_store()

@@ -35,8 +35,7 @@ SUMS = {torch.float32: "float32", torch.float64: "float64", torch.bfloat16: "bfl
 
 
 class SharedMemoryExchange:
-    """The collectives of rank number `index` of `ranks`, which must create it together on one
-    host."""
+    """The collectives of rank number `index` of `ranks`, which must create it together."""
 
     def __init__(self, handle: ProcessGroup, ranks: Sequence[int], index: int) -> None:
         self.index = index
@@ -124,7 +123,7 @@ class Segment:
 
 
 def make_segment(num_bytes: int) -> tuple[Segment | None, tuple[int, int]]:
-    """A new segment and its place; without room, None and the number of the error."""
+    """A new segment and its place, or None and the number of the error."""
     try:
         segment = Segment(num_bytes)
     except OSError as error:
@@ -133,8 +132,7 @@ def make_segment(num_bytes: int) -> tuple[Segment | None, tuple[int, int]]:
 
 
 def open_segment(process: int, file: int, num_bytes: int) -> mmap.mmap:
-    """Map the segment at this place of another process. Opens nothing but such a segment, whatever
-    the other rank has sent."""
+    """Map another process's segment. Opens nothing else, whatever the rank has sent."""
     path = Path(f"/proc/{process}/fd/{file}")
     target = str(path.readlink())
     assert target.startswith(f"{DIRECTORY}/{PREFIX}"), f"{path} is {target}, no segment of a rank"

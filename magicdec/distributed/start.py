@@ -40,16 +40,15 @@ ANY_PORT = 9
 
 
 def use_interface_towards(host: str) -> None:
-    """Let gloo listen on the interface that leads to `host`, the first rank's: only where ranks
-    are. A name that the user has set stays."""
+    """Let gloo listen on the interface towards `host`, the first rank's, unless the user has set
+    one."""
     name = interface_towards(host)
     if name is not None:
         os.environ.setdefault(VARIABLE, name)
 
 
 def interface_towards(host: str) -> str | None:
-    """The interface over which this host sends to `host` (a name or an IPv4 address; nothing is
-    sent); None without a route or a named interface."""
+    """The interface towards `host` (a name or an IPv4 address; nothing is sent), or None."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:
             probe.connect((host, ANY_PORT))
@@ -97,8 +96,8 @@ def make_stage_groups(
     collectives: str | None,
     draft_ranks: tuple[int, ...] | None = None,
 ) -> ParallelGroups:
-    """Make a group for each stage of a pipeline; a rank in no stage is alone. The default group is
-    for host tensors, as in `start_process_group`."""
+    """Make a group for each stage; a rank in no stage is alone. The default group is for host
+    tensors."""
     assert launch.world_size >= grid.world_size, "the grid was made for the launched ranks"
     _start(launch, device, "gloo")
     stages = [grid.ranks_of(stage) for stage in range(grid.num_stages)]
@@ -130,7 +129,7 @@ def backend_of(device: torch.device) -> str:
 def stage_groups_before_run(
     launch: Launch, grid: StageGrid, device: torch.device, collectives: str | None
 ) -> Iterator[ParallelGroups]:
-    """The groups of `make_stage_groups` for a measurement that ends before the run starts
+    """The groups of `make_stage_groups` for a measurement before the run starts
     torch.distributed."""
     import torch.distributed as dist
 
@@ -168,8 +167,8 @@ def _start(launch: Launch, device: torch.device, backend: str, store: Store | No
 def _make_group(
     launch: Launch, ranks: tuple[int, ...], device: torch.device, collectives: str | None
 ) -> Group | None:
-    """The group of `ranks`, None on other ranks. All ranks must call it alike; an all-reduce checks
-    that, so that a mistake does not cause a deadlock later."""
+    """The group of `ranks`, None on other ranks. All ranks must call it alike, which an all-reduce
+    checks."""
     if len(ranks) == 1:
         return Group(ranks, 0) if launch.rank in ranks else None
     import torch
@@ -195,7 +194,7 @@ def _make_group(
 
 
 def close_groups() -> None:
-    """Shut down torch.distributed. All ranks must call it, and need no other rank afterwards."""
+    """Shut down torch.distributed. All ranks must call it, and need no other afterwards."""
     import torch.distributed as dist
 
     leave_ranks()

@@ -1,5 +1,5 @@
-"""The heads, MLP units and vocabulary rows of a rank by tensor parallelism (Megatron-LM, Shoeybi et
-al. 2019, section 3), with uneven shards and replicated KV heads."""
+"""The heads, MLP units and vocabulary rows of a rank (Megatron-LM, Shoeybi et al. 2019, section 3),
+with uneven shards and replicated KV heads."""
 
 from __future__ import annotations
 

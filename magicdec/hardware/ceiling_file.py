@@ -31,8 +31,7 @@ class Link:
     bytes_per_s: Rate
 
     def all_reduce_s(self, num_bytes: float, num_ends: int) -> float:
-        """Seconds of a ring all-reduce: each of the `num_ends` sends and receives nearly twice the
-        message."""
+        """Seconds of a ring all-reduce: `num_ends` ranks send nearly twice the message."""
         return self.latency_s + 2 * (num_ends - 1) / num_ends * num_bytes / self.bytes_per_s
 
 
@@ -91,7 +90,7 @@ class MachineFile:
 
     @property
     def busy(self) -> str:
-        """The other load during the probe; empty without one, or if it is unknown."""
+        """The other load during the probe, or an empty text."""
         taken = self.description.get("cores_taken")
         return f"another load took {taken:.0%} of the cores meanwhile" if is_busy(taken) else ""
 
@@ -118,8 +117,8 @@ def load_machine(path: Path) -> MachineFile:
 
 
 def load_quiet_machine(path: Path, allows_busy: bool) -> MachineFile:
-    """As `load_machine`. Raises ValueError for a file probed on a busy host, unless that is
-    allowed: a plan from it would describe another machine."""
+    """As `load_machine`. Raises ValueError for a file probed on a busy host, unless allowed: a plan
+    would be of another machine."""
     machine = load_machine(path)
     if machine.busy and not allows_busy:
         raise ValueError(

@@ -106,14 +106,14 @@ def gpu_obstacle() -> str | None:
 
 
 def missing_backends(names: Sequence[str]) -> dict[str, str]:
-    """The missing parts, by name, of those attention backends that cannot run. Imports no library
-    of theirs."""
+    """The missing parts, by name, of attention backends that cannot run. Imports no library of
+    theirs."""
     obstacles = {name: capabilities_of(name).missing_parts() for name in names}
     return {name: obstacle for name, obstacle in obstacles.items() if obstacle}
 
 
 def describe_environment(launch: Launch, device: str, started: datetime.datetime) -> Environment:
-    """The environment, without the GPU's clocks and the read bandwidth, which a run measures."""
+    """The environment, without what a run measures."""
     return Environment(
         time_utc=started.isoformat(timespec="seconds"),
         argv=[Path(sys.argv[0]).name, *masked_words(sys.argv[1:])],
@@ -136,8 +136,7 @@ def describe_environment(launch: Launch, device: str, started: datetime.datetime
 
 
 def flash_attn_versions() -> list[str]:
-    """The installed versions of flash-attn, whose major versions are separate packages side by
-    side."""
+    """The installed versions of flash-attn, whose major versions are separate packages."""
     versions = []
     for name in ("flash-attn", "flash-attn-3", "flash-attn-4"):
         try:
@@ -148,8 +147,7 @@ def flash_attn_versions() -> list[str]:
 
 
 def find_revision() -> str | None:
-    """The git commit of this package's checkout; None without one or without git. An installed
-    package may lie in an unrelated repository."""
+    """The git commit of this package's own checkout, or None."""
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():
         return None
@@ -162,8 +160,7 @@ def find_revision() -> str | None:
 
 
 def device_of(kind: str, local_rank: int) -> torch.device:
-    """The device of a rank, `kind` cpu or cuda. Ranks of a host with fewer GPUs share them in
-    turn."""
+    """A rank's device, `kind` cpu or cuda. Ranks share fewer GPUs in turn."""
     if kind == "cpu":
         return torch.device("cpu")
     return torch.device(kind, local_rank % max(1, torch.cuda.device_count()))
@@ -195,8 +192,8 @@ SLOWDOWNS = {
 
 @dataclass
 class GpuState:
-    """Readings of one device, empty without NVML or GPU. The driver may refuse some: the record
-    then has null, and one line on stderr the reason."""
+    """Readings of one device, empty without NVML or GPU. A refusal gives null, and one line on
+    stderr."""
 
     nvml: Any = None
     handle: Any = None

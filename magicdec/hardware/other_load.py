@@ -33,8 +33,7 @@ GUESTS = 8
 
 @dataclass(frozen=True)
 class Reading:
-    """Seconds that the kernel has counted until `at_s`. `waited_s`, by thread, is None if the
-    kernel does not count it."""
+    """Seconds that the kernel has counted until `at_s`; `waited_s` by thread, None if uncounted."""
 
     at_s: float
     computed_s: float  # by anyone, on the CPUs that this process may use
@@ -74,8 +73,7 @@ class OtherLoad:
 
 
 class LoadWatch:
-    """The measurement of other load from `begin` to `end`. Only the first rank of a host reads,
-    with `is_watching`."""
+    """The measurement of other load from `begin` to `end`, by the first rank of a host."""
 
     def __init__(self, is_watching: bool = True, root: Path = PROC) -> None:
         self.is_watching = is_watching
@@ -97,8 +95,7 @@ class LoadWatch:
 def read_cores(
     root: Path = PROC, top: int | None = None, cpus: Collection[int] | None = None
 ) -> Reading | None:
-    """A reading now, None where the kernel does not count. `top` is the process above all of the
-    command, `cpus` those that it may use."""
+    """A reading now, None without counts, of the command under process `top` on `cpus`."""
     cpus = os.sched_getaffinity(0) if cpus is None else cpus
     names = {f"cpu{cpu}" for cpu in cpus}
     try:
@@ -124,8 +121,7 @@ def read_cores(
 
 
 def _top() -> int:
-    """The process above all processes of this command: a rank, or a process that a gate started,
-    has siblings."""
+    """The process above all of this command: ranks and a gate's processes have siblings."""
     has_siblings = is_launched() or multiprocessing.parent_process() is not None
     return os.getppid() if has_siblings else os.getpid()
 
@@ -163,8 +159,7 @@ def is_busy(cores_taken: Any) -> bool:
 
 
 def warn_of_load(environments: Sequence[Environment], what: str) -> None:
-    """Warn the user in one line if another load took cores. `what` names the measurements, such as
-    `runs`."""
+    """Warn in one line if another load took cores. `what` names the measurements."""
     taken = [e.cores_taken for e in environments if e.cores_taken is not None]
     busy = [share for share in taken if is_busy(share)]
     if not busy:

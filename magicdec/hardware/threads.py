@@ -26,8 +26,7 @@ def use_threads(number: int) -> Iterator[None]:
 
 
 class RankThreads(NamedTuple):
-    """The threads of one rank in one pass: by its config, and the fewest and most measured; all 0
-    if it waits."""
+    """The threads of one rank in one pass: configured, fewest and most; all 0 if it waits."""
 
     rank: int
     expected: int
@@ -36,8 +35,8 @@ class RankThreads(NamedTuple):
 
 
 class ThreadCount:
-    """The measured threads of this rank in one pass. Each of its computing Python threads has its
-    own number in OpenMP."""
+    """The measured threads of this rank in one pass; Python threads have their own numbers in
+    OpenMP."""
 
     def __init__(self) -> None:
         self.measured: list[int] = []
@@ -59,8 +58,8 @@ class ThreadCount:
 
 
 def num_threads() -> tuple[int, int]:
-    """OpenMP's number, for native code, then PyTorch's. PyTorch sets OpenMP's when a Python thread
-    first asks; before, the environment's holds."""
+    """OpenMP's number, for native code, then PyTorch's, which sets OpenMP's when a thread first
+    asks."""
     return openmp_threads()(), torch.get_num_threads()
 
 
@@ -75,8 +74,8 @@ def openmp_threads() -> Callable[[], int]:
 
 
 def check_threads(name: str, ranks: Iterable[RankThreads]) -> list[int]:
-    """The measured threads by rank. Raises AssertionError, naming the pass and the rank, if they
-    differ from its config."""
+    """The measured threads by rank. Raises AssertionError, naming pass and rank, if they differ
+    from its config."""
     threads = []
     for rank, expected, fewest, most in sorted(ranks):
         if not fewest == expected == most:

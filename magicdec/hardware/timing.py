@@ -21,8 +21,8 @@ GPU_SUMS = 20  # of the buffer in one measurement: a single one takes half a mil
 
 
 class PhaseTimer:
-    """Seconds by named phase: `with timer("draft"): ...`. On CUDA two events on the stream time a
-    phase, and nothing waits for the device until `seconds` is read."""
+    """Seconds by named phase: `with timer("draft"): ...`. On CUDA by events; nothing waits until
+    `seconds` is read."""
 
     def __init__(self, device: torch.device, enabled: bool = True) -> None:
         self.device = device
@@ -60,8 +60,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def seconds_of(call: Callable[[], object], device: torch.device, times: int = 1) -> float:
-    """Device seconds of what `call` starts: the mean of `times` calls in a row. CUDA events leave
-    out the host's wait for the end."""
+    """Mean device seconds of `times` calls in a row, on CUDA by events."""
     synchronize(device)
     if device.type == "cuda":
         first, last = (torch.cuda.Event(enable_timing=True) for _ in "ab")
@@ -103,8 +102,8 @@ def read_bandwidth(group: Group, device: torch.device, repeats: int = 7) -> floa
 
 
 def read_bandwidths(group: Group, device: torch.device, repeats: int = 7) -> list[float]:
-    """Bytes per second that all ranks read together, in each of `repeats` measurements: a sum over
-    a buffer larger than any cache, on CUDA many sums."""
+    """Bytes per second that all ranks read together, in each of `repeats` sums over a buffer larger
+    than any cache."""
     share = BANDWIDTH_BYTES // group.size
     sums = 1
     if device.type == "cuda":

@@ -63,8 +63,7 @@ def find_compiler() -> str | None:
 
 
 def refused_compilers() -> str | None:
-    """The reasons why no present compiler compiles the kernels; None if one does, or without
-    any."""
+    """The reasons why the present compilers refuse the kernels; None if one does not."""
     compilers = _compilers()
     if not compilers or find_compiler() is not None:
         return None
@@ -78,8 +77,7 @@ def _compilers() -> list[tuple[str, str]]:
 
 @cache
 def _refusal(path: str, version_ns: int) -> str:
-    """The first error of a trial, kept beside the libraries. `version_ns` is when the compiler was
-    installed."""
+    """The first error of a trial, kept beside the libraries."""
     command = [path, *FLAGS, MARCH, "-fopenmp", "-fsyntax-only", "-x", "c++", "-"]
     key = "\n".join([*command, TRIAL, str(version_ns), *cpu_features()])
     result = library_folder() / f"compiler-{hashlib.sha256(key.encode()).hexdigest()[:20]}.txt"
@@ -93,8 +91,8 @@ def _refusal(path: str, version_ns: int) -> str:
 
 
 def check_cpu() -> None:
-    """Raises ValueError if MAGICDEC_MARCH names a CPU whose instructions this one cannot execute,
-    or that no compiler here knows."""
+    """Raises ValueError if MAGICDEC_MARCH names a CPU that this one cannot execute, or no compiler
+    knows."""
     compiler = find_compiler()
     try:
         if compiler is not None:
@@ -107,8 +105,8 @@ def check_cpu() -> None:
 
 
 def is_compiled_for(macro: str) -> bool:
-    """Whether libraries use a feature of this CPU, by the compiler's macro. MAGICDEC_MARCH may name
-    a CPU without it."""
+    """Whether libraries use a feature, by the compiler's macro, since MAGICDEC_MARCH may exclude
+    it."""
     compiler = find_compiler()
     if not CPU or compiler is None:
         return True
@@ -182,8 +180,8 @@ def _write_whole(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def share_openmp() -> None:
-    """Make libraries use torch's OpenMP runtime, since two would run two sets of threads on the
-    same cores. Call before `load_library` with -fopenmp."""
+    """Make libraries use torch's OpenMP runtime, not a second set of threads. Call before
+    `load_library` with -fopenmp."""
     lines = Path("/proc/self/maps").read_text().splitlines()
     for path in {line.split()[-1] for line in lines if "libgomp" in line or "libiomp" in line}:
         ctypes.CDLL(path, mode=ctypes.RTLD_GLOBAL)
@@ -202,8 +200,8 @@ def use_huge_pages(tensor: Tensor) -> None:
 
 
 def load_kernels(module: str, flag: str, device: str) -> ModuleType:
-    """The kernels in `module` for that type of device. Raises ValueError naming `flag` if Triton
-    was imported in the other mode, or cannot interpret here."""
+    """The kernels in `module`. Raises ValueError naming `flag` if Triton was imported in the other
+    mode, or cannot interpret here."""
     interpret = device == "cpu"
     if interpret and "triton" not in sys.modules:
         os.environ["TRITON_INTERPRET"] = "1"

@@ -59,8 +59,8 @@ def check_executable(compiler: str, flags: Iterable[str]) -> None:
 
 
 def missing_features(macros: str, features: Iterable[str]) -> list[str]:
-    """The features that code compiled under `macros` (the lines of `-dM -E`) needs beyond
-    `features`, by their names in /proc/cpuinfo."""
+    """The features that code compiled under `macros` (lines of `-dM -E`) needs beyond `features`,
+    named as in /proc/cpuinfo."""
     present = {_plain(feature) for feature in features}
     needed = [(name, X86_NAMES) for name in X86_FEATURE.findall(macros)]
     needed += [(name, ARM_NAMES) for name in ARM_FEATURE.findall(macros)]
@@ -75,7 +75,7 @@ def missing_features(macros: str, features: Iterable[str]) -> list[str]:
 
 
 def used_features(macros: str) -> list[str]:
-    """The instructions of code compiled under `macros`, by the compiler's names, such as AVX2."""
+    """The instructions of code compiled under `macros`, such as AVX2."""
     return sorted({*X86_FEATURE.findall(macros), *ARM_FEATURE.findall(macros)})
 
 

@@ -44,8 +44,7 @@ def escape_what_has_no_code() -> None:
 
 
 def make_console(to_stderr: bool = False) -> Console:
-    """The console for tables. Text is printed as it is, with [brackets] and :colons:. In a file or
-    a pipe, lines are wide enough for whole numbers."""
+    """The console for tables. Text is printed as it is; in a file or a pipe, numbers stay whole."""
     from rich.console import Console
 
     is_terminal = (sys.stderr if to_stderr else sys.stdout).isatty()

@@ -34,8 +34,7 @@ KINDS = {
 
 
 def is_utf8(name: str) -> bool:
-    """Whether a name on the command line or in a folder was UTF-8; Python writes other bytes as
-    half a surrogate pair."""
+    """Whether a name was UTF-8; Python writes other bytes as half a surrogate pair."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -56,14 +55,13 @@ def is_folder(path: Path | str) -> bool:
 
 
 def check_regular(path: Path | str) -> None:
-    """Raises OSError for a path that is missing or no regular file, without opening it, for
-    libraries that open it themselves."""
+    """Raises OSError unless the path is a regular file, for libraries that open it themselves."""
     _check_mode(Path(path).stat().st_mode)
 
 
 def open_regular(path: Path | str) -> BinaryIO:
-    """The file, opened for reading bytes. Raises OSError if it is missing or no regular file; never
-    waits for a pipe's writer."""
+    """The file, opened for reading bytes. Raises OSError unless it is regular; never waits for a
+    pipe."""
     check_regular(path)  # opening some devices has an effect
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -85,7 +83,7 @@ def read_bytes(path: Path | str, most: int = MOST_JSON_BYTES) -> bytes:
 
 def read_text(path: Path | str, most: int = MOST_JSON_BYTES) -> str:
     """All of a file as text, without a byte-order mark. Raises OSError as `read_bytes`, and
-    UnicodeDecodeError, a ValueError, for bytes that are not UTF-8."""
+    UnicodeDecodeError, a ValueError."""
     return read_bytes(path, most).decode("utf-8-sig")
 
 
@@ -102,8 +100,8 @@ def lines_of(file: IO[AnyStr], most: int = MOST_LINE_BYTES) -> Iterator[tuple[in
 
 
 def parse_json(text: str | bytes) -> Any:
-    """The value of a JSON text. Raises ValueError, one line, for invalid JSON, deep nesting, and a
-    whole number of more digits than Python reads."""
+    """The value of a JSON text. Raises ValueError, one line, also for deep nesting and too many
+    digits."""
     try:
         return json.loads(text)
     except RecursionError:
@@ -116,8 +114,8 @@ def load_json(path: Path | str, most: int = MOST_JSON_BYTES) -> Any:
 
 
 def load_object(path: Path | str, most: int = MOST_JSON_BYTES) -> dict[str, Any]:
-    """The JSON object of a file, with whole numbers of 64 bits. Raises OSError as `read_bytes`, and
-    ValueError for another value."""
+    """The JSON object of a file, with numbers of 64 bits. Raises OSError as `read_bytes`, or
+    ValueError."""
     try:
         value = load_json(path, most)
     except ValueError as error:

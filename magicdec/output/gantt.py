@@ -42,8 +42,8 @@ class Bar:
 
 @dataclass(frozen=True)
 class Panel:
-    """A panel of `rows` (names from the top), from `begin_s` to `end_s`, with upright lines at
-    `marks_s`. Each row is `row_inches` high."""
+    """A panel of `rows` (names from the top, `row_inches` high), with upright lines at
+    `marks_s`."""
 
     title: str
     rows: Sequence[str]

@@ -38,8 +38,7 @@ class Line(NamedTuple):
 
 @dataclass(frozen=True)
 class Column:
-    """A column, headed in CSV by `key`. Text is broken on a narrow terminal; numbers stand at the
-    right and stay whole."""
+    """A column, headed in CSV by `key`. Text is broken on a narrow terminal; numbers stay whole."""
 
     label: str
     is_text: bool = False
@@ -198,8 +197,7 @@ def write_csv_columns(
 
 
 def csv_cell(value: Any) -> Any:
-    """A value for CSV. A text that a spreadsheet would take for a formula gets a quote before
-    it."""
+    """A value for CSV, with a quote before a text that a spreadsheet would take for a formula."""
     return _csv_text(value) if isinstance(value, str) else value
 
 
@@ -288,8 +286,8 @@ def narrowed(widths: Sequence[int], may_break: Sequence[bool], room: int) -> lis
 def row_lines(
     row: Sequence[str], is_text: Sequence[bool], widths: Sequence[int], is_heading: bool = False
 ) -> list[str]:
-    """The lines of a row in columns of these widths. Text stands at the left, numbers at the right,
-    and headings at the bottom."""
+    """The lines of a row in columns of these widths: text at the left, numbers at the right,
+    headings at the bottom."""
     cells = [_broken(text, width) for text, width in zip(row, widths, strict=True)]
     if is_heading:
         most = max(map(len, cells))

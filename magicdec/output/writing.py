@@ -104,8 +104,7 @@ def append_line(path: Path, line: str) -> None:
 
 
 def append_file(flag: str, lines: Path, path: Path) -> None:
-    """Append the lines of the file `lines`, if it exists, as `append_line` does. Raises ValueError,
-    naming the flag, if that fails."""
+    """Append the lines of the file `lines`, if it exists. Raises ValueError, naming the flag."""
     try:
         for line in lines.read_text(encoding="utf-8").splitlines() if lines.exists() else ():
             append_line(path, line)

@@ -35,8 +35,8 @@ class Strings:
 
 @dataclass(frozen=True)
 class Continuation:
-    """The token ids that must be emitted, position by position. The score is the share that
-    matches; missing tokens count as wrong, later ones are ignored."""
+    """Token ids to emit, position by position. The score is the share that matches, without later
+    ones."""
 
     token_ids: tuple[int, ...]
 
@@ -65,8 +65,8 @@ LEAST_PREFIX = 64  # tokens; a shorter prefix has no room for a passage
 def recall_prompts(
     prefixes: Sequence[tuple[int, ...]], gen_len: int, seed: int
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[Continuation, ...]]:
-    """The prefixes with a cue in place of their last tokens, and the expected continuations. Raises
-    ValueError for prefixes shorter than LEAST_PREFIX."""
+    """The prefixes with cues at their ends, and the continuations. Raises ValueError for prefixes
+    shorter than LEAST_PREFIX."""
     if len(prefixes[0]) < LEAST_PREFIX:
         raise ValueError(
             f"--prefix_len {len(prefixes[0])} is too short for --dataset recall; "

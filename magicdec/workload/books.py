@@ -29,7 +29,7 @@ def read_books(dataset: str, most: int) -> Iterator[str]:
 
 
 def read_corpus(path: str, most: int, encode: Callable[[str], list[int]]) -> Iterator[list[int]]:
-    """The token ids of each book or record of a corpus for prompt lookup. Raises ValueError as
+    """The token ids of each record of a corpus for prompt lookup. Raises ValueError as
     `read_values`."""
 
     def ids_of(record: Any, place: str) -> list[int]:
@@ -41,8 +41,8 @@ def read_corpus(path: str, most: int, encode: Callable[[str], list[int]]) -> Ite
 
 
 def read_prompts(dataset: str, most: int) -> list[str]:
-    """The texts of the first `most` items of a prompt set, some possibly empty. Raises ValueError
-    as `read_values`."""
+    """The texts, some empty, of the first `most` items of a prompt set. Raises ValueError as
+    `read_values`."""
     kind, _, name = dataset.partition(":")
     reader = FILE_READERS.get(Path(name).suffix.lower())
     of_hub = HUB_NAME.fullmatch(name)

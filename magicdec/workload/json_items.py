@@ -17,7 +17,7 @@ LONGEST_TOKEN = 16  # an error nearer to the end of what was read may be that of
 
 def json_items(stream: TextIO) -> Iterator[tuple[str, Any]]:
     """The items with their places. Raises ValueError, naming the place, for invalid JSON, and
-    OSError for an item of more than MOST_LINE_BYTES characters."""
+    OSError beyond MOST_LINE_BYTES characters."""
     start = stream.readline(CHUNK)
     number = 1
     while start.isspace():
@@ -47,8 +47,8 @@ def _of_line(line: str, number: int) -> Iterator[tuple[str, Any]]:
 
 
 class _JsonArray:
-    """An array that begins with `text`, in line `number` of the file, and goes on in `stream`.
-    `text` is the newest chunk, parsed up to `at`."""
+    """An array that begins with `text`, in line `number`, and goes on in `stream`; parsed up to
+    `at`."""
 
     def __init__(self, text: str, stream: TextIO, number: int) -> None:
         self.text = text

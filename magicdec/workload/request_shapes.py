@@ -82,8 +82,7 @@ def parse_arrival(text: str) -> Arrival:
 
 @dataclass(frozen=True)
 class RequestShape:
-    """The arrival and the lengths in tokens of a request: the keys of a trace's line, which `place`
-    names (empty without a file)."""
+    """The arrival and the lengths in tokens of a request, from the trace's line `place`."""
 
     arrival_ms: Annotated[float, Field(ge=0, allow_inf_nan=False)]
     prompt_len: Annotated[int, Field(ge=1, le=MOST_TOKENS)]
@@ -92,8 +91,8 @@ class RequestShape:
 
 
 def read_trace(flag: str, path: Path) -> list[RequestShape]:
-    """The requests of the file in the order of arrival; other keys are ignored. Raises ValueError,
-    naming the flag, the file, the line and the key."""
+    """The requests of the file in the order of arrival. Raises ValueError, naming flag, file, line
+    and key."""
     adapter = TypeAdapter(RequestShape)
     shapes = list[RequestShape]()
     place = f"{flag}: {path}"

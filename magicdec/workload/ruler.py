@@ -48,8 +48,7 @@ DOTS = "...."  # fwe's most frequent word, which is not part of the answer
 
 @dataclass(frozen=True)
 class Sample:
-    """The text of a prompt: `head`, `body`, `question`. The question ends with the beginning of the
-    answer, for base models, which continue text."""
+    """The text of a prompt. The question ends with the beginning of the answer, for base models."""
 
     head: str
     body: str
@@ -59,8 +58,8 @@ class Sample:
 
 @dataclass(frozen=True)
 class Task:
-    """A task. `make` makes a sample with a body of `size` units (sentences or words), equal for
-    equal generator states; `least` is the smallest size with an answer."""
+    """A task. `make` makes a sample of `size` units (sentences or words), at least `least`, equal
+    for equal generator states."""
 
     make: Callable[[random.Random, int], Sample]
     least: int
@@ -92,8 +91,8 @@ def vt(rng: random.Random, size: int) -> Sample:
 
 
 def cwe(rng: random.Random, size: int) -> Sample:
-    """Common words extraction: a shuffled, numbered list of `size` words. Up to 600, half are
-    common words; rare words fill longer lists."""
+    """Common words extraction: a shuffled, numbered list of `size` words, up to 600 half common,
+    then filled with rare words."""
     num_others = len(_all_words()) - NUM_COMMON
     often = min(MOST_COMMON, size // 20)
     rare = max(1, often * MOST_RARE // MOST_COMMON, -(-size // num_others))
@@ -202,8 +201,8 @@ def make_prompts(
 
 @dataclass(frozen=True)
 class Composer:
-    """The composer of a sample's token ids: `start` (BOS, if any), the head, then haystack, body
-    and question, encoded together."""
+    """The composer of token ids: `start` (BOS, if any), the head, then haystack, body and question,
+    encoded together."""
 
     task: Task
     encode: Callable[[str], list[int]]

@@ -29,8 +29,7 @@ class AttentionCase:
     kv_policy: str | None = None
 
     def obstacle(self, capabilities: Capabilities, machine: Machine) -> str | None:
-        """The reason why a backend cannot serve this case, or not in useful time; None if it
-        can."""
+        """The reason why a backend cannot serve this case in useful time, or None."""
         name = capabilities.name
         window = self.model.sliding_window
         is_alibi_rounded = (self.model.has_alibi, self.dtype) == (True, "bfloat16")
@@ -77,7 +76,7 @@ def _first_that_serves(machine: Machine, case: AttentionCase) -> Choice:
 
 
 def check_returns_weights(backend: str, policy: str) -> None:
-    """Raises ValueError if the policy needs attention weights that the backend does not return."""
+    """Raises ValueError if the policy needs attention weights that the backend lacks."""
     if policy_called(policy).needs_weights and not capabilities_of(backend).returns_weights:
         fitting = ", ".join(list_backends(lambda c: c.returns_weights))
         raise ValueError(
@@ -93,8 +92,8 @@ def choose_graphs(
     is_staged: bool = False,
     pa: float | None = None,
 ) -> Choice:
-    """Whether CUDA graphs are on. `backends` are the target's and a draft's. Raises ValueError if
-    the user asked for graphs that cannot be captured."""
+    """Whether CUDA graphs are on, for the target's and a draft's `backends`. Raises ValueError for
+    impossible ones."""
     unfit = next((name for name in backends if not capabilities_of(name).can_be_recorded), None)
     obstacles = {
         f"--device {device} has none": device != "cuda",

@@ -1,5 +1,5 @@
-"""Choice: the resolved value of a flag that can be `auto`, with its reason. Imports nothing of this
-package and no torch."""
+"""Choice: the resolved value of a flag that can be `auto`. Imports nothing of this package and no
+torch."""
 
 from __future__ import annotations
 
@@ -17,8 +17,7 @@ class How(Enum):
 
 
 class Choice(str):
-    """The name of what was chosen, with the reason for records and messages (`why`) and for code
-    (`how`)."""
+    """A chosen name, with its reason for records and messages (`why`) and for code (`how`)."""
 
     why: str
     how: How
@@ -41,7 +40,7 @@ def first_obstacle(obstacles: Mapping[str, bool]) -> str | None:
 def asked_for(
     flag: str, name: str, obstacle: str | None, others: str, is_interpreted: bool = False
 ) -> Choice:
-    """The user's own choice. Raises ValueError, which names `others`, if there is an obstacle."""
+    """The user's own choice. Raises ValueError, naming `others`, for an obstacle."""
     if obstacle:
         raise ValueError(f"{flag} {name}: {obstacle}; choose from {others}")
     if is_interpreted:

@@ -71,7 +71,7 @@ def choose_host_collectives(
 
 
 def lacking_memory(machine: Machine, is_staged: bool) -> str | None:
-    """The reason why ranks of this host cannot exchange through its shared memory, or None."""
+    """The reason why this host's ranks cannot exchange through shared memory, or None."""
     needed = machine.local_world_size * (STAGE_BYTES if is_staged else GROUP_BYTES)
     free = machine.shared_memory_bytes
     if machine.shared_memory_obstacle or free is None or free >= needed:
@@ -107,8 +107,7 @@ class Transport:
 def choose_transport(
     parallel: ResolvedParallel, machine: Machine, obstacle: str | None = None
 ) -> Transport | None:
-    """The transport, None for one rank. `obstacle` says why hidden states cannot go from GPU to
-    GPU."""
+    """The transport, None for one rank. `obstacle` forbids GPU to GPU."""
     choice = parallel.collectives
     if choice is None:
         return None
@@ -124,8 +123,7 @@ def choose_transport(
 
 
 def check_stage_group(flag: str, parallel: ResolvedParallel) -> None:
-    """Raises ValueError if ranks on CUDA shall share layers without collectives for that. `flag`
-    asks for it, with its value."""
+    """Raises ValueError, naming `flag`, if ranks on CUDA share layers without NCCL."""
     name = parallel.collectives
     if parallel.device == "cuda" and name not in (None, NCCL):
         raise ValueError(

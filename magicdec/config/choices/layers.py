@@ -1,5 +1,5 @@
-"""The meaning of `auto` for a model's layers: dtypes, matrix products, elementwise operations, and
-native forwards. Reading capabilities imports torch."""
+"""The meaning of `auto` for dtypes, matrix products, elementwise operations, and native forwards.
+Reading capabilities imports torch."""
 
 from __future__ import annotations
 
@@ -32,8 +32,7 @@ def choose_dtype(config: RunConfig, device: str, machine: Machine) -> str:
 
 
 def choose_weights(flag: str, value: str, dtype: str) -> str:
-    """The dtype of a model's matrices. Raises ValueError for a floating-point type other than
-    `dtype`."""
+    """The dtype of matrices. Raises ValueError for a floating-point type other than `dtype`."""
     if value in ("auto", dtype):
         return dtype
     if value == "int8":
@@ -62,8 +61,7 @@ def check_copy(low_bit: str | None, weights: str) -> None:
 def choose_linear(
     value: str, device: str, dtype: str, machine: Machine, weights: Sequence[str] = ()
 ) -> str:
-    """The kind of matrix products in a run of `dtype` with matrices in `weights`. Raises ValueError
-    if the user asked for an impossible `packed`."""
+    """The kind of matrix products. Raises ValueError for an impossible `packed`."""
     is_bfloat16 = dtype == "bfloat16"
     obstacles = {
         "it is for --device cpu": device != "cpu",
@@ -80,8 +78,8 @@ def choose_linear(
 def choose_elementwise(
     value: str, device: str, dtype: str, linear: str, machine: Machine
 ) -> Choice:
-    """The implementation of the elementwise operations beside linear layers of kind `linear`.
-    Raises ValueError for a named one that cannot serve."""
+    """The elementwise operations beside `linear` layers. Raises ValueError for a named one that
+    cannot serve."""
     if value == "auto" and device == "cuda":
         missing = machine.missing_backends.get(ELEMENTWISE_ON_CUDA)
         if missing:
@@ -100,8 +98,8 @@ def choose_elementwise(
 
 @dataclass(frozen=True)
 class StepParts:
-    """The implementations of a forward's parts. `collectives` is None for one rank.
-    `avoids_native`: the environment asks for forwards layer by layer."""
+    """The implementations of a forward's parts. `avoids_native`: the environment asks for forwards
+    layer by layer."""
 
     device: str
     backend: str
@@ -111,7 +109,7 @@ class StepParts:
     avoids_native: bool
 
     def obstacle(self) -> str | None:
-        """The reason why these parts cannot be one native call; None if they can."""
+        """The reason why they cannot be one native call, or None."""
         if self.device != "cpu":
             return f"--device {self.device}"
         is_native_attention = capabilities_of(self.backend).is_part_of_native_steps

@@ -57,7 +57,6 @@ class GroupCarrier:
         self.num_bytes += tensor.nbytes
 
     def parts(self, tensor: Tensor) -> Sequence[Tensor]:
-        """The parts of a contiguous tensor, sent in turn."""
         return [tensor]
 
     def fill(self, tensor: Tensor) -> None:
@@ -119,13 +118,12 @@ class PacketCarrier(GroupCarrier):
 
 
 class DirectExchange:
-    """Collectives of CPU ranks that each send to all others, and so take a link's delay once;
-    gloo's own take it several times."""
+    """Collectives of CPU ranks, which must create it together. Each sends to all others, and so
+    takes a link's delay once; gloo's own take it several times."""
 
     def __init__(
         self, handle: ProcessGroup, ranks: Sequence[int], index: int, processes: Processes
     ) -> None:
-        """All these ranks must create it together."""
         self.handle = handle
         self.index = index
         self.size = len(ranks)
@@ -191,8 +189,7 @@ def wait_for_device(work: Any, peer: int, processes: Processes) -> None:
 
 
 class SharedRing:
-    """One end of an edge in shared memory, which the receiver creates. Both ends must be made
-    together."""
+    """One end of an edge in shared memory. Both ends must be made together."""
 
     def __init__(
         self,

@@ -85,8 +85,7 @@ class Connector:
         return DelayedSender(channel_sender, self.delay_s), None
 
     def _payloads(self, sender: int, receiver: int, backend: str) -> Carrier | None:
-        """A carrier, connected by one exchanged number, so that no later message waits for NCCL's
-        setup."""
+        """A carrier, used once so that no later message waits for NCCL's setup."""
         ranks = sorted((sender, receiver))
         patience = timedelta(seconds=PATIENCE_S)
         handle = dist.new_group(ranks, timeout=patience, backend=backend)
@@ -104,7 +103,7 @@ class Connector:
         return carrier
 
     def ring(self, grid: StageGrid) -> Ends:
-        """This rank's ends of a ring along the edges of `grid`; in no stage, they lead nowhere."""
+        """This rank's ends of a ring along the edges of `grid`; outside they lead nowhere."""
         inbound: Receiver | None = None
         outbound: Sender | None = None
         for edge in grid.edges():

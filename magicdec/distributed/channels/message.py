@@ -30,7 +30,6 @@ class Kind(IntEnum):
 
 
 def sleep_until(due_s: float) -> None:
-    """Sleep until a time of `time.perf_counter`."""
     time.sleep(max(0.0, due_s - time.perf_counter()))
 
 
@@ -45,18 +44,18 @@ class Due(threading.local):
     time_s: float | None = None
 
     def reach(self, due_s: float | None) -> None:
-        """Take a message that was due at that time; None if real time counts."""
+        """Take a message that was due then; None: real time counts."""
         if due_s is not None and self.time_s is not None:
             due_s = max(due_s, self.time_s)
         self.time_s = due_s
 
     def begin(self) -> None:
-        """Begin emulated work: now, unless earlier work or a message says when."""
+        """Begin emulated work, now unless a time is set."""
         if self.time_s is None:
             self.time_s = time.perf_counter()
 
     def sleep(self, seconds: float) -> None:
-        """Sleep from when all before was due; for a thread that emulates nothing, from now."""
+        """Sleep from when all before was due, or from now without emulation."""
         if self.time_s is None:
             return time.sleep(seconds)
         self.time_s += seconds
@@ -80,12 +79,12 @@ class Message:
 
 
 def words_of(values: Iterable[float]) -> tuple[int, ...]:
-    """Words with the bits of float64 numbers."""
+    """The bits of float64 numbers as words."""
     return tuple(array("q", array("d", values).tobytes()))
 
 
 def floats_of(words: Sequence[int]) -> list[float]:
-    """The float64 numbers whose bits the words have."""
+    """The float64 numbers of the bits of words."""
     return array("d", array("q", words).tobytes()).tolist()
 
 
@@ -113,13 +112,13 @@ class MessageForm:
         return tensors
 
     def num_bytes(self, num_tokens: int, num_words: int = 0) -> int:
-        """Bytes of a message with hidden states of `num_tokens` tokens in all its rows."""
+        """Bytes of a message with `num_tokens` hidden states."""
         header_bytes = WORD_BYTES * (NUM_FIELDS + max(self.num_words, num_words))
         return header_bytes + num_tokens * self.width * self.dtype.itemsize
 
 
 class Traffic(NamedTuple):
-    """Counts of what a channel has sent, headers included."""
+    """Counts of sent messages and bytes, headers included."""
 
     num_messages: int = 0
     num_bytes: int = 0
@@ -147,13 +146,13 @@ class Receiver(Protocol):
         """The next message, once it has come."""
 
     def is_there(self, seconds: float) -> bool:
-        """False if the next message, which is under way, has not come after so many seconds. A
-        channel that cannot tell returns True at once."""
+        """False if the next message, under way, has not come after so many seconds. A channel that
+        cannot tell returns True at once."""
 
 
 @dataclass(frozen=True)
 class Ends:
-    """This rank's ends of two channels: from the rank before it, and to the next."""
+    """This rank's ends of the channels from the previous rank and to the next."""
 
     inbound: Receiver
     outbound: Sender
@@ -178,8 +177,7 @@ class Carrier(Protocol):
 
 
 class ChannelSender(Sender):
-    """A sender that copies GPU payloads through host memory, unless `payloads` carries them from
-    device to device."""
+    """A sender that copies GPU payloads through host memory, unless `payloads` carries them."""
 
     def __init__(self, form: MessageForm, writer: Carrier, payloads: Carrier | None = None) -> None:
         self.form = form
@@ -244,8 +242,8 @@ class ChannelReceiver:
 
 @dataclass(frozen=True)
 class SharedReceiver:
-    """The receiver of the first of several ranks that compute together; `others` get its messages
-    too, after `change`."""
+    """The receiver of the first of ranks that compute together; `others` get its messages after
+    `change`."""
 
     receiver: Receiver
     others: Sequence[Sender]
@@ -264,8 +262,8 @@ class SharedReceiver:
 
 
 class DelayedSender(Sender):
-    """A sender as over a link of `delay_s`, counted from a message's due time if it has one. Only
-    its thread uses `sender`."""
+    """A sender as over a link of `delay_s`, from a message's due time if it has one. Its thread
+    owns `sender`."""
 
     def __init__(self, sender: Sender, delay_s: float) -> None:
         self.sender = sender
@@ -316,8 +314,7 @@ class Nowhere(Sender):
 
 
 class Loopback(Sender):
-    """Both ends of a channel from a rank to itself, without a copy: in a ring of one stage, or
-    between threads."""
+    """Both ends of a channel within a rank, without a copy."""
 
     def __init__(self) -> None:
         self._messages: SimpleQueue[Message] = SimpleQueue()
@@ -339,7 +336,7 @@ class Loopback(Sender):
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in pinned host memory, complete; a tensor on the host is returned as it is."""
+    """A complete copy in pinned host memory, or the tensor itself on the host."""
     if tensor.device.type == "cpu":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -349,8 +346,7 @@ def to_host(tensor: Tensor) -> Tensor:
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on `device`, complete for later work on its stream; a tensor there is returned as it
-    is."""
+    """A copy on `device` for later work on its stream, or the tensor itself there."""
     if tensor.device.type == device.type:
         return tensor
     return tensor.pin_memory().to(device, non_blocking=True)

@@ -1,5 +1,5 @@
-"""The processes of all ranks: which have ended or stopped, and the line that an ending rank leaves
-to its launcher."""
+"""The processes of all ranks: which have ended or stopped, and the line that this one leaves to its
+launcher."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Processes:
         return [rank for rank, pid in pids if pid is not None and not is_alive(pid)]
 
     def stopped(self) -> list[int]:
-        """The ranks of this host whose processes are stopped, by SIGSTOP for example."""
+        """The ranks of this host stopped by a signal, such as SIGSTOP."""
         pids = enumerate(self.pids)
         return [rank for rank, pid in pids if pid is not None and state_of(pid) == STOPPED]
 
@@ -42,8 +42,8 @@ class Processes:
             raise PeerLost(describe(ended))
 
     def lost(self, peer: int, error: Exception) -> PeerLost:
-        """The error for a failed connection with `peer`. It names a rank that has ended rather than
-        one that failed because of it."""
+        """The error for a lost connection with `peer`: names a rank that has ended, if there is
+        one."""
         time.sleep(NOTICE_S)
         if ended := self.ended():
             return PeerLost(describe(ended))
@@ -53,7 +53,7 @@ class Processes:
 
 @cache
 def processes_of(launch: Launch) -> Processes:
-    """The processes of all ranks, cached. All ranks must call it; it needs no process group."""
+    """The processes of all ranks, cached. All ranks must call it, before groups exist too."""
     ours = processes_seen_here()
     texts = exchange_texts(launch, f"{os.getpid()} {ours}", "processes")
     pids = [text.partition(" ") for text in texts]
@@ -61,7 +61,7 @@ def processes_of(launch: Launch) -> Processes:
 
 
 def processes_seen_here() -> str:
-    """The machine's boot and process namespace, alike on ranks that see each other's processes."""
+    """The machine's boot and process namespace, alike on ranks that see each other."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {Path('/proc/self/ns/pid').readlink()}"
 
@@ -86,8 +86,8 @@ def state_of(pid: int) -> str | None:
 
 
 def report_error(line: str) -> bool:
-    """Leave the line to this rank's launcher, which prints it when all ranks have ended. False
-    without such a launcher."""
+    """Leave the line to the launcher, which prints it when all ranks have ended. False without
+    one."""
     path = os.environ.get(ERROR_FILE)
     if not path:
         return False

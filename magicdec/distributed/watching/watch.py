@@ -45,8 +45,7 @@ ENDING = threading.Lock()  # taken by the first thread that ends the process, an
 
 
 class Watcher(threading.Thread):
-    """A thread that calls `on_lost` with one line about a loss, while the main thread may wait for
-    the lost rank."""
+    """A thread that calls `on_lost` with one line about a loss."""
 
     def __init__(self, name: str, on_lost: Callable[[str], None]) -> None:
         super().__init__(name=name, daemon=True)
@@ -90,8 +89,7 @@ class Watch(Watcher):
 
 
 def watch_ranks(launch: Launch) -> None:
-    """Watch the other ranks until `leave_ranks`. All ranks must call it, and it returns when all
-    have."""
+    """Watch the other ranks until `leave_ranks`. All ranks must call it; waits for all."""
     if launch.world_size == 1 or find_watch() is not None:
         return
     meet(launch, "begin")
@@ -103,7 +101,7 @@ def watch_ranks(launch: Launch) -> None:
 
 
 def leave_ranks() -> None:
-    """Stop watching. All ranks that watch must call it, and it returns when none needs another."""
+    """Stop watching. All ranks that watch must call it; waits until none needs another."""
     if (watch := find_watch()) is None:
         return
     meet(watch.launch, "leave")
@@ -116,8 +114,8 @@ def leave_ranks() -> None:
 
 
 def meet(launch: Launch, place: str, patience: timedelta | None = None) -> None:
-    """Return when all ranks have called it equally often with this place, before any process group
-    exists. Raises RuntimeError if that exceeds `patience`."""
+    """Wait until all ranks have called it equally often with this place. Needs no process group.
+    Raises RuntimeError beyond `patience`."""
     from torch.distributed import PrefixStore
 
     store = PrefixStore("meeting", rendezvous_store(launch))
@@ -132,7 +130,7 @@ def meet(launch: Launch, place: str, patience: timedelta | None = None) -> None:
 
 
 def stop_watching() -> None:
-    """Stop the watchers of this rank, which is about to end and waits for no other."""
+    """Stop this rank's watchers before it ends."""
     for thread in threading.enumerate():
         if isinstance(thread, Watcher):
             thread.stop()
@@ -145,7 +143,7 @@ def find_watch() -> Watch | None:
 
 @contextmanager
 def naming_lost(launch: Launch) -> Iterator[None]:
-    """A context that ends this rank with the name of the ended rank that made it fail."""
+    """A context that ends this rank with the name of the rank whose end made it fail."""
     try:
         try:
             yield
@@ -208,8 +206,7 @@ def end_stopped() -> None:
 
 
 def first_word(line: str) -> str:
-    """The line of the rank that noticed the loss first. It ends too, so that later ranks would name
-    the wrong one."""
+    """The line of the rank that noticed the loss first; later ranks would name the wrong one."""
     try:
         return str(open_store().compare_set(lost_key(), "", line), "utf-8")
     except RuntimeError:  # the store's host does not answer
