@@ -128,7 +128,8 @@ MOST_WATCHED = 31  # new tokens of a forward whose attention weights every backe
 
 
 def check_standalone(policy: str) -> None:
-    """Raises ValueError for a policy that needs verifications of the draft."""
+    """Raises ValueError for a policy that chooses by verifications, which a standalone draft never
+    has."""
     if policy_called(policy).needs_verification:
         fitting = list_policies(lambda p: not p.needs_verification)
         raise ValueError(

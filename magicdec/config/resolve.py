@@ -124,8 +124,8 @@ def resolve_model(
     collectives: str | None,
     traits: ModelTraits,
 ) -> ResolvedModel:
-    """The resolved target; a standalone draft has the same linear layers. `collectives` are of
-    ranks that share a forward."""
+    """The resolved target. A standalone draft has the same kind of linear layers. `collectives` are
+    between the ranks that share a forward, None for one rank."""
     asked = config.model
     device = parallel.device
     weights = choose_weights("--target_dtype", asked.target_dtype, dtype)
@@ -150,8 +150,8 @@ def choose_device(value: str, machine: Machine) -> str:
 
 
 def choose_threads(value: int | None, machine: Machine) -> int:
-    """Threads of a rank; by default the ranks of a host share its cores. Raises ValueError for more
-    than these, but allows one a rank."""
+    """Threads of a rank; by default the ranks of a host share its cores. Raises ValueError, naming
+    the flag, for more threads than cores; one per rank is always allowed."""
     num_ranks = len(machine.local_ranks)
     cores = machine.num_cpus
     most = max(1, cores // num_ranks)

@@ -105,7 +105,7 @@ def round_shares(shares: Sequence[Fraction], total: int) -> list[int]:
 
 
 def balance(times: Sequence[StageTimes], num_layers: int) -> list[int]:
-    """Layer counts that make the slowest stage fastest, at least one a stage. Each layer goes to
+    """Layer counts, at least one per stage, that make the slowest stage fastest. Each layer goes to
     the stage that is fastest with it, of equal ones the later: optimal, since times grow with
     layers."""
     counts = [1] * len(times)

@@ -129,7 +129,7 @@ class SplitText:
         return self.draft in APART
 
     def num_stages(self, world_size: int) -> int:
-        """Raises ValueError as `is_apart`."""
+        """The number of stages on `world_size` ranks. Raises ValueError as `is_apart`."""
         return count_stages(self.stages, world_size - self.is_apart - bool(self.head))
 
 

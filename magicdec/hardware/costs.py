@@ -1,12 +1,12 @@
 """The predicted cost of a forward, from a ModelConfig and the hardware's ceilings (MagicDec, arXiv
 2408.11049, section 3). Pure arithmetic; imports no torch.
 
-Time is the sum of linear layers, attention, all-reduces and a layer's overhead (fixed, and per new
-token). Linear layers and attention each take the longer of memory and compute time. Scheduling and
-sampling but the argmax are left out.
+Time is the sum of linear layers, attention, all-reduces and an overhead per layer (fixed, and per
+new token). Linear layers and attention each take the longer of memory and compute time. Scheduling
+and sampling but the argmax are left out.
 
-B rows, T new tokens a row, S visible tokens a row before the forward. Bytes and FLOPs are per rank;
-`roofline.py` counts the same bytes from a loaded model.
+B rows, T new tokens per row, S visible tokens per row before the forward. Bytes and FLOPs are per
+rank; `roofline.py` counts the same bytes from a loaded model.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def linear_parameters(config: ModelConfig, shard: Shard) -> int:
 
 
 def low_bit_bytes(config: ModelConfig, shard: Shard, low_bit: str) -> int:
-    """Bytes of this rank's matrices, head included; int8 adds a float32 scale an output channel."""
+    """Bytes of this rank's matrices, head included; int8 adds a float32 scale per output
+    channel."""
     weights = int(linear_parameters(config, shard) * OF_LOW_BIT[low_bit])
     outputs = sum(outputs for outputs, _ in matrices(config, shard))
     return weights + (outputs * SCALE_BYTES if low_bit == "int8" else 0)

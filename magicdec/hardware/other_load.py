@@ -95,7 +95,8 @@ class LoadWatch:
 def read_cores(
     root: Path = PROC, top: int | None = None, cpus: Collection[int] | None = None
 ) -> Reading | None:
-    """A reading now, None without counts, of the command under process `top` on `cpus`."""
+    """A reading now, None where the kernel does not count. `top` is the process above all of the
+    command, `cpus` those that it may use."""
     cpus = os.sched_getaffinity(0) if cpus is None else cpus
     names = {f"cpu{cpu}" for cpu in cpus}
     try:

@@ -81,8 +81,8 @@ def return_freed_memory() -> None:
 
 
 class LoadedModels:
-    """The weights that this rank holds, loaded once a kind and group. With `emulated_s`, models
-    sleep so long a forward, and nothing is loaded."""
+    """The weights that this rank holds, loaded once for each kind and group. With `emulated_s`,
+    nothing is loaded and models sleep so long in each forward."""
 
     def __init__(
         self, device: torch.device, progress: Progress, emulated_s: float | None = None

@@ -77,11 +77,12 @@ def first_choice_bytes(plan: ModelPlan) -> int:
 
 
 def forward_bytes(plan: ModelPlan, shape: tuple[int, int, int], observes: bool = False) -> int:
-    """Bytes of one layer of a forward of shape (B rows, T new tokens a row, S cached tokens a row).
+    """Bytes of one layer of a forward of shape (B rows, T new tokens per row, S cached tokens per
+    row).
 
     They are the residual stream twice and normed; the larger of attention's and the MLP's tensors,
-    or both in a native call, with a matrix's float32 inputs; and the backend's own, with attention
-    weights if it `observes`.
+    or both in a native call, with a matrix's float32 inputs; and the tensors of the backend, with
+    attention weights if the forward `observes` them.
     """
     model = plan.model
     backend = backend_class(plan.config.attention.backend)
@@ -117,8 +118,8 @@ def _logits_bytes(plan: ModelPlan, num_tokens: int) -> int:
 
 
 def _loading_bytes(plan: ModelPlan) -> int:
-    """The largest matrix twice, while it is packed or quantised, with float32 parts being read. A
-    low-bit copy has a byte a number until packed; an int4 draft is made of the whole model."""
+    """The largest matrix twice, while it is packed or quantised, with the float32 part being read.
+    A low-bit copy has a byte per number until packed; an int4 draft is made of the whole model."""
     model = plan.model
     shard = plan.shard
     vocab = shard.split(model.vocab_size)

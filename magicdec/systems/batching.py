@@ -172,7 +172,7 @@ class Batching(System):
     @property
     def _emulated_s(self) -> float | None:
         """Seconds of a forward: all stages in turn, or divided among all ranks. Then two
-        all-reduces a layer take log2 N links each (recursive doubling)."""
+        all-reduces per layer take log2 N links each (recursive doubling)."""
         stage_s = self.options.emulated_stage_s
         options = self.options
         if stage_s is None:

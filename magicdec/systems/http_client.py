@@ -75,7 +75,8 @@ class LimitedReader(io.RawIOBase):
 
 
 class LimitedSocket:
-    """A connected socket for `http.client`, whose early close it ignores."""
+    """A connected socket for `http.client`, which closes it before the last answer is read. `close`
+    is ignored; whoever connected the socket closes it."""
 
     def __init__(self, connected: socket.socket, limits: Limits) -> None:
         self.connected = connected

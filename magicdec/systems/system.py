@@ -64,8 +64,9 @@ class PassObserver:
 
 @dataclass(frozen=True)
 class Trace:
-    """The spans of stages or ranks, named by `rows`, by the clock of the first rank, with its
-    largest error. By message or run, `requests` has the known request ids; `prompts` prefill."""
+    """The spans of stages or ranks, named by `rows`, by the clock of the first rank. Spans are
+    numbered by message or run: `requests` has the known request ids of a number, `prompts` the
+    numbers that prefill. `clock_error_s` bounds the error of a time."""
 
     rows: Sequence[str]
     spans: Sequence[Sequence[Span]]
@@ -191,9 +192,9 @@ def make_requests(
     end_ids: tuple[int, ...] = (),
     is_coupled: bool = False,
 ) -> list[Request]:
-    """The requests, the first of which arrives at `begin_s`. `end_ids` end one early. Its random
-    numbers depend on its place in the order of arrival, equal in every pass; `sampling.coupled`
-    explains `is_coupled`."""
+    """The requests, the first of which arrives at `begin_s`. A request ends early with a token of
+    `end_ids`. Its random numbers depend on its place in the order of arrival, so that they are
+    equal in every pass; `sampling.coupled` explains `is_coupled`."""
     requests = []
     for i, (prompt, shape) in enumerate(zip(prompts[: len(shapes)], shapes, strict=True)):
         params = make_params(sampling, shape.output_len, end_ids, i, is_coupled)

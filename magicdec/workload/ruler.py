@@ -91,8 +91,8 @@ def vt(rng: random.Random, size: int) -> Sample:
 
 
 def cwe(rng: random.Random, size: int) -> Sample:
-    """Common words extraction: a shuffled, numbered list of `size` words, up to 600 half common,
-    then filled with rare words."""
+    """Common words extraction: a shuffled, numbered list of `size` words. Up to 600, half are
+    common; longer lists are filled with rare words."""
     num_others = len(_all_words()) - NUM_COMMON
     often = min(MOST_COMMON, size // 20)
     rare = max(1, often * MOST_RARE // MOST_COMMON, -(-size // num_others))

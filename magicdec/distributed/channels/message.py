@@ -50,7 +50,7 @@ class Due(threading.local):
         self.time_s = due_s
 
     def begin(self) -> None:
-        """Begin emulated work, now unless a time is set."""
+        """Begin emulated work: now, unless earlier work or a message says when."""
         if self.time_s is None:
             self.time_s = time.perf_counter()
 

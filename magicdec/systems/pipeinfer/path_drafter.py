@@ -165,8 +165,8 @@ class HeldText:
 
 
 class ModelDrafter:
-    """A drafting model with its own KV cache, a row a lane, read by a KV policy. In
-    self-speculation it is the target, whose KV is divided among the stages.
+    """A drafting model with its own KV cache, a row per lane, read by a KV policy. In
+    self-speculation it is the target, whose own KV is divided among the stages.
 
     Candidates are ids below `vocab_size`, the target's: the best that `sampling` could choose, with
     their probabilities.

@@ -97,8 +97,8 @@ class SpeculativePipeline(StagedSystem):
         return self.options.speculation.gamma if is_sync else 0
 
     def _find_models(self, run_config: RunConfig, cache: SetupCache) -> ResolvedRun:
-        """The models for a row a lane, with room for drafts of a whole output, in synchronous
-        speculation beyond its end."""
+        """The models for a row per lane, with room for drafts of a whole output, and beyond its end
+        in synchronous speculation."""
         run_config = with_own_model(run_config)
         workload = self.options.batch_of(run_config.workload, self.options.speculation.lanes)
         assert workload.gen_len is not None, "the batch has room for outputs"

@@ -252,8 +252,9 @@ class RecurrentPipeline:
         self.ends.outbound.close()
 
     def _comes_first(self) -> bool:
-        """Whether, once it is known, the next message precedes an arrival that an idle lane may
-        begin. Several ranks must begin lanes alike, so they wait for the message."""
+        """Whether the next message comes home before a request arrives that an idle lane may begin;
+        waits until that is known. Several ranks must begin lanes alike, so they wait for the
+        message."""
         if not self._under_way:
             return False
         if not (self.is_alone and self._idle_lanes and self._arrivals):
@@ -290,7 +291,7 @@ class RecurrentPipeline:
             self._send(*self._newest(lane, plan.decoding.requests))
 
     def _chunks(self, lane: Lane, plan: Plan) -> Iterator[tuple[Flight, Tokens]]:
-        """The messages of the prompts of a step with their token ids [1, T], one a chunk."""
+        """The messages of the prompts of a step with their token ids [1, T], one per chunk."""
         for part in plan.parts:
             text = part.request.cached_ids
             size = self.prefill_chunk
@@ -371,8 +372,8 @@ class RecurrentPipeline:
 
 
 def most_under_way(num_lanes: int, lane_size: int, limits: Limits, chunk: int) -> int:
-    """The most messages under way: per lane one a prompt chunk, one that decodes and one that frees
-    rows."""
+    """The most messages under way: per lane one for each prompt chunk, one that decodes and one
+    that frees rows."""
     assert limits.prefill_tokens is not None, "a step prefills a limited number of tokens"
     chunks = -(-limits.prefill_tokens // chunk) + lane_size
     return num_lanes * (chunks + 2)

@@ -240,8 +240,8 @@ class Timing(ABC):
 
 @dataclass
 class FilledStage(Stage):
-    """A stage that computes messages of `num_tokens` tokens a row, and skips prompts: their rows
-    only count as filled."""
+    """A stage that computes messages of `num_tokens` tokens per row. Prompts are skipped: their
+    rows only count as filled."""
 
     num_tokens: int = 1
 

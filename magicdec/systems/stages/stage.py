@@ -63,8 +63,8 @@ class Part(Protocol):
 
 @dataclass(frozen=True)
 class StageLoop:
-    """The loop of a stage. `spans` get one span a run or draft step, from arrival until the answer
-    is sent."""
+    """The loop of a stage. `spans` get one span per run or draft step, from arrival until the
+    answer is sent."""
 
     part: Part
     ends: Ends
@@ -218,7 +218,7 @@ class Canceller:
 
 def listen(channel: Receiver, board: CancelBoard) -> Thread:
     """A thread that writes cancellations from `channel` into `board`. A broken channel ends it: the
-    stage notices that itself, and skipping is optional."""
+    stage notices that itself, and a run that is not skipped does no harm."""
 
     def copy() -> None:
         try:
@@ -261,11 +261,11 @@ class LaneText:
 
 
 class RunStage:
-    """A stage of pipelined speculation, with a cache row a lane, cut at a run's first position
-    before it is appended. The last stage chooses tokens by `sampling`.
+    """A stage of pipelined speculation, with a cache row per lane, cut at a run's first position
+    before the run is appended. The last stage chooses tokens by `sampling`.
 
-    It skips the runs that `board` names. Ranks that share layers have no board: the first decides,
-    and they skip what arrives as VOID.
+    It skips the runs that `board` names. Ranks that share layers have no board: the first rank
+    decides, and all skip what arrives as VOID.
     """
 
     what: ClassVar[What] = What.STAGE
@@ -332,8 +332,8 @@ class RunStage:
         return predict(self.sampling.perturbed(logits, launch.request, following), sums)
 
     def _cut(self, lane: int, length: int) -> None:
-        """Let the row hold `length` tokens. If it held fewer, an earlier run was skipped, this one
-        is cancelled too, and nobody reads it."""
+        """Let the row hold `length` tokens. If it held fewer, an earlier run was skipped, so that
+        this run is cancelled too, and nobody reads its result."""
         cache = self.runner.cache
         if cache.lengths[lane] > length:
             cache.truncate([lane], [length])
