@@ -245,9 +245,9 @@ def largest_limit(ratios: Tensor, allowed: float) -> float | None:
 
 
 def chances_to_change(errors: Errors) -> list[float]:
-    """The probability of each position that a verification changes its largest logit, by moving the
-    decode step's gap by the difference of two errors: as large as decode steps' or normal ones,
-    whichever is likelier."""
+    """The probability of each position that a verification changes its largest logit. It moves the
+    decode step's gap by the difference of two errors, which are those of decode steps, or normal,
+    whichever gives the larger probability."""
     of_gaps = errors.gap - errors.wider_gap
     shifts = range(1, min(len(of_gaps), MOST_SHIFTS))
     moves = [torch.zeros(1, dtype=FLOAT), *((of_gaps - of_gaps.roll(s)).abs() for s in shifts)]

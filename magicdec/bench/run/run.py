@@ -301,8 +301,8 @@ class Run:
         before: Sequence[ForwardCounts],
         threads: ThreadCount,
     ) -> None:
-        """Adds all ranks' counts of a pass over one batch, from `before` on. Raises AssertionError
-        if a rank computed with other threads than its config says."""
+        """Adds all ranks' counts of a pass over one batch; `before` are this rank's counts before
+        it. Raises AssertionError if a rank computed with other threads than its config says."""
         rank = self.groups.rank
         pairs = zip(self.runners(), before, strict=True)
         used = [(runner.model, runner.counts.minus(counts)) for runner, counts in pairs]
