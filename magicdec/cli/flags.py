@@ -56,13 +56,11 @@ EVERYDAY = (
 
 
 def sections_of(config: RunConfig) -> dict[str, Any]:
-    """The present sections of a config by name."""
     sections = {each.name: getattr(config, each.name) for each in dataclasses.fields(config)}
     return {name: section for name, section in sections.items() if section is not None}
 
 
 def config_of(values: Values, base: RunConfig) -> RunConfig:
-    """`base` with the sections that were read."""
     names = [each.name for each in dataclasses.fields(base) if each.name in values.sections]
     return dataclasses.replace(base, **{name: values.sections[name] for name in names})
 
@@ -109,7 +107,6 @@ def start(
 
 
 def preparing(config: RunConfig) -> str:
-    """A text for the user who waits for preparations."""
     return f"preparing {config.model.model} and prompts of {Path(config.workload.dataset).name}"
 
 
@@ -179,7 +176,6 @@ def run_on_ranks(
 
 
 def check_outputs(output: OutputSection) -> None:
-    """Raises ValueError if the files of the run cannot be written."""
     tokens = None if output.save_tokens is None else Path(output.save_tokens)
     check_files({"--out": Path(output.results), "--save_tokens": tokens})
 

@@ -133,7 +133,6 @@ class Command:
 
     @property
     def base(self) -> RunConfig:
-        """The config that the flags start from."""
         return RunConfig(draft=DraftSection(), decoding=DecodingSection(ignore_eos=self.ignore_eos))
 
     def parse(self, words: Sequence[str], launch: Launch) -> Experiment:
@@ -219,7 +218,6 @@ def has_stages(each: Pass) -> bool:
 
 
 def drafts_ahead(each: Pass) -> bool:
-    """Whether a pass drafts in pipelined speculation."""
     return each.system == SPECULATIVE and each.is_drafting
 
 

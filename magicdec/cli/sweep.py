@@ -35,8 +35,6 @@ OF_ONE_RUN = ("save_tokens", "printoutput", "verbose", "out", "nproc", "config")
 
 
 class Flags:
-    """The flags of the driver of that name."""
-
     def __init__(self, driver: str) -> None:
         self.driver = DRIVERS[driver]
         self.parser = self.driver.build_parser()

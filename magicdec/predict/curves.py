@@ -39,7 +39,6 @@ def conditional_rate(acceptance_rate: float, gamma: int) -> float:
 
 
 def survival(acceptance: Acceptance, position: int) -> float:
-    """The probability that at least `position` (1, 2, ...) drafts of a step are accepted."""
     if isinstance(acceptance, tuple):
         assert 1 <= position <= len(acceptance), "gamma is at most the curve's length"
         return acceptance[position - 1]
@@ -113,7 +112,6 @@ def find_curves(
 def find_conditional(
     rates: Sequence[float], budgets: Sequence[int] | None
 ) -> tuple[dict[int, Acceptance], str]:
-    """`find_curves` for `--conditional_acceptance`."""
     return _spread("--conditional_acceptance", list(rates), budgets), "given"
 
 
@@ -131,7 +129,6 @@ def _spread(
 
 
 def parse_acceptance(text: str) -> float:
-    """An acceptance rate from its text. Raises ValueError."""
     try:
         rate = float(text)
     except ValueError:
@@ -147,7 +144,6 @@ def longest(curves: dict[int, Acceptance]) -> int | None:
 
 
 def is_file(text: str) -> bool:
-    """Whether a value of `--acceptance` is a file of records."""
     return Path(text).suffix == ".jsonl" or Path(text).is_file()
 
 

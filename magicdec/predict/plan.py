@@ -69,8 +69,6 @@ PREDICTED = "predicted, not measured: no kernel reaches its ceiling everywhere"
 
 @dataclass(frozen=True, kw_only=True)
 class PlanCell(Part):
-    """The prediction for one batch size and context."""
-
     batch_size: int = recorded("rows of the batch")
     prefix_len: int = recorded("cached tokens of a row", "tokens")
     decode_ms: float = recorded("an autoregressive step", "ms", label="decode, ms", digits=2)
@@ -142,7 +140,6 @@ def make_record(plan: Plan) -> PlanRecord:
 
 
 def describe_model(model: Deployment, dtype: str) -> dict[str, Any]:
-    """A record's section for a model."""
     return {
         "model": model.config.name,
         "num_layers": model.config.num_layers,
@@ -155,7 +152,6 @@ def describe_model(model: Deployment, dtype: str) -> dict[str, Any]:
 
 
 def describe_ranks(model: Deployment, machine_source: str) -> dict[str, Any]:
-    """A record's section for the rates of one rank and their source."""
     return {"machine": machine_source, "hardware": asdict(model.hardware)}
 
 

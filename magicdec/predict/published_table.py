@@ -58,7 +58,6 @@ OVERHEAD_S = 160e-6 / 32
 
 
 def file_of(folder: Path, table: str) -> Path:
-    """The file of a table in the folder, otherwise the packaged one."""
     path = folder / f"{table}.csv"
     return path if path.exists() else PACKAGED / path.name
 
@@ -220,7 +219,6 @@ class PublishedTable:
         row["exists"] = "; ".join(filter(None, [existing, *missing]))
 
     def commands(self, is_demo: bool) -> list[str]:
-        """The words after `magicdec` that measure this part; lines may share a run."""
         return list(dict.fromkeys(command_of(row) for row in self.part(is_demo)))
 
     def measure(self, is_demo: bool, out: Path) -> int:

@@ -92,7 +92,6 @@ class Speculation:
     choice: Choice = Choice()
 
     def begin_s(self, B: int, S: int) -> float:
-        """Seconds between prefill and the first step."""
         is_self = self.draft.config is self.target.config
         own = 0.0 if is_self else prefill_seconds(self.draft, B, S)
         return own + self.choice.seconds(self.draft, self.budget, B, S)

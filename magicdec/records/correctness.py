@@ -122,7 +122,6 @@ class ForwardErrors(Part):
 
     @property
     def alarms(self) -> list[str]:
-        """The names of the fields that exceed their limits."""
         limits = {name: getattr(self, f"most_{name}") for name in LIMITED}
         return [
             name

@@ -36,7 +36,6 @@ class Recorded:
     by_chance: bool = False  # the number has no meaning if weights are random
 
     def show(self, value: Any) -> str:
-        """The printed text of a value that is not None."""
         if isinstance(value, list):
             return " ".join(self.show(v) for v in value)
         return f"{value * self.scale:,.{self.digits}f}{self.suffix}"

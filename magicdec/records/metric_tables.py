@@ -28,7 +28,6 @@ def cell(metrics: Any, key: str, description: Recorded) -> object:
 
 
 def fixed(value: float | None, digits: int, suffix: str = "", scale: float = 1.0) -> Shown | None:
-    """The cell of a number that is no field."""
     described = Recorded("", digits=digits, suffix=suffix, scale=scale)
     return None if value is None else Shown(described.show(value), value)
 

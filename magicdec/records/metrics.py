@@ -152,13 +152,11 @@ def _ratios(
 
 
 def net_ms(samples: PassSamples) -> list[float]:
-    """The time from the end of prefill to the last token, by batch."""
     ends = [max(ends, default=0.0) for ends in samples.sequence_ms]
     return [added + end for added, end in zip(added_ms(samples), ends, strict=True)]
 
 
 def added_ms(samples: PassSamples) -> list[float]:
-    """The time between prefill and the first decode step, by batch."""
     calibration = samples.calibration_ms or [0.0] * len(samples.begin_ms)
     return [begin + ms for begin, ms in zip(samples.begin_ms, calibration, strict=True)]
 
@@ -204,7 +202,6 @@ def tpots(samples: SamplesRecord) -> list[float]:
 
 
 def percentile(values: Sequence[float], percent: float) -> float | None:
-    """A percentile with linear interpolation; None without values."""
     if not values:
         return None
     import numpy as np

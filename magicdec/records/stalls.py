@@ -36,8 +36,6 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True)
 class Stall:
-    """A stalled step, with the median of its kind."""
-
     place: Place
     ms: float
     median_ms: float

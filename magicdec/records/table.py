@@ -124,7 +124,6 @@ def _judged(found: JudgedAgain | None) -> str:
 
 
 def _measured(found: ForwardErrors | None) -> str:
-    """The errors of the forwards; empty for older records."""
     if found is None or not found.num_positions:
         return ""
     if not found.num_unequal:
@@ -144,7 +143,6 @@ def _measured(found: ForwardErrors | None) -> str:
 
 
 def _explained(c: Correctness) -> str:
-    """The differences that rounding explains; empty for older records."""
     if c.most_differing is None:
         return ""
     differing = (c.num_excused or 0) + (c.num_diverged or 0)
@@ -170,7 +168,6 @@ def stalls_of(record: RunRecord) -> list[str]:
 
 
 def stalls_in(metrics: Metrics) -> str:
-    """The number of stalled steps, and the longest beside the median of its kind."""
     longest = metrics.longest_stall_ms
     median = metrics.longest_stall_median_ms
     text = f"{metrics.stalled_steps} of {metrics.num_steps} steps stalled"
@@ -218,7 +215,6 @@ def table_rows(record: RunRecord) -> list[tuple[str, list[str]]]:
 
 
 def positions_of(metrics: Metrics) -> str:
-    """Lines with the acceptance of each draft position."""
     shares = metrics.acceptance_per_position or []
     ends = metrics.acceptance_per_position_interval or [[]] * len(shares)
     judged: Sequence[int | None] = metrics.judged_per_position or [None] * len(shares)

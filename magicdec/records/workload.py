@@ -11,8 +11,6 @@ GENERATED = "if prompts are generated (`ruler:`)"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRecord(Part):
-    """A model and the fingerprint of its weights."""
-
     model: str = recorded("name of the model that was loaded, without its folder")
     random_weights: bool = recorded(
         "whether the weights are random; if those of the target or of the draft are, times are "

@@ -217,7 +217,6 @@ def make_forwards(
 
 
 def watches(draft_kv: DraftKV) -> bool:
-    """Whether the policy chooses by a verification's attention."""
     return draft_kv.watch is not None or draft_kv.watch_queries is not None
 
 
@@ -285,7 +284,6 @@ def sampling_of(batch: Batch, runner: ModelRunner) -> SamplingMetadata:
 
 
 def rows_of(batch: Batch, runner: ModelRunner, recorder: Recorder) -> BatchRows:
-    """The rows of `batch`; a captured forward finds their lengths on the device."""
     return BatchRows.of(batch.rows, runner.device, max_tail=1 if recorder.captures else None)
 
 

@@ -56,11 +56,10 @@ def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
 
 
 def flat_rows(number: int, source: str, record: Record, has_settings: bool = True) -> Iterator[Row]:
-    """The rows of one record: of a run the baseline first, if it has metrics, then the requested
-    strategy; of other kinds one pass, or each forward or prediction. Columns have the plain values,
-    without samples and single requests. Metrics have their fields' names, ends of intervals `_low`
-    and `_high` after them. `number` is that of the record. Without settings, the environment is the
-    only part."""
+    """The rows of one record: of a run the baseline, if it has metrics, then the requested
+    strategy; of other kinds one pass, or each forward or prediction. Samples and single requests
+    are left out. Metrics have their fields' names, and ends of intervals `_low` and `_high` after
+    them. Without settings, the environment is the only part. `number` is the record's."""
     head: Row = {"kind": record.kind, "record": number, "file": source, "status": record.status}
     head |= {"error": None, "command": None}
     if isinstance(record, MeasuredRecord):
@@ -127,7 +126,6 @@ def _about_run(record: RunRecord, name: str) -> Row:
 
 
 def _about_service(record: Record, row: Row) -> Row:
-    """The settings of a serving pass, by a run's names."""
     gpu = row[f"{ENVIRONMENT}gpu"]
     cpu = row[f"{ENVIRONMENT}cpu"]
     return {
@@ -168,7 +166,6 @@ def metric_row(metrics: Part | None, kind: Any) -> Row:
 
 @cache
 def _columns(kind: Any) -> list[tuple[str, tuple[str, str] | None]]:
-    """The metrics of a dataclass, with the columns of the ends of intervals."""
     names = {field.name: str(field.type) for field in (fields(kind) if is_dataclass(kind) else ())}
     return [
         (name, (f"{name}_low", f"{name}_high") if is_interval else None)
@@ -197,7 +194,6 @@ PLAIN = {type(None), str, int, float, bool}
 
 
 def _flat_column(column: list[Any]) -> list[Any]:
-    """The values of a column as `flat` makes them. Most are so already."""
     return column if {*map(type, column)} <= PLAIN else [*map(flat, column)]
 
 

@@ -66,7 +66,6 @@ def settings(record: RunRecord) -> dict[str, Setting]:
 
 
 def rank(value: Setting) -> tuple[bool, float, str]:
-    """A sort key: numbers by size, then text."""
     is_number = isinstance(value, int | float)
     return not is_number, float(value) if is_number else 0.0, str(value)  # type: ignore[arg-type]
 
@@ -190,7 +189,6 @@ class Listing:
         return Listing(columns, rows)
 
     def _as_text(self) -> Table:
-        """A narrow table, below a legend of its short labels."""
         meanings = [
             f"{label}: {LABELS[key]}"
             for key, label in NARROW_METRICS.items()
@@ -221,7 +219,6 @@ class Listing:
 
 
 def _own_dtype(row: Row) -> Row:
-    """The dtype of the weights if it is not that of the activations."""
     return {"target_dtype": None if row["target_dtype"] == row["dtype"] else row["target_dtype"]}
 
 
@@ -253,7 +250,6 @@ def list_records(
 
 
 def _intervals(metrics: Metrics | None, names: Iterable[str]) -> Row:
-    """The ends of the intervals of these metrics."""
     row: Row = {}
     for name in names:
         if hasattr(Metrics, f"{name}{SUFFIX}"):
@@ -263,7 +259,6 @@ def _intervals(metrics: Metrics | None, names: Iterable[str]) -> Row:
 
 
 def _study_of(record: RunRecord) -> str:
-    """The command of the study that a run is part of, or an empty text."""
     command = " ".join(record.environment.argv)
     return command if command.startswith("magicdec sweep ") else ""
 
@@ -287,7 +282,6 @@ def _by_study(rows: Sequence[Row], studies: Sequence[str]) -> list[Row]:
 
 
 def _label(key: str) -> str:
-    """The label of a column, with the metric's name for an interval."""
     metric = key.removesuffix(SUFFIX)
     return f"{LABELS[metric]}, 95 % interval" if metric != key else LABELS.get(key, key)
 

@@ -54,8 +54,6 @@ HERE = Path(__file__).parent
 
 @dataclass(frozen=True)
 class Section:
-    """The figures and the tables of one kind of record."""
-
     title: str
     summary: list[str]
     outcomes: list[Drawn | LeftOut]
@@ -89,7 +87,6 @@ def make_report(
     has_figure_files: bool,
     rows: Iterable[Row],
 ) -> Report:
-    """A report of rows of `report_rows`."""
     frame = pd.DataFrame(columns_of(rows), dtype=object)  # records have no NaN
     runs = frame[frame.get("is_run", pd.Series(False, frame.index)).fillna(False).astype(bool)]
     served = frame[frame["kind"] == "serving"]
@@ -119,7 +116,6 @@ def make_report(
 
 
 def draw_runs(frame: pd.DataFrame) -> list[Drawn | LeftOut]:
-    """Draws the figures that runs with a result can feed."""
     # Of all columns those that figures need, because they are copied for each of them.
     frame = frame[[name for name in frame if "." not in name or name == READ]]
     frame = frame[frame["has_result"].astype(bool)]
@@ -208,7 +204,6 @@ def render(report: Report, svg: Mapping[str, str]) -> str:
 
 
 def stalls_line(passes: pd.DataFrame) -> list[str]:
-    """The number of stalled steps, and the one that lost most; empty without stalls."""
     stalled = passes[passes["stalled_steps"].fillna(0).astype(int) > 0]
     if stalled.empty:
         return []
@@ -223,7 +218,6 @@ def stalls_line(passes: pd.DataFrame) -> list[str]:
 
 
 def summary(runs: pd.DataFrame) -> list[str]:
-    """Sentences about the runs and the range of their results."""
     states = ", ".join(f"{n} {status}" for status, n in runs["status"].value_counts().items())
     models = sorted(map(str, runs["model"].unique()))
     lines = [f"{len(runs):,} runs ({states}) of {', '.join(models)}."]

@@ -63,7 +63,6 @@ class PageTable(Table):
 
     @classmethod
     def of(cls, title: str, name: str, frame: pd.DataFrame) -> PageTable:
-        """The first rows of a frame."""
         rows = frame[:MOST_ROWS].to_numpy().tolist()
         note = _note([], len(frame))
         return cls(list(frame), rows, title, name=name, note=note, frame=frame)
@@ -77,7 +76,6 @@ class PageTable(Table):
 
 
 def frame_csv(frame: pd.DataFrame) -> str:
-    """A frame as CSV; a missing value is an empty field."""
     text = StringIO()
     # What is not equal to itself is NaN.
     columns = [[None if v != v else v for v in frame[name].tolist()] for name in frame]
@@ -124,7 +122,6 @@ def runs_table(runs: pd.DataFrame) -> PageTable:
 
 
 def environments_table(every: pd.DataFrame) -> PageTable:
-    """A row for each machine, software and launch."""
     names = [name.removeprefix(ENVIRONMENT) for name in every if name.startswith(ENVIRONMENT)]
     names = [name for name in names if name not in PER_RUN]
     keys = [f"{ENVIRONMENT}{name}" for name in names]
@@ -211,7 +208,6 @@ def ranges(numbers: Sequence[int]) -> str:
 
 
 def extent(values: pd.Series) -> str:
-    """The smallest and the largest value; empty without values."""
     ends = [f"{value:.1f}" for value in (values.min(), values.max())] if len(values) else []
     return " to ".join(dict.fromkeys(ends))
 

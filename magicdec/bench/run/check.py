@@ -35,7 +35,6 @@ WIDER = {"float32": "float64", "bfloat16": "float32"}
 
 
 def differences(expected: Sequence[Request], found: Sequence[Request]) -> list[Divergence]:
-    """The first difference of each prompt's two outputs, without margin."""
     firsts: list[Divergence] = []
     for sequence, (ours, theirs) in enumerate(zip(expected, found, strict=True)):
         tokens = enumerate(zip_longest(ours.output_ids, theirs.output_ids))
@@ -66,12 +65,10 @@ def check_outputs(
     reference: str, expected: Sequence[Request], found: Sequence[Request], replays: Replays
 ) -> Correctness:
     """Compares outputs prompt by prompt. Every rank of the group calls this with the same requests.
-
-    Differences cost about one more prefill and baseline pass (`measure_gaps`), and for each such
-    sequence two prefills in the wider dtype (`view_of`), or only for the first if more differ than
+    Differences cost one more prefill and baseline pass (`measure_gaps`), and two prefills in the
+    wider dtype (`view_of`) for each such sequence, or only for the first if more differ than
     rounding explains. A few equal sequences are replayed too where errors would be measured over
-    few tokens.
-    """
+    few tokens."""
     differing = differences(expected, found)
     if not differing:
         return identical(reference, found)

@@ -79,9 +79,9 @@ def measure_forwards(
     make_texts: Callable[[], WiderTexts],
     dtype: str,
 ) -> ForwardErrors:
-    """Compares the kept logits of the baseline's and the requested pass over the batch in the cache
-    of `runner`. Unless all bits are equal, it costs a forward of about MOST_POSITIONS tokens in the
-    wider dtype, whose weights are read for it. Every rank of the group calls this."""
+    """Compares the kept logits of both passes over the batch in the cache of `runner`. Unless all
+    bits are equal, it costs a forward of about MOST_POSITIONS tokens in the wider dtype. Every rank
+    of the group calls this."""
     pairs = list(pairs_of(decode, verify, runner))
     num_unequal = count_unequal(pairs, runner)
     if num_unequal == 0:
@@ -94,7 +94,6 @@ def measure_forwards(
 
 
 def count_unequal(pairs: Sequence[Pair], runner: ModelRunner) -> int:
-    """The number of positions at which a bit differs on any rank."""
     flags = [int(not torch.equal(pair.decode, pair.verify)) for pair in pairs]
     of_ranks = runner.group.all_gather(upload(flags, runner.device))
     return int(of_ranks.amax(dim=0).sum())
@@ -105,7 +104,6 @@ def pairs_of(
     verify: tuple[Witness, Sequence[Request]],
     runner: ModelRunner,
 ) -> Iterator[Pair]:
-    """Pairs of logits that both passes kept after the same text."""
     ours, theirs = (kept_logits(witness, runner) for witness, _ in (decode, verify))
     for place, (one, two) in enumerate(zip(decode[1], verify[1], strict=True)):
         kept = ours.get(one.request_id, {})
@@ -145,7 +143,6 @@ def chosen(pairs: Sequence[Pair], requests: Sequence[Request], most_rows: int) -
 
 
 def errors_of(pairs: Sequence[Pair], requests: Sequence[Request], texts: WiderTexts) -> Errors:
-    """The errors of both passes at these positions. `requests` are the baseline's."""
     runner = texts.source
     places = sorted({pair.place for pair in pairs})
     length = 1 + max(pair.index for pair in pairs)

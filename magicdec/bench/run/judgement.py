@@ -51,7 +51,6 @@ def judge_again(witness: Witness, requests: Sequence[Request], runner: ModelRunn
 
 
 def walks(step: KeptStep, runner: ModelRunner) -> Iterator[Walk]:
-    """The right tokens of each row, from the step's logits alone."""
     logits = gather_vocab(step.logits, runner.vocab_places, runner.group)
     best = logits.argmax(dim=-1).tolist()
     drafts = step.drafts.tolist()

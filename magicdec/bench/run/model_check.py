@@ -111,7 +111,6 @@ def check_model(
 
 
 def config_of(name: str, dtype: str, longest: int) -> RunConfig:
-    """The config of one row of at most `longest` tokens, decoded on the CPU."""
     return RunConfig(
         model=ModelSection(name, dtype),
         parallel=ParallelSection(device="cpu"),
@@ -178,7 +177,6 @@ def switch_of(c: ModelConfig) -> int | None:
 
 
 def obstacle(source: ModelSource) -> str | None:
-    """The reason why nothing can be compared, if any."""
     if importlib.util.find_spec("transformers") is None:
         return "it is not installed (pip install transformers)"
     import transformers
@@ -201,7 +199,6 @@ def obstacle(source: ModelSource) -> str | None:
 
 
 def _float32_bytes(source: ModelSource) -> int:
-    """Bytes of the weights, the largest tensor and a forward."""
     sizes = [4 * torch.Size(each.shape).numel() for each in source.tensors.values()]
     return sum(sizes) + 2 * max(sizes)
 
@@ -250,7 +247,6 @@ def compare(
 
 
 def load_reference(transformers: Any, source: ModelSource) -> tuple[Any, str | None]:
-    """The model of transformers, or the reason why there is none."""
     kind = getattr(transformers, source.config.architecture)
     directory = source.tokenizer_directory
     try:
@@ -285,7 +281,6 @@ def continue_texts(
 
 @contextmanager
 def quiet(transformers: Any) -> Iterator[None]:
-    """Silences bars and warnings of transformers."""
     verbosity = transformers.logging.get_verbosity()
     shows_bars = transformers.logging.is_progress_bar_enabled()
     transformers.logging.set_verbosity_error()
@@ -299,7 +294,6 @@ def quiet(transformers: Any) -> Iterator[None]:
 
 
 def text_of(tokenizer: Tokenizer, config: ModelConfig, length: int) -> tuple[int, ...]:
-    """The first `length` tokens of the packaged text, repeated if it is shorter."""
     start = [] if config.bos_token_id is None else [config.bos_token_id]
     words = tokenizer.encode(next(iter(read_books("demo", 1)))[: 16 * length])
     return tuple(islice(chain(start, chain.from_iterable(repeat(words))), length))
@@ -351,6 +345,5 @@ def continued(runner: ModelRunner, ids: Sequence[int], following: Sequence[int])
 
 
 def difference(found: Continued, expected: Continued) -> tuple[float, float]:
-    """The largest difference of two logits, and its limit."""
     limit = TOLERANCE * float(expected.logits.abs().max())
     return float((found.logits - expected.logits).abs().max()), limit

@@ -45,7 +45,6 @@ class Measured:
 
     @property
     def requests(self) -> list[Request]:
-        """The requested strategy's requests."""
         return self.finished[self.strategy]
 
 
@@ -101,5 +100,4 @@ def unfinished_record(
 
 
 def hash_output(token_ids: Sequence[int]) -> str:
-    """The hash of an output for `SamplesRecord.output_hashes`."""
     return hashlib.sha256(" ".join(map(str, token_ids)).encode()).hexdigest()[:16]

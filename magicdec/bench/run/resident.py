@@ -39,8 +39,6 @@ class Prefilled:
 
 @dataclass(frozen=True)
 class MeasuredBatch:
-    """The samples, ended requests and judged steps, if compared, of a pass over one batch."""
-
     samples: PassSamples
     requests: list[Request]
     judged: JudgedAgain | None
@@ -66,7 +64,6 @@ class Prompts:
         return index in self._batches or index == self._last
 
     def batch(self, index: int, prepared: Prepared) -> Prefilled:
-        """The batch of that number, prefilled now unless it was kept."""
         if index in self._batches:
             return self._batches[index]
         if self.is_kept and index:
@@ -79,7 +76,6 @@ class Prompts:
         return batch
 
     def forget(self) -> None:
-        """Notes that the caches no longer hold the prompts."""
         self._batches.clear()
         self._last = None
 

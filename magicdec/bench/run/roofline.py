@@ -24,7 +24,6 @@ def weight_bytes(model: Transformer) -> int:
 
 
 def kv_bytes_per_token(model: Transformer) -> int:
-    """Bytes of a cached token's K and V on this rank."""
     config = model.config
     weight = next(model.parameters())
     _, (first, last) = model.shard.heads(config.num_heads, config.num_kv_heads)
@@ -32,5 +31,4 @@ def kv_bytes_per_token(model: Transformer) -> int:
 
 
 def bytes_read(model: Transformer, counts: ForwardCounts) -> int:
-    """The least bytes that this rank read for the forwards in `counts`."""
     return counts.num_forwards * weight_bytes(model) + counts.kv_bytes_read

@@ -60,8 +60,6 @@ from magicdec.speculation.steps.witness import Witness
 
 
 class RankCounts(NamedTuple):
-    """A rank's counts of a pass over a batch."""
-
     bytes_read: int
     peak_bytes: int
     draft_kv_tokens: int
@@ -121,7 +119,6 @@ class Run:
 
     @property
     def runner(self) -> ModelRunner:
-        """The runner that holds the current batch."""
         return self.engine.runner
 
     def make_runner(self, max_tokens: int) -> ModelRunner:
@@ -134,7 +131,6 @@ class Run:
         return runner_of(plan, model, group)
 
     def plan_of(self, max_tokens: int) -> ModelPlan:
-        """This rank's part of the target, in rows of `max_tokens`."""
         return ModelPlan(
             self.config,
             self.prepared.source.config,
@@ -165,7 +161,6 @@ class Run:
         return load_model(source, group, kinds, self.device, self.progress, part)
 
     def make_reference(self) -> ModelRunner:
-        """A runner of the whole target in a wider dtype."""
         model = self.load_wider()
         backend = make_backend(REFERENCE_BACKEND)
         return ModelRunner(model, backend, self.groups.target, 1, self.max_tokens)
@@ -211,7 +206,6 @@ class Run:
                 self.measure_batch(batch)
 
     def measure_batch(self, batch: int) -> None:
-        """Measures all passes over a batch, each from the state after prefill."""
         prefilled = self.prompts.batch(batch, self.prepared)
         self.prefilled.append(prefilled)
         self.use(prefilled)
@@ -402,7 +396,6 @@ class Run:
         )
 
     def measure_forwards(self) -> ForwardErrors:
-        """Measures the forwards of both passes over the last batch."""
         last = len(self.measured[BASELINE]) - 1
         if not self.prompts.holds(last):
             self.use(self.prompts.batch(last, self.prepared))

@@ -52,8 +52,6 @@ class OutOfTime(Exception):
 
 @dataclass
 class Drafted:
-    """One of the runs."""
-
     name: str
     run: Run
     session: RankSession
@@ -99,11 +97,9 @@ class Together:
         return max((self.num_done(each) for each in self.drafted), default=0)
 
     def num_done(self, each: Drafted) -> int:
-        """The batches that are done with this draft and without."""
         return min(len(self.lead.measured[BASELINE]), len(each.run.measured[each.strategy]))
 
     def measure(self) -> None:
-        """Measures batches until all are done or the pace ends it."""
         self.bandwidth = read_bandwidth(self.group, self.device)
         self.load.begin()
         try:
@@ -127,7 +123,6 @@ class Together:
 
     @property
     def expected_s(self) -> float:
-        """The seconds of a further batch, from those of the last one."""
         drafts_s = sum(each.pass_s[-1] for each in self.drafted)
         return self.prefill_s + self.baseline_s[-1] + drafts_s
 
@@ -177,7 +172,6 @@ class Together:
         return self.group.all_gather_values(self.pace.has_time(seconds), bool)[0]
 
     def records(self) -> dict[str, RunRecord]:
-        """The records of runs with a finished batch."""
         records = {each.name: self.record(each) for each in self.drafted if self.num_done(each)}
         return {name: record for name, record in records.items() if record is not None}
 

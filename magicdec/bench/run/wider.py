@@ -39,7 +39,6 @@ class WiderTexts:
     make_backend: Callable[[], AttentionBackend]
 
     def kv_bytes(self, num_tokens: int) -> int:
-        """Bytes of K and V of these tokens in one layer."""
         shape = self.source.cache.shape
         return 2 * NUMBER_BYTES * shape.num_kv_heads * shape.head_dim * num_tokens
 
@@ -87,7 +86,6 @@ class WiderTexts:
     def runner_of(
         self, model: Transformer, rows: Sequence[int], prompt_lens: Sequence[int], num_new: int
     ) -> ModelRunner:
-        """A runner of a part of the model whose rows hold the prompts."""
         longest = max(prompt_lens) + num_new
         runner = ModelRunner(model, self.make_backend(), self.source.group, len(rows), longest)
         for place, (row, length) in enumerate(zip(rows, prompt_lens, strict=True)):
@@ -98,7 +96,6 @@ class WiderTexts:
         return runner
 
     def _copy(self, runner: ModelRunner, layer: int, place: int, row: int, length: int) -> None:
-        """Copies a prompt's K and V in one layer from the run's cache."""
         source = self.source.cache
         target = runner.cache
         device = self.source.device

@@ -101,7 +101,6 @@ def file_of(results: Path, name: str) -> Path:
 
 
 def whole_records(path: Path) -> list[RunRecord]:
-    """The records of such a file, without an unfinished last line."""
     records = list[RunRecord]()
     if not exists(path):
         return records

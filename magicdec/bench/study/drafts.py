@@ -51,7 +51,6 @@ class Rates:
     step_s: float
 
     def seconds(self, w: WorkloadSection, num_drafts: int) -> float:
-        """The expected seconds of a workload with `num_drafts` drafts."""
         passes_s = (1 + SLOWEST * num_drafts) * w.num_new_tokens * self.step_s
         batch_s = w.batch_size * w.prefix_len * self.prefill_s + passes_s
         return w.most_batches * batch_s + w.warmup_batches * passes_s
@@ -124,7 +123,6 @@ class DraftTrials:
         return self.resident
 
     def _prepare(self, configs: Mapping[str, RunConfig], found: Found) -> dict[str, Prepared]:
-        """The drafts that can run. Raises ValueError if there are none."""
         prepared = dict[str, Prepared]()
         refusals = list[str]()
         for name, config in configs.items():

@@ -151,7 +151,6 @@ class LocalJobs:
         return num_left - len(self.wanted)
 
     def end(self, states: dict[str, tuple[str, str]]) -> list[Names]:
-        """Forgets the jobs that ended. Returns the runs to submit again."""
         again = []
         for job, names in list(self.jobs.items()):
             state, _ = states[job]
@@ -171,7 +170,6 @@ class LocalJobs:
         return again
 
     def tell_waiting(self, states: dict[str, tuple[str, str]]) -> None:
-        """Says now and then that nothing runs, with Slurm's reasons."""
         waiting = Counter(why for state, why in states.values() if state in ("PENDING", "UNKNOWN"))
         now = time.monotonic()
         if not waiting or any(state == "RUNNING" for state, _ in states.values()):
@@ -183,7 +181,6 @@ class LocalJobs:
             say(f"no job has started for {now - self.idle_since:.0f} s; Slurm says: {reasons}")
 
     def stop(self) -> None:
-        """Asks the jobs to stop, waits for them, and merges their records."""
         names = [n for each in self.jobs.values() for n in each]
         give_up = time.monotonic() + STOP_S
         if self.jobs:
@@ -204,7 +201,6 @@ class LocalJobs:
         return ["bash", "-c", TORCHRUN, sys.executable, str(self.nproc), *words]
 
     def script(self, groups: Sequence[Names]) -> str:
-        """An array job for `sbatch` that runs these groups."""
         tasks = {"array": f"0-{len(groups) - 1}%{self.slurm.jobs_at_once}", "requeue": True}
         options = self.slurm.options | tasks | self.slurm.more_options
         lines = ["#!/bin/bash"]

@@ -82,7 +82,6 @@ def make_plan(
 
 
 def in_order(cells: Sequence[Cell], settings: Settings) -> list[Cell]:
-    """Every cell once in each round of repetition."""
     rng = random.Random(settings.order_seed)
     order = list[Cell]()
     for _ in range(settings.repeats):
@@ -132,7 +131,6 @@ def make_rooms(cells: Sequence[Cell]) -> dict[str, Room]:
 
 
 def has_room(cell: Cell) -> bool:
-    """Whether the free memory has room for a cache of each batch."""
     assert cell.prepared is not None, "only cells that can run are planned"
     free = cell.prepared.free
     config = cell.resolved.config

@@ -36,7 +36,6 @@ class Estimate:
         self.seconds.append(time.monotonic() - self.started)
 
     def __str__(self) -> str:
-        """The time left in words; empty before the first part has ended."""
         if not self.seconds or self.num_left <= 0:
             return ""
         seconds = self.num_left * fmean(self.seconds)
@@ -59,8 +58,6 @@ class Labelled:
 
 
 class StudyProgress(Labelled):
-    """The progress of a cell, with its number and the time left."""
-
     def __init__(self, inner: Progress, plan: StudyPlan) -> None:
         super().__init__(inner)
         self.num_runs = len(plan.order)
@@ -103,7 +100,6 @@ class PassProgress(Labelled):
         self.said_s = time.monotonic()
 
     def expect(self, num_passes: int, num_groups: int) -> None:
-        """Sets the number of passes, in groups that share the time."""
         self.num_passes = num_passes
         self.num_groups = num_groups
         self.left = Estimate(num_passes)
@@ -143,7 +139,6 @@ class PassProgress(Labelled):
 
 
 def describe(config: dict[str, Any]) -> str:
-    """A resolved config in a few words."""
     w = config["workload"]
     return (
         f"{config['model']['model']}, {method_of(config)}, B {w['batch_size']}, "
@@ -152,7 +147,6 @@ def describe(config: dict[str, Any]) -> str:
 
 
 def shown(record: RunRecord) -> str:
-    """The result of a cell in a few words."""
     if record.metrics is None:
         return record.status if record.error is None else f"{record.status}: {record.error}"
     metrics = record.metrics
@@ -165,7 +159,6 @@ def shown(record: RunRecord) -> str:
 
 
 def print_order(plan: StudyPlan) -> None:
-    """Prints every run in its order, with its name for `--only` and its refusal."""
     todo = set(plan.todo)
     for number, cell in enumerate(plan.order):
         state = "" if number in todo else " (done)"

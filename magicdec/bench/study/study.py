@@ -46,8 +46,6 @@ class Grid:
 
 @dataclass(frozen=True)
 class Settings:
-    """The order, repetitions and results of a study."""
-
     out: str = same(OutputSection, "results")
     order_seed: int = setting(0, "Seed of the order of the runs.", least=0)
     repeats: int = setting(
@@ -105,7 +103,6 @@ class Study:
 
     @property
     def num_cells(self) -> int:
-        """Cells as written; equal ones count each time."""
         return sum(grid.num_cells for grid in self.grids)
 
 
@@ -136,7 +133,6 @@ def read_study(path: Path, drivers: Iterable[str]) -> Study:
 
 
 def _read(file: TomlFile, section: type[S], raw: dict[str, Any], others: Sequence[str] = ()) -> S:
-    """The section of a table. `others` are known keys of other sections."""
     settings = declared(section)
     values = {}
     for key, value in raw.items():

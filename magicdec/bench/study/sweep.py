@@ -26,8 +26,6 @@ from magicdec.setup.session import RankSession, Sessions
 
 
 class Sweep:
-    """One rank's part of a study."""
-
     def __init__(self, plan: StudyPlan, launch: Launch, progress: StudyProgress) -> None:
         self.plan = plan
         self.launch = launch
@@ -77,7 +75,6 @@ class Sweep:
             append_record(path, record)
 
     def failed(self, cell: Cell, error: str) -> RunRecord:
-        """The record of a failed cell."""
         config = cell.resolved.config
         now = datetime.datetime.now(datetime.UTC)
         environment = describe_environment(self.launch, config.parallel.device, now)

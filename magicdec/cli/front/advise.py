@@ -298,7 +298,6 @@ class Advice:
         return session.groups.target.all_gather_values(found, MachineFile)[0]
 
     def cut_down(self, configs: dict[str, RunConfig], rates: Rates) -> dict[str, RunConfig]:
-        """The runs with a workload for which there is time."""
         from magicdec.bench.study.drafts import fitting
 
         assert self.deadline_s is not None
@@ -440,7 +439,6 @@ def find_machine(args: AdviceSection) -> tuple[Path, list[str]]:
 
 
 def probed_ranks(path: Path, default: int) -> int:
-    """The number of ranks in a machine file, or `default` without one."""
     if not path.exists():
         return default
     return int(load_machine(path).description.get("world_size", default))

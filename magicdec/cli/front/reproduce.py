@@ -1,8 +1,10 @@
 """`magicdec reproduce`: a published table beside predictions and measurements.
 
-magicdec reproduce                                  # lists the tables
-magicdec reproduce magicdec_speedups_a100           # runs it at the published size
-magicdec reproduce magicdec_speedups_a100 --demo    # with the packaged models, on this machine
+    magicdec reproduce                                  # lists the tables
+    magicdec reproduce magicdec_speedups_a100           # runs it at the published size
+    magicdec reproduce magicdec_speedups_a100 --demo    # with the packaged models, on this machine
+
+Heavy imports happen after the flags are read.
 """
 
 from __future__ import annotations

@@ -170,7 +170,6 @@ class Parser(argparse.ArgumentParser):
         return Values(sections, frozenset(typed), given, self.settings)
 
     def _parse(self, words: Sequence[str]) -> dict[str, Any]:
-        """The texts of the command line, by the names of settings."""
         parsed, unknown = self.parse_known_args(words)
         if unknown:
             raise ValueError(f"unknown argument {unknown[0]}; {self._meant(unknown[0])}")
@@ -187,8 +186,6 @@ class Parser(argparse.ArgumentParser):
         return most_like(flag, [flag for each in self._actions for flag in each.option_strings])
 
     def read_file(self, file: TomlFile) -> dict[str, Any]:
-        """The values of the file by the names of settings. Raises ValueError, naming the file, the
-        key and its line."""
         values: dict[str, Any] = {}
         for key, value in file.values.items():
             try:

@@ -240,7 +240,6 @@ class Simulation:
         return self.trace
 
     def cancel_delays(self) -> Sequence[float]:
-        """Seconds until each stage knows of a cancellation."""
         return [self.machine.cancel_s] * self.machine.num_stages
 
     def _step(self) -> None:

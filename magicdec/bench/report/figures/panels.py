@@ -64,11 +64,10 @@ def itself(runs: pd.DataFrame) -> pd.DataFrame:
 
 @dataclass(frozen=True, kw_only=True)
 class Form:
-    """The form of a figure, left out for `reason` without runs. `held` are the settings that are
-    equal in a panel; panels whose runs differ most in `places` are shown. `show` makes the numbers
-    of a panel; equal values in the column `series` share a look. `draw` draws them and returns the
-    legend's handles. `labels` are of the axes; `caption` begins with how to read the figure;
-    `intervals` explains the bars around marks; `axes` goes to `make_axes`."""
+    """The form of a figure, left out for `reason` without runs. Panels share the settings `held`;
+    those whose runs differ most in `places` are shown. `show` makes the numbers of a panel, whose
+    equal values in the column `series` share a look. `draw` draws them and returns the legend's
+    handles. `intervals` explains the bars around marks; `axes` goes to `make_axes`."""
 
     name: str
     title: str
@@ -130,7 +129,6 @@ class Form:
 
 
 def values_of(frame: pd.DataFrame, keys: Sequence[str]) -> list[tuple[Any, ...]]:
-    """The values of each row in these columns."""
     return list(zip(*(frame[key].tolist() for key in keys), strict=True))
 
 
@@ -156,7 +154,6 @@ def num_different(frame: pd.DataFrame, held: Sequence[str], keys: Sequence[str])
 
 
 def with_settings(held: Row, table: pd.DataFrame) -> pd.DataFrame:
-    """The table with its panel's settings as first columns."""
     columns = {name: [value] * len(table) for name, value in held.items()}
     columns |= {str(name): table[name].tolist() for name in table}
     return pd.DataFrame(columns, dtype=object)
@@ -175,7 +172,6 @@ ABOUT = ("model", "draft_model", "prefix_len", "gamma")  # what every picture sa
 
 
 def about(runs: pd.DataFrame) -> str:
-    """The models, prefix lengths and draft lengths of a figure's runs."""
     parts = [
         said(key, several([value for value in runs[key].unique() if value is not None]))
         for key in ABOUT
@@ -225,13 +221,11 @@ def said(key: str, value: Setting) -> str:
 
 
 def sentences(*parts: str) -> str:
-    """The non-empty parts as sentences."""
     ended = (part if part.endswith((".", ":")) else f"{part}." for part in parts if part)
     return " ".join(part[0].upper() + part[1:] for part in ended)
 
 
 def shown_of(shown: int, total: int, what: str) -> str:
-    """A text of what was not drawn; empty if everything was."""
     return f"Shown are {shown} of {total} {what}" if shown < total else ""
 
 
@@ -251,14 +245,12 @@ def make_axes(
 
 
 def put_title(ax: Axes, text: str) -> None:
-    """The title of a panel, wrapped to its width."""
     place = ax.get_subplotspec()
     assert place is not None, "panels are in a grid"
     ax.set_title("\n".join(textwrap.wrap(text, TITLE_LETTERS // place.get_gridspec().ncols)))
 
 
 def legend_below(figure: Figure, handles: Mapping[str, Any]) -> None:
-    """One legend for all panels, under them."""
     widest = max(map(len, handles), default=0)
     columns = max(1, min(4, 105 // max(widest, 1), len(handles)))
     figure.legend([*handles.values()], [*handles], loc="outside lower center", ncols=columns)

@@ -56,7 +56,6 @@ DARK = 2.5  # from this speedup on, or from 1 / DARK, text is white
 
 
 def draw_speedup(runs: pd.DataFrame) -> Drawn | LeftOut:
-    """A map of the speedups of each method."""
     form = Form(
         name="speedup_map",
         title="Speedup over batch size and prefix length",
@@ -154,7 +153,6 @@ def draw_map(ax: Axes, cells: pd.DataFrame, _: Series) -> dict[str, Any]:
 
 
 def mark_cell(ax: Axes, x: float, y: float, claim: str) -> Any:
-    """Lines over a cell, or a dotted frame in it, by its claim."""
     from matplotlib.patches import Rectangle
 
     size = 1 - 2 * INSET
@@ -163,7 +161,6 @@ def mark_cell(ax: Axes, x: float, y: float, claim: str) -> Any:
 
 
 def write_cell(ax: Axes, x: float, y: float, cell: dict[str, Any]) -> None:
-    """The text of a cell: its speedup, or the interval if that is too wide."""
     has_colour = cell[CLAIM] != DOUBTFUL
     is_dark = has_colour and not 1 / DARK < cell["speedup"] < DARK
     more: dict[str, Any] = {"ha": "center", "color": "white" if is_dark else "black"}
@@ -267,7 +264,6 @@ def pareto(frame: pd.DataFrame, x: str, y: str) -> pd.DataFrame:
 
 
 def draw_roofline(passes: pd.DataFrame) -> Drawn | LeftOut:
-    """The bandwidth that steps reach against the bytes that they must read."""
     x = "bytes_per_step"
     y = "achieved_bytes_per_s"
     roof = "measured_bytes_per_s"
@@ -446,7 +442,6 @@ MOST_BARS = 24
 
 
 def draw_phases(runs: pd.DataFrame) -> Drawn | LeftOut:
-    """A bar for each setting of one model on one machine."""
     form = Form(
         name="step_phases",
         title="Phases of a decode step",

@@ -27,7 +27,6 @@ SPEEDS = {
 
 
 def draw_served(passes: pd.DataFrame) -> list[Drawn | LeftOut]:
-    """The figures of all passes, one a row."""
     passes = by_command(passes[passes["has_result"].astype(bool)])
     with styled():
         return [
