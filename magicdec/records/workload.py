@@ -11,6 +11,8 @@ GENERATED = "if prompts are generated (`ruler:`)"
 
 @dataclass(frozen=True, kw_only=True)
 class ModelRecord(Part):
+    """A model and the fingerprint of its weights."""
+
     model: str = recorded("name of the model that was loaded, without its folder")
     random_weights: bool = recorded(
         "whether the weights are random; if those of the target or of the draft are, times are "
@@ -24,6 +26,8 @@ class ModelRecord(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class WorkloadRecord(ModelRecord):
+    """The prompts, and the models that decoded them."""
+
     draft: ModelRecord | None = recorded(
         "the standalone draft model", null="without a standalone draft"
     )
