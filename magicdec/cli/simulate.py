@@ -1,6 +1,4 @@
-"""`magicdec simulate`: what decoding on a pipeline of stages would yield, in virtual time.
-`predict/simulator/` simulates, and makes the records and their tables.
-"""
+"""`magicdec simulate`: decoding on a pipeline of stages in virtual time (`predict/simulator/`)."""
 
 from __future__ import annotations
 
@@ -139,9 +137,8 @@ def simulate_all(
     args: SimulationSection,
     flags: dict[str, Any],
 ) -> Iterator[SimulationRecord]:
-    """The record of every mode on every machine, with the flags that the user gave. One machine
-    alone is drawn if that was asked for; of several, a few tokens of each request tell the speed of
-    modes without drafts."""
+    """Yields the record of every mode on every machine. One machine alone is drawn, if asked for;
+    of several, a few tokens of each request tell the speed of modes without drafts."""
     short = replace(work, gen_len=min(work.gen_len, STEADY_TOKENS))
     traces: dict[str, Trace] = {}
     modes = [mode for mode in MODES if args.modes is None or mode in args.modes]
@@ -161,7 +158,7 @@ def simulate_all(
 
 
 def make_machines(args: SimulationSection) -> list[tuple[int | None, Machine]]:
-    """(nodes, machine) of everything that is to be simulated. Raises ValueError."""
+    """(nodes, machine) pairs to simulate. Raises ValueError."""
     base = Machine(
         stage_s=(),
         row_cost=args.row_cost,
@@ -190,7 +187,7 @@ def make_machines(args: SimulationSection) -> list[tuple[int | None, Machine]]:
 
 
 def _equal_stages(base: Machine, count: int, times_ms: Sequence[float], layers: int) -> Machine:
-    """Stages with the same number of layers; one time stands for all of them."""
+    """A machine with equal layers a stage; one time stands for all stages."""
     if len(times_ms) not in (1, count):
         raise ValueError(
             f"--stage_ms has {len(times_ms)} values for {count} --stages; give one, or one for each"
@@ -202,7 +199,7 @@ def _equal_stages(base: Machine, count: int, times_ms: Sequence[float], layers: 
 
 
 def make_work(args: SimulationSection) -> Work:
-    """What is decoded. Raises ValueError for an acceptance that cannot be."""
+    """The work. Raises ValueError for an impossible acceptance."""
     gen_len = args.gen_len or DEFAULT_GEN_LEN
     if args.conditional_acceptance is not None:
         (rate,) = args.conditional_acceptance

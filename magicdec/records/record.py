@@ -1,9 +1,8 @@
-"""Record: the envelope of every record, one JSON line that is appended and never rewritten; and
-RunRecord, the record of a run. Imports no torch. docs/record.md documents the schema and is made
-from these classes.
+"""Record: the envelope of every record, a JSON line that is appended and never rewritten; and
+RunRecord. docs/record.md is made from these classes. Imports no torch.
 
-A record can have metrics only if the check of the tokens passed, or if it says that nothing was
-compared. A run that failed has a record too.
+A record has metrics only if the check of the tokens passed, or if nothing was compared. A failed
+run has a record too.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ WITHOUT_METRICS = "if `diverged` or `failed`"
 
 @dataclass(frozen=True, kw_only=True)
 class Record(Part):
-    """What every record has. A kind of record is a dataclass that derives from it, a line of
-    `names.RECORDS`, and a function that makes tables of its records (`TABLES` of
+    """The fields of every record. A new kind needs a dataclass that derives from this one, a line
+    in `names.RECORDS`, and a function that makes its tables (`TABLES` in
     `cli/parsing/record_files.py`)."""
 
     kind: str
@@ -56,7 +55,7 @@ class Record(Part):
 
 @dataclass(frozen=True, kw_only=True)
 class MeasuredRecord(Record):
-    """The envelope of what ran on a machine. What was only predicted has no environment."""
+    """The envelope of a record that was measured, not predicted."""
 
     environment: Environment = recorded("the machine, the software and the launch")
 
@@ -138,8 +137,7 @@ def sealed_json(record: Any) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class RunRecord(MeasuredRecord):
-    """One run: its configuration and environment, whether its tokens were correct, and how fast it
-    was."""
+    """The configuration, correctness and performance of one run."""
 
     kind: Literal["run"] = recorded("`run`", default="run")
     status: str = recorded(
@@ -235,9 +233,8 @@ def is_greedy(config: Mapping[str, Any]) -> bool:
 
 
 def contradiction(record: RunRecord) -> str | None:
-    """Why the values of a record cannot be in one record; None if they can. No record has metrics
-    unless the check of the tokens passed, or the record says that nothing was compared; and its
-    passes had equal resources."""
+    """The reason why the values of a record exclude each other: metrics need a passed check or no
+    comparison, and passes have equal resources."""
     status = record.status
     correctness = record.correctness
     if status not in STATUSES:
@@ -256,7 +253,7 @@ def contradiction(record: RunRecord) -> str | None:
 
 
 def missing_key(config: Mapping[str, Any]) -> str | None:
-    """The first key that tables and comparisons need and `config` lacks, as a message."""
+    """A message with the first of `CONFIG_KEYS` that `config` lacks."""
     for section, keys in CONFIG_KEYS.items():
         values = config.get(section)
         if not isinstance(values, Mapping):
@@ -268,20 +265,18 @@ def missing_key(config: Mapping[str, Any]) -> str | None:
 
 
 def gone_with_trees(config: Mapping[str, Any]) -> str | None:
-    """A message if the drafts of an older record were a tree, which no run has any more: it must
-    not be taken for a chain of as many tokens as `--gamma` says."""
+    """A message if an older record drafted a tree, which must not be taken for a chain of `--gamma`
+    tokens."""
     tree = config["decoding"].get("tree")
     return None if tree is None else f"it drafted a tree (--tree {tree}), which is gone"
 
 
 def append_record(path: Path, record: Record) -> None:
-    """Append one line, and make sure that it is on disk."""
     append_line(path, record.to_json())
 
 
 def append_records(flag: str, path: Path, records: Iterable[Record]) -> None:
-    """Append a line for each record to the file that a flag names. Raises ValueError, naming the
-    flag, if that fails."""
+    """Appends records. Raises ValueError, naming the flag, if that fails."""
     try:
         append_line(path, "\n".join(record.to_json() for record in records))
     except OSError as error:

@@ -1,8 +1,5 @@
-"""Outcome: what a run ends with. Its record has metrics only if the check of the tokens passed, and
-of a run that Ctrl-C has ended it has the batches that were done by then.
-
-Owns what of a run goes into its record. Must not measure anything; `records/metrics.py` computes.
-Nothing here needs the other ranks, which may have ended.
+"""Outcome: the record of a run. It has metrics only if the check of the tokens passed, and after
+Ctrl-C the finished batches. Nothing here needs the other ranks, which may have ended.
 """
 
 from __future__ import annotations
@@ -24,7 +21,7 @@ from magicdec.workload.answers import answer_scores
 
 @dataclass
 class Outcome:
-    """The record of a run, and its finished requests in the order of the prompts."""
+    """The record, and finished requests in the order of the prompts."""
 
     record: RunRecord
     requests: list[Request] = field(default_factory=list)
@@ -32,8 +29,8 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Measured:
-    """The measurements of a run, for all ranks together. The last pass is the requested strategy.
-    If the baseline was decoded too, it comes before that."""
+    """The measurements of all ranks. The last pass is the requested strategy, after the baseline,
+    if any."""
 
     samples: dict[str, PassSamples]  # for each pass
     finished: dict[str, list[Request]]  # for each pass, the requests in the order of the prompts
@@ -46,14 +43,12 @@ class Measured:
 
     @property
     def requests(self) -> list[Request]:
-        """Those that the requested strategy has finished."""
         return self.finished[self.strategy]
 
 
 def make_record(
     prepared: Prepared, measured: Measured, correctness: Correctness, environment: Environment
 ) -> RunRecord:
-    """The record of a run. It has metrics only if the check of the tokens passed."""
     strategy = measured.strategy
     passed = correctness.passed
     is_random = prepared.is_random
@@ -91,7 +86,7 @@ def unfinished_record(
     environment: Environment,
     error: str,
 ) -> RunRecord:
-    """The record of a run that has failed. `prepared` is None if it was refused before."""
+    """The record of a failed run. `prepared` is None if it was refused before."""
     return RunRecord(
         status="failed",
         config=config.to_dict(),
