@@ -72,9 +72,9 @@ LISTED = {
     "distributed/groups.all_gather_range: upload",
     "distributed/groups.all_gather_range: tolist",
     # When prompts are complete.
-    "prefill.prefill: tolist",
-    "prefill.__init__: synchronize",
-    "prefill.seconds: synchronize",
+    "runner/prefill.prefill: tolist",
+    "runner/prefill.__init__: synchronize",
+    "runner/prefill.seconds: synchronize",
     # When a pass begins or ends, and when a step is captured.
     "kv/forward_counts.copy: tolist",
 }
@@ -117,7 +117,7 @@ def test_a_step_waits_once(
     assert found[:2] == (tokens, accepted) or (captures and resamples)
     assert isinstance(engine.runner.cache.k, OnDevice)
     check(waits)
-    assert waits[STEP] == len(found[1]) and waits["prefill.prefill: tolist"] == 1
+    assert waits[STEP] == len(found[1]) and waits["runner/prefill.prefill: tolist"] == 1
 
 
 @pytest.mark.parametrize("captures", [False, True], ids=["eager", "captured"])
@@ -172,7 +172,7 @@ A_FORWARD = {
     "model/elementwise/triton._launch_norm: ours": 1,
     "model/transformer._multiply_head: aten.linear": 1,
     "kv/cache.advance: aten.index_add_": 1,
-    "runner._run_layers: aten.index_add_": 1,
+    "runner/model_runner._run_layers: aten.index_add_": 1,
 }
 A_STEP = {  # of a captured verification of 4 drafts, and of these
     "full": (28, 48), "streaming_llm": (28, 52), "snapkv": (29, 97), "verified": (30, 109),
