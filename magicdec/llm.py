@@ -31,7 +31,7 @@ from magicdec.output.console import make_progress
 from magicdec.records.acceptance import AcceptanceMetrics, Verifications, acceptance_metrics
 from magicdec.runner.request import Moves, NotFinite, Request, Status, StepOutput
 from magicdec.runner.sampling.sampling import make_params
-from magicdec.runner.step_plan import PREFILL_TOKENS, Limits, Plan
+from magicdec.runner.step_plan import PREFILL_TOKENS, BatchLimits, StepPlan
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import ResolvedRun, SetupCache, check_models, find
@@ -197,7 +197,7 @@ def check_positive(**numbers: int | None) -> None:
             raise ValueError(f"{name} is too small")
 
 
-def requests_of(plan: Plan) -> Iterator[Request]:
+def requests_of(plan: StepPlan) -> Iterator[Request]:
     """The requests that a step may end."""
     if plan.decoding is not None:
         yield from plan.decoding.requests
@@ -247,7 +247,9 @@ def make_engine(
     decoder = build_decoder(runner, config.decoding, config.kv, draft=draft, is_in_flight=True)
     shape = runner.cache.shape
     step_tokens = plan.tokens - max_tokens + 1
-    limits = Limits(plan.tokens, shape.block_size, shape.num_blocks, step_tokens, prefill_tokens)
+    limits = BatchLimits(
+        plan.tokens, shape.block_size, shape.num_blocks, step_tokens, prefill_tokens
+    )
     return Engine(runner, config.attention.prefill_chunk, limits), decoder
 
 

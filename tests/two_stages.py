@@ -10,7 +10,7 @@ from magicdec.distributed.channels.message import Ends, Kind, Loopback, Message,
 from magicdec.model.transformer import Transformer
 from magicdec.records.acceptance import Verifications
 from magicdec.runner.request import Request
-from magicdec.runner.step_plan import Limits
+from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.drafter import DraftModel, DraftSetup, make_drafter
 from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation
 from magicdec.systems.stages.stage import Stage
@@ -65,7 +65,7 @@ def serve_with_drafts(
     decoding = DecodingSection("speculative", drafter, num_drafts)
     made = make_drafter(drafter, DraftSetup(runner, decoding, KVSection("full", -1), draft))
     speculation = Speculation(runner, made, num_drafts)
-    limits = Limits(max_tokens, step_tokens=1 + num_drafts, prefill_tokens=num_rows * CHUNK)
+    limits = BatchLimits(max_tokens, step_tokens=1 + num_drafts, prefill_tokens=num_rows * CHUNK)
     place = Ends(second, second), *lanes, limits, CHUNK
     seen = PassObserver()
     RecurrentPipeline(stages[0], *place, speculation=speculation).serve(requests, seen.observe)

@@ -42,7 +42,7 @@ from magicdec.predict.curves import (
     longest,
 )
 from magicdec.predict.draft_table import FORMATS, DraftTable, fastest_runs
-from magicdec.predict.plan import Plan, describe_model, make_record, tables
+from magicdec.predict.plan import SpeculationPlan, describe_model, make_record, tables
 from magicdec.predict.speculation import Choice
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord, append_records
@@ -182,7 +182,7 @@ def predict(values: Values) -> int:
     return 0
 
 
-def make_draft_table(args: PlanSection, plan: Plan) -> DraftTable:
+def make_draft_table(args: PlanSection, plan: SpeculationPlan) -> DraftTable:
     """The predictions from one row and one token on, with the runs that `--acceptance` has."""
     draft = None if args.draft == SELF else args.draft.removeprefix(MODEL_PREFIX)
     name = PRESETS[draft].repo_id if draft in PRESETS else draft
@@ -278,7 +278,7 @@ def find_model(args: PlanSection) -> ModelConfig:
     return config
 
 
-def make_plan(args: PlanSection) -> Plan:
+def make_plan(args: PlanSection) -> SpeculationPlan:
     """Raises ValueError, one line naming the flag, for errors that a user can correct."""
     if args.acceptance is None and args.conditional_acceptance is None:
         raise ValueError("give --acceptance or --conditional_acceptance")
@@ -301,7 +301,7 @@ def make_plan(args: PlanSection) -> Plan:
     reach = longest(curves)
     if args.max_gamma is not None and reach is not None and args.max_gamma > reach:
         raise ValueError(f"--max_gamma {args.max_gamma}: --acceptance has {reach} positions")
-    return Plan(
+    return SpeculationPlan(
         target=target,
         draft=find_draft(args, target),
         dtype=args.dtype,

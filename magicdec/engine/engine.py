@@ -30,7 +30,7 @@ from magicdec.runner.request import (
     ignore_step,
     naming,
 )
-from magicdec.runner.step_plan import Limits, Part, Plan, Watcher
+from magicdec.runner.step_plan import BatchLimits, PrefillChunk, StepObserver, StepPlan
 from magicdec.speculation.steps.strategy import DecodingStrategy
 
 
@@ -42,7 +42,7 @@ class Engine:
         self,
         runner: ModelRunner,
         prefill_chunk: int,
-        limits: Limits | None = None,
+        limits: BatchLimits | None = None,
         clock: Clock | None = None,
     ) -> None:
         self.runner = runner
@@ -50,7 +50,7 @@ class Engine:
         self.is_in_flight = limits is not None
         self.clock = clock or RealClock()
         self.is_alone = runner.group.size == 1  # no other rank must plan alike
-        self.scheduler = Scheduler(runner.num_rows, limits or Limits())
+        self.scheduler = Scheduler(runner.num_rows, limits or BatchLimits())
         self.requests: list[Request] = []  # of the batch that was prefilled last
         self.num_steps = 0  # decode steps since `begin`
 
@@ -87,7 +87,7 @@ class Engine:
         strategy: DecodingStrategy,
         requests: Sequence[Request],
         observe: Observer = ignore_step,
-        watch: Watcher = lambda plan: None,
+        watch: StepObserver = lambda plan: None,
     ) -> None:
         """Serve `requests`, each from its `arrived_s` on, until all have ended. A request that may
         not wait yet, because too many do, is submitted later. Raises ValueError, before the first
@@ -102,7 +102,7 @@ class Engine:
             self.clock.after_step()
 
     def execute(
-        self, plan: Plan, strategy: DecodingStrategy, observe: Observer = ignore_step
+        self, plan: StepPlan, strategy: DecodingStrategy, observe: Observer = ignore_step
     ) -> None:
         """One step. What a strategy measures when requests are admitted appends tokens to all rows,
         so it comes before the decoding, for which the rows have room."""
@@ -134,7 +134,7 @@ class Engine:
         rows = [r.row for r in snapshots if r.row is not None]
         self.runner.truncate(rows, [len(r.prompt_ids) for r in snapshots])
 
-    def _next(self, arrivals: deque[Request]) -> Plan | None:
+    def _next(self, arrivals: deque[Request]) -> StepPlan | None:
         """The next step, after a wait for the next request if there is nothing to do now. All ranks
         decide alike, because they let the same requests wait and emit the same tokens."""
         while True:
@@ -181,7 +181,7 @@ class Engine:
             raise NotFinite(f"decode step {self.num_steps}: {error}") from None
 
     def _prefill(
-        self, parts: Sequence[Part], progress: Callable[[int], None] = lambda n: None
+        self, parts: Sequence[PrefillChunk], progress: Callable[[int], None] = lambda n: None
     ) -> list[Request]:
         """Prefill `parts`. Returns the requests whose texts are complete now."""
         complete = [part.request for part in parts if part.is_last]
@@ -192,7 +192,7 @@ class Engine:
         self.scheduler.commit(Batch(tuple(complete)), output, self.clock.now())
         return complete
 
-    def _reserve(self, plan: Plan) -> None:
+    def _reserve(self, plan: StepPlan) -> None:
         """Give rows the blocks that they need for a step. Without a limit of blocks, a row gets all
         that it can need at once."""
         if self.scheduler.limits.num_blocks is None:

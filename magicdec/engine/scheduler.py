@@ -21,7 +21,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from magicdec.runner.request import Batch, Moves, Request, Status, StepOutput
-from magicdec.runner.step_plan import Limits, Part, Plan
+from magicdec.runner.step_plan import BatchLimits, PrefillChunk, StepPlan
 
 
 class Scheduler:
@@ -32,7 +32,7 @@ class Scheduler:
     def __init__(
         self,
         num_rows: int,
-        limits: Limits = Limits(),
+        limits: BatchLimits = BatchLimits(),
         waiting: list[Request] | None = None,
     ) -> None:
         """`waiting` is an empty list that several schedulers share, each with rows of its own. By
@@ -44,7 +44,7 @@ class Scheduler:
         self.blocks = RowBlocks(num_rows, limits)
         self._prefilled: dict[Request, int] = {}  # tokens so far, of texts that are not complete
         self._cancelled: set[Request] = set()
-        self._repeated: Plan | None = None  # the plan of each step until something changes
+        self._repeated: StepPlan | None = None  # the plan of each step until something changes
 
     @property
     def running(self) -> list[Request]:
@@ -69,7 +69,7 @@ class Scheduler:
             self._cancelled.add(request)
             self._repeated = None
 
-    def schedule(self) -> Plan | None:
+    def schedule(self) -> StepPlan | None:
         """The next step, which is taken to happen. None if no request waits or runs."""
         may_admit = self.waiting and None in self.rows
         if self._repeated is not None and not self.blocks.short and not may_admit:
@@ -82,10 +82,10 @@ class Scheduler:
         is_waiting = self.waiting and None in self.rows
         self._repeated = None  # of before: who joins now decodes in the next step
         if not (is_waiting or plan.parts or plan.cancelled or plan.preempted):
-            self._repeated = Plan(plan.decoding) if plan.reserved else plan
+            self._repeated = StepPlan(plan.decoding) if plan.reserved else plan
         return plan
 
-    def _apply(self, plan: Plan) -> None:
+    def _apply(self, plan: StepPlan) -> None:
         for request, row in (*plan.preempted, *plan.cancelled):
             self._leave(row)
             request.row = None
@@ -154,7 +154,7 @@ class Scheduler:
         self._repeated = None
         self.blocks.release(row)
 
-    def _decide(self) -> Plan:
+    def _decide(self) -> StepPlan:
         running = self.running
         cancelled = [r for r in running if r in self._cancelled] if self._cancelled else []
         preempted, reserved = self._grow(cancelled)
@@ -162,7 +162,7 @@ class Scheduler:
         # A request that was just preempted would come back at once.
         admitted = [] if preempted else self._admit(leaving, reserved)
         decoding = tuple(r for r in running if r not in self._prefilled and r not in leaving)
-        return Plan(
+        return StepPlan(
             Batch(decoding) if decoding else None,
             _with_rows(preempted),
             _with_rows(cancelled),
@@ -226,7 +226,7 @@ class Scheduler:
 
     def _prefill(
         self, leaving: Sequence[Request], admitted: Sequence[tuple[Request, int]]
-    ) -> tuple[Part, ...]:
+    ) -> tuple[PrefillChunk, ...]:
         """The parts of texts that the next step prefills, as many tokens as a step may: first those
         of the requests that were admitted first."""
         room = self.limits.prefill_tokens
@@ -238,7 +238,7 @@ class Scheduler:
             assert row is not None, "what is prefilled has a row"
             stop = request.num_cached if room is None else min(request.num_cached, num_done + room)
             if stop > num_done:
-                parts.append(Part(request, row, num_done, stop))
+                parts.append(PrefillChunk(request, row, num_done, stop))
                 room = None if room is None else room - (stop - num_done)
         return tuple(sorted(parts, key=lambda part: part.row))
 
@@ -254,7 +254,7 @@ class StepCounts:
     num_in_flight: int = 0  # summed over the steps
     moves: dict[int, Moves] = field(default_factory=lambda: defaultdict(Moves))
 
-    def watch(self, plan: Plan) -> None:
+    def watch(self, plan: StepPlan) -> None:
         """Count one step, which begins now. A request is either prefilled or decoded in it."""
         now = self.now()
         decoding = () if plan.decoding is None else plan.decoding.requests
@@ -268,10 +268,10 @@ class StepCounts:
 
 
 class RowBlocks:
-    """The blocks that each row holds, and which rows need more. Without `Limits.num_blocks` every
-    row has room for its whole request, and nothing is counted."""
+    """The blocks that each row holds, and which rows need more. Without `BatchLimits.num_blocks`
+    every row has room for its whole request, and nothing is counted."""
 
-    def __init__(self, num_rows: int, limits: Limits) -> None:
+    def __init__(self, num_rows: int, limits: BatchLimits) -> None:
         self.limits = limits
         self.is_limited = limits.num_blocks is not None
         self.held = [0] * num_rows

@@ -1,6 +1,7 @@
-"""Plan: the checked arguments of `magicdec plan`, and the predictions for them; and PlanRecord,
-with its tables. Everything is predicted from shapes and rates. Nothing has run, so the record has
-no environment. Imports no torch. docs/plan.md documents the schema and is made from these classes.
+"""SpeculationPlan: the checked arguments of `magicdec plan`, and the predictions for them; and
+PlanRecord, with its tables. Everything is predicted from shapes and rates. Nothing has run, so the
+record has no environment. Imports no torch. docs/plan.md documents the schema and is made from
+these classes.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from magicdec.records.record import Record
 
 
 @dataclass(frozen=True)
-class Plan:
+class SpeculationPlan:
     """Models, hardware and acceptance, and the batch sizes and prefix lengths to predict."""
 
     target: Deployment
@@ -124,7 +125,7 @@ class PlanRecord(Record):
     )
 
 
-def make_record(plan: Plan) -> PlanRecord:
+def make_record(plan: SpeculationPlan) -> PlanRecord:
     """The record of all predictions of a plan."""
     inputs = {
         "model": describe_model(plan.target, plan.dtype),

@@ -1,4 +1,4 @@
-"""Plan: what one step does, and the limits within which it is decided. Imports no torch."""
+"""StepPlan: what one step does, and the limits within which it is decided. Imports no torch."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PREFILL_TOKENS = 512
 
 
 @dataclass(frozen=True)
-class Limits:
+class BatchLimits:
     """What a running batch may take. The defaults limit nothing: every request is prefilled whole,
     and its row has room for it.
 
@@ -47,7 +47,7 @@ class Limits:
 
 
 @dataclass(frozen=True)
-class Part:
+class PrefillChunk:
     """The tokens `start` to `stop` - 1 of a request's text, which a step prefills."""
 
     request: Request
@@ -60,7 +60,7 @@ class Part:
         return self.stop == self.request.num_cached
 
     @classmethod
-    def whole(cls, requests: Sequence[Request]) -> tuple[Part, ...]:
+    def whole(cls, requests: Sequence[Request]) -> tuple[PrefillChunk, ...]:
         """All tokens of each request that are to be cached."""
         rows = Batch(tuple(requests)).rows
         pairs = zip(requests, rows, strict=True)
@@ -68,7 +68,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class StepPlan:
     """One step, in this order: rows are freed and given, blocks are reserved, parts of texts are
     prefilled, and the requests that were complete before decode. All sequences are in row order."""
 
@@ -77,8 +77,8 @@ class Plan:
     cancelled: tuple[tuple[Request, int], ...] = ()  # with the row that it leaves
     admitted: tuple[tuple[Request, int], ...] = ()  # with its new row
     reserved: tuple[tuple[int, int], ...] = ()  # (row, tokens that it must have room for)
-    parts: tuple[Part, ...] = ()
+    parts: tuple[PrefillChunk, ...] = ()
 
 
-Watcher = Callable[[Plan], None]
+StepObserver = Callable[[StepPlan], None]
 """A function that is called with the plan of every step, before the step."""

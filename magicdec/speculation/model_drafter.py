@@ -22,7 +22,7 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.prefill import prefill
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import Proposal
-from magicdec.runner.step_plan import Part
+from magicdec.runner.step_plan import PrefillChunk
 from magicdec.speculation.draft_kv import DraftKV, draft_chain
 from magicdec.speculation.drafter import Drafter, DraftModel, DraftSetup, DraftShape
 from magicdec.speculation.policies.policy import make_draft_kv
@@ -127,7 +127,7 @@ class ModelDrafter(Drafter):
         runner = self.draft.runner
         if self.draft_kv is None or runner is None:
             return
-        parts = Part.whole(requests)
+        parts = PrefillChunk.whole(requests)
         for part in parts:
             runner.cache.release(part.row)
             runner.allocate(part.row)

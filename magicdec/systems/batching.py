@@ -29,7 +29,7 @@ from magicdec.names import BASELINE
 from magicdec.output.console import Progress
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
-from magicdec.runner.step_plan import PREFILL_TOKENS, Limits
+from magicdec.runner.step_plan import PREFILL_TOKENS, BatchLimits
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
 from magicdec.setup.memory_check import Room, largest
 from magicdec.setup.memory_plan import model_plans_of
@@ -211,14 +211,14 @@ class Batching(System):
             BATCHINGS[each.mode](serve, requests, self.clock, self.options.rows, window_s / 1e3)
         return Extras()
 
-    def _limits(self, each: Pass) -> Limits:
+    def _limits(self, each: Pass) -> BatchLimits:
         """Those of all modes are the same; a step of a drafter appends more tokens to a row."""
         assert self.runner is not None, "it was opened"
         shape = self.runner.cache.shape
         tokens = max_tokens(self.run.config)
         num_drafts = tokens - self.options.longest if each.is_drafting else 0
         prefill_tokens = self.options.prefill_tokens or PREFILL_TOKENS
-        return Limits(
+        return BatchLimits(
             tokens,
             shape.block_size,
             shape.num_blocks,

@@ -38,7 +38,7 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.sampling import make_params
-from magicdec.runner.step_plan import Limits
+from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.draft_length import AutoLength
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.steps.recorder import Eager
@@ -223,7 +223,7 @@ class Rank:
         """The ranks' clocks disagree, so that the schedule depends on which rank decides."""
         shape = setup.runner.cache.shape
         sizes = shape.block_size, shape.num_blocks
-        limits = Limits(MAX_TOKENS, *sizes, step_tokens=4, prefill_tokens=7)
+        limits = BatchLimits(MAX_TOKENS, *sizes, step_tokens=4, prefill_tokens=7)
         clock = VirtualClock(1.0 + self.launch.rank)
         for request in requests:
             request.arrived_s = 1.5 * request.request_id

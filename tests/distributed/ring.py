@@ -23,7 +23,7 @@ from magicdec.model.checkpoint.source import ModelSource, find_model, load_trans
 from magicdec.records.acceptance import Verifications
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
-from magicdec.runner.step_plan import Limits
+from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.drafter import DraftModel, DraftSetup, make_drafter
 from magicdec.speculation.ngram import NgramDrafter
 from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation, most_under_way
@@ -97,7 +97,7 @@ def tokens_of(case: Case, path: str) -> list[list[int]]:
     sizes = num_lanes * case.lane_size, MAX_TOKENS
     runner = ModelRunner(model, GroupedBackend(), groups.target, *sizes)
     stage = Stage(runner, model.is_last)
-    limits = Limits(MAX_TOKENS, step_tokens=1 + NUM_DRAFTS, prefill_tokens=2 * CHUNK)
+    limits = BatchLimits(MAX_TOKENS, step_tokens=1 + NUM_DRAFTS, prefill_tokens=2 * CHUNK)
     depth = most_under_way(num_lanes, case.lane_size, limits, CHUNK)
     form = MessageForm(source.config.hidden_size, torch.float32, 2 * case.lane_size)
     apart = "gloo" if case.goes_apart else None

@@ -33,7 +33,7 @@ from magicdec.engine.engine import Engine
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.native_steps.executor import Executor, Forward
 from magicdec.runner.request import Batch, Request, Status
-from magicdec.runner.step_plan import Limits, Plan
+from magicdec.runner.step_plan import BatchLimits, StepPlan
 from magicdec.speculation.draft_length import DraftLength, Measure
 from magicdec.speculation.forecast import Acceptance
 from magicdec.speculation.policies.policy import keep_queries
@@ -98,7 +98,7 @@ class RandomLength(DraftLength):
 class Schedule:
     requests: list[Request]
     runner: ModelRunner
-    limits: Limits
+    limits: BatchLimits
     chunk: int
 
 
@@ -129,7 +129,7 @@ def draw_schedule(
     runner = make_runner(PACKED if is_native else MODEL, num_rows, MAX_TOKENS, backend, following)
     executor = Executor(PACKED, runner.group) if is_native else None
     runner = replace(runner, executor=executor, **blocks)
-    limits = Limits(
+    limits = BatchLimits(
         MAX_TOKENS, runner.cache.shape.block_size,
         runner.cache.shape.num_blocks if blocks else None, step_tokens,
         random.choice((None, 1, 6, 16)),
@@ -184,7 +184,7 @@ def serve(
     if runner.executor is not None:
         runner.executor.forward = counted  # type: ignore[method-assign]
 
-    def checked(plan: Plan, *args: object) -> None:
+    def checked(plan: StepPlan, *args: object) -> None:
         held = [len(blocks) for blocks in runner.cache.blocks]
         seen["preempted"] += len(plan.preempted)
         seen["joined"] += len(plan.admitted) if plan.decoding else 0

@@ -30,7 +30,7 @@ from magicdec.runner.native_steps.executor import Executor
 from magicdec.runner.request import Batch, Request
 from magicdec.runner.sampling.model_tokens import Proposal
 from magicdec.runner.sampling.verification import Judgement
-from magicdec.runner.step_plan import Limits
+from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import keep_queries
 from magicdec.speculation.policies.snapkv import CopiedKV
@@ -326,7 +326,7 @@ def serve(
     decoding = DecodingSection("speculative", drafter, MOST_DRAFTS)
     setup = Setup(runner, decoding, kv, draft=draft, draft_length=draft_length, is_in_flight=True)
     shape = runner.cache.shape
-    limits = Limits(
+    limits = BatchLimits(
         MAX_TOKENS,
         shape.block_size,
         shape.num_blocks if runner.num_blocks else None,

@@ -46,7 +46,7 @@ def run(
     return lambda flags: command("plan", *flags.split())
 
 
-def make(flags: str) -> plan.Plan:
+def make(flags: str) -> plan.SpeculationPlan:
     return plan.make_plan(plan.main.build_parser().read(flags.split())[PlanSection])
 
 

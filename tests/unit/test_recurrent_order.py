@@ -41,7 +41,7 @@ from magicdec.runner.device_batch import DeviceBatch
 from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Observer, Request, ignore_step
 from magicdec.runner.sampling.model_tokens import Proposal
-from magicdec.runner.step_plan import Limits
+from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.drafter import Drafter, DraftPlan, DraftSetup, DraftShape
 from magicdec.speculation.ngram import NgramDrafter
 from magicdec.speculation.steps.strategy import Setup
@@ -51,7 +51,7 @@ from magicdec.systems.stages.stage import VERIFY, WANTED, Stage
 from magicdec.systems.system import PassObserver
 
 FORM = MessageForm(TINY.hidden_size, torch.float32, 4)
-CHUNK, LIMITS = 8, Limits(60, prefill_tokens=16)
+CHUNK, LIMITS = 8, BatchLimits(60, prefill_tokens=16)
 
 
 class Ring:

@@ -23,7 +23,7 @@ from magicdec.kv.cache import upload
 from magicdec.runner.model_runner import ModelRunner, gather_vocab
 from magicdec.runner.prefill import prefill
 from magicdec.runner.request import Request
-from magicdec.runner.step_plan import Part
+from magicdec.runner.step_plan import PrefillChunk
 
 CONFIDENCE = 0.999  # of both limits on how often rounding changes a token
 TAIL = 4.0  # no rounding error is taken to exceed so many times the root of the mean square
@@ -67,7 +67,9 @@ def measure_gaps(
         for row in range(runner.num_rows):
             runner.cache.release(row)
             runner.allocate(row)
-        prefill(runner, Part.whole([replace(r, output_ids=[]) for r in batch]), prefill_chunk)
+        prefill(
+            runner, PrefillChunk.whole([replace(r, output_ids=[]) for r in batch]), prefill_chunk
+        )
         inputs = [r.output_ids[:-1] for r in batch]
         longest = max(map(len, inputs))
         ids = upload([row + [0] * (longest - len(row)) for row in inputs], runner.device)

@@ -16,7 +16,7 @@ from magicdec.records.record import RunRecord
 
 if TYPE_CHECKING:
     from magicdec.cli.front.advise import AdviceSection
-    from magicdec.predict.plan import Plan
+    from magicdec.predict.plan import SpeculationPlan
 
 CLOSE = 0.15  # a plan within this share of the measurement is said to agree with it
 LONGEST = 16  # the plan looks at contexts of up to so many times the measured one
@@ -83,7 +83,9 @@ def least_speedup(record: RunRecord) -> float:
     return interval[0] if interval else net_speedup(record)
 
 
-def find_advice(args: AdviceSection, records: Mapping[str, RunRecord], plan: Plan | None) -> str:
+def find_advice(
+    args: AdviceSection, records: Mapping[str, RunRecord], plan: SpeculationPlan | None
+) -> str:
     """The sentence, and in a line of its own the command to run. Raises ValueError if no run has a
     speedup."""
     flags, record = max(records.items(), key=lambda item: least_speedup(item[1]))
@@ -106,7 +108,7 @@ def find_advice(args: AdviceSection, records: Mapping[str, RunRecord], plan: Pla
     return f"{sentence}\n\n    {shlex.join(['magicdec', 'run', *drafts, *args.workload])}"
 
 
-def expectation_of(plan: Plan, args: AdviceSection) -> str:
+def expectation_of(plan: SpeculationPlan, args: AdviceSection) -> str:
     """The contexts in which the plan expects self-speculation to pay, as a part of a sentence."""
     pays_from = plan.break_even(args.B)
     expected = f"not to pay up to {plan.longest} tokens, the longest context"
@@ -122,7 +124,9 @@ def expectation_of(plan: Plan, args: AdviceSection) -> str:
     return f"the plan expects self-speculation {expected}; "
 
 
-def make_plan(args: AdviceSection, records: Mapping[str, RunRecord], file: Path) -> Plan | None:
+def make_plan(
+    args: AdviceSection, records: Mapping[str, RunRecord], file: Path
+) -> SpeculationPlan | None:
     """The plan for the KV policy and the weights of the fastest self-speculation, with the
     acceptance of the runs in the file. None if none of them is self-speculation that has one."""
     from magicdec.cli import plan

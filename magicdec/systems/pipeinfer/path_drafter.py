@@ -24,7 +24,7 @@ from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.runner.prefill import take
 from magicdec.runner.request import NotFinite, Request, SamplingParams
 from magicdec.runner.sampling.coupled import CoupledSampling
-from magicdec.runner.step_plan import Part
+from magicdec.runner.step_plan import PrefillChunk
 from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import make_draft_kv
 from magicdec.speculation.suffix_index import Lookup, SuffixIndex
@@ -216,7 +216,7 @@ class ModelDrafter:
         request = Request(lane, tuple(text), SamplingParams(1), row=lane)
         self.runner.cache.release(lane)
         self.runner.allocate(lane)
-        (part,) = Part.whole([request])
+        (part,) = PrefillChunk.whole([request])
         logits = take(self.runner, part, self.prefill_chunk)
         assert logits is not None, "a whole text is complete"
         self.kv.admit([request])

@@ -46,7 +46,7 @@ from magicdec.runner.request import (
 )
 from magicdec.runner.sampling.metadata import SamplingMetadata
 from magicdec.runner.sampling.model_tokens import Proposal, judge, next_tokens
-from magicdec.runner.step_plan import Limits, Plan, Watcher
+from magicdec.runner.step_plan import BatchLimits, StepObserver, StepPlan
 from magicdec.setup.loading import LoadedModels, make_draft
 from magicdec.setup.prepare import Prepared
 from magicdec.speculation.draft_length import FixedLength
@@ -182,7 +182,7 @@ class RecurrentPipeline:
         ends: Ends,
         num_lanes: int,
         lane_size: int,
-        limits: Limits,
+        limits: BatchLimits,
         prefill_chunk: int,
         clock: Clock | None = None,
         speculation: Speculation | None = None,
@@ -208,13 +208,13 @@ class RecurrentPipeline:
         self._under_way: deque[tuple[int, float, Flight]] = deque()
         self._idle_lanes = list(self.lanes)
         self._arrivals: deque[Request] = deque()  # those that have not arrived yet
-        self._watch: Watcher
+        self._watch: StepObserver
 
     def serve(
         self,
         requests: Sequence[Request],
         observe: Observer = ignore_step,
-        watch: Watcher = lambda plan: None,
+        watch: StepObserver = lambda plan: None,
     ) -> None:
         """Serve `requests`, each from its `arrived_s` on, until all have ended. Raises ValueError,
         before the first message, if one of them can never be served. `observe` is called after
@@ -298,7 +298,7 @@ class RecurrentPipeline:
         if plan.decoding is not None:
             self._send(*self._newest(lane, plan.decoding.requests))
 
-    def _chunks(self, lane: Lane, plan: Plan) -> Iterator[tuple[Flight, Tokens]]:
+    def _chunks(self, lane: Lane, plan: StepPlan) -> Iterator[tuple[Flight, Tokens]]:
         """The messages of the prompts of a step with their token ids [1, T], one for each chunk."""
         for part in plan.parts:
             text = part.request.cached_ids
@@ -381,7 +381,7 @@ class RecurrentPipeline:
             self.ends.outbound.send(Message(Kind.FREE, words=tuple(rows)))
 
 
-def most_under_way(num_lanes: int, lane_size: int, limits: Limits, chunk: int) -> int:
+def most_under_way(num_lanes: int, lane_size: int, limits: BatchLimits, chunk: int) -> int:
     """Messages that are under way at most. A step of a lane has one for each chunk of the prompts
     that it prefills, one that decodes, and one that frees rows."""
     assert limits.prefill_tokens is not None, "a step prefills a limited number of tokens"

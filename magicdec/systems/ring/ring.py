@@ -21,7 +21,7 @@ from magicdec.distributed.start import make_stage_groups
 from magicdec.output.console import Progress
 from magicdec.records.metrics import percentile
 from magicdec.runner.request import Request
-from magicdec.runner.step_plan import Limits
+from magicdec.runner.step_plan import BatchLimits
 from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.memory_plan import model_plans_of
 from magicdec.setup.model_plan import ModelPlan, StagePart, max_tokens
@@ -143,7 +143,7 @@ class OpenRing:
         self.lane_tokens = options.batch_size * (1 + self.num_drafts)
         self.max_tokens = max_tokens(ring.run.config.without_drafts()) + self.num_drafts
         self.stage = self._load_stage(each) if ring.computes else None
-        limits = Limits(
+        limits = BatchLimits(
             self.max_tokens,
             # By default a chunk for each stage, so that the chunks of one prompt can keep all busy.
             prefill_tokens=options.prefill_tokens or ring.grid.num_stages * chunk,

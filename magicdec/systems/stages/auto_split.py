@@ -32,7 +32,7 @@ from magicdec.output.console import make_progress
 from magicdec.runner.model_runner import ModelRunner, Tokens
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.sampling import make_params
-from magicdec.runner.step_plan import Limits
+from magicdec.runner.step_plan import BatchLimits
 from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.model_plan import ModelPlan, StagePart
 from magicdec.setup.prepare import Prepared
@@ -292,7 +292,7 @@ class RingTiming(Timing):
         ones that it sends."""
         loop = Loopback()
         step = self.step
-        limits = Limits(
+        limits = BatchLimits(
             stage.runner.max_tokens,
             prefill_tokens=step.rows * step.context,
             step_tokens=step.num_tokens,
