@@ -21,7 +21,7 @@ from magicdec.predict.speculation import (
     best_gamma,
     break_even_context,
 )
-from magicdec.records.fields import Part, recorded
+from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.metric_tables import metric_columns
 from magicdec.records.record import Record
 
@@ -71,7 +71,7 @@ PREDICTED = "predicted, not measured: no kernel reaches its ceiling everywhere"
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanCell(Part):
+class PlanCell(RecordPart):
     """The prediction for one batch size and context."""
 
     batch_size: int = recorded("rows of the batch")

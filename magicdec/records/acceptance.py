@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from magicdec.records.fields import Part, recorded
+from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.intervals import FEWEST_PROMPTS, Array, interval, with_each_left_out
 from magicdec.records.samples import PassSamples
 from magicdec.runner.request import StepOutput
@@ -46,7 +46,7 @@ def interval_of(metric: str, unit: str) -> Any:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AcceptanceMetrics(Part):
+class AcceptanceMetrics(RecordPart):
     """What a pass accepted of its drafts, in the terms of vLLM. None of it has a meaning with
     random weights, with which a draft and its target agree only by chance."""
 

@@ -18,7 +18,7 @@ from pydantic import ConfigDict
 KEY = "recorded"
 
 
-class Part:
+class RecordPart:
     """A base of the dataclasses that a record consists of. pydantic reads them from JSON by the
     types of their fields; keys that are not fields are ignored."""
 

@@ -16,7 +16,7 @@ from typing import Any, Literal
 from magicdec.output.writing import append_line, seal_of, to_json, with_seal
 from magicdec.records.correctness import Correctness
 from magicdec.records.environment import Environment, MemoryRecord
-from magicdec.records.fields import Part, recorded
+from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.performance import Metrics
 from magicdec.records.samples import PrefillSamples, SamplesRecord, unequal_threads
 from magicdec.records.workload import WorkloadRecord
@@ -36,7 +36,7 @@ WITHOUT_METRICS = "if `diverged` or `failed`"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Record(Part):
+class Record(RecordPart):
     """What every record has. A kind of record is a dataclass that derives from it, a line of
     `names.RECORDS`, and a function that makes tables of its records (`TABLES` of
     `cli/parsing/record_files.py`)."""

@@ -11,7 +11,7 @@ from dataclasses import MISSING, dataclass, field, fields
 from itertools import chain
 from typing import Any
 
-from magicdec.records.fields import Part, recorded
+from magicdec.records.fields import RecordPart, recorded
 from magicdec.runner.request import Request, StepOutput
 
 UNDRAFTED = "for `autoregressive`; with random weights"
@@ -29,7 +29,7 @@ def _ms(meaning: str, null: str | None = None) -> Any:
 
 
 @dataclass(kw_only=True)
-class SamplesRecord(Part):
+class SamplesRecord(RecordPart):
     """The raw times and counts of one pass, by batch."""
 
     # fmt: off
@@ -236,7 +236,7 @@ class PassSamples(SamplesRecord):
 
 
 @dataclass(frozen=True, kw_only=True)
-class PrefillSamples(Part):
+class PrefillSamples(RecordPart):
     """The raw times of prefill. Both passes of a run share one prefill."""
 
     prefill_ms: list[float] = recorded("time of the prefill, by batch", "ms")

@@ -28,7 +28,13 @@ from magicdec.kv.pool import CacheShape
 from magicdec.kv.prompt_queries import PromptQueries
 from magicdec.kv.view import FULL, Visible, make_view
 from magicdec.model.transformer import Transformer
-from magicdec.runner.native_steps.executor import Cancellation, Cancelled, Executor, Forward, Watch
+from magicdec.runner.native_steps.executor import (
+    AttentionObserver,
+    Cancellation,
+    Cancelled,
+    Executor,
+    Forward,
+)
 
 Tokens = Tensor | Sequence[Sequence[int]]
 """Token ids [B, T], on the device or on the host, or hidden states [B, T, hidden]."""
@@ -167,8 +173,8 @@ class ModelRunner:
         policy: Visible | None = None,
         committed: Lengths | Sequence[int] | None = None,
         num_outputs: int | None = None,
-        watch: Watch | None = None,
-        watch_queries: Watch | None = None,
+        watch: AttentionObserver | None = None,
+        watch_queries: AttentionObserver | None = None,
         is_draft: bool = False,
         cancellation: Cancellation | None = None,
     ) -> Forward:

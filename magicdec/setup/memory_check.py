@@ -97,7 +97,7 @@ def _left(directory: Path, limit_file: str, used_file: str) -> int | None:
 
 
 @dataclass(frozen=True)
-class Room:
+class MemoryBudget:
     """`free` bytes are free for all `ranks` together; None if it is not known."""
 
     ranks: tuple[int, ...]
@@ -125,14 +125,14 @@ def describe_place(config: ResolvedConfig, launch: Launch) -> str:
     return "on this host" if count == 1 else f"on this host's {count} ranks"
 
 
-def find_room(config: ResolvedConfig, launch: Launch, num_gpus: int) -> Room:
+def find_room(config: ResolvedConfig, launch: Launch, num_gpus: int) -> MemoryBudget:
     """The room of this rank, on a host with `num_gpus` GPUs."""
     ranks = sharing_ranks(config.parallel.device, launch, num_gpus)
     place = describe_place(config, launch)
     free = free_device_memory(config.parallel.device, launch.local_rank)
     if config.parallel.device != "cpu" and len(ranks) > 1:
         place = f"on the GPU that {len(ranks)} ranks share"
-    return Room(ranks, place, free)
+    return MemoryBudget(ranks, place, free)
 
 
 def sharing_ranks(kind: str, launch: Launch, num_gpus: int) -> tuple[int, ...]:
@@ -163,7 +163,7 @@ def check_memory(config: ResolvedConfig, models: Models, launch: Launch, free: i
     """The line to print. `config` is resolved. `free` bytes are free on this rank's GPU, or on the
     host for all its ranks; None if it is not known. Raises ValueError if the plan needs more."""
     plan = needed(config, models, launch)
-    room = Room(tuple(launch.local_ranks), describe_place(config, launch), free)
+    room = MemoryBudget(tuple(launch.local_ranks), describe_place(config, launch), free)
     w = config.workload
     if free is not None and (refusal := room.refusal(plan)):
         raise ValueError(

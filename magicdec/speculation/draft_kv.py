@@ -16,7 +16,7 @@ from torch import Tensor
 from magicdec.kv.cache import BatchRows, Lengths, Rows
 from magicdec.kv.view import Visible
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.native_steps.executor import Watch
+from magicdec.runner.native_steps.executor import AttentionObserver
 from magicdec.runner.request import Request
 from magicdec.runner.sampling.metadata import SamplingMetadata
 from magicdec.runner.sampling.model_tokens import Proposal, confidence, draft_token
@@ -28,9 +28,9 @@ class DraftKV:
     verification by the target, and `commit`; at the end `release`. `prepare` is the host phase. The
     methods from `follow` to `commit` work on tensors only, so that steps can be captured."""
 
-    watch: Watch | None = None
+    watch: AttentionObserver | None = None
     """Called with the attention weights of each layer of a verification."""
-    watch_queries: Watch | None = None
+    watch_queries: AttentionObserver | None = None
     """Called with the queries of each layer of a verification."""
 
     def __init__(self, runner: ModelRunner, visible: Visible) -> None:

@@ -31,7 +31,7 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Request
 from magicdec.runner.step_plan import PREFILL_TOKENS, BatchLimits
 from magicdec.setup.loading import LoadedModels, make_draft, make_runner
-from magicdec.setup.memory_check import Room, largest
+from magicdec.setup.memory_check import MemoryBudget, largest
 from magicdec.setup.memory_plan import model_plans_of
 from magicdec.setup.model_checks import check_shared
 from magicdec.setup.model_plan import ModelPlan, max_tokens
@@ -138,7 +138,7 @@ class Batching(System):
             *drafts,
         ]
 
-    def advice(self, each: Pass, room: Room) -> str:
+    def advice(self, each: Pass, room: MemoryBudget) -> str:
         """The largest KV cache that would fit."""
 
         def fits(cache_tokens: int) -> bool:

@@ -29,7 +29,7 @@ from magicdec.output.console import Progress
 from magicdec.records.acceptance import Verifications
 from magicdec.runner.request import Request, StepOutput
 from magicdec.runner.sampling.sampling import make_params
-from magicdec.setup.memory_check import Room, add_up
+from magicdec.setup.memory_check import MemoryBudget, add_up
 from magicdec.setup.memory_plan import MemoryPlan, plan_of
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, complete, find
@@ -151,7 +151,7 @@ class System(ABC):
             return plan
         return replace(plan, weights=0, working=0)  # models that sleep have none
 
-    def advice(self, each: Pass, room: Room) -> str:
+    def advice(self, each: Pass, room: MemoryBudget) -> str:
         """What to do where a pass does not fit into `room`."""
         return "serve fewer or shorter requests at a time"
 

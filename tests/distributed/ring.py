@@ -28,7 +28,7 @@ from magicdec.speculation.drafter import DraftModel, DraftSetup, make_drafter
 from magicdec.speculation.ngram import NgramDrafter
 from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation, most_under_way
 from magicdec.systems.stages.clocks import compare_clocks
-from magicdec.systems.stages.spans import Spans, What
+from magicdec.systems.stages.spans import SpanKind, Spans
 from magicdec.systems.stages.stage import Stage, StageLoop
 from magicdec.systems.system import PassObserver
 
@@ -116,7 +116,7 @@ def tokens_of(case: Case, path: str) -> list[list[int]]:
         pipeline.serve(requests, seen.observe)
         pipeline.close()
         assert groups.target.index or all(r.token_times_s[0] > r.arrived_s for r in requests)
-        assert sum(span.value for span in pipeline.spans.of(What.HEAD)) > 0
+        assert sum(span.value for span in pipeline.spans.of(SpanKind.HEAD)) > 0
         if speculation is not None:
             check_counts(speculation, requests, seen.verifications)
     else:

@@ -29,7 +29,7 @@ from magicdec.names import BASELINE
 from magicdec.output.console import Silent
 from magicdec.output.writing import to_json
 from magicdec.runner.request import Request, SamplingParams, Status
-from magicdec.setup.memory_check import Room, needed
+from magicdec.setup.memory_check import MemoryBudget, needed
 from magicdec.setup.memory_plan import Models
 from magicdec.speculation.steps import build, recorder
 from magicdec.speculation.steps.strategy import Setup, make_strategy
@@ -189,7 +189,7 @@ def test_the_memory_plan_counts_the_blocks_of_the_cache(tiny_checkpoint: Path) -
         full = needed(batching.run.config, Models(batching.run.source.config, None), ALONE)
         assert plan.kv == num_tokens * per_token and replace(plan, kv=0) == replace(full, kv=0)
         assert prepared.memory.startswith(f"{plan.describe()} on this host; ")
-        room = Room((0,), "on this host", plan.total - 1)
+        room = MemoryBudget((0,), "on this host", plan.total - 1)
         with pytest.raises(ValueError, match=r"--modes inflight needs .* GB are free"):
             check_here([batching], room)
     assert plan.kv < full.kv
@@ -197,7 +197,7 @@ def test_the_memory_plan_counts_the_blocks_of_the_cache(tiny_checkpoint: Path) -
     whole = batching.plan(each, (0,))
     free = whole.total - whole.kv + 5056 * per_token + 7
     with pytest.raises(ValueError, match="--cache_tokens 5056 would fit"):
-        check_here([batching], Room((0,), "on this host", free))
+        check_here([batching], MemoryBudget((0,), "on this host", free))
 
 
 def measured(experiment: Experiment) -> Measured:

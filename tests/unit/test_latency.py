@@ -29,7 +29,7 @@ from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import AttentionSection, KVSection, ModelSection
 from magicdec.distributed.groups import Group, Launch
-from magicdec.runner.native_steps.executor import Watch
+from magicdec.runner.native_steps.executor import AttentionObserver
 from magicdec.setup.memory_plan import Models
 from magicdec.speculation.policies.verified import VerifiedKV
 from magicdec.speculation.steps.recorder import Eager
@@ -140,7 +140,7 @@ def test_a_forward_ends_in_chosen_tokens_and_a_watch_is_told() -> None:
     batch = fill(runner, 50)
     whole, watched = runner.forward, []
 
-    def forward(*args: Any, watch: Watch | None = None, **more: Any) -> torch.Tensor:
+    def forward(*args: Any, watch: AttentionObserver | None = None, **more: Any) -> torch.Tensor:
         watched.append(watch is not None)
         return whole(*args, watch=watch, **more)
 

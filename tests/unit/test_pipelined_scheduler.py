@@ -14,7 +14,7 @@ from magicdec.systems.pipeinfer.messages import (
     Candidate,
     Commit,
     JudgedRun,
-    Launch,
+    RunLaunch,
 )
 from magicdec.systems.pipeinfer.options import Options
 from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
@@ -69,12 +69,12 @@ class Recount:
         for action in actions:
             if isinstance(action, Cancel):
                 self.cancelled.update(action.runs)
-            elif isinstance(action, Launch):
+            elif isinstance(action, RunLaunch):
                 self.launch(action)
             elif isinstance(action, Commit):
                 self.commit(action)
 
-    def launch(self, launch: Launch) -> None:
+    def launch(self, launch: RunLaunch) -> None:
         """What a lane holds from the first position on is void."""
         request, known = launch.request, len(self.texts[launch.request])
         self.forget(request, launch.first)

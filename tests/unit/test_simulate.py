@@ -21,7 +21,7 @@ from magicdec.predict.simulator.simulation import (
     divisions,
 )
 from magicdec.systems.pipeinfer.emulated_drafts import draw_right
-from magicdec.systems.pipeinfer.messages import Launch
+from magicdec.systems.pipeinfer.messages import RunLaunch
 from magicdec.systems.pipeinfer.options import Options
 from magicdec.systems.pipeinfer.scheduler import Counts
 
@@ -98,8 +98,8 @@ def test_a_link_is_occupied_for_the_bytes_of_a_message() -> None:
     assert ring.mean_itl_ms == pytest.approx(84 + 4 * (5000 + VOID_BYTES) / 1e3)
 
 
-def launch(run: int, num_rows: int) -> Launch:
-    return Launch(run, 0, 0, False, 1, 0, (0,) * num_rows)
+def launch(run: int, num_rows: int) -> RunLaunch:
+    return RunLaunch(run, 0, 0, False, 1, 0, (0,) * num_rows)
 
 
 def test_messages_take_turns_on_a_link() -> None:

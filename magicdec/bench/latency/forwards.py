@@ -38,7 +38,7 @@ from magicdec.runner.request import Batch, NotFinite, Request, SamplingParams, n
 from magicdec.runner.sampling.metadata import SamplingMetadata
 from magicdec.runner.sampling.model_tokens import greedy_tokens
 from magicdec.setup.loading import LoadedModels, runner_of, with_copy
-from magicdec.setup.memory_check import Room, describe_place, needed
+from magicdec.setup.memory_check import MemoryBudget, describe_place, needed
 from magicdec.setup.memory_plan import MemoryPlan, Models
 from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.session import RankSession
@@ -309,7 +309,7 @@ def check_grid_memory(
     context = max(grid.contexts)
     plan = plan_place(config, grid, models, launch, B, context)
     flags = f"--B {B} --prefix_len {context}"
-    room = Room(tuple(launch.local_ranks), describe_place(config, launch), free)
+    room = MemoryBudget(tuple(launch.local_ranks), describe_place(config, launch), free)
     if refusal := room.refusal(plan):
         raise ValueError(f"{flags} needs {refusal}")
     return room.describe(plan, f" at {flags}")

@@ -15,7 +15,7 @@ import pandas as pd
 from magicdec.bench.report.listing import command_of, is_baseline, settings
 from magicdec.names import BASELINE
 from magicdec.output.tables import write_csv_columns
-from magicdec.records.fields import Part
+from magicdec.records.fields import RecordPart
 from magicdec.records.performance import SUFFIX, Metrics
 from magicdec.records.record import MeasuredRecord, Record, RunRecord
 from magicdec.records.table import method
@@ -72,7 +72,7 @@ def flat_rows(number: int, source: str, record: Record, has_settings: bool = Tru
     for name, value in vars(record).items():
         if name in OF_PASSES or not (has_settings or name in ALWAYS):
             continue
-        if isinstance(value, Part):
+        if isinstance(value, RecordPart):
             of_part = _prefixed(f"{name}.", vars(value))
             if name not in record.config:
                 head.update(of_part)
@@ -152,7 +152,7 @@ def _prefixed_names(prefix: str, names: tuple[str, ...]) -> list[str]:
     return [f"{prefix}{name}" for name in names]
 
 
-def metric_row(metrics: Part | None, kind: Any) -> Row:
+def metric_row(metrics: RecordPart | None, kind: Any) -> Row:
     """One column for each metric of `kind`, two for the ends of an interval, and one for each value
     of a part inside. Without metrics, all are None."""
     row = Row()
@@ -161,7 +161,7 @@ def metric_row(metrics: Part | None, kind: Any) -> Row:
         value = values.get(name)
         if ends is not None:
             row[ends[0]], row[ends[1]] = value or (None, None)
-        elif isinstance(value, Part):
+        elif isinstance(value, RecordPart):
             row.update(_prefixed(f"{name}.", vars(value)))
         else:
             row[name] = value

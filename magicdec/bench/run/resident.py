@@ -124,7 +124,7 @@ def make_requests(prepared: Prepared, batch: int) -> list[Request]:
 
 
 @dataclass(frozen=True)
-class Room:
+class CacheDemand:
     """What the caches of runs that share their prompts must offer: tokens of a row, and the KV
     section whose policy needs the queries of most prompt tokens. `is_kept`: every batch keeps a
     cache of its own, so that the prompts are prefilled once for all these runs."""
@@ -134,7 +134,7 @@ class Room:
     is_kept: bool = False
 
     @classmethod
-    def of(cls, configs: Sequence[ResolvedConfig], is_kept: bool = False) -> Room:
+    def of(cls, configs: Sequence[ResolvedConfig], is_kept: bool = False) -> CacheDemand:
         longest = max(max_tokens(config) for config in configs)
         observing = [config.kv for config in configs if config.decoding.model_drafter == "self"]
         most = max(observing, key=lambda kv: make_policy(kv).observed_tokens, default=None)
@@ -176,7 +176,7 @@ class Resident:
         return self._prompts is None and not len(self.models)
 
     def prompts(
-        self, config: ResolvedConfig, room: Room, make_runner: Callable[[int], ModelRunner]
+        self, config: ResolvedConfig, room: CacheDemand, make_runner: Callable[[int], ModelRunner]
     ) -> Prompts:
         """The caches of a run, with what the last run left in them if it had the same prompts.
         `make_runner` gets the tokens of a row."""

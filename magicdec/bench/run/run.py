@@ -23,7 +23,7 @@ from magicdec.bench.run.outcome import (
     Outcome,
     make_record,
 )
-from magicdec.bench.run.resident import MeasuredBatch, Prefilled, Resident, Room
+from magicdec.bench.run.resident import CacheDemand, MeasuredBatch, Prefilled, Resident
 from magicdec.bench.run.roofline import bytes_read
 from magicdec.bench.run.wider import WiderTexts
 from magicdec.hardware.environment import watch_gpu
@@ -95,7 +95,7 @@ class Run:
         session: RankSession,
         progress: Progress,
         resident: Resident | None = None,
-        room: Room | None = None,
+        room: CacheDemand | None = None,
     ) -> None:
         self.prepared = prepared
         self.progress = progress
@@ -109,7 +109,7 @@ class Run:
         self.gpu = watch_gpu(self.device)
         self.load = LoadWatch(self.groups.rank == 0)
         self.resident = resident or Resident(self.device, progress)
-        room = room or Room.of([self.config])
+        room = room or CacheDemand.of([self.config])
         self.prompts = self.resident.prompts(self.config, room, self.make_runner)
         self.is_counted = self.resident.is_counted
         self.engine = self.prompts.engine
@@ -441,7 +441,7 @@ def execute_in(
     prepared: Prepared,
     progress: Progress,
     resident: Resident | None = None,
-    room: Room | None = None,
+    room: CacheDemand | None = None,
 ) -> Outcome:
     """As `execute`, in a session that is open. `resident` and `room` as in `Run`."""
     group = session.groups.target

@@ -16,7 +16,7 @@ import numpy as np
 
 from magicdec.bench.serving.metrics import ServingMetrics
 from magicdec.records.acceptance import Verifications
-from magicdec.records.fields import Part, recorded
+from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.record import MeasuredRecord
 from magicdec.records.workload import WorkloadRecord
 from magicdec.runner.request import Moves, Request
@@ -39,7 +39,7 @@ EXACT_DTYPE = "float32"  # in which every request emits the same tokens in every
 
 
 @dataclass(frozen=True, kw_only=True)
-class RequestRecord(Part):
+class RequestRecord(RecordPart):
     """The lengths and time stamps of one request. Times count from the first arrival."""
 
     arrival_ms: float = recorded("when the request arrived", "ms")

@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
-from magicdec.bench.run.resident import Room
+from magicdec.bench.run.resident import CacheDemand
 from magicdec.bench.study.cells import (
     Cell,
     config_key,
@@ -45,7 +45,7 @@ class StudyPlan:
 
     order: list[Cell]
     todo: list[int]
-    rooms: dict[str, Room]  # of the caches, by the key of the cell
+    rooms: dict[str, CacheDemand]  # of the caches, by the key of the cell
     files: dict[str, list[Path]]  # to which its records are appended, by the key of the cell
 
 
@@ -125,14 +125,14 @@ def is_done(record: RunRecord, retries_failed: bool) -> bool:
     return not (retries_failed and record.status == "failed")
 
 
-def make_rooms(cells: Sequence[Cell]) -> dict[str, Room]:
+def make_rooms(cells: Sequence[Cell]) -> dict[str, CacheDemand]:
     """The room of the caches while each cell runs, by the key of the cell. Every batch keeps its
     cache where the memory has room for that; otherwise batches take turns in one."""
-    rooms = dict[str, Room]()
+    rooms = dict[str, CacheDemand]()
     able = [cell for cell in cells if cell.prepared is not None]
     for group in grouped(able, lambda c: (c.model_key, c.prompts_key)):
         is_kept = len(group) > 1 and all(has_room(cell) for cell in group)
-        room = Room.of([cell.resolved.config for cell in group], is_kept)
+        room = CacheDemand.of([cell.resolved.config for cell in group], is_kept)
         rooms |= dict.fromkeys((cell.key for cell in group), room)
     return rooms
 

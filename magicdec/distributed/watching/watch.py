@@ -62,7 +62,7 @@ class Watcher(threading.Thread):
         self.join()
 
 
-class Watch(Watcher):
+class RankWatch(Watcher):
     """Looks whether the ranks of this host run. One that has ended before the last look, so that
     the main thread has had LOOK_S, is named to `on_lost`, in this thread. So is one that was found
     stopped at all looks of PATIENCE_S: looks are counted, because time goes on for all ranks that
@@ -104,7 +104,7 @@ def watch_ranks(launch: Launch) -> None:
     on_lost = partial(end_process, launch)
     if launch.local_world_size != launch.world_size:
         Heartbeat(open_store(), launch.rank, launch.world_size, on_lost).start()
-    Watch(launch, processes, on_lost).start()
+    RankWatch(launch, processes, on_lost).start()
 
 
 def leave_ranks() -> None:
@@ -144,9 +144,9 @@ def stop_watching() -> None:
             thread.stop()
 
 
-def find_watch() -> Watch | None:
+def find_watch() -> RankWatch | None:
     """The watch of this rank, if it has one."""
-    watches = (thread for thread in threading.enumerate() if isinstance(thread, Watch))
+    watches = (thread for thread in threading.enumerate() if isinstance(thread, RankWatch))
     return next(watches, None)
 
 

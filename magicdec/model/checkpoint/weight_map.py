@@ -16,9 +16,9 @@ from magicdec.model.config import ModelConfig
 from magicdec.model.families.family import Names, find_family
 from magicdec.output.files import load_json
 
-Span = tuple[int, int]
+IndexRange = tuple[int, int]
 SCALE = "_scale"  # suffix that names the scales of a quantised tensor
-Part = tuple[str, Span, int]
+WeightPart = tuple[str, IndexRange, int]
 """(checkpoint name without ".weight", this rank's rows, number of rows of the whole tensor)."""
 
 
@@ -46,8 +46,8 @@ class Piece:
     [in, out] if it is `transposed`."""
 
     name: str
-    rows: Span
-    columns: Span | None
+    rows: IndexRange
+    columns: IndexRange | None
     full_shape: tuple[int, ...]
     transposed: bool = False
 
@@ -162,7 +162,7 @@ class _Table:
         self.row_parallel(f"{ours}.mlp.down", theirs + n.down, ffn, c.intermediate_size, c.mlp_bias)
 
     def column_parallel(
-        self, parameter: str, parts: Iterable[Part], bias: bool, is_head: bool = False
+        self, parameter: str, parts: Iterable[WeightPart], bias: bool, is_head: bool = False
     ) -> None:
         """A column-parallel layer: this rank's outputs, all inputs."""
         parts = list(parts)
@@ -184,7 +184,9 @@ class _Table:
                 Piece(f"{name}.bias", rows, None, (full,)) for name, rows, full in parts
             ]
 
-    def row_parallel(self, parameter: str, name: str, columns: Span, full: int, bias: bool) -> None:
+    def row_parallel(
+        self, parameter: str, name: str, columns: IndexRange, full: int, bias: bool
+    ) -> None:
         """A row-parallel layer: all outputs, this rank's inputs."""
         hidden = self.config.hidden_size
         transposed = self.names.transposed
@@ -214,7 +216,7 @@ class _Table:
         shape = (rows, self.config.hidden_size)
         self.pieces[parameter] = [Piece(f"{name}.weight", (0, rows), None, shape)]
 
-    def _qkv(self, prefix: str) -> list[Part]:
+    def _qkv(self, prefix: str) -> list[WeightPart]:
         """The parts of q, k and v, in this order."""
         c = self.config
         n = self.names
@@ -234,7 +236,7 @@ class _Table:
         return [(name, span, full) for span in grouped_rows(c, queries, keys)]
 
 
-def grouped_rows(config: ModelConfig, queries: Span, keys: Span) -> list[Span]:
+def grouped_rows(config: ModelConfig, queries: IndexRange, keys: IndexRange) -> list[IndexRange]:
     """This rank's rows in a tensor that holds, for each KV head, its query heads, its K and its V.
     First the spans of the query heads, then those of K, then those of V."""
     size = config.head_dim
@@ -250,5 +252,5 @@ def grouped_rows(config: ModelConfig, queries: Span, keys: Span) -> list[Span]:
     return [scale(span, size) for span in (*q, *k, *v)]
 
 
-def scale(span: Span, by: int) -> Span:
+def scale(span: IndexRange, by: int) -> IndexRange:
     return span[0] * by, span[1] * by

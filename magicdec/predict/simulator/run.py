@@ -29,7 +29,7 @@ from magicdec.output.gantt import Bar, Look, Panel
 from magicdec.output.tables import Column, Table
 from magicdec.predict.simulator.simulation import Machine, Simulation, TextModels, Trace
 from magicdec.records.acceptance import Verifications, acceptance_metrics
-from magicdec.records.fields import Part, recorded
+from magicdec.records.fields import RecordPart, recorded
 from magicdec.records.metric_tables import fixed, metric_columns
 from magicdec.records.metrics import mean, percentile
 from magicdec.records.record import Record
@@ -72,7 +72,7 @@ ONE_TOKEN = "if no request has a token after its first"
 
 
 @dataclass(frozen=True, kw_only=True)
-class SimulatedMetrics(Part):
+class SimulatedMetrics(RecordPart):
     """Of all requests together. Shares are of the time between the first token and the last."""
 
     tokens_per_s: float = recorded(

@@ -25,8 +25,8 @@ from magicdec.systems.pipeinfer.messages import (
     Cancel,
     Candidate,
     Commit,
-    Draft,
-    Launch,
+    DraftAction,
+    RunLaunch,
 )
 from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
 
@@ -95,7 +95,7 @@ def divisions(
 class Flight:
     """A run under way. The lists have one value for each stage."""
 
-    launch: Launch
+    launch: RunLaunch
     launched_s: float
     is_prompt: bool
     start_s: list[float] = field(default_factory=list)
@@ -121,7 +121,7 @@ class Pipeline:
         """When the oldest run comes home; infinity if none is in flight."""
         return self.in_flight[0].home_s if self.in_flight else math.inf
 
-    def launch(self, now_s: float, launch: Launch, is_prompt: bool) -> None:
+    def launch(self, now_s: float, launch: RunLaunch, is_prompt: bool) -> None:
         flight = Flight(launch, now_s, is_prompt)
         self._compute(flight, self.in_flight[-1] if self.in_flight else self._last_home)
         self.in_flight.append(flight)
@@ -202,7 +202,7 @@ class TextModels:
         outputs = launch.positions[launch.num_rows - launch.num_outputs :]
         return None if flight.is_void else [(at + 1) * SPACING for at in outputs]
 
-    def propose(self, draft: Draft, output: Sequence[int]) -> Candidate | None:
+    def propose(self, draft: DraftAction, output: Sequence[int]) -> Candidate | None:
         """The candidate after the path. `output` is what is committed of the request."""
         is_right = self.is_right[draft.request]
         place = len(output) + len(draft.path)
@@ -237,7 +237,7 @@ class Simulation:
         self.pipeline = Pipeline(machine, is_ring)
         self.trace = Trace()
         self._now_s = 0.0
-        self._draft: Draft | None = None
+        self._draft: DraftAction | None = None
         self._draft_s = math.inf
 
     def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos: int = -1) -> Trace:
@@ -273,7 +273,7 @@ class Simulation:
 
     def _do(self, actions: Sequence[Action]) -> None:
         for action in actions:
-            if isinstance(action, Launch):
+            if isinstance(action, RunLaunch):
                 is_prompt = action.request not in self.trace.outputs
                 self.pipeline.launch(self._now_s, action, is_prompt)
             elif isinstance(action, Cancel):
@@ -283,10 +283,10 @@ class Simulation:
             elif isinstance(action, Commit):
                 self.trace.commits.append((self._now_s, action))
                 self.trace.outputs.setdefault(action.request, []).extend(action.tokens)
-            elif isinstance(action, Draft):
+            elif isinstance(action, DraftAction):
                 self._begin(action)
 
-    def _begin(self, draft: Draft) -> None:
+    def _begin(self, draft: DraftAction) -> None:
         self._draft, self._draft_s = draft, self._now_s + self.machine.draft_s
         self._proposed = self.models.propose(draft, self.trace.outputs[draft.request])
         self.trace.drafts.append((self._now_s, self._draft_s))

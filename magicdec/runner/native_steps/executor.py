@@ -79,7 +79,7 @@ HEADERS = (
 INTERRUPTED = 1
 UNKNOWN_TOKEN = 2
 
-Watch = Callable[[int, Tensor], None]
+AttentionObserver = Callable[[int, Tensor], None]
 """A function that is called for each layer of a forward with the layer and its attention weights
 [B, G, blocks], as `AttentionBackend.run_with_weights` returns them, or with its queries [B, T, H,
 D] after RoPE, before the layer computes attention."""
@@ -116,8 +116,8 @@ class Forward:
     rows: BatchRows
     view: KVView
     num_outputs: int
-    watch: Watch | None = None
-    watch_queries: Watch | None = None
+    watch: AttentionObserver | None = None
+    watch_queries: AttentionObserver | None = None
     is_draft: bool = False
     cancellation: Cancellation | None = None
     out: Tensor | None = None
@@ -173,7 +173,7 @@ class Executor:
         counts = [len(each.x) * each.num_outputs for each in forwards]
         out = torch.empty(sum(counts), model.width_out, dtype=self.dtype)
         calls = list[CallFields]()
-        watched = list[tuple[Watch, Tensor]]()
+        watched = list[tuple[AttentionObserver, Tensor]]()
         for each in forwards:
             call = self._call(each.x, each.view, offsets, 1, each.num_outputs)
             calls.append(call)

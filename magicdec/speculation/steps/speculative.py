@@ -26,7 +26,7 @@ from magicdec.speculation.steps.strategy import Setup
 
 
 @dataclass(frozen=True)
-class Draft:
+class StepDraft:
     """What was drafted for a batch: nothing, or `count` tokens of each row, padding included."""
 
     batch: Batch
@@ -109,22 +109,22 @@ class Speculative:
         counts = [proposed[r] for r in batch.requests]
         return StepOutput(emitted, num_drafted, accepted, counts, digests=digests)
 
-    def _draft(self, batch: Batch, count: int) -> Draft:
+    def _draft(self, batch: Batch, count: int) -> StepDraft:
         if self.drafter is None:
             plan = DraftPlan([0] * len(batch.requests), ())
         else:
             can_join = self.steps.can_join
             plan = self.drafter.plan(batch.requests, count, self.draft_length, can_join)
         if not any(plan.counts):
-            return Draft(batch, plan, None, 0)
+            return StepDraft(batch, plan, None, 0)
         count = self.steps.padded_length(max(plan.counts))
         proposal = self.steps.draft(batch, count)
-        draft = Draft(batch, plan, proposal, proposal.ids.shape[1])  # the draft may end before
+        draft = StepDraft(batch, plan, proposal, proposal.ids.shape[1])  # the draft may end before
         if self.log is not None:
             self.log.drafted(batch.rows, proposal.ids, draft.counts)
         return draft
 
-    def _join(self, drafts: Sequence[Draft]) -> Proposal | None:
+    def _join(self, drafts: Sequence[StepDraft]) -> Proposal | None:
         """What is proposed for the rows of all `drafts`. They keep their own numbers of drafts
         where rows with different ones can be verified together."""
         proposal = drafts[0].proposal
@@ -136,7 +136,7 @@ class Speculative:
 
     def _observe(
         self,
-        draft: Draft,
+        draft: StepDraft,
         verdicts: dict[Request, list[int]],
         seconds: float | None,
         is_ragged: bool,

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 @dataclass(frozen=True)
-class Launch:
+class RunLaunch:
     """Run these rows through the stages, each stage in the order of launches.
 
     The rows are the tokens from position `first` on, each of which follows the one before it. What
@@ -39,7 +39,7 @@ class Launch:
         return (*numbers, self.first, *self.tokens)
 
     @classmethod
-    def from_words(cls, words: Sequence[int]) -> Launch:
+    def from_words(cls, words: Sequence[int]) -> RunLaunch:
         run, request, lane, is_speculative, num_outputs, first, *tokens = words
         return cls(run, request, lane, bool(is_speculative), num_outputs, first, tuple(tokens))
 
@@ -71,7 +71,7 @@ class Commit:
 
 
 @dataclass(frozen=True)
-class Draft:
+class DraftAction:
     """One step of the draft model: the most probable token after `path`, which is what follows the
     committed tokens of the request."""
 
@@ -80,6 +80,6 @@ class Draft:
     path: tuple[int, ...]
 
 
-Action = Launch | Cancel | Commit | Draft
+Action = RunLaunch | Cancel | Commit | DraftAction
 Candidate = tuple[int, float]
 """A path's most probable next token, and its probability."""

@@ -2,7 +2,7 @@
 own or in a thread of the head's. A drafter gives the most probable token after a path that follows
 the committed text of a request.
 
-ModelDrafter: a whole model drafts on a KV cache of its own, of which it reads what a KV policy
+ModelPathDrafter: a whole model drafts on a KV cache of its own, of which it reads what a KV policy
 says. The model is a smaller one, or the target itself: then this is self-speculation, with a cache
 of its own because the target's KV is divided among the ranks of the stages. Its tokens are chosen
 as the target's are.
@@ -29,7 +29,7 @@ from magicdec.speculation.drafter import DraftModel
 from magicdec.speculation.policies.policy import make_draft_kv
 from magicdec.speculation.suffix_index import Lookup, SuffixIndex
 from magicdec.systems.pipeinfer.messages import Candidate
-from magicdec.systems.stages.spans import What
+from magicdec.systems.stages.spans import SpanKind
 
 
 @dataclass(frozen=True)
@@ -74,18 +74,18 @@ def candidate_of(message: Message) -> Candidate | None:
     return message.words[0], probability
 
 
-class Drafter(Protocol):
+class PathDrafter(Protocol):
     def propose(self, step: DraftRequest, text: list[int]) -> Candidate | None:
         """The candidate after the path that follows `text`, if the drafter has one. A request
         without a path tells the drafter a text that it will be asked about."""
 
 
-class DraftSteps:
-    """Answers the head's draft steps with the candidates of `drafter` (`pipeline.stage.Part`)."""
+class PathDraftHandler:
+    """Answers the head's draft steps with the candidates of `drafter` (`systems.stages.stage.MessageHandler`)."""
 
-    what: ClassVar[What] = What.DRAFT
+    what: ClassVar[SpanKind] = SpanKind.DRAFT
 
-    def __init__(self, drafter: Drafter) -> None:
+    def __init__(self, drafter: PathDrafter) -> None:
         self.drafter = drafter
         self.texts: dict[int, list[int]] = {}  # the committed text of each lane
 
@@ -97,7 +97,7 @@ class DraftSteps:
         return (None, None) if step.path is None else (pack_candidate(message.run, candidate), 0)
 
 
-class LookupDrafter:
+class LookupPathDrafter:
     """Prompt lookup: the token that followed the longest suffix of the path which occurred in the
     committed text, with probability 1."""
 
@@ -114,7 +114,7 @@ class LookupDrafter:
         return None if token is None else (token, 1.0)
 
 
-class ScriptedDrafter:
+class ScriptedPathDrafter:
     """Knows what the target will write. It proposes output token i if `is_right[i]`, otherwise
     another one. A step takes `seconds`. For emulated acceptance, and for tests."""
 
@@ -176,7 +176,7 @@ class HeldText:
         del self.tokens[:count], self.candidates[:count]
 
 
-class ModelDrafter:
+class ModelPathDrafter:
     """`draft` has a row for each lane. Candidates are ids below `vocab_size`, the target's. They
     are the best that `sampling` could choose, with probabilities of being chosen."""
 
@@ -196,7 +196,8 @@ class ModelDrafter:
         self.held = [HeldText() for _ in range(draft.runner.num_rows)]
 
     def propose(self, step: DraftRequest, text: list[int]) -> Candidate | None:
-        """The candidate as `Drafter.propose` gives it. The cache keeps what lies on the path."""
+        """The candidate as `PathDrafter.propose` gives it. The cache keeps what lies on the
+        path."""
         if step.kept == 0:
             self._begin(step.request, step.lane, text)
         if step.path is None:

@@ -28,9 +28,9 @@ from magicdec.systems.pipeinfer.messages import (
     Cancel,
     Candidate,
     Commit,
-    Draft,
+    DraftAction,
     JudgedRun,
-    Launch,
+    RunLaunch,
 )
 from magicdec.systems.pipeinfer.options import Options
 from magicdec.systems.pipeinfer.sequence import Microbatch, Node, Run, Sequence
@@ -137,7 +137,7 @@ class PipelinedScheduler:
         return self._commit(sequence)
 
     def drafted(self, draft: int, candidate: Candidate | None) -> list[Action]:
-        """The drafter has done a step. `candidate` comes after the path of the Draft."""
+        """The drafter has done a step. `candidate` comes after the path of the action."""
         assert self._drafting is not None and self._drafting[0] == draft, "one draft at a time"
         _, sequence, batch = self._drafting
         self._drafting = None
@@ -162,12 +162,12 @@ class PipelinedScheduler:
                 actions += self._end_microbatch(sequence)
         return actions
 
-    def _draft(self, sequence: Sequence) -> Draft:
+    def _draft(self, sequence: Sequence) -> DraftAction:
         assert sequence.microbatch is not None
         draft = self._num_drafts
         self._num_drafts = self._num_drafts + 1
         self._drafting = draft, sequence, sequence.microbatch
-        return Draft(draft, sequence.request, sequence.path())
+        return DraftAction(draft, sequence.request, sequence.path())
 
     def _may_draft(self, sequence: Sequence) -> bool:
         if sequence.is_stalled or not sequence.num_output:
@@ -229,7 +229,7 @@ class PipelinedScheduler:
         self.counts.invalid_runs += len(useless)
         return [Cancel(tuple(run.run for run in useless))] if useless else []
 
-    def _launch(self, sequence: Sequence, nodes: list[Node]) -> Launch:
+    def _launch(self, sequence: Sequence, nodes: list[Node]) -> RunLaunch:
         drafts = [node for node in nodes if not node.was_tip]
         run = Run(self.counts.runs, sequence.request, nodes, len(nodes), bool(drafts))
         run.num_drafted = len(drafts)

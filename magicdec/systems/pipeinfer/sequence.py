@@ -18,7 +18,7 @@ from collections.abc import Sequence as Tokens
 from dataclasses import dataclass, field
 
 from magicdec.runner.request import NotFinite
-from magicdec.systems.pipeinfer.messages import Candidate, Launch
+from magicdec.systems.pipeinfer.messages import Candidate, RunLaunch
 from magicdec.systems.pipeinfer.options import Options
 
 
@@ -175,12 +175,12 @@ class Sequence:
         self.microbatch = None
         return rows
 
-    def launch(self, run: Run, first: int, tokens: Tokens[int]) -> Launch:
+    def launch(self, run: Run, first: int, tokens: Tokens[int]) -> RunLaunch:
         """The message that runs `tokens` from position `first` on, for the nodes of `run`."""
         for node in run.nodes:
             node.run = run
         self.num_in_flight += 1
-        return Launch(
+        return RunLaunch(
             run.run,
             self.request,
             self.lane,

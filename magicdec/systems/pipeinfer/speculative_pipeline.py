@@ -38,10 +38,10 @@ from magicdec.systems.pipeinfer import messages
 from magicdec.systems.pipeinfer.emulated_drafts import DRAFT_PROBABILITY, draw_right
 from magicdec.systems.pipeinfer.head import PipelineRank, connect_ranks
 from magicdec.systems.pipeinfer.path_drafter import (
-    Drafter,
-    LookupDrafter,
-    ModelDrafter,
-    ScriptedDrafter,
+    LookupPathDrafter,
+    ModelPathDrafter,
+    PathDrafter,
+    ScriptedPathDrafter,
 )
 from magicdec.systems.pipeinfer.scheduler import PipelinedScheduler
 from magicdec.systems.stages.auto_split import (
@@ -53,7 +53,7 @@ from magicdec.systems.stages.auto_split import (
 )
 from magicdec.systems.stages.clocks import clocks_of, gather_spans
 from magicdec.systems.stages.metrics import Observed, speculation_metrics
-from magicdec.systems.stages.spans import What
+from magicdec.systems.stages.spans import SpanKind
 from magicdec.systems.stages.stage import CancelBoard, RunStage
 from magicdec.systems.stages.staged import StagedSystem
 from magicdec.systems.system import Extras, PassObserver, Trace
@@ -189,7 +189,7 @@ class SpeculativePipeline(StagedSystem):
         if self.rank != 0 or not observer.is_measured:
             return Extras()
         observed = Observed.of_requests(self.layout, spans_of_ranks, requests)
-        prompts = frozenset(span.run for span in spans_of_ranks[0] if span.what is What.PROMPT)
+        prompts = frozenset(span.run for span in spans_of_ranks[0] if span.what is SpanKind.PROMPT)
         ranks = [f"rank {n}: {self.layout.describe(n)}" for n in range(len(spans_of_ranks))]
         return Extras(
             speculation=speculation_metrics(observed, scheduler.counts, each.is_drafting),
@@ -201,20 +201,20 @@ class SpeculativePipeline(StagedSystem):
             self.member.close()
         self.member = None
 
-    def _make_drafter(self, group: Group | None, models: LoadedModels) -> Drafter:
+    def _make_drafter(self, group: Group | None, models: LoadedModels) -> PathDrafter:
         if self.options.emulate_acceptance is not None:
             return self._scripted(self.options.emulate_acceptance)
         if self.drafting is None:
-            return LookupDrafter(self.run.corpus)
+            return LookupPathDrafter(self.run.corpus)
         config = self.drafting.config
         assert group is not None, "this rank drafts"
         groups = ParallelGroups(self.rank, self.layout.world_size, group, draft=group)
         draft = make_draft(self.drafting, groups, models)
         assert draft is not None, "a model drafts"
         vocab_size = self.drafting.source.config.vocab_size
-        return ModelDrafter(draft, config.kv, vocab_size, self.sampling)
+        return ModelPathDrafter(draft, config.kv, vocab_size, self.sampling)
 
-    def _scripted(self, acceptance: float) -> ScriptedDrafter:
+    def _scripted(self, acceptance: float) -> ScriptedPathDrafter:
         shapes = self.options.shapes
         outputs = self.expected
         prompts = self.run.workload.prompts
@@ -229,7 +229,7 @@ class SpeculativePipeline(StagedSystem):
             draw_right(acceptance, shape.output_len, self.run.workload.seed + index)
             for index, shape in enumerate(shapes)
         ]
-        return ScriptedDrafter(
+        return ScriptedPathDrafter(
             outputs,
             lengths,
             is_right,
@@ -272,7 +272,7 @@ class RunTiming(Timing):
 def time_part(stage: RunStage, step: DecodeStep) -> float:
     """Seconds from run to run."""
     num_rows = step.num_tokens
-    run = messages.Launch(
+    run = messages.RunLaunch(
         run=0,
         request=0,
         lane=0,

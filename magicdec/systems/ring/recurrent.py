@@ -52,12 +52,12 @@ from magicdec.setup.prepare import Prepared
 from magicdec.speculation.draft_length import FixedLength
 from magicdec.speculation.drafter import Drafter, DraftSetup, DraftShape, make_drafter
 from magicdec.systems.stages.metrics import DraftCounts
-from magicdec.systems.stages.spans import Spans, What
+from magicdec.systems.stages.spans import SpanKind, Spans
 from magicdec.systems.stages.stage import VERIFY, WANTED, Stage
 
 
 @dataclass(frozen=True)
-class Draft:
+class PendingDraft:
     """What is verified of the rows of some requests: `tokens`, int64 [B, 1 + K], are the newest
     token and K drafts of each."""
 
@@ -90,7 +90,7 @@ class Speculation:
             self.drafter.admit(in_rows)
 
     @torch.inference_mode()
-    def draft(self, rows: Sequence[int]) -> Draft:
+    def draft(self, rows: Sequence[int]) -> PendingDraft:
         """Drafts for `rows`, whose committed tokens alone are in the cache."""
         batch = Batch(tuple(self._known[row] for row in rows))
         count = self.num_draft_tokens
@@ -104,10 +104,10 @@ class Speculation:
         tokens = torch.cat([on_device.newest[:, -1:], proposal.ids], dim=1)
         most = proposal.ids.shape[1]  # fewer than were asked for, if the chains have stopped
         counts = [min(count, most) for count in plan.counts]
-        return Draft(batch.requests, tokens, proposal, on_device.sampling, counts)
+        return PendingDraft(batch.requests, tokens, proposal, on_device.sampling, counts)
 
     @torch.inference_mode()
-    def judge(self, draft: Draft, logits: Tensor) -> StepOutput:
+    def judge(self, draft: PendingDraft, logits: Tensor) -> StepOutput:
         """The tokens that each row emits, from this rank's logits [B, 1 + K, V]."""
         judgement = judge(self.runner, draft.sampling, draft.proposal, logits)
         columns = [judgement.accepted.unsqueeze(1), judgement.ids]
@@ -160,7 +160,7 @@ class Flight:
     requests: tuple[Request, ...]
     is_wanted: bool
     is_decode: bool
-    draft: Draft | None = None
+    draft: PendingDraft | None = None
     ends_step: bool = False
 
     @property
@@ -231,7 +231,7 @@ class RecurrentPipeline:
         while self._under_way or self._arrivals:
             if not self._comes_first():
                 self.shared_clock.wait_until(self._arrivals[0].arrived_s)
-                with self.spans.during(What.HEAD, -1):
+                with self.spans.during(SpanKind.HEAD, -1):
                     self._take_arrivals()
                 continue
             message = self.ends.inbound.receive()
@@ -249,7 +249,7 @@ class RecurrentPipeline:
             if flight.ends_step:
                 self._begin(flight.lane)
             is_decode = flight.is_decode and len(self.prompts) == num_prompts
-            self.spans.add(What.HEAD, run, arrived_s, int(is_decode))
+            self.spans.add(SpanKind.HEAD, run, arrived_s, int(is_decode))
         DUE.reach(None)
 
     def close(self) -> None:
@@ -324,7 +324,7 @@ class RecurrentPipeline:
         lengths = [r.num_cached for r in flight.requests] if status == VERIFY else []
         run = len(self.samples)
         begun_s = time.perf_counter()
-        with self.spans.during(What.STAGE, run):
+        with self.spans.during(SpanKind.STAGE, run):
             out = self.stage.forward(token_ids, rows, status)
         kind = Kind.VOID if out is None else Kind.HIDDEN
         self.ends.outbound.send(Message(kind, run, status, (*rows, *lengths), out))

@@ -37,8 +37,8 @@ from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.model_plan import ModelPlan, StagePart
 from magicdec.setup.prepare import Prepared
 from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation, make_speculation
-from magicdec.systems.stages.spans import Spans, What
-from magicdec.systems.stages.stage import VERIFY, WANTED, Part, Stage, StageLoop
+from magicdec.systems.stages.spans import SpanKind, Spans
+from magicdec.systems.stages.stage import VERIFY, WANTED, MessageHandler, Stage, StageLoop
 
 STEPS = 8  # of a round; with drafts, whose number depends on the acceptance, at least so many
 MOST_LAYERS = 4  # that are timed together
@@ -302,7 +302,7 @@ class RingTiming(Timing):
         )
         params = make_params(self.config.sampling, STEPS * step.num_tokens + 1, (), 0)
         pipeline.serve([Request(i, (1,) * step.context, params) for i in range(step.rows)])
-        return median(span.seconds for span in pipeline.spans.of(What.HEAD) if span.value)
+        return median(span.seconds for span in pipeline.spans.of(SpanKind.HEAD) if span.value)
 
 
 def time_passing(stage: FilledStage, step: DecodeStep) -> float:
@@ -322,7 +322,7 @@ def time_passing(stage: FilledStage, step: DecodeStep) -> float:
     return time_messages(stage, [prompt, *steps, Message(Kind.FREE, words=rows)])
 
 
-def time_messages(part: Part, messages: Sequence[Message]) -> float:
+def time_messages(part: MessageHandler, messages: Sequence[Message]) -> float:
     """The median seconds from answer to answer where the next message always waits already, which
     one that was held up does not move."""
     inbound = Loopback()

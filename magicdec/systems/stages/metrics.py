@@ -13,10 +13,10 @@ from typing import Any
 
 from magicdec.distributed.layer_split import round_seconds
 from magicdec.distributed.layout import Layout
-from magicdec.records.fields import Part, recorded
+from magicdec.records.fields import RecordPart, recorded
 from magicdec.runner.request import Request
 from magicdec.systems.pipeinfer.scheduler import Counts
-from magicdec.systems.stages.spans import Span, Spans, What
+from magicdec.systems.stages.spans import Span, SpanKind, Spans
 
 NO_DRAFTS = "without drafts"
 NO_DECODES = "if a stage had no such message"
@@ -50,8 +50,8 @@ def uses_of(
 ) -> list[StageUse]:
     """How each stage spent its time, from its first run on until the last is home. What a stage
     takes, the stage before it has sent: messages and bytes. `prompts` are the runs of prompts."""
-    heads = stages[0].of(What.HEAD)
-    computed = [spans.of(What.STAGE) for spans in stages]
+    heads = stages[0].of(SpanKind.HEAD)
+    computed = [spans.of(SpanKind.STAGE) for spans in stages]
     uses = []
     for stage, runs in enumerate(computed):
         turns = runs if stage else heads
@@ -88,7 +88,7 @@ class DraftCounts:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RingMetrics(Part):
+class RingMetrics(RecordPart):
     """Lists have an entry for each stage."""
 
     num_layers: list[int] = recorded("layers of each stage")
@@ -190,7 +190,7 @@ def describe_drafts(drafts: DraftCounts | None, num_later: int) -> dict[str, Any
 
 
 @dataclass(frozen=True, kw_only=True)
-class SpeculationMetrics(Part):
+class SpeculationMetrics(RecordPart):
     """Numbers of all requests together. Shares of time are of the time between the first token and
     the last."""
 
@@ -272,13 +272,13 @@ class Observed:
         end_s = max(request.token_times_s[-1] for request in requests)
         return cls(layout, by_rank, begin_s, end_s)
 
-    def of(self, rank: int, what: What) -> list[Span]:
+    def of(self, rank: int, what: SpanKind) -> list[Span]:
         return [span for span in self.by_rank[rank] if span.what is what]
 
     @property
     def rows(self) -> dict[int, int]:
         """The number of rows of each run that is not of a prompt."""
-        return {span.run: span.value for span in self.of(0, What.LAUNCH)}
+        return {span.run: span.value for span in self.of(0, SpanKind.LAUNCH)}
 
     def within(self, spans: Sequence[Span]) -> float:
         """Seconds of the time that counts in which at least one of the spans is."""
@@ -296,12 +296,14 @@ def speculation_metrics(observed: Observed, counts: Counts, has_drafts: bool) ->
     layout = observed.layout
     rows = observed.rows
     seconds = observed.end_s - observed.begin_s
-    drafts = observed.of(layout.draft_rank, What.DRAFT)
+    drafts = observed.of(layout.draft_rank, SpanKind.DRAFT)
     busy_s = [
-        observed.within([*observed.of(rank, What.STAGE), *observed.of(rank, What.DRAFT)])
+        observed.within([*observed.of(rank, SpanKind.STAGE), *observed.of(rank, SpanKind.DRAFT)])
         for rank in range(layout.world_size)
     ]
-    stages = [(observed.of(rank, What.STAGE), len(layout.layers[rank])) for rank in layout.stages]
+    stages = [
+        (observed.of(rank, SpanKind.STAGE), len(layout.layers[rank])) for rank in layout.stages
+    ]
     layers = [(span.value, size) for spans, size in stages for span in spans]
     mean_in_flight, most = _in_flight(observed)
     decoded_s = [
@@ -353,10 +355,10 @@ def link_times(sent: Sequence[Span], taken: Sequence[Span], runs: Collection[int
 
 def _in_flight(observed: Observed) -> tuple[float, int]:
     """The mean number of runs in flight in the time that counts, and the most of them ever."""
-    home = {span.run: span.begin_s for span in observed.of(0, What.RESULT)}
+    home = {span.run: span.begin_s for span in observed.of(0, SpanKind.RESULT)}
     flights = [
-        Span(What.LAUNCH, span.run, span.begin_s, home[span.run])
-        for span in (*observed.of(0, What.PROMPT), *observed.of(0, What.LAUNCH))
+        Span(SpanKind.LAUNCH, span.run, span.begin_s, home[span.run])
+        for span in (*observed.of(0, SpanKind.PROMPT), *observed.of(0, SpanKind.LAUNCH))
     ]
     seconds = observed.end_s - observed.begin_s
     total = sum(observed.within([flight]) for flight in flights)

@@ -9,7 +9,7 @@ Otherwise the last stage sends VOID home. The words of a VERIFY message also say
 each row keeps of those that it holds so far, so that every stage forgets the drafts that were
 rejected last.
 
-A HIDDEN message of pipelined speculation holds the words of a `Launch`, and the hidden states of
+A HIDDEN message of pipelined speculation holds the words of a `RunLaunch`, and the hidden states of
 its rows. A run that is cancelled, or that an earlier stage has skipped, goes on as VOID. The last
 stage answers with NUMBERS: the next token of each row that asked for one, and by how much the
 largest logit exceeds the second (`floats_of`), NaN if its logits are not finite. On CUDA the host
@@ -48,8 +48,8 @@ from magicdec.distributed.channels.message import (
 from magicdec.runner.model_runner import ModelRunner, Tokens, gather_vocab, sums_of
 from magicdec.runner.native_steps.executor import Cancellation, Cancelled
 from magicdec.runner.sampling.coupled import CoupledSampling
-from magicdec.systems.pipeinfer.messages import Launch
-from magicdec.systems.stages.spans import Spans, What
+from magicdec.systems.pipeinfer.messages import RunLaunch
+from magicdec.systems.stages.spans import SpanKind, Spans
 
 WANTED = 1
 VERIFY = 2
@@ -57,10 +57,10 @@ SLOTS = 1 << 12  # more runs than are ever in flight; a slot that is taken twice
 BOARD_BYTES = SLOTS * 2 * 8
 
 
-class Part(Protocol):
+class MessageHandler(Protocol):
     """What answers the messages of a stage, or of the drafter. `what` its spans are of."""
 
-    what: ClassVar[What]
+    what: ClassVar[SpanKind]
 
     def answer(self, message: Message) -> tuple[Message | None, int | None]:
         """What is sent on, if anything, and the value of a span: the number of layers that were
@@ -71,7 +71,7 @@ class Part(Protocol):
 class StageLoop:
     """`spans` get a span for each run or draft step, from its arrival until its answer is sent."""
 
-    part: Part
+    part: MessageHandler
     ends: Ends
     spans: Spans
 
@@ -98,7 +98,7 @@ class Stage:
     """Of a ring. `runner` has the layers of one stage. Every row has room for `runner.max_tokens`
     tokens from its first message on, until it is freed."""
 
-    what: ClassVar[What] = What.STAGE
+    what: ClassVar[SpanKind] = SpanKind.STAGE
 
     runner: ModelRunner
     is_last: bool
@@ -251,7 +251,7 @@ class LaneText:
         self.num_prompt = 0
         self._is_prompt = True  # whether the next run is of the prompt
 
-    def take(self, launch: Launch) -> None:
+    def take(self, launch: RunLaunch) -> None:
         """Write the tokens of a run. A request begins with its prompt, up to the run that predicts
         its first token."""
         if launch.first == 0:
@@ -263,7 +263,7 @@ class LaneText:
             self.num_prompt = len(self.tokens)
             self._is_prompt = launch.num_outputs == 0
 
-    def outputs(self, launch: Launch) -> list[list[int]]:
+    def outputs(self, launch: RunLaunch) -> list[list[int]]:
         """The output tokens up to each row of a run, the row's own included."""
         return [self.tokens[self.num_prompt : place + 1] for place in launch.positions]
 
@@ -276,7 +276,7 @@ class RunStage:
     It skips the runs that `board` names. Ranks that share the layers of a stage have no board: they
     skip what arrives as VOID, which the first of them decides before a run."""
 
-    what: ClassVar[What] = What.STAGE
+    what: ClassVar[SpanKind] = SpanKind.STAGE
 
     def __init__(
         self,
@@ -296,7 +296,7 @@ class RunStage:
 
     def answer(self, message: Message) -> tuple[Message, int]:
         run = message.run
-        launch = Launch.from_words(message.words)
+        launch = RunLaunch.from_words(message.words)
         if self.texts is not None:
             self.texts[launch.lane].take(launch)
         try:
@@ -313,7 +313,7 @@ class RunStage:
         return Message(message.kind, run, words=message.words, payload=out), self.num_layers
 
     def compute(
-        self, launch: Launch, message: Message, cancellation: Cancellation | None
+        self, launch: RunLaunch, message: Message, cancellation: Cancellation | None
     ) -> Tensor | tuple[int, ...] | None:
         """Hidden states [1, rows, hidden], None if they are emulated; of the last stage the words
         of its answer. Raises Cancelled if the cancellation is set before a layer."""
