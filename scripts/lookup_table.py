@@ -141,10 +141,12 @@ def forced(continuations: dict[int, tuple[int, ...]]) -> Callable[..., Judgement
 CURRENT: list[Batch] = []  # the batch of the step that runs
 
 
-class NotedSteps(steps.Steps):
+class NotedSteps(steps.DecodeSteps):
     """Says whose tokens are judged."""
 
-    def _finish(self, verification: steps.Verification, tells_drafter: bool = True) -> Tensor:
+    def _finish(
+        self, verification: steps.PendingVerification, tells_drafter: bool = True
+    ) -> Tensor:
         CURRENT[:] = [Batch(self._batch.requests)]
         return super()._finish(verification, tells_drafter)
 
@@ -209,7 +211,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    speculative.Steps = NotedSteps  # type: ignore[misc]
+    speculative.DecodeSteps = NotedSteps  # type: ignore[misc]
     parser.add_argument("--books", help="a file of books, as --dataset takes it")
     parser.add_argument("--text", nargs="+", default=["book", "code", "half", "edit"])
     parser.add_argument("--own", nargs="+", default=["recall", "ruler:niah_multikey"])

@@ -12,7 +12,7 @@ from magicdec.records.acceptance import Verifications
 from magicdec.runner.request import Request
 from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.drafter import DraftModel, DraftSetup, make_drafter
-from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation
+from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation
 from magicdec.systems.stages.stage import Stage
 from magicdec.systems.system import PassObserver
 
@@ -64,7 +64,7 @@ def serve_with_drafts(
     second, runner = SecondStage(stages[1]), stages[0].runner
     decoding = DecodingSection("speculative", drafter, num_drafts)
     made = make_drafter(drafter, DraftSetup(runner, decoding, KVSection("full", -1), draft))
-    speculation = Speculation(runner, made, num_drafts)
+    speculation = RingSpeculation(runner, made, num_drafts)
     limits = BatchLimits(max_tokens, step_tokens=1 + num_drafts, prefill_tokens=num_rows * CHUNK)
     place = Ends(second, second), *lanes, limits, CHUNK
     seen = PassObserver()

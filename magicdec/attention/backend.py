@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from magicdec.config.capabilities import Capabilities
-from magicdec.kv.layout import PLAIN, Layout
+from magicdec.kv.layout import PLAIN, KVLayout
 from magicdec.kv.view import WEIGHTS_BLOCK, KVView
 from magicdec.names import ATTENTION_BACKENDS, load_named
 
@@ -73,7 +73,7 @@ class AttentionBackend(Protocol):
         """The number of tokens in a KV block, for rows of at most `max_tokens` tokens. It is a
         multiple of the tile size of the layout."""
 
-    def layout(self, dtype: torch.dtype) -> Layout:
+    def layout(self, dtype: torch.dtype) -> KVLayout:
         """The memory layout in which `run` expects a KV cache of that dtype."""
         return PLAIN
 

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from magicdec.bench.latency.record import KV_FIELDS, Grid, make_record, tables
+from magicdec.bench.latency.record import KV_FIELDS, LatencyGrid, make_record, tables
 from magicdec.bench.study.study import Settings
 from magicdec.cli.flags import (
     announce_backend,
@@ -130,7 +130,7 @@ def build_parser() -> Parser:
     )
 
 
-def parse(words: Sequence[str]) -> tuple[RunConfig, Grid, GridSection]:
+def parse(words: Sequence[str]) -> tuple[RunConfig, LatencyGrid, GridSection]:
     """What is measured, and the files. Raises ValueError, one line naming the flag, for what is
     wrong whatever the model."""
     values = build_parser().read(words)
@@ -156,11 +156,11 @@ def parse(words: Sequence[str]) -> tuple[RunConfig, Grid, GridSection]:
     check_writable("--out", args.out)
     new_tokens = tuple(sorted({1, *args.T}))
     times = args.repeats, args.warmup, (None, *(args.draft_weights or ()))
-    grid = Grid(args.B, args.prefix_len, new_tokens, tuple(drafts), *times)
+    grid = LatencyGrid(args.B, args.prefix_len, new_tokens, tuple(drafts), *times)
     return config, grid, args
 
 
-def largest_run(asked: RunConfig, grid: Grid) -> RunConfig:
+def largest_run(asked: RunConfig, grid: LatencyGrid) -> RunConfig:
     """The run by which `auto` decides for the whole grid. It has the largest batch and context, the
     longest verification, as many draft tokens, and the policy that asks most of an attention
     backend (else the first)."""
@@ -182,7 +182,7 @@ def largest_run(asked: RunConfig, grid: Grid) -> RunConfig:
 
 
 def prepare(
-    asked: RunConfig, grid: Grid, launch: Launch
+    asked: RunConfig, grid: LatencyGrid, launch: Launch
 ) -> tuple[ResolvedConfig, ModelSource, str]:
     """Resolve the config, check the grid against the model and the memory; the last is the memory
     plan in a line. Raises ValueError as `parse` does."""

@@ -11,7 +11,7 @@ from itertools import zip_longest
 from pathlib import Path
 
 from magicdec.cli.flags import LoneCommand
-from magicdec.cli.parsing.parser import ConfigFile, Values
+from magicdec.cli.parsing.parser import ConfigFile, ParsedValues
 from magicdec.cli.parsing.record_files import given_flags
 from magicdec.config.choices.layers import check_copy, choose_weights
 from magicdec.config.sections import (
@@ -43,7 +43,7 @@ from magicdec.predict.curves import (
 )
 from magicdec.predict.draft_table import FORMATS, DraftTable, fastest_runs
 from magicdec.predict.plan import SpeculationPlan, describe_model, make_record, tables
-from magicdec.predict.speculation import Choice
+from magicdec.predict.speculation import SelectionCost
 from magicdec.records.reading import load_records
 from magicdec.records.record import RunRecord, append_records
 
@@ -164,7 +164,7 @@ class PlanSection(AcceptanceSection):
         return f"{self.machine} ({processor}, ranks {ranks} x threads {of.get('threads')}{other})"
 
 
-def predict(values: Values) -> int:
+def predict(values: ParsedValues) -> int:
     """Predict what the flags ask for, keep it and print it."""
     args = values[PlanSection]
     refuse_idle(args, values)
@@ -199,7 +199,7 @@ def make_draft_table(args: PlanSection, plan: SpeculationPlan) -> DraftTable:
     return DraftTable(cells, plan.target.config.max_length, keys, runs)
 
 
-def refuse_idle(args: PlanSection, values: Values) -> None:
+def refuse_idle(args: PlanSection, values: ParsedValues) -> None:
     """Raises ValueError for a flag that was given and would do nothing."""
     if args.acceptance is None or any(map(is_file, args.acceptance)):
         values.refuse_given(["plan.acceptance_gamma"], "it is for an --acceptance that is a rate")
@@ -317,18 +317,18 @@ def make_plan(args: PlanSection) -> SpeculationPlan:
     )
 
 
-def find_choice(kv_policy: str, budget: int) -> Choice:
+def find_choice(kv_policy: str, budget: int) -> SelectionCost:
     """What the policy does before the first draft. The default policy does nothing, so that torch
     is imported only for another one."""
     if kv_policy == DEFAULT_KV_POLICY:
-        return Choice()
+        return SelectionCost()
     from magicdec.speculation.policies.policy import load_policy
 
     kv = KVSection(kv_policy, budget).resolve()
     policy = load_policy(kv_policy)
     policy.check(kv, MAX_GAMMA, "--budget")
     made = policy.build(kv)
-    return Choice(made.observed_tokens, made.is_copied, made.rerun_tokens(LONG_CONTEXT))
+    return SelectionCost(made.observed_tokens, made.is_copied, made.rerun_tokens(LONG_CONTEXT))
 
 
 def find_draft(args: PlanSection, target: Deployment) -> Deployment:

@@ -30,7 +30,7 @@ from magicdec.cli.flags import (
     sections_of,
 )
 from magicdec.cli.parsing.ignored import refuse_ignored
-from magicdec.cli.parsing.parser import ConfigFile, Parser, Values
+from magicdec.cli.parsing.parser import ConfigFile, ParsedValues, Parser
 from magicdec.cli.parsing.rank_checks import check_nproc
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import (
@@ -65,7 +65,7 @@ from magicdec.workload.prompt_sets import is_prompt_set
 from magicdec.workload.request_shapes import BURST, TRACE, UNIFORM
 
 if TYPE_CHECKING:
-    from magicdec.bench.serving.measure import Measured
+    from magicdec.bench.serving.measure import MeasuredPasses
     from magicdec.bench.serving.prepare import PreparedServing
     from magicdec.bench.serving.record import ServingRecord
 
@@ -87,7 +87,7 @@ ONLY = {
 
 
 @dataclass(frozen=True)
-class FilesSection(PictureSection):
+class ServeFilesSection(PictureSection):
     """The files that this command writes beside its records."""
 
     trace: Path | None = setting(
@@ -127,7 +127,7 @@ class Command:
             **sections_of(self.base),
             "serving": self.options,
             "speculation": Options(),
-            "files": FilesSection(),
+            "files": ServeFilesSection(),
         }
         only = ONLY if not self.ignore_eos else ONLY | {"decoding": WITHOUT_EOS}
         return Parser(self.description, sections, only, everyday=EVERYDAY)
@@ -137,11 +137,11 @@ class Command:
         """The config that the flags start from."""
         return RunConfig(draft=DraftSection(), decoding=DecodingSection(ignore_eos=self.ignore_eos))
 
-    def parse(self, words: Sequence[str], launch: Launch) -> Experiment:
+    def parse(self, words: Sequence[str], launch: Launch) -> ServeCommand:
         """Raises ValueError, one line naming the flag, for what is wrong whatever the model."""
         values = self.build_parser().read(words)
         options = values[ServeOptions]
-        files = values[FilesSection]
+        files = values[ServeFilesSection]
         config = config_of(values, self.base)
         world_size = find_world_size(config.parallel.nproc, launch)
         draft = values[DraftChoice].draft
@@ -174,7 +174,7 @@ class Command:
         options = replace(options, draft=draft)
         check_passes(options, config, world_size)
         files.check(Path(config.output.results), launch.rank == 0)
-        return Experiment(config, options, files)
+        return ServeCommand(config, options, files)
 
     def passes(
         self, options: ServeOptions, draft: str, world_size: int, is_named: bool
@@ -191,7 +191,7 @@ class Command:
     def settle(
         self,
         options: ServeOptions,
-        values: Values,
+        values: ParsedValues,
         passes: Sequence[Pass],
         config: RunConfig,
         world_size: int,
@@ -260,7 +260,7 @@ def is_unused(setting_name: str, passes: Sequence[Pass]) -> bool:
     )
 
 
-def refuse_unused(values: Values, passes: Sequence[Pass]) -> None:
+def refuse_unused(values: ParsedValues, passes: Sequence[Pass]) -> None:
     """Raises ValueError for a flag that was given and that no mode uses."""
     modes = " ".join(each.name for each in passes)
     names = [name for name in sorted(values.given) if is_unused(name, passes)]
@@ -325,12 +325,12 @@ class RecordFile:
 
 
 @dataclass(frozen=True)
-class Experiment:
+class ServeCommand:
     """What one command line asks for."""
 
     config: RunConfig
     options: ServeOptions
-    files: FilesSection
+    files: ServeFilesSection
     failures: list[str] = field(default_factory=list)  # files that could not be written
 
     def run(self, words: Sequence[str], launch: Launch) -> int:
@@ -369,13 +369,13 @@ class Experiment:
         code = conclude(record_file, measured.records)
         return FAILED if self.failures else code
 
-    def measure(self, prepared: PreparedServing, record_file: RecordFile) -> Measured:
+    def measure(self, prepared: PreparedServing, record_file: RecordFile) -> MeasuredPasses:
         """Serve the requests in every mode."""
         from magicdec.bench.serving.measure import measure
 
         return measure(prepared, record_file.append)
 
-    def show(self, measured: Measured) -> None:
+    def show(self, measured: MeasuredPasses) -> None:
         """Print the tables and write the files that were asked for."""
         from magicdec.bench.serving.showing import draw_timeline, tables, trace_events
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from magicdec.cli.flags import LoneCommand
-from magicdec.cli.parsing.parser import ConfigFile, Values
+from magicdec.cli.parsing.parser import ConfigFile, ParsedValues
 from magicdec.cli.parsing.record_files import given_flags
 from magicdec.config.sections import (
     DEFAULT_GEN_LEN,
@@ -34,7 +34,12 @@ from magicdec.predict.simulator.run import (
     run_mode,
     tables,
 )
-from magicdec.predict.simulator.simulation import Cluster, Machine, Trace, divisions
+from magicdec.predict.simulator.simulation import (
+    Cluster,
+    SimulatedMachine,
+    SimulationTrace,
+    divisions,
+)
 from magicdec.records.record import append_records
 from magicdec.systems.pipeinfer.emulated_drafts import draw_right
 from magicdec.systems.pipeinfer.options import Options
@@ -98,7 +103,7 @@ class SimulationSection(PictureSection, AcceptanceSection, ClusterSection):
     out: Path | None = same(OutputSection, "results", None, is_default=True)
 
 
-def check(args: SimulationSection, values: Values) -> None:
+def check(args: SimulationSection, values: ParsedValues) -> None:
     """Raises ValueError, naming the flag, for flags that exclude each other or do nothing."""
     for flag, rates in (
         ("--acceptance", args.acceptance),
@@ -119,7 +124,7 @@ def check(args: SimulationSection, values: Values) -> None:
     check_files({"--plot": args.plot, "--out": args.out})
 
 
-def simulate(values: Values) -> int:
+def simulate(values: ParsedValues) -> int:
     args = values[SimulationSection]
     options = values[Options]
     check(args, values)
@@ -133,7 +138,7 @@ def simulate(values: Values) -> int:
 
 
 def simulate_all(
-    machines: Sequence[tuple[int | None, Machine]],
+    machines: Sequence[tuple[int | None, SimulatedMachine]],
     options: Options,
     work: Work,
     args: SimulationSection,
@@ -143,7 +148,7 @@ def simulate_all(
     alone is drawn if that was asked for; of several, a few tokens of each request tell the speed of
     modes without drafts."""
     short = replace(work, gen_len=min(work.gen_len, STEADY_TOKENS))
-    traces: dict[str, Trace] = {}
+    traces: dict[str, SimulationTrace] = {}
     modes = [mode for mode in MODES if args.modes is None or mode in args.modes]
     speculation = asdict(options)
     del speculation["mode"], speculation["lanes"]
@@ -160,9 +165,9 @@ def simulate_all(
         draw_chart("--plot", args.plot, traces, until_ms / 1e3)
 
 
-def make_machines(args: SimulationSection) -> list[tuple[int | None, Machine]]:
+def make_machines(args: SimulationSection) -> list[tuple[int | None, SimulatedMachine]]:
     """(nodes, machine) of everything that is to be simulated. Raises ValueError."""
-    base = Machine(
+    base = SimulatedMachine(
         stage_s=(),
         row_cost=args.row_cost,
         link_s=args.link_ms / 1e3,
@@ -173,7 +178,7 @@ def make_machines(args: SimulationSection) -> list[tuple[int | None, Machine]]:
     )
     if args.nodes is not None and args.model_ms is not None:
         cluster = Cluster(args.model_ms / 1e3, args.layers, args.all_reduce_ms / 1e3, base)
-        machines: list[tuple[int | None, Machine]] = [
+        machines: list[tuple[int | None, SimulatedMachine]] = [
             (n, cluster.machine(n, s)) for n, s in divisions(args.nodes, args.stages, args.layers)
         ]
         if not machines:
@@ -189,7 +194,9 @@ def make_machines(args: SimulationSection) -> list[tuple[int | None, Machine]]:
     return machines
 
 
-def _equal_stages(base: Machine, count: int, times_ms: Sequence[float], layers: int) -> Machine:
+def _equal_stages(
+    base: SimulatedMachine, count: int, times_ms: Sequence[float], layers: int
+) -> SimulatedMachine:
     """Stages with the same number of layers; one time stands for all of them."""
     if len(times_ms) not in (1, count):
         raise ValueError(

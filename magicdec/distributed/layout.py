@@ -63,7 +63,7 @@ class StageGrid:
 
 
 @dataclass(frozen=True)
-class Layout:
+class PipelineLayout:
     """Of pipelined speculation. `layers` are those of each rank; a rank without layers is a head
     that only schedules, or the draft's. Drafts, if there are any, are made on `draft_rank`."""
 
@@ -90,7 +90,7 @@ class Layout:
         grid = self.grid
         return grid.ranks_of(grid.stage_of(rank)) if len(self.layers[rank]) else (rank,)
 
-    def with_layers(self, layers: Sequence[range]) -> Layout:
+    def with_layers(self, layers: Sequence[range]) -> PipelineLayout:
         """The same with other layers of the stages, in their order."""
         of_stages = dict(zip(self.stages, layers, strict=True))
         firsts = (self.group_of(rank)[0] for rank in range(self.world_size))
@@ -169,7 +169,7 @@ def make_stage_grid(text: str | None, world_size: int) -> StageGrid:
     return replace(grid, first_rank=num_headless)
 
 
-def make_layout(text: str | None, world_size: int, num_layers: int) -> Layout:
+def make_layout(text: str | None, world_size: int, num_layers: int) -> PipelineLayout:
     """`text` as the user wrote it; None stands for equal shares of all ranks, with the draft on the
     head. Times are not known here, so that `auto` gives equal shares until `with_layers` replaces
     them. Raises ValueError, naming the flag."""
@@ -182,6 +182,6 @@ def make_layout(text: str | None, world_size: int, num_layers: int) -> Layout:
     computing = (each for each in layers for _ in range(grid.tensor_parallel))
     empty = (range(0),)
     draft_rank = world_size - 1 if num_apart else 0
-    return Layout(
+    return PipelineLayout(
         (*empty * num_headless, *computing, *empty * num_apart), draft_rank, grid.tensor_parallel
     )

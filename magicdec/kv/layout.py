@@ -17,7 +17,7 @@ from torch import Tensor
 TILE = 64  # tokens of a tile (TILE of attention/cpp/native_problem.h)
 
 
-class Layout(Protocol):
+class KVLayout(Protocol):
     """The block size of a pool in this layout is a multiple of `block_multiple`."""
 
     block_multiple: int
@@ -37,7 +37,7 @@ class Layout(Protocol):
     def write_values(self, pool: Tensor, slots: Tensor, entries: Tensor) -> None: ...
 
 
-class Plain(Layout):
+class Plain(KVLayout):
     """The D numbers of a token are adjacent: [blocks, G, block_size, D]."""
 
     block_multiple = 1
@@ -55,7 +55,7 @@ class Plain(Layout):
         return layer[:, :, :num_tokens].index_select(0, blocks)
 
 
-class Tiled(Layout):
+class Tiled(KVLayout):
     """Tiles of TILE tokens for dot products of pairs of 16-bit numbers. A tile of K is
     [D / 2, TILE, 2]: the last index is one of two adjacent dimensions. A tile of V is
     [TILE / 2, D, 2]: the last index is one of two adjacent tokens. The products then need no

@@ -100,7 +100,7 @@ class Lines:
         yield telling(tell, LINE_EVERY_S)
 
 
-class Bar:
+class ProgressBar:
     """A rich bar. It is drawn only when the task advances: a thread that refreshes it would compete
     with what is timed."""
 
@@ -149,4 +149,4 @@ def telling(tell: Callable[[int], None], every_s: float) -> Advance:
 def make_progress(is_leader: bool) -> Progress:
     if not is_leader:
         return Silent()
-    return Bar() if sys.stderr.isatty() else Lines()
+    return ProgressBar() if sys.stderr.isatty() else Lines()

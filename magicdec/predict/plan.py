@@ -13,11 +13,11 @@ from typing import Any, Literal
 from magicdec.hardware.costs import Deployment
 from magicdec.names import LOW_BIT
 from magicdec.output.tables import Column, Table
-from magicdec.predict.curves import Acceptance, expected_tokens
+from magicdec.predict.curves import AcceptanceCurve, expected_tokens
 from magicdec.predict.speculation import (
-    Choice,
     Prediction,
-    Speculation,
+    SelectionCost,
+    SpeculationCost,
     best_gamma,
     break_even_context,
 )
@@ -33,7 +33,7 @@ class SpeculationPlan:
     target: Deployment
     draft: Deployment  # the target itself in self-speculation
     dtype: str
-    curves: dict[int, Acceptance]  # by KV budget
+    curves: dict[int, AcceptanceCurve]  # by KV budget
     acceptance_source: str
     machine_source: str
     batch_sizes: tuple[int, ...]
@@ -41,15 +41,15 @@ class SpeculationPlan:
     max_gamma: int
     gen_len: int  # output tokens of a sequence, for the net speedup
     kv_policy: str
-    choices: dict[int, Choice]  # what the KV policy does before the first step, by KV budget
+    choices: dict[int, SelectionCost]  # what the KV policy does before the first step, by KV budget
 
     @property
     def is_self_speculation(self) -> bool:
         return self.draft.config is self.target.config
 
-    def candidates(self) -> list[Speculation]:
+    def candidates(self) -> list[SpeculationCost]:
         return [
-            Speculation(self.target, self.draft, budget, curve, self.choices[budget])
+            SpeculationCost(self.target, self.draft, budget, curve, self.choices[budget])
             for budget, curve in self.curves.items()
         ]
 

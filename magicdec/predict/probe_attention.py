@@ -141,14 +141,16 @@ Random = Callable[..., Tensor]
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredAttention:
     """`seconds` of a layer's attention in a step; `outputs`, one for each of the step's reads."""
 
     seconds: float
     outputs: tuple[Tensor, ...]
 
 
-def measure(name: str, step: Step, device: torch.device, recorder: Recorder = Eager()) -> Measured:
+def measure(
+    name: str, step: Step, device: torch.device, recorder: Recorder = Eager()
+) -> MeasuredAttention:
     """Time a backend over each read of a step, replayed if the run records its steps and the
     backend lets it. Keys, queries and what is chosen of them are random, and the same for every
     backend."""
@@ -159,7 +161,7 @@ def measure(name: str, step: Step, device: torch.device, recorder: Recorder = Ea
         once, output = measure_read(make_backend(name), read, step, device, recorder)
         seconds += read.times * once
         outputs.append(output)
-    return Measured(seconds, tuple(outputs))
+    return MeasuredAttention(seconds, tuple(outputs))
 
 
 def measure_read(
@@ -278,7 +280,7 @@ def measure_backends(run: ResolvedRun, group: Group, device: torch.device) -> It
     recorder = make_recorder(run.config.decoding, device)
     steps = [step for _, step in steps_of(run)]
 
-    def measure_one(name: str) -> list[Measured]:
+    def measure_one(name: str) -> list[MeasuredAttention]:
         return [measure(name, step, device, recorder) for step in steps]
 
     candidates, left_out = list_candidates(run)
@@ -295,7 +297,9 @@ def measure_backends(run: ResolvedRun, group: Group, device: torch.device) -> It
 
 
 def time_backend(
-    name: str, measure_one: Callable[[str], Sequence[Measured]], reference: Sequence[Measured]
+    name: str,
+    measure_one: Callable[[str], Sequence[MeasuredAttention]],
+    reference: Sequence[MeasuredAttention],
 ) -> BackendTime:
     """The times of a backend on this rank, whose outputs must be those of the reference."""
     if name == REFERENCE_BACKEND:

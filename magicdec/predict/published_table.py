@@ -3,9 +3,9 @@ columns `predicted`, `measured`, `interval` and `exists`, which `magicdec reprod
 each line: the command that measures it, the same line at the size of the packaged models, and what
 the cost model predicts for it. Commands run one after the other, each in a process of its own.
 
-A line is a `Row`: its texts by column, empty where nothing is published. A new table is a line in
-`TABLES` and a file in `results/paper/`. Source: MagicDec's project page. A table is saved after
-each command, so that a command that fails or Ctrl-C loses nothing that was measured before.
+A line is a `PublishedRow`: its texts by column, empty where nothing is published. A new table is a
+line in `TABLES` and a file in `results/paper/`. Source: MagicDec's project page. A table is saved
+after each command, so that a command that fails or Ctrl-C loses nothing that was measured before.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from magicdec.output.files import read_text
 from magicdec.output.tables import Column, Table, csv_text
 from magicdec.output.writing import append_file, write_text
 
-Row = dict[str, str]
+PublishedRow = dict[str, str]
 # `draft` is `self`, `none` or a model; `budget` is the KV budget of the draft.
 COLUMNS = (
     *("model", "draft", "hardware", "ranks", "budget", "prefix_len", "batch_size", "gamma"),
@@ -68,7 +68,7 @@ class Missing(Exception):
     """A number does not exist. The message says why."""
 
 
-def at_demo_size(row: Row) -> Row:
+def at_demo_size(row: PublishedRow) -> PublishedRow:
     """The setting of the line for the packaged models on one rank without a GPU: shorter prefixes
     and smaller batches."""
     return {name: row[name] for name in COLUMNS} | {
@@ -82,7 +82,7 @@ def at_demo_size(row: Row) -> Row:
     }
 
 
-def command_of(row: Row) -> str:
+def command_of(row: PublishedRow) -> str:
     """The words after `magicdec`, without `--out`, with enough batches for intervals."""
     draft = row["draft"]
     is_demo = row["model"] == DEMO
@@ -95,7 +95,7 @@ def command_of(row: Row) -> str:
     )
 
 
-def gamma_of(row: Row) -> int:
+def gamma_of(row: PublishedRow) -> int:
     """Draft tokens of a step of the command of a line."""
     return int(row["gamma"] or 4)
 
@@ -105,7 +105,7 @@ def hub_name(model: str) -> str:
     return PRESETS[model].repo_id if model in PRESETS else model
 
 
-def read_measured(row: Row, records: Path) -> tuple[str, str]:
+def read_measured(row: PublishedRow, records: Path) -> tuple[str, str]:
     """The number of a line in the file that its command wrote, and its 95 % interval, empty if it
     has none. Raises Missing if the records do not have the number."""
     from magicdec.predict.curves import conditional_rate
@@ -124,12 +124,12 @@ def read_measured(row: Row, records: Path) -> tuple[str, str]:
     return value, " to ".join(ends)
 
 
-def predict(row: Row, folder: Path) -> str:
+def predict(row: PublishedRow, folder: Path) -> str:
     """The prediction of `magicdec plan`, with the tables in `folder`. The published acceptance is
     taken as a conditional rate, as in the formula of the paper. Raises Missing if there is none."""
     from magicdec.hardware.ceiling_file import Hardware, Link
     from magicdec.hardware.costs import Deployment
-    from magicdec.predict.speculation import Speculation
+    from magicdec.predict.speculation import SpeculationCost
 
     lines = StringIO(read_text(file_of(folder, "magicdec_acceptance")), newline="")
     place = {"model": row["model"], "prefix_len": row["prefix_len"]}.items()
@@ -148,7 +148,7 @@ def predict(row: Row, folder: Path) -> str:
     if row["draft"] == "none":
         step_s = target.seconds(B, 1, S)
         return f"{1e3 * step_s if row['quantity'] == 'tpot_ms' else B / step_s:.2f}"
-    speculation = Speculation(target, target, int(row["budget"]), float(rates[-1]))
+    speculation = SpeculationCost(target, target, int(row["budget"]), float(rates[-1]))
     return f"{speculation.predict_step(B, S, int(row['gamma'])).speedup:.2f}"
 
 
@@ -173,7 +173,7 @@ class PublishedTable:
         self.about = TABLES[name]
         try:
             reader = csv.DictReader(StringIO(read_text(file_of(folder, name)), newline=""))
-            self.rows: list[Row] = list(reader)
+            self.rows: list[PublishedRow] = list(reader)
         except (OSError, UnicodeDecodeError, csv.Error) as error:
             why = getattr(error, "strerror", None) or error
             raise ValueError(f"{FLAG} {folder}: {self.path.name}: {why}") from None
@@ -181,7 +181,7 @@ class PublishedTable:
             expected = ",".join(ALL_COLUMNS)
             raise ValueError(f"{FLAG} {folder}: {self.path.name} needs the columns {expected}")
 
-    def part(self, is_demo: bool) -> list[Row]:
+    def part(self, is_demo: bool) -> list[PublishedRow]:
         """The lines at demo size, or those that were published."""
         return [row for row in self.rows if (row["source"] == DEMO_SIZE) == is_demo]
 
@@ -195,7 +195,7 @@ class PublishedTable:
         what was measured before stays until it is measured again."""
         published = self.part(is_demo=False)
         old_rows = self.part(is_demo=True)
-        demo: list[Row] = []
+        demo: list[PublishedRow] = []
         for setting in map(at_demo_size, published):
             if any(setting.items() <= row.items() for row in demo):
                 continue
@@ -204,7 +204,7 @@ class PublishedTable:
             self.refresh(demo[-1])
         self.rows = [*published, *demo]
 
-    def refresh(self, row: Row, unmeasured: str = "") -> None:
+    def refresh(self, row: PublishedRow, unmeasured: str = "") -> None:
         """Predict a line anew, and write into `exists` which numbers it has and why it lacks
         others; `unmeasured` says why its command measured nothing."""
         is_demo = row["source"] == DEMO_SIZE
@@ -249,7 +249,7 @@ class PublishedTable:
                 num_failed += 1
         return num_failed
 
-    def enter(self, row: Row, records: Path, error: str) -> None:
+    def enter(self, row: PublishedRow, records: Path, error: str) -> None:
         """Fill in what the command of a line measured: the file that it wrote, or why it failed."""
         row["measured"] = row["interval"] = ""
         try:
@@ -272,7 +272,7 @@ class PublishedTable:
                 print()
                 self._as_table("the packaged models" if is_demo else "published size", rows).print()
 
-    def _as_table(self, what: str, rows: list[Row]) -> Table:
+    def _as_table(self, what: str, rows: list[PublishedRow]) -> Table:
         """The settings that differ between the lines, and the numbers; the settings that have one
         value in all lines stand in the title, such as `: ranks 8`."""
         values = {name: {row[name] for row in rows} for name in ALL_COLUMNS}

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from magicdec.hardware.costs import Deployment, attention_flops, kv_bytes_per_token, slowest_shard
-from magicdec.predict.curves import Acceptance, expected_tokens
+from magicdec.predict.curves import AcceptanceCurve, expected_tokens
 
 CHUNK = 512  # prompt tokens of a prefill forward, the default of `--prefill_chunk`
 
 
 @dataclass(frozen=True)
-class Choice:
+class SelectionCost:
     """What a KV policy does before the first draft. It scores all keys of a prompt by the queries
     of its newest `observed_tokens`, which prefill has kept; `is_copied`: it copies K and V of as
     many tokens as the budget. It runs the newest `rerun_tokens` once more."""
@@ -86,15 +86,15 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Speculation:
+class SpeculationCost:
     """Speculative decoding with one KV budget. The draft (in self-speculation the target itself)
     reads at most `budget` committed tokens per row. The acceptance is the same at every context."""
 
     target: Deployment
     draft: Deployment
     budget: int
-    acceptance: Acceptance
-    choice: Choice = Choice()
+    acceptance: AcceptanceCurve
+    choice: SelectionCost = SelectionCost()
 
     def begin_s(self, B: int, S: int) -> float:
         """The time between prefill and the first step."""
@@ -120,7 +120,7 @@ class Speculation:
         return Prediction(gamma, self.budget, decode, draft, verify, tokens, speedup)
 
 
-def best_gamma(candidates: Sequence[Speculation], B: int, S: int, max_gamma: int) -> Prediction:
+def best_gamma(candidates: Sequence[SpeculationCost], B: int, S: int, max_gamma: int) -> Prediction:
     """The prediction with the fastest steps, over `candidates` (one per KV budget) and gamma 0 to
     `max_gamma`. Gamma is 0 if speculation is not faster than autoregressive decoding."""
     ways = [(candidates[0], 0)]
@@ -130,7 +130,7 @@ def best_gamma(candidates: Sequence[Speculation], B: int, S: int, max_gamma: int
 
 
 def break_even_context(
-    candidates: Sequence[Speculation], B: int, max_gamma: int, limit: int = 1 << 20
+    candidates: Sequence[SpeculationCost], B: int, max_gamma: int, limit: int = 1 << 20
 ) -> int | None:
     """The fewest cached tokens per row from which on speculation is faster than autoregressive
     decoding; None if it is not at `limit`. It may be faster with fewer tokens too, below a range in

@@ -25,7 +25,7 @@ from magicdec.records.acceptance import acceptance_of
 from magicdec.records.intervals import ratio_interval, speed_interval
 from magicdec.records.performance import Metrics, without_chance
 from magicdec.records.samples import PassSamples, PrefillSamples, SamplesRecord
-from magicdec.records.stalls import Steps
+from magicdec.records.stalls import PassSteps
 
 
 def run_metrics(
@@ -86,7 +86,7 @@ def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) ->
 
 def step_metrics(samples: PassSamples) -> dict[str, Any]:
     """The metrics of single steps, and of those that stalled."""
-    steps = Steps.of(samples)
+    steps = PassSteps.of(samples)
     if not steps.num_steps:
         return {}
     stalls = steps.stalls
@@ -134,7 +134,7 @@ def add_speedup(metrics: Metrics, baseline: PassSamples, ours: PassSamples) -> M
 def speedups(baseline: PassSamples, ours: PassSamples) -> list[float]:
     """The ratio of the tokens/s of decode steps to the baseline's, for each batch. A step that
     stalled counts as the median of its kind."""
-    return _ratios(baseline, ours, lambda samples: Steps.of(samples).steady_ms)
+    return _ratios(baseline, ours, lambda samples: PassSteps.of(samples).steady_ms)
 
 
 def total_speedups(baseline: PassSamples, ours: PassSamples) -> list[float]:

@@ -33,7 +33,7 @@ from magicdec.runner.native_steps.executor import (
     Cancellation,
     Cancelled,
     Executor,
-    Forward,
+    NativeForward,
 )
 
 Tokens = Tensor | Sequence[Sequence[int]]
@@ -44,7 +44,7 @@ P = ParamSpec("P")
 
 
 def at_once(
-    defer: Callable[Concatenate[ModelRunner, P], Forward],
+    defer: Callable[Concatenate[ModelRunner, P], NativeForward],
 ) -> Callable[Concatenate[ModelRunner, P], Tensor]:
     """As `ModelRunner.defer`, but it returns what was computed."""
 
@@ -84,7 +84,7 @@ class ModelRunner:
     drafting: ModelRunner | None = field(init=False, default=None)  # see `with_model`
     cache: KVCache = field(init=False)
     counts: ForwardCounts = field(init=False)
-    deferred: list[Forward] = field(init=False, default_factory=list)  # by `defer`
+    deferred: list[NativeForward] = field(init=False, default_factory=list)  # by `defer`
     has_flaws: bool = field(init=False, default=False)  # native calls computed NaN or infinity
     draft_log: DraftLog | None = field(init=False, default=None)  # None: none is kept
 
@@ -177,7 +177,7 @@ class ModelRunner:
         watch_queries: AttentionObserver | None = None,
         is_draft: bool = False,
         cancellation: Cancellation | None = None,
-    ) -> Forward:
+    ) -> NativeForward:
         """Append the tokens of x to `rows`. What `Transformer.forward` returns is in `out`: this
         rank's logits [B, T, V], or [B, num_outputs, V] of the last tokens, or hidden states of a
         model's part. It may be computed together with the next forward, of other rows, so that the
@@ -202,7 +202,9 @@ class ModelRunner:
             self.draft_log.read(view, self.offsets)
         if num_outputs is None or not self.model.is_last:
             num_outputs = num_new
-        forward = Forward(x, rows, view, num_outputs, watch, watch_queries, is_draft, cancellation)
+        forward = NativeForward(
+            x, rows, view, num_outputs, watch, watch_queries, is_draft, cancellation
+        )
         if self.executor is not None and self.executor.serves(forward):
             self.deferred.append(forward)
         else:
@@ -239,7 +241,7 @@ class ModelRunner:
         already."""
         return committed
 
-    def _run_layers(self, forward: Forward) -> None:
+    def _run_layers(self, forward: NativeForward) -> None:
         """Compute one layer after the other, with the attention backend. What the layers have read
         only the device knows in a captured forward."""
         view = forward.view

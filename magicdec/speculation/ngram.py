@@ -14,7 +14,7 @@ from magicdec.runner.request import Request
 from magicdec.runner.sampling.model_tokens import Proposal
 from magicdec.speculation.draft_length import LOOKUP, DraftCost, DraftLength
 from magicdec.speculation.drafter import Drafter, DraftPlan, DraftSetup, DraftShape
-from magicdec.speculation.suffix_index import Lookup, Rates, SuffixIndex
+from magicdec.speculation.suffix_index import Lookup, LookupRates, SuffixIndex
 
 MARGIN = 1.03  # expected speedup of a step that drafts
 
@@ -29,7 +29,7 @@ class NgramDrafter(Drafter):
         self, num_rows: int, most: int, device: torch.device, corpus: Sequence[int] = ()
     ) -> None:
         self.most = most
-        self.rates = Rates()
+        self.rates = LookupRates()
         self.corpus = SuffixIndex(corpus, len(corpus)) if corpus else None
         self.lookups: dict[int, Lookup] = {}  # by row
         self.proposals: dict[int, list[tuple[int, float]]] = {}  # of the last plan, by row

@@ -90,11 +90,11 @@ class SuffixIndex:
         return most
 
 
-class Rates:
+class LookupRates:
     """How often proposed tokens were right, by their evidence. Those of a text begin as `general`
     ones, which all texts share."""
 
-    def __init__(self, general: Rates | None = None) -> None:
+    def __init__(self, general: LookupRates | None = None) -> None:
         self.general = general
         self._counts: dict[Evidence, tuple[float, float]] = {}  # right, all
 
@@ -121,9 +121,11 @@ def length_class(length: int) -> int:
 class Lookup:
     """A growing text. `corpus` is searched too; `general` are the rates of all texts."""
 
-    def __init__(self, corpus: SuffixIndex | None = None, general: Rates | None = None) -> None:
+    def __init__(
+        self, corpus: SuffixIndex | None = None, general: LookupRates | None = None
+    ) -> None:
         self.index = SuffixIndex()
-        self.rates = Rates(general or Rates())
+        self.rates = LookupRates(general or LookupRates())
         self.length = 0  # tokens of the text, forgotten ones included
         self._searched = [self.index] if corpus is None else [self.index, corpus]
         self._guess: list[tuple[int, Evidence]] = []  # what may follow, until that is known

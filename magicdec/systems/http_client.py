@@ -27,7 +27,7 @@ class LimitReached(Exception):
     """The server has sent too much, or nothing of use for too long. A line without its subject."""
 
 
-class Limits:
+class AnswerLimits:
     """What one answer may take: `total_s` seconds, `silence_s` seconds between two signs of
     progress, and `num_bytes` bytes with its headers."""
 
@@ -62,7 +62,7 @@ class Limits:
 class LimitedReader(io.RawIOBase):
     """Reads a socket within limits."""
 
-    def __init__(self, connected: socket.socket, limits: Limits) -> None:
+    def __init__(self, connected: socket.socket, limits: AnswerLimits) -> None:
         self.connected = connected
         self.limits = limits
 
@@ -84,7 +84,7 @@ class LimitedSocket:
     """A connected socket as `http.client` uses it. Who has made it closes it: `http.client` closes
     it before its last answer is read."""
 
-    def __init__(self, connected: socket.socket, limits: Limits) -> None:
+    def __init__(self, connected: socket.socket, limits: AnswerLimits) -> None:
         self.connected = connected
         self.limits = limits
 
@@ -138,7 +138,7 @@ class Server:
         return headers | {"Authorization": said} if said else headers
 
     @contextmanager
-    def ask(self, path: str, body: bytes | None, limits: Limits) -> Iterator[HTTPResponse]:
+    def ask(self, path: str, body: bytes | None, limits: AnswerLimits) -> Iterator[HTTPResponse]:
         """The answer to a GET of `path` below the URL, or to a POST of `body`. Raises LimitReached,
         OSError and HTTPException, while it is read too."""
         url = urlsplit(self.url)

@@ -67,7 +67,7 @@ class PassObserver:
 
 
 @dataclass(frozen=True)
-class Trace:
+class PassTrace:
     """What stages or ranks did when, by the clock of the first rank. `rows` are their names, and
     `spans` those of each. Spans are numbered by message or run: `requests` has the ids of the
     requests in it, where they are known, and `prompts` the numbers of those that prefill.
@@ -86,7 +86,7 @@ class Extras:
 
     ring: RingMetrics | None = None
     speculation: SpeculationMetrics | None = None
-    trace: Trace | None = None
+    trace: PassTrace | None = None
 
 
 class System(ABC):

@@ -67,11 +67,11 @@ PROPERTIES = (
         f"{STALLS}test_a_stalled_step_counts_as_the_median_in_the_speedup_and_in_full_in_the_total",
         (
             Fault("stalls in the speedup", "records/metrics.py",
-                  "lambda samples: Steps.of(samples).steady_ms)",
+                  "lambda samples: PassSteps.of(samples).steady_ms)",
                   "lambda samples: map(sum, samples.step_ms))"),
             Fault("no stalls in the total speedup", "records/metrics.py",
                   "lambda samples: map(sum, samples.step_ms))",
-                  "lambda samples: Steps.of(samples).steady_ms)"),
+                  "lambda samples: PassSteps.of(samples).steady_ms)"),
         ),
     ),
     Property(

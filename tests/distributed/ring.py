@@ -26,7 +26,7 @@ from magicdec.runner.request import Request
 from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.drafter import DraftModel, DraftSetup, make_drafter
 from magicdec.speculation.ngram import NgramDrafter
-from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation, most_under_way
+from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation, most_under_way
 from magicdec.systems.stages.clocks import compare_clocks
 from magicdec.systems.stages.spans import SpanKind, Spans
 from magicdec.systems.stages.stage import Stage, StageLoop
@@ -125,7 +125,7 @@ def tokens_of(case: Case, path: str) -> list[list[int]]:
     return [request.output_ids for request in requests]
 
 
-def make_speculation(runner: ModelRunner, case: Case, source: ModelSource) -> Speculation:
+def make_speculation(runner: ModelRunner, case: Case, source: ModelSource) -> RingSpeculation:
     """The draft model is the target with noise, on the first rank of the first stage."""
     assert case.drafter is not None
     decoding, draft = DecodingSection("speculative", case.drafter, NUM_DRAFTS), None
@@ -139,11 +139,11 @@ def make_speculation(runner: ModelRunner, case: Case, source: ModelSource) -> Sp
     elif case.drafter == "model":
         draft = DraftModel(None, 0, CHUNK)
     drafter = make_drafter(case.drafter, DraftSetup(runner, decoding, kv, draft))
-    return Speculation(runner, drafter, NUM_DRAFTS)
+    return RingSpeculation(runner, drafter, NUM_DRAFTS)
 
 
 def check_counts(
-    speculation: Speculation, requests: Sequence[Request], judged: Verifications
+    speculation: RingSpeculation, requests: Sequence[Request], judged: Verifications
 ) -> None:
     """Some drafts are accepted, with a model also past the end of a sample; some are rejected."""
     counts, later = speculation.counts, sum(len(r.output_ids) - 1 for r in requests)

@@ -31,7 +31,7 @@ from magicdec.attention.sdpa import SDPABackend
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.engine.engine import Engine
 from magicdec.runner.model_runner import ModelRunner
-from magicdec.runner.native_steps.executor import Executor, Forward
+from magicdec.runner.native_steps.executor import Executor, NativeForward
 from magicdec.runner.request import Batch, Request, Status
 from magicdec.runner.step_plan import BatchLimits, StepPlan
 from magicdec.speculation.draft_length import DraftLength, Measure
@@ -174,7 +174,7 @@ def serve(
     scheduler, execute = engine.scheduler, engine.execute
     forward = None if runner.executor is None else runner.executor.forward
 
-    def counted(parts: Sequence[Forward], *args: Any) -> Any:
+    def counted(parts: Sequence[NativeForward], *args: Any) -> Any:
         assert forward is not None, "it is native"
         chunks = sum(part.num_outputs == 0 for part in parts)
         seen["chunks carried"] += min(chunks, len(parts) - 1)

@@ -5,7 +5,7 @@ skipped."""
 import random
 from collections.abc import Sequence
 
-from magicdec.predict.simulator.simulation import Flight, Machine
+from magicdec.predict.simulator.simulation import SimulatedMachine, SimulatedRun
 from magicdec.systems.pipeinfer.messages import Candidate, DraftAction, RunLaunch
 
 VOCABULARY = 11
@@ -42,7 +42,7 @@ class CheckedModels:
     def __init__(
         self,
         prompts: Sequence[Sequence[int]],
-        machine: Machine,
+        machine: SimulatedMachine,
         acceptance: float,
         cancelled: set[int],
         seed: int,
@@ -52,7 +52,7 @@ class CheckedModels:
         self.num_layers = machine.layers  # of a stage; one that computed fewer skipped the run
         self.stages: list[dict[tuple[int, int], Cell]] = [{} for _ in machine.stage_s]
 
-    def home(self, flight: Flight) -> tuple[int, ...] | None:
+    def home(self, flight: SimulatedRun) -> tuple[int, ...] | None:
         launch = RunLaunch.from_words(flight.launch.to_words())
         texts: list[int | None] = [None] * launch.num_rows
         for stage, cells in enumerate(self.stages):

@@ -13,12 +13,12 @@ import torch
 from conftest import TINY, Launch, make_runner
 from fake_clock import VirtualClock
 
-from magicdec.bench.serving.measure import Measured
+from magicdec.bench.serving.measure import MeasuredPasses
 from magicdec.bench.serving.metrics import ServingMetrics, serving_metrics
 from magicdec.bench.serving.prepare import check_here, prepare
 from magicdec.bench.serving.record import ServingRecord
 from magicdec.bench.serving.showing import spans_of, tables, verdict
-from magicdec.cli.serve import COMMANDS, Experiment, RecordFile
+from magicdec.cli.serve import COMMANDS, RecordFile, ServeCommand
 from magicdec.config.sections import DecodingSection, KVSection, SamplingSection
 from magicdec.distributed.groups import Group
 from magicdec.distributed.groups import Launch as Ranks
@@ -75,7 +75,7 @@ def test_a_dynamic_batch_begins_when_it_is_full_or_its_window_ends() -> None:
     assert batches("dynamic", arrivals, 2, 0.0) == [(0, [0]), (10, [1, 2]), (20, [3]), (40, [4])]
 
 
-def parse(*words: object) -> Experiment:
+def parse(*words: object) -> ServeCommand:
     return COMMANDS["inflight"].parse(list(map(str, words)), ALONE)
 
 
@@ -200,7 +200,7 @@ def test_the_memory_plan_counts_the_blocks_of_the_cache(tiny_checkpoint: Path) -
         check_here([batching], MemoryBudget((0,), "on this host", free))
 
 
-def measured(experiment: Experiment) -> Measured:
+def measured(experiment: ServeCommand) -> MeasuredPasses:
     """What the command measures, without a process of its own."""
     prepared = prepare(experiment.config, experiment.options, ALONE)
     return experiment.measure(prepared, RecordFile(Path(experiment.config.output.results)))

@@ -18,7 +18,7 @@ from synthetic_samples import draw_chances, draw_pass
 from magicdec.cli import compare as compare_command
 from magicdec.records.acceptance import count_by_prompt
 from magicdec.records.comparison.compare import (
-    Pair,
+    PairedCounts,
     change_of,
     compare,
     exit_code,
@@ -192,9 +192,9 @@ def pass_of(rng: np.random.Generator, chances: Any) -> PassSamples:
     return samples
 
 
-def pair_of_passes(before: PassSamples, after: PassSamples) -> Pair:
+def pair_of_passes(before: PassSamples, after: PassSamples) -> PairedCounts:
     errors = np.sqrt(rate_variances(before) + rate_variances(after))
-    return Pair(count_by_prompt(before), count_by_prompt(after), 0, errors)
+    return PairedCounts(count_by_prompt(before), count_by_prompt(after), 0, errors)
 
 
 def test_the_loss_that_would_be_seen_is_seen_in_19_of_20() -> None:

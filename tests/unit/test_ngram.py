@@ -21,7 +21,7 @@ from magicdec.speculation.suffix_index import (
     MOST_MATCH,
     MOST_PLACES,
     Lookup,
-    Rates,
+    LookupRates,
     SuffixIndex,
 )
 
@@ -117,7 +117,7 @@ def test_probabilities_rise_with_the_match_and_are_learned() -> None:
         probabilities.append(lookup.propose(1)[0][1])
     assert probabilities == sorted(set(probabilities))
     for is_right in (True, False):
-        general = Rates()
+        general = LookupRates()
         first = last = None
         for round_number in range(60):
             lookup = Lookup(None, general)
@@ -171,7 +171,7 @@ def test_a_drafter_follows_the_output_of_each_request(
     batch = Batch(tuple(requests))
     drafter = NgramDrafter(2, 4, CPU)
     drafter.admit(requests)
-    general = Rates()
+    general = LookupRates()
     lookups = [Lookup(None, general) for _ in requests]
     for lookup, request in zip(lookups, requests, strict=True):
         lookup.extend(request.prompt_ids)

@@ -11,7 +11,7 @@ from serving_command import prepare_as
 
 from magicdec.bench.serving.metrics import ServingMetrics, serving_metrics
 from magicdec.distributed.groups import Group, ParallelGroups
-from magicdec.distributed.layout import Layout, make_layout
+from magicdec.distributed.layout import PipelineLayout, make_layout
 from magicdec.engine.scheduler import StepCounts
 from magicdec.output.console import make_progress
 from magicdec.runner.request import Moves, Request
@@ -101,7 +101,7 @@ def finished(times_s: list[float]) -> Request:
     return request
 
 
-LAYOUT = Layout((range(2), range(2, 4)), 0)
+LAYOUT = PipelineLayout((range(2), range(2, 4)), 0)
 
 
 def observed() -> Observed:
@@ -169,7 +169,7 @@ def crowded() -> Observed:
     ]
     stages[1][2] = replace(stages[1][2], value=1)
     drafts = [Span(SpanKind.DRAFT, 0, 1.0, 1.5)]
-    layout = Layout((range(2), range(2, 4), range(0)), 2)
+    layout = PipelineLayout((range(2), range(2, 4), range(0)), 2)
     return Observed(layout, [[*head, *stages[0]], stages[1], drafts], 0.0, 10.0)
 
 

@@ -21,7 +21,7 @@ from magicdec.predict.curves import (
     find_curves,
     is_plain,
 )
-from magicdec.predict.speculation import Choice
+from magicdec.predict.speculation import SelectionCost
 from magicdec.records.reading import load_records
 
 BASELINES = Path(__file__).parents[2] / "results" / "baselines" / "acceptance.jsonl"
@@ -234,7 +234,9 @@ def test_what_a_policy_does_before_the_first_step_costs() -> None:
         asked = make(f"{flags} --kv_policy {policy}")
         found[policy] = p = asked.predict(8, 4096)
         assert p.speedup == steps.speedup and asked.gen_len == 16
-    assert plan.find_choice("streaming_llm", 257) == Choice(), "what no --kv_policy stands for"
+    assert plan.find_choice("streaming_llm", 257) == SelectionCost(), (
+        "what no --kv_policy stands for"
+    )
     assert found["streaming_llm"].begin_s == 0.0
     for policy in ("snapkv", "verified", "retrieval"):
         assert 1.0 < found[policy].net_speedup(16) < steps.speedup, policy

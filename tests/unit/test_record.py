@@ -20,7 +20,7 @@ from conftest import TINY
 from identities import check_record
 from synthetic_samples import pass_samples
 
-from magicdec.bench.run.outcome import Measured, make_record
+from magicdec.bench.run.outcome import MeasuredRun, make_record
 from magicdec.config.machine import Machine
 from magicdec.config.resolve import resolve
 from magicdec.config.run_config import RunConfig
@@ -116,7 +116,7 @@ def run_record(
     samples = {name: sample_pass(name) for name in passes}
     if has_draft:
         samples[strategy].draft_prefill_ms = [1.0, 2.0]
-    measured = Measured(
+    measured = MeasuredRun(
         samples,
         {name: finished(name) for name in passes},
         PrefillSamples(prefill_ms=[100.0, 200.0], ttft_ms=[[100.0], [200.0]], num_tokens=[2, 2]),

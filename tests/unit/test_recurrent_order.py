@@ -45,7 +45,7 @@ from magicdec.runner.step_plan import BatchLimits
 from magicdec.speculation.drafter import Drafter, DraftPlan, DraftSetup, DraftShape
 from magicdec.speculation.ngram import NgramDrafter
 from magicdec.speculation.steps.strategy import Setup
-from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation, most_under_way
+from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation, most_under_way
 from magicdec.systems.stages.metrics import DraftCounts
 from magicdec.systems.stages.stage import VERIFY, WANTED, Stage
 from magicdec.systems.system import PassObserver
@@ -102,7 +102,7 @@ def serve(
     lane_size: int,
     num_drafts: int = 0,
     clock: VirtualClock | None = None,
-    make_speculation: Callable[[ModelRunner], Speculation] | None = None,
+    make_speculation: Callable[[ModelRunner], RingSpeculation] | None = None,
     observe: Observer = ignore_step,
 ) -> Ring:
     model = EmulatedModel(TINY, Shard(), range(1), True, 0.0, torch.zeros(1))
@@ -110,7 +110,7 @@ def serve(
     ring, runner, speculation = Ring(clock), stage.runner, None
     if num_drafts:
         drafter = NgramDrafter(runner.num_rows, num_drafts, runner.device)
-        speculation = Speculation(runner, drafter, num_drafts)
+        speculation = RingSpeculation(runner, drafter, num_drafts)
     if make_speculation is not None:
         speculation = make_speculation(runner)
     place = Ends(ring, ring), num_lanes, lane_size, LIMITS, CHUNK, ring.step_clock
@@ -232,10 +232,10 @@ class ScriptedDrafter(Drafter):
 @pytest.mark.parametrize("lanes", [(1, 3), (2, 2)])
 def test_a_ring_counts_what_was_proposed_and_accepted_of_each_row(lanes: tuple[int, int]) -> None:
     """Rows of a message have different numbers of drafts, and their padding would be right."""
-    drafter, made = ScriptedDrafter(), list[Speculation]()
+    drafter, made = ScriptedDrafter(), list[RingSpeculation]()
 
-    def speculate(runner: ModelRunner) -> Speculation:
-        made.append(Speculation(runner, drafter, 4))
+    def speculate(runner: ModelRunner) -> RingSpeculation:
+        made.append(RingSpeculation(runner, drafter, 4))
         return made[-1]
 
     requests = make_requests([(5,) * n for n in (4, 6, 9, 3, 5)], [30, 9, 20, 1, 25])

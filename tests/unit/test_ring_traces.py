@@ -29,7 +29,7 @@ from magicdec.systems.stages.clocks import Ahead
 from magicdec.systems.stages.metrics import uses_of
 from magicdec.systems.stages.spans import Span, SpanKind, Spans
 from magicdec.systems.stages.stage import Stage, StageLoop
-from magicdec.systems.system import Trace
+from magicdec.systems.system import PassTrace
 
 
 def served() -> tuple[RecurrentPipeline, list[Request]]:
@@ -74,7 +74,7 @@ def test_queues_by_the_times_of_both_sides() -> None:
     assert alone.queued_s == sum((17.0 + run) - (10.5 + run) for run in range(3))
 
 
-def make_trace(num_samples: int = 3) -> Trace:
+def make_trace(num_samples: int = 3) -> PassTrace:
     """Two stages whose messages take a second each."""
     count = 2 * num_samples
     spans = [
@@ -83,7 +83,7 @@ def make_trace(num_samples: int = 3) -> Trace:
     ]
     spans[0] += [Span(SpanKind.HEAD, i, 102.0 + i, 102.25 + i) for i in range(count)]
     samples = {i: [i % num_samples] for i in range(count)}
-    return Trace(["stage 0", "stage 1"], spans, samples, frozenset(range(num_samples)))
+    return PassTrace(["stage 0", "stage 1"], spans, samples, frozenset(range(num_samples)))
 
 
 def test_a_chart_has_a_row_for_each_stage() -> None:

@@ -18,14 +18,14 @@ from threaded_pipeline import FakeStage
 from torch import Tensor
 
 from magicdec.distributed.channels.message import DUE, Ends, Kind, Message, Traffic
-from magicdec.distributed.layout import Layout
+from magicdec.distributed.layout import PipelineLayout
 from magicdec.distributed.tensor_parallel import Shard
 from magicdec.model.emulated import EmulatedModel
 from magicdec.runner.native_steps.executor import Cancellation
 from magicdec.systems.pipeinfer.messages import RunLaunch
 from magicdec.systems.pipeinfer.scheduler import Counts
 from magicdec.systems.ring import recurrent
-from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation
+from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation
 from magicdec.systems.stages import stage
 from magicdec.systems.stages.metrics import Observed, StageUse, speculation_metrics, uses_of
 from magicdec.systems.stages.spans import Span, SpanKind, Spans
@@ -226,7 +226,7 @@ def test_a_message_that_decodes_takes_until_the_device_is_done(
 
 def test_drafting_takes_until_the_device_is_done(device: Device) -> None:
     drafter = SimpleNamespace(draft_kv=None, admit=lambda requests: device.launch(STAGE_S))
-    drafting = Speculation(make_stage(is_first=True).runner, cast(Any, drafter), 3)
+    drafting = RingSpeculation(make_stage(is_first=True).runner, cast(Any, drafter), 3)
     drafting.admit(make_requests([(5,)], 4), [0])
     assert drafting.counts.draft_s == STAGE_S
 
@@ -280,7 +280,7 @@ def test_a_rank_is_idle_from_the_first_token_on(clock: Clock) -> None:
     second.append([1], 1000.0)
     second.append([2, 3], 1006.0)
     head = [Span(SpanKind.RESULT, run, 1019.0, 1019.0) for run in range(4)]
-    layout, spans = Layout((range(0), range(3)), 0), served(clock, Device("cpu", clock))
+    layout, spans = PipelineLayout((range(0), range(3)), 0), served(clock, Device("cpu", clock))
     observed = Observed.of_requests(layout, [head, spans], [first, second])
     use = speculation_metrics(observed, Counts(), has_drafts=False)
     assert use.idle_s == [14.5, 14.5 - 3.5 * STAGE_S]

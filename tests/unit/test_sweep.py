@@ -13,7 +13,7 @@ from conftest import Launch
 from magicdec.bench.run.run import execute
 from magicdec.bench.study import progress
 from magicdec.bench.study import sweep as sweep_module
-from magicdec.bench.study.cells import Cell, config_key
+from magicdec.bench.study.cells import StudyCell, config_key
 from magicdec.bench.study.plan import StudyPlan, make_plan
 from magicdec.bench.study.progress import StudyProgress
 from magicdec.bench.study.study import Settings
@@ -223,7 +223,7 @@ def test_the_order_is_seeded_and_keeps_together_what_shares_a_prefill(base: RunC
         for g in (6, 7)
     ]
 
-    def order(seed: int, repeats: int = 1) -> list[Cell]:
+    def order(seed: int, repeats: int = 1) -> list[StudyCell]:
         return make_plan(asked, Settings(order_seed=seed, repeats=repeats), ALONE, False).order
 
     cells = order(0)

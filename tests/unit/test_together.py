@@ -15,7 +15,7 @@ from magicdec.bench.run.run import Run
 from magicdec.bench.run.together import OutOfTime
 from magicdec.bench.study import drafts as module
 from magicdec.bench.study import progress
-from magicdec.bench.study.drafts import DraftTrials, Found, Rates, fitting, smaller
+from magicdec.bench.study.drafts import BaselineTimes, DraftTrials, Found, fitting, smaller
 from magicdec.bench.study.progress import PassProgress
 from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import WorkloadSection
@@ -220,7 +220,7 @@ def test_a_draft_that_cannot_run_is_left_out(configs: dict[str, RunConfig]) -> N
 
 def test_a_workload_is_cut_down_to_the_time() -> None:
     asked = WorkloadSection("demo", 2, 2048, 64, num_batches=5)
-    rates, fixed = Rates(prefill_s=0.001, step_s=0.1), frozenset[str]()
+    rates, fixed = BaselineTimes(prefill_s=0.001, step_s=0.1), frozenset[str]()
     whole = rates.seconds(asked, 10)
     assert fitting(asked, fixed, rates, 10, 2 * whole) == asked
     sizes = [rates.seconds(each, 10) for each in smaller(asked, fixed)]

@@ -8,7 +8,7 @@ import pytest
 from fake_clock import Clock
 from torch import Tensor
 
-from magicdec.bench.serving.measure import Measured
+from magicdec.bench.serving.measure import MeasuredPasses
 from magicdec.bench.serving.prepare import prepare
 from magicdec.cli.serve import COMMANDS, RecordFile
 from magicdec.distributed.groups import Launch
@@ -19,7 +19,7 @@ from magicdec.systems.stages.stage import Stage
 ALONE, NUM_NEW, NUM_REQUESTS, NUM_LAYERS = Launch(0, 1, 0, 1), 8, 2, 2
 
 
-def measured(checkpoint: Path, folder: Path, *flags: object) -> Measured:
+def measured(checkpoint: Path, folder: Path, *flags: object) -> MeasuredPasses:
     """What a command measures on one thread."""
     words = [
         *("--model", checkpoint, "--dtype", "float32", "--threads", 1, "--device", "cpu"),

@@ -1,5 +1,5 @@
-"""Watch: who is named, when, and that no rank ends before the others have stopped to watch it; and
-the sign of life between hosts, with a store in this process and a clock that the test moves."""
+"""RankWatch: who is named, when, and that no rank ends before the others have stopped to watch it;
+and the sign of life between hosts, with a store in this process and a clock that the test moves."""
 
 import os
 import signal

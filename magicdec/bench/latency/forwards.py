@@ -20,7 +20,7 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from magicdec.bench.latency.record import Cell, Grid, Row, Timing, summarise
+from magicdec.bench.latency.record import LatencyCell, LatencyGrid, LatencyRow, TimedCell, summarise
 from magicdec.bench.run.roofline import bytes_read
 from magicdec.config.resolved import ResolvedConfig
 from magicdec.config.sections import KVSection
@@ -44,14 +44,14 @@ from magicdec.setup.model_plan import ModelPlan
 from magicdec.setup.session import RankSession
 from magicdec.speculation.draft_kv import DraftKV
 from magicdec.speculation.policies.policy import make_draft_kv
-from magicdec.speculation.steps.recorder import Eager, Recorder, Work, make_recorder, record
+from magicdec.speculation.steps.recorder import Eager, RecordedWork, Recorder, make_recorder, record
 
 GREEDY = SamplingParams(max_new_tokens=1)
 
 
 def measure(
-    config: ResolvedConfig, grid: Grid, source: ModelSource, launch: Launch
-) -> tuple[Environment, list[Row]]:
+    config: ResolvedConfig, grid: LatencyGrid, source: ModelSource, launch: Launch
+) -> tuple[Environment, list[LatencyRow]]:
     """(environment, rows), the same on every rank. `config` is resolved. All ranks call this in
     lockstep."""
     with RankSession(launch, config.parallel) as session:
@@ -68,7 +68,7 @@ def measure(
             for weights in grid.draft_weights
         }
         bandwidth = read_bandwidth(group, device)
-        timings = list[Timing]()
+        timings = list[TimedCell]()
         load = LoadWatch(launch.rank == 0)
         load.begin()
         for B, context in itertools.product(grid.batch_sizes, grid.contexts):
@@ -77,7 +77,7 @@ def measure(
         load.end()
         # The ceiling is the larger of two measurements, as in a run.
         bandwidth = max(bandwidth, read_bandwidth(group, device))
-        rows = summarise(group.all_gather_values(timings, list[Timing]), bandwidth)
+        rows = summarise(group.all_gather_values(timings, list[TimedCell]), bandwidth)
     return load.add_to(session.describe_environment(bandwidth)), rows
 
 
@@ -85,12 +85,12 @@ def time_place(
     model: Transformer,
     group: Group,
     config: ResolvedConfig,
-    grid: Grid,
+    grid: LatencyGrid,
     B: int,
     context: int,
     advance: Callable[[], None],
     copies: Mapping[str | None, Transformer | None] = MappingProxyType({None: None}),
-) -> list[Timing]:
+) -> list[TimedCell]:
     """Time all forwards at one (B, context). Their caches are freed afterwards. `copies` of the
     model draft, by the `draft_weights` of the grid; None: the model itself does."""
     place = place_config(config, grid, B, context)
@@ -118,7 +118,7 @@ def time_place(
     ]
 
 
-def check_finite(forward: Forward, batch: Batch) -> None:
+def check_finite(forward: TimedForward, batch: Batch) -> None:
     """Raises NotFinite if logits of the forward were not finite: its times would be those of other
     numbers."""
     cell = forward.cell
@@ -136,7 +136,7 @@ def with_weights(plan: ModelPlan, draft_weights: str | None) -> ModelPlan:
     return replace(plan, config=replace(plan.config, decoding=decoding))
 
 
-def time_once(forward: Forward, runner: ModelRunner, group: Group) -> float:
+def time_once(forward: TimedForward, runner: ModelRunner, group: Group) -> float:
     """Seconds of one forward on this rank. All ranks start together, and the forward is undone in
     the cache afterwards."""
     forward.prepare()
@@ -177,12 +177,12 @@ def fill(runner: ModelRunner, context: int) -> Batch:
 
 
 @dataclass
-class Forward:
+class TimedForward:
     """A forward that can be repeated: `run` takes it up to the chosen tokens, `undo` puts the
     length of the cache back. `prepare` and `undo` are not timed. `sampling` knows whether all
     logits were finite."""
 
-    cell: Cell
+    cell: LatencyCell
     runner: ModelRunner
     run: Callable[[], Tensor]
     undo: Callable[[], None]
@@ -195,11 +195,11 @@ class Forward:
 def make_forwards(
     runner: ModelRunner,
     batch: Batch,
-    grid: Grid,
+    grid: LatencyGrid,
     context: int,
     recorder: Recorder = Eager(),
     drafting: Mapping[str | None, ModelRunner] | None = None,
-) -> Iterator[Forward]:
+) -> Iterator[TimedForward]:
     """Decode, verify by T, drafts, in the order of the grid. A policy that needs attention weights
     has forwards of its own: a verify forward that also returns them, and a draft's first forward
     after it, which chooses what all drafts of the step read. `drafting` are the runners by
@@ -209,10 +209,10 @@ def make_forwards(
     drafts = [(kv, make_draft_kv(drafting[weights], kv), weights) for kv, weights in pairs]
     watching = {kv.policy: draft_kv for kv, draft_kv, _ in reversed(drafts) if watches(draft_kv)}
     for T in grid.new_tokens:
-        cell = Cell("decode" if T == 1 else "verify", runner.num_rows, context, T)
+        cell = LatencyCell("decode" if T == 1 else "verify", runner.num_rows, context, T)
         yield target_forward(runner, batch, cell, None, recorder)
         for policy, draft_kv in watching.items() if T > 1 else ():
-            watched = Cell(cell.phase, cell.B, context, T, kv_policy=policy)
+            watched = LatencyCell(cell.phase, cell.B, context, T, kv_policy=policy)
             yield target_forward(runner, batch, watched, draft_kv, recorder)
     for kv, draft_kv, weights in drafts:
         draft_kv.admit(batch.requests)
@@ -235,8 +235,12 @@ def new_ids(runner: ModelRunner, T: int) -> Tensor:
 
 
 def target_forward(
-    runner: ModelRunner, batch: Batch, cell: Cell, watching: DraftKV | None, recorder: Recorder
-) -> Forward:
+    runner: ModelRunner,
+    batch: Batch,
+    cell: LatencyCell,
+    watching: DraftKV | None,
+    recorder: Recorder,
+) -> TimedForward:
     """The target over its full cache; `watching` is shown its attention."""
     ids = new_ids(runner, cell.T)
     held = list(runner.cache.lengths)
@@ -250,12 +254,14 @@ def target_forward(
         return greedy_tokens(runner, logits, sampling)
 
     repeatable = record_work(run, runner, recorder)
-    return Forward(cell, runner, repeatable, lambda: runner.truncate(batch.rows, held), sampling)
+    return TimedForward(
+        cell, runner, repeatable, lambda: runner.truncate(batch.rows, held), sampling
+    )
 
 
 def draft_forward(
     draft_kv: DraftKV, batch: Batch, kv: KVSection, context: int, phase: str, recorder: Recorder
-) -> Forward:
+) -> TimedForward:
     """One draft forward over what the policy has chosen. A `first_draft` comes after a verification
     and makes the choice."""
     runner = draft_kv.runner
@@ -267,7 +273,7 @@ def draft_forward(
     held = draft_kv.lengths(host_rows)
     committed = draft_kv.lengths(rows)
     budget = None if kv.budget == -1 else kv.budget
-    cell = Cell(phase, runner.num_rows, context, 1, budget, kv.policy)
+    cell = LatencyCell(phase, runner.num_rows, context, 1, budget, kv.policy)
 
     def run() -> Tensor:
         # The choice belongs to the lengths that it was made for: new ones make a new choice.
@@ -278,7 +284,9 @@ def draft_forward(
     # What a captured verification showed lies in memory that captures share: it is copied now.
     draft_kv.commit(host_rows, held)
     repeatable = record_work(run, runner, recorder)
-    forward = Forward(cell, runner, repeatable, lambda: draft_kv.rewind(host_rows, held), sampling)
+    forward = TimedForward(
+        cell, runner, repeatable, lambda: draft_kv.rewind(host_rows, held), sampling
+    )
     if is_first and not recorder.captures:
         forward.prepare = lambda: draft_kv.commit(host_rows, held)
     return forward
@@ -296,12 +304,12 @@ def rows_of(batch: Batch, runner: ModelRunner, recorder: Recorder) -> BatchRows:
 
 
 @torch.inference_mode()
-def record_work(run: Callable[[], Tensor], runner: ModelRunner, recorder: Recorder) -> Work:
+def record_work(run: Callable[[], Tensor], runner: ModelRunner, recorder: Recorder) -> RecordedWork:
     return record(recorder, run, [runner.cache.seq_lens], [runner.counts])
 
 
 def check_grid_memory(
-    config: ResolvedConfig, grid: Grid, models: Models, launch: Launch, free: int | None
+    config: ResolvedConfig, grid: LatencyGrid, models: Models, launch: Launch, free: int | None
 ) -> str:
     """The line to print. `config` is resolved. Raises ValueError if the largest cell does not
     fit."""
@@ -315,7 +323,7 @@ def check_grid_memory(
     return room.describe(plan, f" at {flags}")
 
 
-def place_config(config: ResolvedConfig, grid: Grid, B: int, context: int) -> ResolvedConfig:
+def place_config(config: ResolvedConfig, grid: LatencyGrid, B: int, context: int) -> ResolvedConfig:
     """The config of a self-speculative run that verifies the largest number of new tokens at that
     context."""
     return replace(
@@ -332,7 +340,7 @@ def place_config(config: ResolvedConfig, grid: Grid, B: int, context: int) -> Re
 
 
 def plan_place(
-    config: ResolvedConfig, grid: Grid, models: Models, launch: Launch, B: int, context: int
+    config: ResolvedConfig, grid: LatencyGrid, models: Models, launch: Launch, B: int, context: int
 ) -> MemoryPlan:
     """The memory plan of one (B, context). The caches of all drafts exist at the same time. There
     is no prefill that could keep queries."""

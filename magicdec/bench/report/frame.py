@@ -20,7 +20,7 @@ from magicdec.records.performance import SUFFIX, Metrics
 from magicdec.records.record import MeasuredRecord, Record, RunRecord
 from magicdec.records.table import method
 
-Row = dict[str, Any]
+FrameRow = dict[str, Any]
 ROWS_AT_ONCE = 1000  # that are held before they become columns
 SUFFIXES = (".csv", ".parquet")  # of the files that `write_columns` writes
 ENVIRONMENT = "environment."  # begins the names of its columns
@@ -31,7 +31,7 @@ OF_PASSES = ("metrics", "baseline_metrics", "prefill_samples")  # parts of the r
 Columns = dict[str, list[Any]]
 
 
-def columns_of(rows: Iterable[Row]) -> Columns:
+def columns_of(rows: Iterable[FrameRow]) -> Columns:
     """The values of rows by column, with None for what a row lacks. A large table fits in memory as
     columns; few of its rows are held at once."""
     columns = Columns()
@@ -48,21 +48,28 @@ def columns_of(rows: Iterable[Row]) -> Columns:
     return columns
 
 
-def frame_of(rows: Iterable[Row]) -> pd.DataFrame:
+def frame_of(rows: Iterable[FrameRow]) -> pd.DataFrame:
     """The rows as a data frame whose values stay what they are: whole numbers stay whole beside
     None, which also stands for what a row lacks."""
     frame = pd.DataFrame(columns_of(rows), dtype=object)
     return frame.where(frame.notna(), None)
 
 
-def flat_rows(number: int, source: str, record: Record, has_settings: bool = True) -> Iterator[Row]:
+def flat_rows(
+    number: int, source: str, record: Record, has_settings: bool = True
+) -> Iterator[FrameRow]:
     """The rows of one record of any kind: of a run the baseline first, if it has metrics, and then
     the requested strategy; of others their one pass, or each forward or prediction. There is a
     column for each plain value; samples and single requests are left out. Metrics have the names
     of their fields, and `_low` and `_high` after the names of intervals. `number` counts the
     records and is the same in all rows of one. Without settings, of the parts of a record there is
     its environment alone."""
-    head: Row = {"kind": record.kind, "record": number, "file": source, "status": record.status}
+    head: FrameRow = {
+        "kind": record.kind,
+        "record": number,
+        "file": source,
+        "status": record.status,
+    }
     head |= {"error": None, "command": None}
     if isinstance(record, MeasuredRecord):
         head["command"] = command_of(record.environment)
@@ -92,7 +99,7 @@ def flat_rows(number: int, source: str, record: Record, has_settings: bool = Tru
         yield head | {"pass": values.get("name")} | metric_row(part, type(part))
 
 
-def report_rows(number: int, source: str, record: Record) -> Iterator[Row]:
+def report_rows(number: int, source: str, record: Record) -> Iterator[FrameRow]:
     """What a report keeps of a record: its flat rows, and in them what figures are about, by the
     names of the settings of a run. `number` counts the records of a report from 1. A pass that
     served requests has the record itself in the column `object`."""
@@ -111,7 +118,7 @@ def report_rows(number: int, source: str, record: Record) -> Iterator[Row]:
         yield row
 
 
-def _about_run(record: RunRecord, name: str) -> Row:
+def _about_run(record: RunRecord, name: str) -> FrameRow:
     """The settings of a run and its methods. The row of the requested strategy `is_run`."""
     values = settings(record)
     baseline = record.baseline_metrics
@@ -128,7 +135,7 @@ def _about_run(record: RunRecord, name: str) -> Row:
     }
 
 
-def _about_service(record: Record, row: Row) -> Row:
+def _about_service(record: Record, row: FrameRow) -> FrameRow:
     """The names that a run has for the settings of a pass that served requests."""
     gpu = row[f"{ENVIRONMENT}gpu"]
     cpu = row[f"{ENVIRONMENT}cpu"]
@@ -143,7 +150,7 @@ def _about_service(record: Record, row: Row) -> Row:
     }
 
 
-def _prefixed(prefix: str, values: Row) -> Iterable[tuple[str, Any]]:
+def _prefixed(prefix: str, values: FrameRow) -> Iterable[tuple[str, Any]]:
     return zip(_prefixed_names(prefix, tuple(values)), values.values(), strict=True)
 
 
@@ -152,10 +159,10 @@ def _prefixed_names(prefix: str, names: tuple[str, ...]) -> list[str]:
     return [f"{prefix}{name}" for name in names]
 
 
-def metric_row(metrics: RecordPart | None, kind: Any) -> Row:
+def metric_row(metrics: RecordPart | None, kind: Any) -> FrameRow:
     """One column for each metric of `kind`, two for the ends of an interval, and one for each value
     of a part inside. Without metrics, all are None."""
-    row = Row()
+    row = FrameRow()
     values = {} if metrics is None else vars(metrics)
     for name, ends in _columns(kind):
         value = values.get(name)

@@ -18,7 +18,7 @@ from magicdec.records.fields import described_fields
 from magicdec.records.performance import SUFFIX, Metrics
 from magicdec.records.record import RunRecord
 
-Setting = str | int | float | bool | None
+SettingValue = str | int | float | bool | None
 
 
 SETTINGS = (
@@ -29,7 +29,7 @@ SETTINGS = (
 )
 
 
-def settings(record: RunRecord) -> dict[str, Setting]:
+def settings(record: RunRecord) -> dict[str, SettingValue]:
     """The settings of a run, which `SETTINGS` names in order, by the names of their flags; None
     where they mean nothing."""
     config = record.config
@@ -66,7 +66,7 @@ def settings(record: RunRecord) -> dict[str, Setting]:
     }
 
 
-def rank(value: Setting) -> tuple[bool, float, str]:
+def rank(value: SettingValue) -> tuple[bool, float, str]:
     """Orders numbers before text, and numbers by size."""
     is_number = isinstance(value, int | float)
     return not is_number, float(value) if is_number else 0.0, str(value)  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def _command(argv: tuple[str, ...], world_size: int) -> str:
     return f"{command} {shlex.join(flags)}".rstrip()
 
 
-Row = dict[str, Any]
+ListingRow = dict[str, Any]
 NARROW = 80  # columns of a text table that is written to a file or a pipe
 OF_DRAFT = ("draft_ranks", "draft_dtype")
 TEXT_COLUMNS = ("model", "draft_model", "drafter", "draft_weights", "kv_policy", "device", "status")
@@ -141,7 +141,7 @@ class Listing:
     are shown as they are."""
 
     columns: Sequence[str]
-    rows: list[Row]
+    rows: list[ListingRow]
     is_chosen: bool = False
 
     def table(self, form: str) -> Table:
@@ -223,7 +223,7 @@ class Listing:
         return keys
 
 
-def _own_dtype(row: Row) -> Row:
+def _own_dtype(row: ListingRow) -> ListingRow:
     """The dtype of the weights if it is not that of the activations."""
     return {"target_dtype": None if row["target_dtype"] == row["dtype"] else row["target_dtype"]}
 
@@ -238,7 +238,7 @@ def list_records(
     `columns` are shown in place of the usual ones. `sort_by` has the columns by which rows are
     sorted, the first one first; rows without a value come last."""
     metrics = tuple(dict.fromkeys((*METRICS, *filter(DESCRIBED.get, (*columns, *sort_by)))))
-    rows = list[Row]()
+    rows = list[ListingRow]()
     studies = list[str]()
     for r in records:
         values = {name: getattr(r.metrics, name, None) for name in metrics}
@@ -255,9 +255,9 @@ def list_records(
     return Listing(columns or usual, rows, bool(columns))
 
 
-def _intervals(metrics: Metrics | None, names: Iterable[str]) -> Row:
+def _intervals(metrics: Metrics | None, names: Iterable[str]) -> ListingRow:
     """The ends of the interval of each of these metrics that can have one."""
-    row: Row = {}
+    row: ListingRow = {}
     for name in names:
         if hasattr(Metrics, f"{name}{SUFFIX}"):
             low, high = getattr(metrics, f"{name}{SUFFIX}", None) or (None, None)
@@ -271,7 +271,7 @@ def _study_of(record: RunRecord) -> str:
     return command if command.startswith("magicdec sweep ") else ""
 
 
-def _by_study(rows: Sequence[Row], studies: Sequence[str]) -> list[Row]:
+def _by_study(rows: Sequence[ListingRow], studies: Sequence[str]) -> list[ListingRow]:
     """A study goes through its runs in a random order (`bench/study/plan.py`). Here they stand
     where the first of them stands, in the order of their settings: numbers by size, and names as
     the command has them."""
@@ -296,7 +296,7 @@ def _label(key: str) -> str:
     return f"{LABELS[metric]}, 95 % interval" if metric != key else LABELS.get(key, key)
 
 
-def _cell(key: str, row: Row) -> str:
+def _cell(key: str, row: ListingRow) -> str:
     """The text of a cell: a metric as the table of its run shows it, and an interval with both of
     its ends."""
     metric = key.removesuffix(SUFFIX)
@@ -310,7 +310,7 @@ def _cell(key: str, row: Row) -> str:
     return DESCRIBED[key].show(value) if key in DESCRIBED else str(value)
 
 
-def _narrow_cell(key: str, row: Row) -> str:
+def _narrow_cell(key: str, row: ListingRow) -> str:
     """The same in fewer characters: without unit and separators, and half of the interval behind
     those metrics for which there is room."""
     value = row[key]

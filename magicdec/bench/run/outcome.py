@@ -33,7 +33,7 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredRun:
     """The measurements of a run, for all ranks together. The last pass is the requested strategy.
     If the baseline was decoded too, it comes before that."""
 
@@ -53,7 +53,7 @@ class Measured:
 
 
 def make_record(
-    prepared: Prepared, measured: Measured, correctness: Correctness, environment: Environment
+    prepared: Prepared, measured: MeasuredRun, correctness: Correctness, environment: Environment
 ) -> RunRecord:
     """The record of a run. It has metrics only if the check of the tokens passed."""
     strategy = measured.strategy

@@ -19,7 +19,7 @@ from magicdec.bench.run.check import WIDER, Replays, check_outputs, uncompared
 from magicdec.bench.run.forwards import measure_forwards
 from magicdec.bench.run.judgement import judge_again
 from magicdec.bench.run.outcome import (
-    Measured,
+    MeasuredRun,
     Outcome,
     make_record,
 )
@@ -366,7 +366,7 @@ class Run:
             calibration_s = (self.draft_length.calibration_s or 0.0) - calibrated_s
         samples.observe_begin(seconds, calibration_s, self.draft is not None and name != BASELINE)
 
-    def merged(self, memory: MemoryTaken, num_batches: int | None = None) -> Measured:
+    def merged(self, memory: MemoryTaken, num_batches: int | None = None) -> MeasuredRun:
         """The measurements from which the record is made: those of the first batches, or of
         all."""
         batches = {name: each[:num_batches] for name, each in self.measured.items()}
@@ -381,7 +381,7 @@ class Run:
         prefill = PrefillSamples(prefill_ms=[], ttft_ms=[], num_tokens=[])
         for prefilled in self.prefilled[:num_batches]:
             prefill.observe(prefilled.snapshots, prefilled.seconds)
-        return Measured(samples, finished, prefill, memory)
+        return MeasuredRun(samples, finished, prefill, memory)
 
     @property
     def is_compared(self) -> bool:
@@ -390,7 +390,7 @@ class Run:
         distribution."""
         return BASELINE in self.passes[:-1] and self.config.sampling.temperature == 0
 
-    def check(self, measured: Measured, is_whole: bool = True) -> Correctness:
+    def check(self, measured: MeasuredRun, is_whole: bool = True) -> Correctness:
         """Compare the tokens of the requested strategy with those of the baseline of this run, and
         judge its steps and, if the last batch `is_whole`, its forwards. Those of a counted run are
         not measured: it may have no baseline of its own, and every step of it is compared with an

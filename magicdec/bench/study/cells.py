@@ -26,7 +26,7 @@ from magicdec.setup.prepare import Prepared, ResolvedRun, SetupCache, complete, 
 
 
 @dataclass(frozen=True)
-class Cell:
+class StudyCell:
     """One run of a study. `prepared` is None if it was refused, for the reason in `refusal`.
     `names` has a `name_of` for each way in which the study writes it."""
 
@@ -68,11 +68,11 @@ def config_key(config: dict[str, Any]) -> str:
     return json.dumps(sections, sort_keys=True)
 
 
-def make_cells(configs: Iterable[RunConfig], launch: Launch) -> list[Cell]:
+def make_cells(configs: Iterable[RunConfig], launch: Launch) -> list[StudyCell]:
     """The cells, each once. Raises ValueError for what keeps a cell from having a resolved config,
     such as a model that does not exist."""
     cache = SetupCache()
-    cells = dict[str, Cell]()
+    cells = dict[str, StudyCell]()
     for config in configs:
         resolved = find(config, launch, cache)
         try:
@@ -83,7 +83,7 @@ def make_cells(configs: Iterable[RunConfig], launch: Launch) -> list[Cell]:
         except ValueError as error:
             prepared = None
             refusal = " ".join(str(error).split())
-        cell = Cell(resolved, (name_of(config),), prepared, refusal)
+        cell = StudyCell(resolved, (name_of(config),), prepared, refusal)
         known = cells.get(cell.key)
         cells[cell.key] = replace(known, names=known.names + cell.names) if known else cell
     return list(cells.values())

@@ -13,7 +13,7 @@ from statistics import median
 from magicdec.bench.run.resident import Resident
 from magicdec.bench.run.run import execute_in
 from magicdec.bench.run.together import SLOWEST, Together
-from magicdec.bench.study.cells import Cell
+from magicdec.bench.study.cells import StudyCell
 from magicdec.bench.study.plan import grouped
 from magicdec.bench.study.progress import PassProgress
 from magicdec.config.run_config import RunConfig
@@ -47,7 +47,7 @@ class Found:
 
 
 @dataclass(frozen=True)
-class Rates:
+class BaselineTimes:
     """Seconds of a prompt token in prefill and of a step without drafts."""
 
     prefill_s: float
@@ -70,7 +70,7 @@ class DraftTrials:
         self.sessions = Sessions()
         self.resident: Resident | None = None
 
-    def trial(self, config: RunConfig) -> Rates:
+    def trial(self, config: RunConfig) -> BaselineTimes:
         """The rates of a short run without drafts, on the first rank."""
         w = replace(
             config.workload,
@@ -89,11 +89,11 @@ class DraftTrials:
         assert record.samples is not None and record.prefill_samples is not None
         prefill = record.prefill_samples
         (steps_ms,) = record.samples[BASELINE].step_ms
-        rates = Rates(
+        rates = BaselineTimes(
             prefill.prefill_ms[0] / 1e3 / prefill.num_tokens[0],
             median(steps_ms or [0.0]) / 1e3,
         )
-        return session.groups.target.all_gather_values(rates, Rates)[0]
+        return session.groups.target.all_gather_values(rates, BaselineTimes)[0]
 
     def measure(self, configs: Mapping[str, RunConfig]) -> Found:
         """Measure the drafts, by their names. Raises ValueError if none of them can run."""
@@ -146,7 +146,7 @@ class DraftTrials:
     def _groups(self, prepared: Mapping[str, Prepared]) -> list[dict[str, Prepared]]:
         """The runs that are measured together: with the same state after prefill, and, where the
         memory has no room for all drafts at once, with the same draft."""
-        cells = [Cell(each, (name,), each) for name, each in prepared.items()]
+        cells = [StudyCell(each, (name,), each) for name, each in prepared.items()]
         groups = grouped(cells, lambda cell: (cell.model_key, cell.prompts_key))
         parts = [
             part
@@ -160,13 +160,13 @@ def group_batches(group: Mapping[str, Prepared]) -> int:
     return next(iter(group.values())).config.workload.num_batches
 
 
-def draft_of(cell: Cell) -> object:
+def draft_of(cell: StudyCell) -> object:
     """Equal for runs whose drafts need the same weights."""
     config = cell.resolved.config
     return config.low_bit, None if config.draft is None else config.draft.model
 
 
-def has_room(cells: Sequence[Cell]) -> bool:
+def has_room(cells: Sequence[StudyCell]) -> bool:
     """Whether the free memory has room for the drafts of all these runs beside one target."""
     assert cells[0].prepared is not None
     free = cells[0].prepared.free
@@ -183,7 +183,11 @@ def has_room(cells: Sequence[Cell]) -> bool:
 
 
 def fitting(
-    asked: WorkloadSection, fixed: frozenset[str], rates: Rates, num_drafts: int, seconds: float
+    asked: WorkloadSection,
+    fixed: frozenset[str],
+    rates: BaselineTimes,
+    num_drafts: int,
+    seconds: float,
 ) -> WorkloadSection:
     """The largest workload, of at most what was asked for, that is expected to end in so many
     seconds; the smallest one if none is. The settings in `fixed` stay."""

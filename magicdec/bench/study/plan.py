@@ -21,7 +21,7 @@ from typing import TypeVar
 
 from magicdec.bench.run.resident import CacheDemand
 from magicdec.bench.study.cells import (
-    Cell,
+    StudyCell,
     config_key,
     file_of,
     make_cells,
@@ -43,7 +43,7 @@ class StudyPlan:
     """`order` has every run of the study, those included that are done. `todo` are their numbers
     that are left."""
 
-    order: list[Cell]
+    order: list[StudyCell]
     todo: list[int]
     rooms: dict[str, CacheDemand]  # of the caches, by the key of the cell
     files: dict[str, list[Path]]  # to which its records are appended, by the key of the cell
@@ -85,10 +85,10 @@ def make_plan(
     return StudyPlan([agreed[cell.key] for cell in order], facts[0]["todo"], rooms, files)
 
 
-def in_order(cells: Sequence[Cell], settings: Settings) -> list[Cell]:
+def in_order(cells: Sequence[StudyCell], settings: Settings) -> list[StudyCell]:
     """Every cell as often as it is to be repeated, in as many rounds."""
     rng = random.Random(settings.order_seed)
-    order = list[Cell]()
+    order = list[StudyCell]()
     for _ in range(settings.repeats):
         models = grouped(cells, lambda c: c.model_key)
         rng.shuffle(models)
@@ -108,7 +108,9 @@ def grouped(cells: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
     return list(groups.values())
 
 
-def left(order: Sequence[Cell], records: Sequence[RunRecord], retries_failed: bool) -> list[int]:
+def left(
+    order: Sequence[StudyCell], records: Sequence[RunRecord], retries_failed: bool
+) -> list[int]:
     """The numbers of the runs that have not run to their end. Of equal ones, the first count as
     done. A failure is an end, unless it is to be tried again."""
     done = Counter(config_key(r.config) for r in records if is_done(r, retries_failed))
@@ -125,7 +127,7 @@ def is_done(record: RunRecord, retries_failed: bool) -> bool:
     return not (retries_failed and record.status == "failed")
 
 
-def make_rooms(cells: Sequence[Cell]) -> dict[str, CacheDemand]:
+def make_rooms(cells: Sequence[StudyCell]) -> dict[str, CacheDemand]:
     """The room of the caches while each cell runs, by the key of the cell. Every batch keeps its
     cache where the memory has room for that; otherwise batches take turns in one."""
     rooms = dict[str, CacheDemand]()
@@ -137,7 +139,7 @@ def make_rooms(cells: Sequence[Cell]) -> dict[str, CacheDemand]:
     return rooms
 
 
-def has_room(cell: Cell) -> bool:
+def has_room(cell: StudyCell) -> bool:
     """Whether the free memory has room for a cache of each batch."""
     assert cell.prepared is not None, "only cells that can run are planned"
     free = cell.prepared.free

@@ -13,7 +13,7 @@ from pathlib import Path
 from magicdec.bench.run.outcome import unfinished_record
 from magicdec.bench.run.resident import Resident
 from magicdec.bench.run.run import execute_in
-from magicdec.bench.study.cells import Cell
+from magicdec.bench.study.cells import StudyCell
 from magicdec.bench.study.plan import StudyPlan
 from magicdec.bench.study.progress import StudyProgress, say
 from magicdec.bench.study.study import Settings
@@ -56,7 +56,7 @@ class Sweep:
             self.records.append(record)
         close_groups()
 
-    def run_cell(self, cell: Cell, session: RankSession) -> RunRecord:
+    def run_cell(self, cell: StudyCell, session: RankSession) -> RunRecord:
         """The record of a cell. With one rank, a failure is a record and nothing of it stays; with
         several, whose states may differ after it, the exception ends the study."""
         assert cell.prepared is not None
@@ -75,11 +75,11 @@ class Sweep:
                 raise
             return record
 
-    def append(self, cell: Cell, record: RunRecord) -> None:
+    def append(self, cell: StudyCell, record: RunRecord) -> None:
         for path in self.plan.files[cell.key]:
             append_record(path, record)
 
-    def failed(self, cell: Cell, error: str) -> RunRecord:
+    def failed(self, cell: StudyCell, error: str) -> RunRecord:
         """The record of a cell that did not run to its end."""
         config = cell.resolved.config
         now = datetime.datetime.now(datetime.UTC)

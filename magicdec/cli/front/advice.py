@@ -23,7 +23,7 @@ LONGEST = 16  # the plan looks at contexts of up to so many times the measured o
 
 
 @dataclass(frozen=True)
-class Measured:
+class MeasuredDraft:
     """A short run with a draft: the flags that name it, and its net speedup over decoding without
     one. `interval` is its interval, which holds with 95 % for all `num_drafts` that were tried, of
     which this is the best; None if the run had too few batches. `predicted` is the plan's net
@@ -36,7 +36,7 @@ class Measured:
     num_drafts: int = 1
 
 
-def describe_advice(best: Measured, place: str, expectation: str) -> str:
+def describe_advice(best: MeasuredDraft, place: str, expectation: str) -> str:
     """Whether speculation pays, with which draft, what the plan expects of other contexts, and how
     sure that is. `place` says where it was measured, such as `B 4 and 2048 tokens of context`."""
     verdict = "pays here"
@@ -57,7 +57,7 @@ def describe_advice(best: Measured, place: str, expectation: str) -> str:
     )
 
 
-def _how_sure(best: Measured) -> str:
+def _how_sure(best: MeasuredDraft) -> str:
     if best.interval is None:
         return "unsure, because so few batches have no interval: give --num_batches 3 or more"
     if best.interval[0] <= 1 <= best.interval[1]:
@@ -101,7 +101,7 @@ def find_advice(
     ratios = record.metrics.net_speedup_per_batch or ()
     num_drafts = len(records)
     interval = ratio_interval(ratios, 1 - (1 - LEVEL) / num_drafts)
-    best = Measured(flags, net_speedup(record), interval, predicted, num_drafts)
+    best = MeasuredDraft(flags, net_speedup(record), interval, predicted, num_drafts)
     place = f"B {args.B} and {args.prefix_len} tokens of context"
     sentence = describe_advice(best, place, "" if plan is None else expectation_of(plan, args))
     drafts = shlex.split(flags) if best.speedup > 1 else ["--draft", NONE]

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from magicdec.cli.flags import LoneCommand
-from magicdec.cli.parsing.parser import Values
+from magicdec.cli.parsing.parser import ParsedValues
 from magicdec.config.sections import OutputSection
 from magicdec.config.setting import same, setting
 from magicdec.distributed.ranks import is_launched
@@ -29,7 +29,7 @@ WRITTEN = Path("results/reproduce")
 
 
 @dataclass(frozen=True)
-class TableSection:
+class PublishedTableSection:
     """The published table, and what is done with it."""
 
     table: str | None = setting(
@@ -53,12 +53,12 @@ class TableSection:
             raise ValueError(f"name a table; choose from {', '.join(TABLES)}")
 
 
-def reproduce(values: Values) -> int:
+def reproduce(values: ParsedValues) -> int:
     """Do what the flags say. Returns the exit code. Raises ValueError for what cannot be, if a file
     cannot be read or written, or if there are too few GPUs."""
     if is_launched():
         raise ValueError("reproduce starts the ranks itself; start it without torchrun")
-    args = values[TableSection]
+    args = values[PublishedTableSection]
     if args.table is None or args.predict or args.commands:
         values.refuse_given(["table.out"], "nothing runs")
     from magicdec.predict.published_table import PublishedTable, print_tables
@@ -105,5 +105,5 @@ main = LoneCommand(
     "Compare a published table with predictions and with runs, and write the comparison to its CSV "
     "file. Without --demo, --predict or --commands it runs at the published size, which needs GPUs "
     "like the published ones. Without a table it lists the tables.",
-    {"table": TableSection()},
+    {"table": PublishedTableSection()},
 )

@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from magicdec.cli.parsing.parser import ConfigFile, Values
+from magicdec.cli.parsing.parser import ConfigFile, ParsedValues
 from magicdec.config.capabilities import policy_called, policy_name
 from magicdec.config.run_config import RunConfig
 from magicdec.distributed.groups import read_launch
@@ -22,7 +22,7 @@ OF_DRAFTING = tuple(
 OF_EVERY_POLICY = ("policy", "budget")
 
 
-def refuse_ignored(config: RunConfig, values: Values, used: Sequence[str] = ()) -> None:
+def refuse_ignored(config: RunConfig, values: ParsedValues, used: Sequence[str] = ()) -> None:
     """Raises ValueError for a flag on the command line that would do nothing in a run of `config`.
     If it is in a file, say so. `used` names settings that the command uses in any case."""
     launch = read_launch()

@@ -1,7 +1,8 @@
 """Parser: the argparse parser of every command, made from sections of settings. It raises errors
 instead of exiting, has help in two levels, and reads flags from a TOML file too. Imports no torch.
 
-`Values` is what it read: the sections with the user's values, and which settings the user gave.
+`ParsedValues` is what it read: the sections with the user's values, and which settings the user
+gave.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from magicdec.config.toml_file import TomlFile
 from magicdec.distributed.groups import read_launch
 from magicdec.names import most_like
 
-Section = TypeVar("Section")
+SectionType = TypeVar("SectionType")
 
 
 @dataclass(frozen=True)
@@ -30,7 +31,7 @@ class ConfigFile:
 
 
 @dataclass(frozen=True)
-class Values:
+class ParsedValues:
     """`sections` by name. A setting is named by its section and its field, such as `kv.budget`:
     `typed` are those of the command line, `filed` those of the file of `--config`."""
 
@@ -39,7 +40,7 @@ class Values:
     filed: frozenset[str]
     settings: Mapping[str, Declared]
 
-    def __getitem__(self, kind: type[Section]) -> Section:
+    def __getitem__(self, kind: type[SectionType]) -> SectionType:
         """The section of that type."""
         return next(each for each in self.sections.values() if type(each) is kind)
 
@@ -154,7 +155,7 @@ class Parser(argparse.ArgumentParser):
     def format_help_all(self) -> str:
         return super().format_help()
 
-    def read(self, words: Sequence[str], defaults: Mapping[str, Any] | None = None) -> Values:
+    def read(self, words: Sequence[str], defaults: Mapping[str, Any] | None = None) -> ParsedValues:
         """The sections with the values of the command line and of the file of `--config`. The user
         wrote `defaults` elsewhere: values by the spellings of flags without dashes. Raises
         ValueError, one line, for a flag that does not exist, with the name that is most like it,
@@ -173,7 +174,7 @@ class Parser(argparse.ArgumentParser):
                 section(**own) if isinstance(section, type) else replace(section, **own)
             )
         given = frozenset(filed) | frozenset(others)
-        return Values(sections, frozenset(typed), given, self.settings)
+        return ParsedValues(sections, frozenset(typed), given, self.settings)
 
     def _parse(self, words: Sequence[str]) -> dict[str, Any]:
         """The texts that the command line gives, by the names of settings."""

@@ -36,7 +36,7 @@ SPACING = 2  # between the tokens of two positions: a wrong candidate is a token
 
 
 @dataclass(frozen=True)
-class Machine:
+class SimulatedMachine:
     """A run of n rows keeps stage i busy for `stage_s[i]`, and for a share `row_cost` of it more
     with each row after the first. A message occupies its link for its bytes over `bytes_per_s`, and
     arrives `link_s` later."""
@@ -68,9 +68,9 @@ class Cluster:
     model_s: float
     num_layers: int
     all_reduce_s: float
-    base: Machine  # links, drafter and costs of rows; its stages are not used
+    base: SimulatedMachine  # links, drafter and costs of rows; its stages are not used
 
-    def machine(self, nodes: int, stages: int) -> Machine:
+    def machine(self, nodes: int, stages: int) -> SimulatedMachine:
         """The stages get equal numbers of layers, the first ones one more if they do not divide."""
         each, rest = divmod(self.num_layers, stages)
         width = nodes // stages
@@ -92,7 +92,7 @@ def divisions(
 
 
 @dataclass(eq=False)
-class Flight:
+class SimulatedRun:
     """A run under way. The lists have one value for each stage."""
 
     launch: RunLaunch
@@ -108,12 +108,12 @@ class Flight:
 
 
 class Pipeline:
-    def __init__(self, machine: Machine, returns_hidden_states: bool = False) -> None:
+    def __init__(self, machine: SimulatedMachine, returns_hidden_states: bool = False) -> None:
         """`returns_hidden_states`: the first stage owns the head, as in a recurrent ring."""
         self.machine = machine
         self.output_bytes = machine.row_bytes if returns_hidden_states else RESULT_BYTES
-        self.in_flight: deque[Flight] = deque()
-        self._last_home: Flight | None = None
+        self.in_flight: deque[SimulatedRun] = deque()
+        self._last_home: SimulatedRun | None = None
         self._busy_s = cache(machine.busy_s)  # runs of as many rows repeat
 
     @property
@@ -122,7 +122,7 @@ class Pipeline:
         return self.in_flight[0].home_s if self.in_flight else math.inf
 
     def launch(self, now_s: float, launch: RunLaunch, is_prompt: bool) -> None:
-        flight = Flight(launch, now_s, is_prompt)
+        flight = SimulatedRun(launch, now_s, is_prompt)
         self._compute(flight, self.in_flight[-1] if self.in_flight else self._last_home)
         self.in_flight.append(flight)
 
@@ -139,12 +139,12 @@ class Pipeline:
                 self._compute(flight, before)
             before = flight
 
-    def collect(self) -> Flight:
+    def collect(self) -> SimulatedRun:
         """The oldest run, which has come home."""
         self._last_home = self.in_flight.popleft()
         return self._last_home
 
-    def _compute(self, flight: Flight, before: Flight | None) -> None:
+    def _compute(self, flight: SimulatedRun, before: SimulatedRun | None) -> None:
         """The times of a run at every stage, given those of the run before it."""
         machine = self.machine
         launch = flight.launch
@@ -195,7 +195,7 @@ class TextModels:
 
     is_right: Sequence[Sequence[bool]]
 
-    def home(self, flight: Flight) -> Sequence[int] | None:
+    def home(self, flight: SimulatedRun) -> Sequence[int] | None:
         """The predictions of a run that has come home, as if each row stood on the target's text:
         what stands elsewhere is never committed. None if a stage skipped the run."""
         launch = flight.launch
@@ -212,10 +212,10 @@ class TextModels:
 
 
 @dataclass
-class Trace:
+class SimulationTrace:
     """What happened, in order of time."""
 
-    flights: list[Flight] = field(default_factory=list)
+    flights: list[SimulatedRun] = field(default_factory=list)
     commits: list[tuple[float, Commit]] = field(default_factory=list)
     drafts: list[tuple[float, float]] = field(default_factory=list)  # begin and end of the steps
     cancelled: set[int] = field(default_factory=set)
@@ -226,7 +226,7 @@ class Trace:
 class Simulation:
     def __init__(
         self,
-        machine: Machine,
+        machine: SimulatedMachine,
         scheduler: PipelinedScheduler,
         models: TextModels,
         is_ring: bool = False,
@@ -235,12 +235,14 @@ class Simulation:
         self.scheduler = scheduler
         self.models = models
         self.pipeline = Pipeline(machine, is_ring)
-        self.trace = Trace()
+        self.trace = SimulationTrace()
         self._now_s = 0.0
         self._draft: DraftAction | None = None
         self._draft_s = math.inf
 
-    def run(self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos: int = -1) -> Trace:
+    def run(
+        self, prompts: Sequence[Sequence[int]], max_new_tokens: int, eos: int = -1
+    ) -> SimulationTrace:
         """All prompts arrive at time 0. Returns when every run has come home."""
         for prompt in prompts:
             _, actions = self.scheduler.submit(prompt, max_new_tokens, (eos,))

@@ -44,7 +44,7 @@ from magicdec.records.table import verdict_of
 
 
 @dataclass(frozen=True)
-class Pair:
+class PairedCounts:
     """The counts of one thing in two records, prompt by prompt."""
 
     before: PromptCounts
@@ -146,7 +146,7 @@ class Change:
         return text
 
 
-def pair_of(new: RunRecord, old: RunRecord) -> Pair:
+def pair_of(new: RunRecord, old: RunRecord) -> PairedCounts:
     """Raises ValueError if a record has no samples, or none of what its drafts were."""
     before = samples_of(old, "baseline")
     after = samples_of(new, "new record")
@@ -156,7 +156,7 @@ def pair_of(new: RunRecord, old: RunRecord) -> Pair:
     # Another text may be easier or harder to draft for, as another prompt may be.
     between = float(np.nanvar(counts[0].rates, ddof=1)) if len(is_other) > 1 else 0.0
     errors = np.sqrt(rate_variances(before) + rate_variances(after) + is_other * between)
-    return Pair(*counts, int(is_other.sum()), errors)
+    return PairedCounts(*counts, int(is_other.sum()), errors)
 
 
 def rate_variances(samples: PassSamples) -> Array:
@@ -179,7 +179,7 @@ def samples_of(record: RunRecord, name: str) -> PassSamples:
     return record.samples[record.config["decoding"]["strategy"]].restored()
 
 
-def change_of(pair: Pair, level: float = LEVEL) -> Change:
+def change_of(pair: PairedCounts, level: float = LEVEL) -> Change:
     """The change of a pair, with its interval at that level."""
     ratios = pair.log_ratios()  # the first is of all prompts
     mean = float(ratios[0])
@@ -257,7 +257,7 @@ class Match:
     """A new record and a baseline of the same thing under the same conditions."""
 
     name: str
-    pair: Pair
+    pair: PairedCounts
     new: RunRecord
     old: RunRecord
 

@@ -104,7 +104,7 @@ def library(head_size: int) -> ctypes.CDLL:
 
 
 @dataclass(eq=False)
-class Forward:
+class NativeForward:
     """A forward of `rows`, which have the same number of new tokens. It is computed by itself or
     together with others. `x` are token ids [B, T] or hidden states [B, T, hidden], which are
     appended to the cache. The logits or hidden states of the last `num_outputs` tokens of each row
@@ -154,13 +154,13 @@ class Executor:
         )
 
     @staticmethod
-    def serves(forward: Forward) -> bool:
+    def serves(forward: NativeForward) -> bool:
         """Whether it can be computed here. A chunk of a prompt whose queries are watched is
         computed layer by layer, because here they would be kept of all layers."""
         return forward.watch_queries is None or forward.view.num_new < PREFILL_FROM
 
     def forward(
-        self, forwards: Sequence[Forward], offsets: Tensor | None
+        self, forwards: Sequence[NativeForward], offsets: Tensor | None
     ) -> tuple[list[int], bool]:
         """Compute `forwards`, which have other rows each, in one call. Linear layers read their
         weights once for all of them, and every token has the bits that it has in a forward of its

@@ -16,7 +16,7 @@ import torch
 from magicdec.config.sections import MOST_DRAFT_TOKENS
 from magicdec.runner.request import Batch
 from magicdec.runner.sampling.model_tokens import Proposal
-from magicdec.speculation.steps.steps import Steps
+from magicdec.speculation.steps.steps import DecodeSteps
 
 REPEATS = 2  # the faster one counts, so that one disturbance does no harm
 LONGER_DRAFT = 3  # tokens of the longer of the two drafts that are timed
@@ -24,7 +24,7 @@ LONGER_DRAFT = 3  # tokens of the longer of the two drafts that are timed
 
 @torch.inference_mode()
 def measure_steps(
-    steps: Steps, batch: Batch, cached: Sequence[int], most_draft_tokens: int
+    steps: DecodeSteps, batch: Batch, cached: Sequence[int], most_draft_tokens: int
 ) -> list[float]:
     """Seconds of a step of `batch` with 0, 1, ..., most draft tokens. `cached` are the cached
     lengths of its rows.
@@ -56,7 +56,7 @@ def measure_steps(
 
 
 def _measure(
-    steps: Steps, batch: Batch, cached: Sequence[int], most_draft_tokens: int
+    steps: DecodeSteps, batch: Batch, cached: Sequence[int], most_draft_tokens: int
 ) -> dict[str, dict[int, float]]:
     """The least seconds of each kind of work, by its number of draft tokens."""
     seconds: dict[str, dict[int, float]] = defaultdict(dict)

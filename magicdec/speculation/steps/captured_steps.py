@@ -18,14 +18,14 @@ from magicdec.runner.model_runner import ModelRunner
 from magicdec.runner.request import Batch
 from magicdec.runner.sampling.model_tokens import Proposal
 from magicdec.speculation.drafter import Drafter, DraftShape
-from magicdec.speculation.steps.recorder import Recorder, Work, record
-from magicdec.speculation.steps.steps import Steps, Verification
+from magicdec.speculation.steps.recorder import RecordedWork, Recorder, record
+from magicdec.speculation.steps.steps import DecodeSteps, PendingVerification
 from magicdec.speculation.steps.strategy import Phase
 from magicdec.speculation.steps.witness import Witness
 
 MOST_CAPTURED = 16  # sets of rows whose captured steps are kept
 
-Works = dict[tuple[str, int, int], Work]
+Works = dict[tuple[str, int, int], RecordedWork]
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class SeenLogits:
         shape = len(kept), 1 + most_drafts, runner.model.width_out
         return cls(kept, index, runner.cache.k.new_zeros(shape))
 
-    def take(self, verification: Verification) -> None:
+    def take(self, verification: PendingVerification) -> None:
         logits = verification.logits()
         self.logits[:, : logits.shape[1]].copy_(logits[self.index])
 
@@ -56,7 +56,7 @@ class SeenLogits:
         return self.logits[[self.rows.index(row) for row in rows], :num_tokens]
 
 
-class CapturedSteps(Steps):
+class CapturedSteps(DecodeSteps):
     """Rows that have ended stay in the batch until the next batch is admitted. They are still
     computed, but read nothing of their context. If requests join and leave a running batch
     (`is_in_flight`), the memory of such a row may be another's already. Steps are then captured for
@@ -83,8 +83,8 @@ class CapturedSteps(Steps):
 
     @torch.inference_mode()
     def admit(self, batch: Batch, draft_lengths: Sequence[int]) -> None:
-        """As `Steps.admit`. All steps are captured now. Each runs once before that, and what it
-        changed is undone."""
+        """As `DecodeSteps.admit`. All steps are captured now. Each runs once before that, and what
+        it changed is undone."""
         before = self._runners
         self._find_runners(draft_lengths)
         if list(map(id, before)) != list(map(id, self._runners)):
@@ -147,7 +147,7 @@ class CapturedSteps(Steps):
             target.copy_(proposal.probabilities)
         return proposal.ids
 
-    def _work(self, kind: str, count: int, pending: int) -> Work:
+    def _work(self, kind: str, count: int, pending: int) -> RecordedWork:
         """One captured part of a step. It is captured when it is first needed."""
         key = kind, count, pending
         if key not in self._works:

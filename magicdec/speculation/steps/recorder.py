@@ -19,7 +19,7 @@ from torch import Tensor
 from magicdec.config.sections import DecodingSection
 from magicdec.kv.forward_counts import ForwardCounts
 
-Work = Callable[[], Tensor]
+RecordedWork = Callable[[], Tensor]
 
 
 class Recorder(Protocol):
@@ -27,7 +27,7 @@ class Recorder(Protocol):
     def captures(self) -> bool:
         """Whether the host's code runs only while it is captured, and not in a replay."""
 
-    def record(self, work: Work) -> Work:
+    def record(self, work: RecordedWork) -> RecordedWork:
         """A function that repeats `work` on the same tensors and returns its result. The next
         repetition of any work may overwrite that result. The caller has run `work` once before this
         call, and undoes what `work` changes while it is recorded."""
@@ -39,7 +39,7 @@ class Eager:
 
     captures: ClassVar[bool] = False
 
-    def record(self, work: Work) -> Work:
+    def record(self, work: RecordedWork) -> RecordedWork:
         return work
 
 
@@ -49,8 +49,8 @@ def make_recorder(decoding: DecodingSection, device: torch.device) -> Recorder:
 
 
 def record(
-    recorder: Recorder, work: Work, state: Sequence[Tensor], counts: Sequence[ForwardCounts]
-) -> Work:
+    recorder: Recorder, work: RecordedWork, state: Sequence[Tensor], counts: Sequence[ForwardCounts]
+) -> RecordedWork:
     """As `recorder.record`, for work that changes the tensors of `state` and counts its forwards in
     `counts`.
 
@@ -76,7 +76,7 @@ def record(
     restore()
 
     # The default argument keeps `work` alive, and with it the tensors that the capture reads.
-    def run(_reads: Work = work) -> Tensor:
+    def run(_reads: RecordedWork = work) -> Tensor:
         for each, difference in zip(counts, differences, strict=True):
             each.num_forwards += difference.num_forwards
             each.num_tokens += difference.num_tokens

@@ -21,7 +21,7 @@ from magicdec.speculation.draft_length import DraftLength, FixedLength, make_dra
 from magicdec.speculation.drafter import Drafter, DraftPlan, make_drafter
 from magicdec.speculation.steps.calibration import measure_steps
 from magicdec.speculation.steps.captured_steps import CapturedSteps
-from magicdec.speculation.steps.steps import Steps
+from magicdec.speculation.steps.steps import DecodeSteps
 from magicdec.speculation.steps.strategy import Setup
 
 
@@ -48,7 +48,7 @@ class Speculative:
         runner: ModelRunner,
         drafter: Drafter | None,
         draft_length: DraftLength,
-        steps: Steps,
+        steps: DecodeSteps,
     ) -> None:
         self.runner = runner
         self.drafter = drafter
@@ -77,7 +77,7 @@ class Speculative:
     def step(self, batch: Batch) -> StepOutput:
         """Every row emits one token, and one more for each draft that it accepts. Rows with
         different numbers of drafts are verified in one forward where it can take them
-        (`Steps.can_join`). Elsewhere rows that are to draft different numbers of tokens are
+        (`DecodeSteps.can_join`). Elsewhere rows that are to draft different numbers of tokens are
         computed one group after the other, and the drafts of a group are padded to the longest."""
         log = self.log
         lengths = self.draft_length.lengths(batch)
@@ -182,10 +182,10 @@ def autoregressive(setup: Setup) -> Speculative:
     return Speculative(setup.runner, None, FixedLength(0), make_steps(setup, None))
 
 
-def make_steps(setup: Setup, drafter: Drafter | None) -> Steps:
+def make_steps(setup: Setup, drafter: Drafter | None) -> DecodeSteps:
     """The steps that the setup asks for."""
     if setup.recorder.captures:
         return CapturedSteps(
             setup.runner, drafter, setup.phase, setup.recorder, setup.is_in_flight, setup.witness
         )
-    return Steps(setup.runner, drafter, setup.phase, setup.is_in_flight, setup.witness)
+    return DecodeSteps(setup.runner, drafter, setup.phase, setup.is_in_flight, setup.witness)

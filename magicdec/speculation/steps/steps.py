@@ -1,5 +1,5 @@
-"""Steps: the two parts of a decoding step. One drafts K tokens, the other verifies them. With K = 0
-the verification is a step of plain decoding.
+"""DecodeSteps: the two parts of a decoding step. One drafts K tokens, the other verifies them. With
+K = 0 the verification is a step of plain decoding.
 
 Owns the state that stays on the device from step to step (`DeviceBatch` and the lengths of the
 caches), the order of forward, judgement and truncation, and the host's copy of the lengths. The
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from magicdec.kv.cache import BatchRows, Lengths, upload
 from magicdec.runner.device_batch import DeviceBatch
-from magicdec.runner.model_runner import Forward, ModelRunner
+from magicdec.runner.model_runner import ModelRunner, NativeForward
 from magicdec.runner.request import Batch, NotFinite, Request
 from magicdec.runner.sampling.model_tokens import Proposal, judge
 from magicdec.speculation.drafter import Drafter, DraftShape
@@ -25,12 +25,12 @@ from magicdec.speculation.steps.witness import Witness
 
 
 @dataclass(frozen=True)
-class Verification:
+class PendingVerification:
     """A verification of rows that held `before`, whose forwards may still wait."""
 
     proposal: Proposal
     before: Lengths
-    forwards: Sequence[Forward]
+    forwards: Sequence[NativeForward]
     places: Tensor | None = None  # int64 [B, K+1], if there are several forwards: see `judge`
 
     def logits(self) -> Tensor:
@@ -50,7 +50,7 @@ class Verification:
         return logits if len(places) == len(logits) else logits[list(places)]
 
 
-class Steps:
+class DecodeSteps:
     """Before and after each call, the host knows how many tokens each row has cached. If requests
     join a running batch (`is_in_flight`), the batch is loaded by the first step that needs it."""
 
@@ -160,7 +160,7 @@ class Steps:
             self.witness.keep(batch.requests, proposal, verdicts, places, logits)
         return verdicts
 
-    def _flawed(self, verification: Verification) -> tuple[int, int]:
+    def _flawed(self, verification: PendingVerification) -> tuple[int, int]:
         """A request whose logits are not finite, and the number of its output tokens. If a draft
         has them, any of its batch."""
         rows = set[int]()
@@ -183,7 +183,7 @@ class Steps:
             runner.cache.set_host_lengths(self._rows, [row[i] for row in results])
         return [row[first + len(self._runners) :] for row in results]
 
-    def _begin(self, proposal: Proposal | None) -> Verification:
+    def _begin(self, proposal: Proposal | None) -> PendingVerification:
         batch = self._batch
         runner = self.runner
         drafter = self.drafter
@@ -200,17 +200,21 @@ class Steps:
                 watch_queries = drafter.watch_queries
         before = runner.cache.lengths_of(rows)
         if proposal.counts is not None:
-            return Verification(proposal, before, *self._begin_ragged(proposal.counts, tokens))
+            return PendingVerification(
+                proposal, before, *self._begin_ragged(proposal.counts, tokens)
+            )
         forward = runner.defer(tokens, rows, watch=watch, watch_queries=watch_queries)
-        return Verification(proposal, before, [forward])
+        return PendingVerification(proposal, before, [forward])
 
-    def _begin_ragged(self, counts: Sequence[int], tokens: Tensor) -> tuple[list[Forward], Tensor]:
+    def _begin_ragged(
+        self, counts: Sequence[int], tokens: Tensor
+    ) -> tuple[list[NativeForward], Tensor]:
         """A forward for each number of drafts, all of which one native call computes, and the
         `places` of their logits."""
         rows = self._batch.rows.numbers
         starts = [0] * len(counts)
         num_tokens = 0
-        forwards = list[Forward]()
+        forwards = list[NativeForward]()
         for count in sorted(set(counts)):
             members = [place for place, each in enumerate(counts) if each == count]
             new_tokens = tokens[members, : 1 + count]
@@ -224,7 +228,7 @@ class Steps:
         ]
         return forwards, upload(places, tokens.device)
 
-    def _finish(self, verification: Verification, tells_drafter: bool = True) -> Tensor:
+    def _finish(self, verification: PendingVerification, tells_drafter: bool = True) -> Tensor:
         """int64 [B, 1 + caches + 1 + ids]: the row's flaw (`SamplingMetadata.check`; left out if it
         keeps none), the length of each cache, the number of accepted drafts, and the ids of which
         the row emits the first. `tells_drafter`: the drafter's `commit` is part of

@@ -30,7 +30,9 @@ class KeptStep:
 
     requests: tuple[Request, ...]
     num_output: tuple[int, ...]  # tokens that each request had emitted before
-    verdicts: list[list[int]]  # of each row: the number of accepted drafts, then ids (`Steps`)
+    verdicts: list[
+        list[int]
+    ]  # of each row: the number of accepted drafts, then ids (`DecodeSteps`)
     logits: Tensor  # [R, K+1, V]
     drafts: Tensor  # int64 [R, K]
     counts: tuple[int, ...]  # how many of the K are drafts of a row, and not padding

@@ -35,7 +35,7 @@ from magicdec.distributed.channels.message import (
     SharedReceiver,
     floats_of,
 )
-from magicdec.distributed.layout import Layout
+from magicdec.distributed.layout import PipelineLayout
 from magicdec.distributed.shared_memory import map_segment
 from magicdec.hardware.environment import use_device
 from magicdec.hardware.threads import ThreadCount
@@ -111,7 +111,7 @@ class Wires:
     listener: Thread | None = None
 
 
-def connect_ranks(connector: Connector, layout: Layout, has_drafter: bool) -> Wires:
+def connect_ranks(connector: Connector, layout: PipelineLayout, has_drafter: bool) -> Wires:
     """Connect the head, the stages and the drafter of `layout`. All ranks must call it together."""
     wires = Wires()
     stages = layout.stages
@@ -159,7 +159,7 @@ def share(
 
 
 def connect_cancellations(
-    connector: Connector, layout: Layout, wires: Wires, numbers: MessageForm
+    connector: Connector, layout: PipelineLayout, wires: Wires, numbers: MessageForm
 ) -> CancelBoard:
     """The board of this rank, if it is the first of a stage."""
     others = [rank for rank in layout.stages if rank]

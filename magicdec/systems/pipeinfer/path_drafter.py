@@ -81,7 +81,8 @@ class PathDrafter(Protocol):
 
 
 class PathDraftHandler:
-    """Answers the head's draft steps with the candidates of `drafter` (`systems.stages.stage.MessageHandler`)."""
+    """Answers the head's draft steps with the candidates of `drafter`
+    (`systems.stages.stage.MessageHandler`)."""
 
     what: ClassVar[SpanKind] = SpanKind.DRAFT
 

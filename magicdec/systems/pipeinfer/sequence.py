@@ -23,7 +23,7 @@ from magicdec.systems.pipeinfer.options import Options
 
 
 @dataclass(eq=False)
-class Run:
+class LaunchedRun:
     """Rows that go through the stages together."""
 
     run: int
@@ -41,7 +41,7 @@ class Run:
 class Node:
     token: int
     position: int
-    run: Run | None = None  # None: not launched
+    run: LaunchedRun | None = None  # None: not launched
     predicted: int | None = None  # the target's next token, once the run is home
     margin: float = math.inf  # by how much its logit exceeds the second largest
     was_tip: bool = False
@@ -126,7 +126,7 @@ class Sequence:
         self.tip = following[0]
         self.tip.was_tip = True
 
-    def needed_runs(self) -> set[Run]:
+    def needed_runs(self) -> set[LaunchedRun]:
         """The runs that must not be skipped: those that a row which can still be right is part of,
         or reads."""
         return {node.run for node in self.chain if node.run is not None}
@@ -175,7 +175,7 @@ class Sequence:
         self.microbatch = None
         return rows
 
-    def launch(self, run: Run, first: int, tokens: Tokens[int]) -> RunLaunch:
+    def launch(self, run: LaunchedRun, first: int, tokens: Tokens[int]) -> RunLaunch:
         """The message that runs `tokens` from position `first` on, for the nodes of `run`."""
         for node in run.nodes:
             node.run = run

@@ -22,7 +22,7 @@ from magicdec.config.run_config import RunConfig
 from magicdec.config.sections import NONE, SELF, DraftSection
 from magicdec.distributed.channels.message import Kind, Message, MessageForm
 from magicdec.distributed.groups import Group, ParallelGroups
-from magicdec.distributed.layout import Layout, make_layout, make_stage_grid
+from magicdec.distributed.layout import PipelineLayout, make_layout, make_stage_grid
 from magicdec.distributed.start import make_stage_groups
 from magicdec.model.emulated import following_tokens
 from magicdec.output.console import Progress
@@ -56,7 +56,7 @@ from magicdec.systems.stages.metrics import Observed, speculation_metrics
 from magicdec.systems.stages.spans import SpanKind
 from magicdec.systems.stages.stage import CancelBoard, RunStage
 from magicdec.systems.stages.staged import StagedSystem
-from magicdec.systems.system import Extras, PassObserver, Trace
+from magicdec.systems.system import Extras, PassObserver, PassTrace
 
 
 class SpeculativePipeline(StagedSystem):
@@ -112,7 +112,7 @@ class SpeculativePipeline(StagedSystem):
             replace(run_config, decoding=decoding), workload, cache, grid.tensor_parallel
         )
 
-    def _place_draft(self, models: ResolvedRun, layout: Layout) -> ResolvedConfig:
+    def _place_draft(self, models: ResolvedRun, layout: PipelineLayout) -> ResolvedConfig:
         """The config of this rank's stage, with the draft on its rank of the layout."""
         ranks = layout.group_of(self.rank)
         config = models.config.on_ranks(ranks)
@@ -193,7 +193,7 @@ class SpeculativePipeline(StagedSystem):
         ranks = [f"rank {n}: {self.layout.describe(n)}" for n in range(len(spans_of_ranks))]
         return Extras(
             speculation=speculation_metrics(observed, scheduler.counts, each.is_drafting),
-            trace=Trace(ranks, spans_of_ranks, {}, prompts),
+            trace=PassTrace(ranks, spans_of_ranks, {}, prompts),
         )
 
     def close(self) -> None:

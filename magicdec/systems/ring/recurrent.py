@@ -9,7 +9,7 @@ A lane without requests is idle until one arrives, also while messages of other 
 
 With drafts, a message that decodes holds a row's newest token and its drafts, and its words say how
 many tokens every stage keeps of each row: without those drafts that were rejected last. The first
-stage drafts and judges (`Speculation`), with the drafters and the judgement of the engine
+stage drafts and judges (`RingSpeculation`), with the drafters and the judgement of the engine
 (`decoding.steps`). All its ranks make the same calls in the same order.
 
 Messages come home in the order in which they were sent. So all ranks of the first stage, which do
@@ -68,7 +68,7 @@ class PendingDraft:
     num_proposed: Sequence[int]  # of each row, without padding
 
 
-class Speculation:
+class RingSpeculation:
     """`drafter` drafts `num_draft_tokens` for each row of a message. `runner` is the stage's."""
 
     def __init__(self, runner: ModelRunner, drafter: Drafter, num_draft_tokens: int) -> None:
@@ -151,7 +151,7 @@ class Lane:
 
 
 @dataclass(frozen=True)
-class Flight:
+class RingRun:
     """A run that is under way: the requests whose tokens it has, and whether their next tokens
     follow from it. `is_decode`: it has their newest tokens, no prompt. `ends_step`: it is the last
     run of the lane's step."""
@@ -185,7 +185,7 @@ class RecurrentPipeline:
         limits: BatchLimits,
         prefill_chunk: int,
         clock: Clock | None = None,
-        speculation: Speculation | None = None,
+        speculation: RingSpeculation | None = None,
     ) -> None:
         assert num_lanes * lane_size <= stage.runner.num_rows
         assert limits.num_blocks is None
@@ -205,7 +205,7 @@ class RecurrentPipeline:
         self.samples = list[list[int]]()
         self.prompts = set[int]()
         # Their numbers, when they were sent, and what they are.
-        self._under_way: deque[tuple[int, float, Flight]] = deque()
+        self._under_way: deque[tuple[int, float, RingRun]] = deque()
         self._idle_lanes = list(self.lanes)
         self._arrivals: deque[Request] = deque()  # those that have not arrived yet
         self._watch: StepObserver
@@ -298,7 +298,7 @@ class RecurrentPipeline:
         if plan.decoding is not None:
             self._send(*self._newest(lane, plan.decoding.requests))
 
-    def _chunks(self, lane: Lane, plan: StepPlan) -> Iterator[tuple[Flight, Tokens]]:
+    def _chunks(self, lane: Lane, plan: StepPlan) -> Iterator[tuple[RingRun, Tokens]]:
         """The messages of the prompts of a step with their token ids [1, T], one for each chunk."""
         for part in plan.parts:
             text = part.request.cached_ids
@@ -306,18 +306,18 @@ class RecurrentPipeline:
             for start in range(part.start, part.stop, size):
                 stop = min(start + size, part.stop)
                 is_wanted = part.is_last and stop == part.stop
-                yield Flight(lane, (part.request,), is_wanted, False), [text[start:stop]]
+                yield RingRun(lane, (part.request,), is_wanted, False), [text[start:stop]]
 
-    def _newest(self, lane: Lane, requests: tuple[Request, ...]) -> tuple[Flight, Tokens]:
+    def _newest(self, lane: Lane, requests: tuple[Request, ...]) -> tuple[RingRun, Tokens]:
         """The last message of a step, of all rows that decode, with its token ids [B, T]: their
         newest tokens, and drafts."""
-        flight = Flight(lane, requests, True, True, ends_step=True)
+        flight = RingRun(lane, requests, True, True, ends_step=True)
         if self.speculation is None:
             return flight, [[request.last_token] for request in requests]
         draft = self.speculation.draft(lane.rows(requests))
         return replace(flight, draft=draft), draft.tokens
 
-    def _send(self, flight: Flight, token_ids: Tokens) -> None:
+    def _send(self, flight: RingRun, token_ids: Tokens) -> None:
         """Compute the first stage's layers, and send the result to the next stage."""
         rows = flight.lane.rows(flight.requests)
         status = flight.status
@@ -333,7 +333,7 @@ class RecurrentPipeline:
         if not flight.is_decode:
             self.prompts.add(run)
 
-    def _land(self, flight: Flight, message: Message) -> StepOutput | None:
+    def _land(self, flight: RingRun, message: Message) -> StepOutput | None:
         """Commit the tokens that follow from a message, free the rows of requests that have ended,
         and let the drafter follow those that go on. Returns what was appended; None if no token
         follows."""
@@ -359,7 +359,7 @@ class RecurrentPipeline:
                 self.speculation.commit(rows, lengths)
         return output
 
-    def _tokens(self, flight: Flight, logits: Tensor) -> StepOutput:
+    def _tokens(self, flight: RingRun, logits: Tensor) -> StepOutput:
         """The tokens that follow, from this rank's logits [B, T, V]."""
         if flight.draft is not None:
             assert self.speculation is not None, "it has drafted"
@@ -396,7 +396,7 @@ def num_drafts_of(config: ResolvedConfig) -> int:
 
 def make_speculation(
     run: Prepared, runner: ModelRunner, groups: ParallelGroups, models: LoadedModels
-) -> Speculation:
+) -> RingSpeculation:
     """The drafter of `run` on the first stage, whose `runner` and `groups` are given. A draft model
     is on its first rank alone."""
     config = run.config
@@ -405,4 +405,4 @@ def make_speculation(
     draft = make_draft(run, groups, models, runner.max_tokens)
     setup = DraftSetup(runner, config.decoding, config.kv, draft, run.corpus)
     drafter = make_drafter(config.decoding.drafter, setup)
-    return Speculation(runner, drafter, config.decoding.num_draft_steps)
+    return RingSpeculation(runner, drafter, config.decoding.num_draft_steps)

@@ -29,7 +29,7 @@ from magicdec.setup.prepare import SetupCache
 from magicdec.systems.modes import Pass
 from magicdec.systems.ring.recurrent import (
     RecurrentPipeline,
-    Speculation,
+    RingSpeculation,
     make_speculation,
     most_under_way,
     num_drafts_of,
@@ -46,7 +46,7 @@ from magicdec.systems.stages.metrics import (
 from magicdec.systems.stages.spans import Spans
 from magicdec.systems.stages.stage import Stage, StageLoop
 from magicdec.systems.stages.staged import StagedSystem, check_split
-from magicdec.systems.system import Extras, PassObserver, Trace
+from magicdec.systems.system import Extras, PassObserver, PassTrace
 
 # bytes of an edge in shared memory
 LEAST_CAPACITY = 1 << 20
@@ -153,7 +153,7 @@ class OpenRing:
         depth = most_under_way(self.num_lanes, options.batch_size, limits, chunk)
         self.form, self.ends = self._connect(depth, chunk)
         self.pipeline: RecurrentPipeline | None = None
-        self.speculation: Speculation | None = None
+        self.speculation: RingSpeculation | None = None
         if self.stage is not None and ring.stage_number == 0:
             if is_drafting:
                 self.speculation = make_speculation(ring.run, self.stage.runner, groups, models)
@@ -210,7 +210,7 @@ class OpenRing:
         stages, sent_by_stage, error_s = gather_leaders(launch, grid, spans, sent)
         if launch.rank != 0 or not observer.is_measured:
             return Extras()
-        trace = Trace(
+        trace = PassTrace(
             [f"stage {number}" for number in range(len(stages))],
             [sorted(each, key=lambda span: span.begin_s) for each in stages],
             dict(enumerate(samples)),

@@ -36,7 +36,7 @@ from magicdec.runner.step_plan import BatchLimits
 from magicdec.setup.loading import LoadedModels, make_runner
 from magicdec.setup.model_plan import ModelPlan, StagePart
 from magicdec.setup.prepare import Prepared
-from magicdec.systems.ring.recurrent import RecurrentPipeline, Speculation, make_speculation
+from magicdec.systems.ring.recurrent import RecurrentPipeline, RingSpeculation, make_speculation
 from magicdec.systems.stages.spans import SpanKind, Spans
 from magicdec.systems.stages.stage import VERIFY, WANTED, MessageHandler, Stage, StageLoop
 
@@ -287,7 +287,7 @@ class RingTiming(Timing):
             speculation.drafter.pa = 0.0
         return partial(self.time_first, stage, speculation)
 
-    def time_first(self, stage: FilledStage, speculation: Speculation | None) -> float:
+    def time_first(self, stage: FilledStage, speculation: RingSpeculation | None) -> float:
         """Seconds of a step on the first stage, from the hidden states that come home to the next
         ones that it sends."""
         loop = Loopback()

@@ -12,7 +12,7 @@ from itertools import accumulate, compress, pairwise
 from typing import Any
 
 from magicdec.distributed.layer_split import round_seconds
-from magicdec.distributed.layout import Layout
+from magicdec.distributed.layout import PipelineLayout
 from magicdec.records.fields import RecordPart, recorded
 from magicdec.runner.request import Request
 from magicdec.systems.pipeinfer.scheduler import Counts
@@ -258,14 +258,14 @@ class SpeculationMetrics(RecordPart):
 class Observed:
     """The spans of each rank, of the runs and drafts that count, and the time that counts."""
 
-    layout: Layout
+    layout: PipelineLayout
     by_rank: Sequence[Sequence[Span]]
     begin_s: float
     end_s: float
 
     @classmethod
     def of_requests(
-        cls, layout: Layout, by_rank: Sequence[Sequence[Span]], requests: Sequence[Request]
+        cls, layout: PipelineLayout, by_rank: Sequence[Sequence[Span]], requests: Sequence[Request]
     ) -> Observed:
         """What counts is the time between the first token of all requests and the last."""
         begin_s = min(request.token_times_s[0] for request in requests)
