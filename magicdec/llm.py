@@ -98,7 +98,7 @@ class LLM:
             attention=AttentionSection(prefill_chunk=min(prefill_tokens, MOST_CHUNK)),
             parallel=ParallelSection(threads=threads),
             kv=kv,
-            decoding=DecodingSection(num_draft_tokens=gamma, draft_weights=draft_weights),
+            decoding=DecodingSection(gamma=gamma, draft_weights=draft_weights),
             workload=WorkloadSection(
                 batch_size=max_concurrency,
                 prefix_len=max_tokens - 1,
@@ -208,9 +208,9 @@ def requests_of(plan: StepPlan) -> Iterator[Request]:
 def check_used(asked: RunConfig, draft: str) -> None:
     """Raises ValueError for settings of drafts that nothing would read."""
     decoding = asked.decoding
-    if decoding.drafter is None and decoding.num_draft_tokens is not None:
+    if decoding.drafter is None and decoding.gamma is not None:
         raise ValueError(
-            f"gamma {decoding.num_draft_tokens} does nothing with draft {draft}; choose another "
+            f"gamma {decoding.gamma} does nothing with draft {draft}; choose another "
             "draft, or leave gamma out"
         )
     if decoding.model_drafter is None and asked.kv != KVSection():

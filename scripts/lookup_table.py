@@ -152,7 +152,7 @@ class NotedSteps(steps.DecodeSteps):
 
 
 def make_length(run: Run, drafter: str | None, gamma: int | str | None) -> DraftLength:
-    decoding = replace(run.config.decoding, drafter=drafter, num_draft_tokens=gamma)
+    decoding = replace(run.config.decoding, drafter=drafter, gamma=gamma)
     return make_draft_length(decoding, run.runner.group, run.runner.device)
 
 
@@ -160,7 +160,7 @@ def pass_s(run: Run, snapshots: list[Request], drafter: str | None, length: Draf
     """Seconds of the decode steps of one pass, with what precedes them."""
     run.engine.rewind(snapshots)
     name = BASELINE if drafter is None else "speculative"
-    decoding = replace(run.config.decoding, drafter=drafter, num_draft_tokens=None)
+    decoding = replace(run.config.decoding, drafter=drafter, gamma=None)
     strategy = build_decoder(run.runner, decoding, run.config.kv, name=name, draft_length=length)
     started = time.perf_counter()
     run.engine.begin(strategy)

@@ -169,9 +169,7 @@ def largest_run(asked: RunConfig, grid: LatencyGrid) -> RunConfig:
     return replace(
         asked,
         kv=[*watching, *grid.drafts][0],
-        decoding=replace(
-            asked.decoding, strategy="speculative", drafter=SELF, num_draft_tokens=most
-        ),
+        decoding=replace(asked.decoding, strategy="speculative", drafter=SELF, gamma=most),
         workload=replace(
             asked.workload,
             batch_size=max(grid.batch_sizes),

@@ -75,7 +75,7 @@ EVERYDAY = (
     *("--modes", "--draft", "--gamma", "--B", "--n_samples", "--layer_split", "--temperature"),
     *("--goodput", "--nproc", "--plot", "--trace", "--out"),
 )
-WITHOUT_EOS = ("num_draft_tokens", "draft_weights", "cuda_graphs")
+WITHOUT_EOS = ("gamma", "draft_weights", "cuda_graphs")
 # Sections of which only some settings have a flag here.
 ONLY = {
     "draft": ("rank_group",),
@@ -168,7 +168,7 @@ class Command:
             config = replace(config, decoding=replace(config.decoding, pa=pa))
         config.check(world_size)
         refuse_unused(values, passes)
-        used = ["decoding.num_draft_tokens"] if drafting else []
+        used = ["decoding.gamma"] if drafting else []
         refuse_ignored(config, values, used)
         options = self.settle(options, values, passes, config, world_size)
         options = replace(options, draft=draft)
@@ -207,7 +207,7 @@ class Command:
         if has_trace:
             lengths = ("serving.prefix_len", "serving.gen_len")
             values.refuse_given(lengths, "the trace has the lengths")
-        gamma = config.decoding.num_draft_tokens
+        gamma = config.decoding.gamma
         speculation = values[Options]
         if isinstance(gamma, int):
             speculation = replace(speculation, gamma=gamma)

@@ -64,7 +64,7 @@ class ResolvedAttention:
 
 @dataclass(frozen=True)
 class ResolvedDecoding(DecodingSection):
-    """`num_draft_tokens` may stay `auto`, which is a way to decode."""
+    """`gamma` may stay `auto`, which is a way to decode."""
 
     cuda_graphs: Choice = Choice("off")
 
@@ -83,8 +83,8 @@ class ResolvedWorkload(WorkloadSection):
 def tokens_of_rows(workload: WorkloadSection, decoding: DecodingSection) -> int:
     """Cached tokens of a row at most. The newest token is never cached, but a verification caches
     its draft tokens too."""
-    num_drafts = 0 if decoding.strategy == BASELINE else decoding.most_draft_tokens
-    return workload.prefix_len + workload.num_new_tokens + num_drafts
+    max_gamma = 0 if decoding.strategy == BASELINE else decoding.max_gamma
+    return workload.prefix_len + workload.num_new_tokens + max_gamma
 
 
 @dataclass(frozen=True)

@@ -97,7 +97,7 @@ def fastest_runs(
     for record in records:
         config = record.config
         workload = record.config["workload"]
-        gamma = config["decoding"]["num_draft_tokens"]
+        gamma = config["decoding"]["gamma"]
         metrics = record.metrics
         speedup = (metrics and metrics.speedup) or 0.0
         own = (config["draft"] or {}).get("model")

@@ -77,7 +77,7 @@ def target_step(config: ResolvedConfig, model: ModelConfig) -> Step:
     if d.strategy == BASELINE:
         decode = Read(1, 1, context, FULL, window)
         return _make_step("a decode forward", (decode,), config, model, num_ranks)
-    num_new = d.most_draft_tokens + 1
+    num_new = d.max_gamma + 1
     is_self = d.model_drafter == SELF
     watches = is_self and load_policy(config.kv.policy).needs_weights
     reads: tuple[Read, ...] = (Read(1, num_new, context, FULL, window, watches),)
@@ -100,7 +100,7 @@ def _drafts(config: ResolvedConfig, model: ModelConfig) -> tuple[str, Read]:
     """The draft forwards of a step, and their name. Each is counted as the first; the few tokens
     that later ones see more are left out."""
     kv = config.kv
-    times = config.decoding.num_draft_steps
+    times = config.decoding.max_draft_forwards
     policy = make_policy(config.kv)
     of = "" if kv.policy == FULL_KV_POLICY else f", budget {kv.budget}"
     context, visible = policy.draft_reads(config.workload.prefix_len)

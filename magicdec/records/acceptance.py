@@ -123,11 +123,11 @@ class Verifications:
         for the rows that still run, in order; a row runs until it has emitted all of its tokens."""
         found = cls()
         first = 0
-        unpadded: list[list[list[int]]] = [[[]] * len(steps) for steps in samples.num_drafted]
+        unpadded: list[list[list[int]]] = [[[]] * len(steps) for steps in samples.padded_gamma]
         for lengths, *of_batch in zip(
             samples.sequence_tokens,
-            samples.num_drafted,
-            samples.num_proposed or unpadded,
+            samples.padded_gamma,
+            samples.num_drafted or unpadded,
             samples.num_accepted,
             samples.num_emitted,
             strict=False,
@@ -171,7 +171,7 @@ class Verifications:
             self.num_cancelled[request_id] += cancelled
         if output.num_accepted is None:
             return
-        drafted = output.num_proposed or [output.num_drafted] * len(request_ids)
+        drafted = output.num_drafted or [output.padded_gamma] * len(request_ids)
         emitted = map(len, output.token_ids)
         for counts in zip(request_ids, drafted, output.num_accepted, emitted, strict=True):
             self.add(*counts)

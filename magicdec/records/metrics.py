@@ -51,7 +51,7 @@ def decode_metrics(samples: PassSamples, bandwidth: float, is_drafting: bool) ->
     step_ms = mean(steps)
     decode_s = sum(steps) / 1e3
     phases_ms = sum(map(sum, (samples.draft_ms, samples.verify_ms, samples.decode_ms)))
-    drafted = sum(map(sum, samples.num_drafted))
+    drafted = sum(map(sum, samples.padded_gamma))
     read = sum(map(sum, samples.bytes_read))
     draft_rows = sum(samples.draft_rows)
     tpot_ms = tpots(samples)

@@ -29,7 +29,7 @@ CONFIG_KEYS = {
     "model": ("model", "dtype", "target_dtype"),
     "parallel": ("device",),
     "kv": ("policy", "budget"),
-    "decoding": ("strategy", "drafter", "num_draft_tokens", "ignore_eos"),
+    "decoding": ("strategy", "drafter", "gamma", "ignore_eos"),
     "workload": ("batch_size", "prefix_len", "gen_len", "num_batches"),
 }
 WITHOUT_METRICS = "if `diverged` or `failed`"

@@ -55,13 +55,12 @@ class SamplesRecord(RecordPart):
     num_tokens: list[int] = recorded(
         "emitted tokens after the first ones, summed over rows, by batch", "tokens"
     )
-    num_drafted: list[list[int]] | None = recorded(
-        "draft tokens for each row, by batch and step; 0 in a step without "
-        "drafts", "tokens", null=UNDRAFTED
+    padded_gamma: list[list[int]] | None = recorded(
+        "draft tokens of the row with the most, by batch and step; 0 in a step without drafts",
+        "tokens", null=UNDRAFTED
     )
-    num_proposed: list[list[list[int]]] | None = recorded(
-        "those of them that the drafter proposed, without padding, by batch, step and row, as in "
-        "`num_accepted`",
+    num_drafted: list[list[list[int]]] | None = recorded(
+        "draft tokens of each row, without padding, by batch, step and row, as in `num_accepted`",
         "tokens", null=UNDRAFTED,
     )
     num_accepted: list[list[list[int]]] | None = recorded(
@@ -128,7 +127,7 @@ class SamplesRecord(RecordPart):
         """The samples as they were collected. In place of counts that were withheld, no step
         drafts, and forwards that were not counted are 0."""
         values = vars(self) | {"num_tokens": [sum(tokens) for tokens in self.sequence_tokens]}
-        absent = {"num_drafted": 0, "num_accepted": [], "num_emitted": [], "num_proposed": []}
+        absent = {"padded_gamma": 0, "num_accepted": [], "num_emitted": [], "num_drafted": []}
         absent |= {"num_forwards": 0}
         for name, value in absent.items():
             if values[name] is None:
@@ -141,8 +140,8 @@ class PassSamples(SamplesRecord):
     """The samples as a pass collects them: no counts are withheld."""
 
     num_forwards: list[list[int]] = field(default_factory=list)
-    num_drafted: list[list[int]] = field(default_factory=list)
-    num_proposed: list[list[list[int]]] = field(default_factory=list)
+    padded_gamma: list[list[int]] = field(default_factory=list)
+    num_drafted: list[list[list[int]]] = field(default_factory=list)
     num_accepted: list[list[list[int]]] = field(default_factory=list)
     num_emitted: list[list[list[int]]] = field(default_factory=list)
 
@@ -169,7 +168,7 @@ class PassSamples(SamplesRecord):
         values = vars(self)
         if not is_drafting or is_random:
             drafted = (
-                *("num_drafted", "num_proposed", "num_accepted"),
+                *("padded_gamma", "num_drafted", "num_accepted"),
                 *("draft_hashes", "draft_keys"),
             )
             values = values | dict.fromkeys(drafted)
@@ -181,8 +180,8 @@ class PassSamples(SamplesRecord):
         for steps in (
             self.step_ms,
             self.num_forwards,
+            self.padded_gamma,
             self.num_drafted,
-            self.num_proposed,
             self.num_accepted,
             self.num_emitted,
         ):
@@ -210,8 +209,8 @@ class PassSamples(SamplesRecord):
         the requests."""
         self.step_ms[-1].append(to_ms(seconds))
         self.num_forwards[-1].append(num_forwards)
-        self.num_drafted[-1].append(output.num_drafted)
-        self.num_proposed[-1].append(output.num_proposed or [])
+        self.padded_gamma[-1].append(output.padded_gamma)
+        self.num_drafted[-1].append(output.num_drafted or [])
         self.num_accepted[-1].append(output.num_accepted or [])
         self.num_emitted[-1].append([len(tokens) for tokens in output.token_ids])
         if output.digests is not None:

@@ -149,7 +149,7 @@ def _kinds(samples: PassSamples) -> Iterator[tuple[Place, StepKind]]:
     for batch, times in enumerate(samples.step_ms):
         size = batch, len(times)
         forwards = _known(samples.num_forwards, *size, 0)
-        drafted = _known(samples.num_drafted, *size, 0)
+        drafted = _known(samples.padded_gamma, *size, 0)
         rows = map(len, _known(samples.num_emitted, *size, list[int]()))
         for step, kind in enumerate(zip(forwards, drafted, rows, strict=True)):
             yield (batch, step), kind

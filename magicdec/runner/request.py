@@ -196,15 +196,15 @@ class Batch:
 
 @dataclass(frozen=True)
 class StepOutput:
-    """The tokens that a step emitted for each request of its batch, in order. `num_drafted` is the
-    number of draft tokens for each request, or the largest if they differ, padding
-    included. `num_proposed` are those of each request without padding, and
-    `num_accepted` those that it accepted; both are None if nothing was drafted."""
+    """The tokens that a step emitted for each request of its batch, in order. `padded_gamma` is the
+    number of draft tokens of the request with the most, to which the others are padded.
+    `num_drafted` are the draft tokens of each request without padding, and `num_accepted` those
+    that it accepted; both are None if nothing was drafted."""
 
     token_ids: list[list[int]]
-    num_drafted: int = 0
+    padded_gamma: int = 0
     num_accepted: list[int] | None = None
-    num_proposed: list[int] | None = None
+    num_drafted: list[int] | None = None
     emitted_s: list[float] | None = None  # prefill only: time of each request's first token
     # Of each request, the hash of what was drafted and read, and the number of keys that were read
     # (`kv.draft_log`); empty in a step without drafts, None if no log is kept.

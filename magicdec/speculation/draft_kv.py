@@ -48,8 +48,8 @@ class DraftKV:
     def release(self, rows: Sequence[int]) -> None:
         """The requests in `rows` have ended."""
 
-    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> None:
-        """The host phase before `num_draft_tokens` tokens are drafted for `requests`."""
+    def prepare(self, requests: Sequence[Request], gamma: int) -> None:
+        """The host phase before `gamma` tokens are drafted for `requests`."""
 
     def follow(self, rows: BatchRows, most: int) -> None:
         """If the policy keeps a copy of K and V, copy those of the tokens that the target has

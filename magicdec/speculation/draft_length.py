@@ -23,7 +23,7 @@ from statistics import median
 
 import torch
 
-from magicdec.config.sections import MOST_DRAFT_TOKENS, DecodingSection
+from magicdec.config.sections import MAX_AUTO_GAMMA, DecodingSection
 from magicdec.distributed.groups import Group
 from magicdec.kv.cache import upload
 from magicdec.runner.request import Batch
@@ -95,13 +95,13 @@ class DraftLength(ABC):
     def observe(
         self,
         batch: Batch,
-        num_drafted: int,
+        gamma: int,
         accepted: Sequence[int],
         seconds: float | None,
         judged: Sequence[int],
         verified: int | None = None,
     ) -> None:
-        """A step, or a part of it, has drafted `num_drafted` tokens for each row of `batch`, which
+        """A step, or a part of it, has drafted `gamma` tokens for each row of `batch`, which
         may be fewer than `lengths` said, and has verified as many, or `verified` on average.
         `seconds` is None if its time is not that of such a step alone. `accepted` is the number
         that each row accepted, empty if nothing was drafted. `judged` are the tokens of each row
@@ -146,9 +146,9 @@ class AutoLength(DraftLength):
         self.device = device
         self.per_row = per_row
         self.given = given
-        few = min(most, MOST_DRAFT_TOKENS)
+        few = min(most, MAX_AUTO_GAMMA)
         # All that a model may draft, and few of the longer ones of a lookup: each takes time.
-        self.choices = sorted({*range(few + 1), *range(few, most, MOST_DRAFT_TOKENS), most})
+        self.choices = sorted({*range(few + 1), *range(few, most, MAX_AUTO_GAMMA), most})
         # Acceptance of the tokens that were asked for, whether they were drafted or not: it does
         # not depend on the draft length, while that of drafted tokens would be of confident ones.
         self.acceptance = Acceptance(most)
@@ -231,7 +231,7 @@ class AutoLength(DraftLength):
         hope = max((k + 1) / self.times(rows, k) for k in self.choices)
         useful = best > 0 or hope * seconds[0] > MARGIN
         first = other if useful and self._since[other > 0] >= steps else best
-        few = min(self.most, MOST_DRAFT_TOKENS)
+        few = min(self.most, MAX_AUTO_GAMMA)
         # A step of decoding that was disturbed takes longer than one with drafts.
         token = max(0.0, seconds[few] - seconds[1]) / max(1, few - 1)
         step = max(0.0, seconds[1] - token - seconds[0])
@@ -277,7 +277,7 @@ class AutoLength(DraftLength):
     def observe(
         self,
         batch: Batch,
-        num_drafted: int,
+        gamma: int,
         accepted: Sequence[int],
         seconds: float | None,
         judged: Sequence[int],
@@ -285,18 +285,18 @@ class AutoLength(DraftLength):
     ) -> None:
         is_drafting = any(judged)
         seconds = seconds if self.given is None else None
-        if num_drafted > 0 and not is_drafting:
+        if gamma > 0 and not is_drafting:
             if seconds is not None:
                 decode_s = self.times(len(batch.requests), 0)
-                self._lookups.append((seconds / decode_s, verified or num_drafted))
+                self._lookups.append((seconds / decode_s, verified or gamma))
             return
         self._since[not is_drafting] += 1
         self._since[is_drafting] = 0
         if seconds is not None:
-            self.times.correct(len(batch.requests), verified or num_drafted, seconds)
+            self.times.correct(len(batch.requests), verified or gamma, seconds)
         if is_drafting:
-            self.chains.observe(max(judged), num_drafted)
-            super().observe(batch, num_drafted, accepted, seconds, judged)
+            self.chains.observe(max(judged), gamma)
+            super().observe(batch, gamma, accepted, seconds, judged)
         elif self._split:  # so that these rows are tried again
             self.acceptance.fade([r.request_id for r in batch.requests])
 
@@ -308,9 +308,9 @@ def make_draft_length(
     per_row: bool = False,
 ) -> DraftLength:
     """The draft length that `--gamma` asks for."""
-    if decoding.gamma == "auto":
+    if decoding.gamma_or_default == "auto":
         given = None if decoding.step_cost is None else DraftCost(*decoding.step_cost)
-        return AutoLength(decoding.num_draft_steps, group, device, per_row, given)
-    most = decoding.num_draft_steps
+        return AutoLength(decoding.max_draft_forwards, group, device, per_row, given)
+    most = decoding.max_draft_forwards
     is_mixed = decoding.looks_up and bool(decoding.model_drafter)
     return FixedLength(most, Acceptance(most) if is_mixed else None)

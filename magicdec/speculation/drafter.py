@@ -104,7 +104,7 @@ class Drafter(ABC):
         another number are padded."""
         return choices
 
-    def pendings(self, num_draft_tokens: int) -> Sequence[int]:
+    def pendings(self, gamma: int) -> Sequence[int]:
         """Those of `pending` with which so many tokens may be drafted. With captured steps, each of
         them is captured as a step of its own."""
         return self.pending
@@ -112,17 +112,17 @@ class Drafter(ABC):
     def plan(
         self,
         requests: Sequence[Request],
-        num_draft_tokens: int,
+        gamma: int,
         draft_length: DraftLength,
         can_join: bool = False,
     ) -> DraftPlan:
-        """Decide on the next draft, where `num_draft_tokens` are asked for. `draft_length` knows
+        """Decide on the next draft, where `gamma` are asked for. `draft_length` knows
         what they cost and how many are accepted. Rows with different numbers of drafts are verified
         together if they `can_join`, and padded otherwise. The same on every rank."""
-        counts = [num_draft_tokens] * len(requests)
+        counts = [gamma] * len(requests)
         return DraftPlan(counts, counts)
 
-    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
+    def prepare(self, requests: Sequence[Request], gamma: int) -> int:
         """The host phase before a draft: the work that needs lengths or tokens on the host. Returns
         the number of newest tokens of each row that the first draft forward takes."""
         return 1

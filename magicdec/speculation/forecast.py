@@ -78,10 +78,10 @@ class ChainLengths:
         self.wanted = [0.0] * most
         self.longer = [0.0] * most
 
-    def observe(self, asked: int, num_drafted: int) -> None:
-        for k in range(min(asked, num_drafted + 1)):
+    def observe(self, asked: int, gamma: int) -> None:
+        for k in range(min(asked, gamma + 1)):
             self.wanted[k] = KEEP * self.wanted[k] + 1
-            self.longer[k] = KEEP * self.longer[k] + (k < num_drafted)
+            self.longer[k] = KEEP * self.longer[k] + (k < gamma)
 
     def mean(self, asked: int, seconds: Callable[[int], float]) -> float:
         """The expected seconds of a step of which `asked` draft tokens are asked, if one with k
@@ -173,14 +173,14 @@ class StepTimes:
         self._recent: dict[bool, deque[float]] = {False: deque(maxlen=8), True: deque(maxlen=8)}
         self._drift = {False: 1.0, True: 1.0}
 
-    def measured(self, rows: int, num_drafted: int) -> float:
+    def measured(self, rows: int, gamma: int) -> float:
         """The time before correction. Linear between one row and all rows."""
-        all_rows = self.of_all[num_drafted]
-        one = self.of_one[num_drafted]
+        all_rows = self.of_all[gamma]
+        one = self.of_one[gamma]
         return one + (all_rows - one) * (rows - 1) / max(1, self.rows - 1)
 
-    def correct(self, rows: int, num_drafted: int, seconds: float) -> None:
-        self._recent[num_drafted > 0].append(seconds / self.measured(rows, num_drafted))
+    def correct(self, rows: int, gamma: int, seconds: float) -> None:
+        self._recent[gamma > 0].append(seconds / self.measured(rows, gamma))
 
     @property
     def was_disturbed(self) -> bool:
@@ -193,5 +193,5 @@ class StepTimes:
         """Let the recent steps correct the times."""
         self._drift = {kind: median(recent or [1.0]) for kind, recent in self._recent.items()}
 
-    def __call__(self, rows: int, num_drafted: int) -> float:
-        return self.measured(rows, num_drafted) * self._drift[num_drafted > 0]
+    def __call__(self, rows: int, gamma: int) -> float:
+        return self.measured(rows, gamma) * self._drift[gamma > 0]

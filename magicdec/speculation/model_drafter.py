@@ -78,8 +78,8 @@ class SelfDrafter(Drafter):
     def admit(self, requests: Sequence[Request]) -> None:
         self.draft_kv.admit(requests)
 
-    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
-        self.draft_kv.prepare(requests, num_draft_tokens)
+    def prepare(self, requests: Sequence[Request], gamma: int) -> int:
+        self.draft_kv.prepare(requests, gamma)
         return 1
 
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
@@ -140,7 +140,7 @@ class ModelDrafter(Drafter):
             for row in rows:
                 self.draft.runner.cache.release(row)
 
-    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
+    def prepare(self, requests: Sequence[Request], gamma: int) -> int:
         """After steps without drafts, the draft's cache lacks any number of tokens. This appends
         all but the newest, together for rows that lack almost as many: a row that lacks fewer than
         another is rewound and takes some again."""

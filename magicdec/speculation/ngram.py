@@ -38,7 +38,7 @@ class NgramDrafter(Drafter):
     @classmethod
     def build(cls, setup: DraftSetup) -> NgramDrafter:
         runner = setup.runner
-        most = setup.decoding.most_draft_tokens
+        most = setup.decoding.max_gamma
         return cls(runner.num_rows, most, runner.device, setup.corpus)
 
     def admit(self, requests: Sequence[Request]) -> None:
@@ -58,11 +58,11 @@ class NgramDrafter(Drafter):
     def plan(
         self,
         requests: Sequence[Request],
-        num_draft_tokens: int,
+        gamma: int,
         draft_length: DraftLength,
         can_join: bool = False,
     ) -> DraftPlan:
-        survivals = self.look_up(requests, min(num_draft_tokens, self.most))
+        survivals = self.look_up(requests, min(gamma, self.most))
         count, _ = best_length(survivals, draft_length.cost or LOOKUP, can_join)
         counts = [min(count, len(each)) for each in survivals]
         return DraftPlan(counts, counts)
@@ -78,18 +78,16 @@ class NgramDrafter(Drafter):
             self.proposals[request.row] = lookup.propose(most)
         return [[p for _, p in proposal] for proposal in self.proposals.values()]
 
-    def prepare(self, requests: Sequence[Request], num_draft_tokens: int) -> int:
+    def prepare(self, requests: Sequence[Request], gamma: int) -> int:
         """Upload what was planned. Rows with fewer tokens are padded with their newest one."""
         rows = [request.row for request in requests if request.row is not None]
         known = [[token for token, _ in self.proposals.get(row, ())] for row in rows]
         tokens = [
-            [*each, *[request.last_token] * num_draft_tokens][:num_draft_tokens]
+            [*each, *[request.last_token] * gamma][:gamma]
             for request, each in zip(requests, known, strict=True)
         ]
         device = self._tokens.device
-        self._tokens[:, :num_draft_tokens].index_copy_(
-            0, upload(rows, device), upload(tokens, device)
-        )
+        self._tokens[:, :gamma].index_copy_(0, upload(rows, device), upload(tokens, device))
         return 1
 
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:

@@ -216,14 +216,14 @@ class Batching(System):
         assert self.runner is not None, "it was opened"
         shape = self.runner.cache.shape
         tokens = max_tokens(self.run.config)
-        num_drafts = tokens - self.options.longest if each.is_drafting else 0
+        max_gamma = tokens - self.options.longest if each.is_drafting else 0
         prefill_tokens = self.options.prefill_tokens or PREFILL_TOKENS
         return BatchLimits(
             tokens,
             shape.block_size,
             shape.num_blocks,
             prefill_tokens=prefill_tokens,
-            step_tokens=1 + num_drafts,
+            step_tokens=1 + max_gamma,
         )
 
     def _strategy(self, each: Pass) -> DecodingStrategy:
@@ -244,7 +244,7 @@ class Batching(System):
             corpus=self.run.corpus,
             is_in_flight=True,
         )
-        is_fixed = name == BASELINE or config.decoding.num_draft_tokens != "auto"
+        is_fixed = name == BASELINE or config.decoding.gamma != "auto"
         is_captured = config.decoding.cuda_graphs == "on"
         self.captured = (each, strategy) if is_captured and is_fixed else None
         return strategy

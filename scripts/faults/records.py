@@ -81,7 +81,7 @@ PROPERTIES = (
             Fault("steps judged without their forwards", "records/stalls.py",
                   "_known(samples.num_forwards, *size, 0)", "_known([], *size, 0)"),
             Fault("steps judged without their draft tokens", "records/stalls.py",
-                  "_known(samples.num_drafted, *size, 0)", "_known([], *size, 0)"),
+                  "_known(samples.padded_gamma, *size, 0)", "_known([], *size, 0)"),
             Fault("steps judged without their rows", "records/stalls.py",
                   "_known(samples.num_emitted, *size", "_known([], *size"),
         ),

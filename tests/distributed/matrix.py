@@ -213,9 +213,9 @@ class Rank:
         return Result(
             asdict(case),
             [list(r.output_ids) for r in requests],
-            sum(s.num_drafted * len(s.token_ids) for s in steps),
+            sum(s.padded_gamma * len(s.token_ids) for s in steps),
             sum(sum(s.num_accepted or []) for s in steps),
-            sorted({s.num_drafted for s in steps}),
+            sorted({s.padded_gamma for s in steps}),
             recorder.replayed,
         )
 

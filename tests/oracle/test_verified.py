@@ -25,10 +25,10 @@ from magicdec.speculation.steps.speculative import Speculative
 from magicdec.speculation.steps.steps import DecodeSteps
 
 
-def speculative(runner: ModelRunner, reader: WeighedBlocks, num_draft_tokens: int) -> Speculative:
+def speculative(runner: ModelRunner, reader: WeighedBlocks, gamma: int) -> Speculative:
     drafter = SelfDrafter(reader)
     steps = DecodeSteps(runner, drafter, nullcontext)
-    return Speculative(runner, drafter, FixedLength(num_draft_tokens), steps)
+    return Speculative(runner, drafter, FixedLength(gamma), steps)
 
 
 def heaviest(policy: VerifiedKV, committed: list[int], mass: Tensor) -> Tensor:

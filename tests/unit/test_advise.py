@@ -90,7 +90,7 @@ def test_advice_follows_from_records_and_the_plan(tmp_path: Path) -> None:
         for r in load_records(BASELINES)
         if r.config["decoding"]["drafter"] == "self"
         and r.config["kv"]["policy"] != "full"
-        and r.config["decoding"]["num_draft_tokens"] == 4
+        and r.config["decoding"]["gamma"] == 4
     }
     machine = ["--machine", str(tmp_path / "machine.json")]
     args = read(*machine, "--prefix_len", "4096", "--B", "4")
@@ -286,7 +286,7 @@ def test_with_little_time_the_answer_has_no_prediction(
     small: list[str], command: Command, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Lengths that were given stay; what was not is cut down and said."""
-    monkeypatch.setattr(BaselineTimes, "seconds", lambda self, w, num_drafts: 1e6)
+    monkeypatch.setattr(BaselineTimes, "seconds", lambda self, w, num_candidates: 1e6)
     words = [word for word in small if word not in ("--gen_len", "8")]
     code, out, err = command("advise", *words, "--time", "170s")
     assert code == 0, err

@@ -288,18 +288,18 @@ def test_every_rank_count_serves_the_same_tokens(
 
 
 @pytest.mark.parametrize(
-    ("graphs", "num_draft_tokens", "is_kept"),
+    ("graphs", "gamma", "is_kept"),
     [("on", 3, True), ("on", "auto", False), ("off", 3, False)],
 )
 def test_the_measured_pass_replays_what_its_warm_up_captured(
-    graphs: str, num_draft_tokens: int | str, is_kept: bool, monkeypatch: pytest.MonkeyPatch
+    graphs: str, gamma: int | str, is_kept: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A strategy that learns its draft length from times begins again."""
     monkeypatch.setattr(recorder, "CudaGraphs", lambda device: object())
     monkeypatch.setattr(build, "make_strategy", lambda name, setup: [name])
     decoding = SimpleNamespace(
         strategy="speculative", cuda_graphs=graphs, model_drafter="model",
-        num_draft_tokens=num_draft_tokens,
+        gamma=gamma,
     )  # fmt: skip
     system = object.__new__(batching.Batching)
     system.runner = cast(Any, SimpleNamespace(device=None, drafting=None))

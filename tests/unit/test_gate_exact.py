@@ -80,7 +80,7 @@ DIFFERENCES: dict[str, tuple[Callable[[Raw], Any], str]] = {
         f"prompt 5, step 3: accepted {3 - WAS[3][5] % 3} of 4, was {WAS[3][5]}",
     ),
     "proposed": (
-        set_at("num_proposed", 3, 5, 3),
+        set_at("num_drafted", 3, 5, 3),
         "prompt 5, step 3: 3 drafts proposed, was 4, accepted",
     ),
     "tokens": (
@@ -132,7 +132,7 @@ REASONS = {
     "config__model__native_steps": ("off", "not all layers are those of --native_steps"),
     "config__parallel__device": ("cuda", "a GPU sums in any order"),
     "config__model__dtype": ("bfloat16", "bfloat16 rounds"),
-    "config__decoding__num_draft_tokens": ("auto", "the draft length follows from measured times"),
+    "config__decoding__gamma": ("auto", "the draft length follows from measured times"),
 }  # fmt: skip
 
 

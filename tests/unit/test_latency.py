@@ -244,7 +244,7 @@ def test_auto_is_decided_for_the_whole_grid() -> None:
     config, grid, _ = parse(flags.split())
     run = largest_run(config, grid)
     assert (run.workload.batch_size, run.workload.prefix_len) == (8, 1000)
-    assert (run.decoding.most_draft_tokens, run.kv.policy) == (3, "verified")
+    assert (run.decoding.max_gamma, run.kv.policy) == (3, "verified")
     machine = Machine(2, has_cuda=True, missing_backends={"triton": "no triton"})
     resolved = resolve(run, machine)
     assert resolved.attention.backend == "sdpa" and resolved.decoding.cuda_graphs == "on"
@@ -254,4 +254,4 @@ def test_auto_is_decided_for_the_whole_grid() -> None:
     window = ModelTraits(sliding_window=1002)
     assert resolve(largest_run(config, grid), machine, window).attention.backend == "sdpa"
     decodes = replace(grid, new_tokens=(1,))
-    assert largest_run(config, decodes).decoding.most_draft_tokens == 1
+    assert largest_run(config, decodes).decoding.max_gamma == 1

@@ -198,8 +198,8 @@ def test_a_drafter_follows_the_output_of_each_request(
 
 def test_lengths_by_default_and_by_gamma() -> None:
     looked_up = DecodingSection("speculative", "ngram")
-    assert (looked_up.most_draft_tokens, looked_up.num_draft_steps) == (31, 31)
+    assert (looked_up.max_gamma, looked_up.max_draft_forwards) == (31, 31)
     mixed = replace(looked_up, drafter="ngram+self")
-    assert (mixed.most_draft_tokens, mixed.num_draft_steps, mixed.gamma) == (31, 8, "auto")
-    six = replace(mixed, num_draft_tokens=6)
-    assert (six.most_draft_tokens, six.num_draft_steps) == (6, 6)
+    assert (mixed.max_gamma, mixed.max_draft_forwards, mixed.gamma) == (31, 8, "auto")
+    six = replace(mixed, gamma=6)
+    assert (six.max_gamma, six.max_draft_forwards) == (6, 6)

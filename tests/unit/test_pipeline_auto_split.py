@@ -94,14 +94,14 @@ def test_a_slower_rank_and_one_with_the_head_get_fewer_layers(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    ("words", "num_drafts"),
+    ("words", "gamma"),
     [(["--modes", "iterative"], 0), (["--gamma", "99", "--draft", "ngram"], 7)],
 )
 def test_runs_have_one_row_without_drafts_and_never_more_than_an_output(
-    words: list[str], num_drafts: int, tmp_path: Path
+    words: list[str], gamma: int, tmp_path: Path
 ) -> None:
     step = Choice(tmp_path, "auto", [EMBEDS, HEAD], *words).step
-    assert step == DecodeStep(1, 104, num_drafts)
+    assert step == DecodeStep(1, 104, gamma)
 
 
 def timing_of(alone: SpeculativePipeline, layout: PipelineLayout) -> RunTiming:

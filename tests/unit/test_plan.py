@@ -181,7 +181,7 @@ def test_acceptance_from_records(drafter: str, policy: str | None) -> None:
         r["config"]["kv"]["budget"]: tuple(r["metrics"]["acceptance_per_position"])
         for r in records
         if r["config"]["kv"]["policy"] == (policy or "streaming_llm")
-        and r["config"]["decoding"]["num_draft_tokens"] == 4
+        and r["config"]["decoding"]["gamma"] == 4
         and drafting_of(r["config"]) == (drafter, policy or "streaming_llm", None)
         and is_plain(r["config"])
     }
@@ -199,7 +199,7 @@ def test_the_rate_of_a_record_gives_what_its_curve_gives() -> None:
     flags = f"{BY_HAND} --model llama-2-7b --B 64 --prefix_len 30000 --max_gamma 4 --budget 257"
     for record in load_records(BASELINES):
         decoding, metrics = record.config["decoding"], record.metrics
-        kind = decoding["drafter"], decoding["num_draft_tokens"], record.config["kv"]["policy"]
+        kind = decoding["drafter"], decoding["gamma"], record.config["kv"]["policy"]
         if kind[:2] != ("self", 4) or kind[2] == "full" or metrics is None:
             continue
         if drafting_of(record.config) is None:

@@ -215,7 +215,7 @@ def stand_ins(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_slow_on_what_the_drafts_read_loses_only_where_they_read_it(
     stand_ins: None, kv: KVSection | None, gamma: int, flash_attn: int, triton: int
 ) -> None:
-    drafting = replace(BFLOAT16.decoding, num_draft_tokens=gamma)
+    drafting = replace(BFLOAT16.decoding, gamma=gamma)
     decoding = drafting if kv else BASELINE.decoding
     config = replace(
         BFLOAT16,
@@ -277,7 +277,7 @@ def test_the_step_is_the_runs_own() -> None:
     baseline = target_step(BASELINE, MODEL)
     assert (baseline.name, baseline.reads) == ("a decode forward", (Read(1, 1, 1000, whole),))
     for drafter, draft, tokens in (("ngram", None, 32), ("model", STANDALONE.draft, 9)):
-        decoding = replace(BFLOAT16.decoding, drafter=drafter, num_draft_tokens="auto")
+        decoding = replace(BFLOAT16.decoding, drafter=drafter, gamma="auto")
         others = target_step(replace(BFLOAT16, decoding=decoding, draft=draft), MODEL)
         assert others.reads == (Read(1, tokens, 1000, whole),)
         assert others.name == f"a verification of {tokens} tokens"

@@ -68,7 +68,7 @@ def sample_pass(name: str) -> PassSamples:
     return pass_samples(
         begin_ms=[1.0, 2.0],
         step_ms=[[300.0 / len(batch)] * len(batch) for batch in batches],
-        num_drafted=[[4 * is_drafting for _ in batch] for batch in batches],
+        padded_gamma=[[4 * is_drafting for _ in batch] for batch in batches],
         num_accepted=[[[count] if is_drafting else [] for count in batch] for batch in batches],
         num_emitted=[[[1 + count] for count in batch] for batch in batches],
         sequence_tokens=[[4], [3]],

@@ -100,7 +100,7 @@ def serve(
     requests: Sequence[Request],
     num_lanes: int,
     lane_size: int,
-    num_drafts: int = 0,
+    gamma: int = 0,
     clock: VirtualClock | None = None,
     make_speculation: Callable[[ModelRunner], RingSpeculation] | None = None,
     observe: Observer = ignore_step,
@@ -108,9 +108,9 @@ def serve(
     model = EmulatedModel(TINY, Shard(), range(1), True, 0.0, torch.zeros(1))
     stage = Stage(make_runner(model, num_lanes * lane_size, 60), is_last=False)
     ring, runner, speculation = Ring(clock), stage.runner, None
-    if num_drafts:
-        drafter = NgramDrafter(runner.num_rows, num_drafts, runner.device)
-        speculation = RingSpeculation(runner, drafter, num_drafts)
+    if gamma:
+        drafter = NgramDrafter(runner.num_rows, gamma, runner.device)
+        speculation = RingSpeculation(runner, drafter, gamma)
     if make_speculation is not None:
         speculation = make_speculation(runner)
     place = Ends(ring, ring), num_lanes, lane_size, LIMITS, CHUNK, ring.step_clock
@@ -189,7 +189,7 @@ def test_a_message_says_how_many_tokens_its_rows_keep() -> None:
     """The emulated model continues every prompt with ones, which the drafter proposes. Of the two
     samples of the lane one ends, and another takes its row, while the other still runs."""
     requests = make_requests([(5,) * 4, (5,) * 6, (5,) * 9], [3, 9, 2])
-    ring = serve(requests, num_lanes=1, lane_size=2, num_drafts=3)
+    ring = serve(requests, num_lanes=1, lane_size=2, gamma=3)
     assert [request.output_ids for request in requests] == [[1] * 3, [1] * 9, [1] * 2]
     assert [(m.status, m.words) for m in ring.sent if m.kind is Kind.HIDDEN and m.status] == [
         (WANTED, (0,)), (WANTED, (1,)), (VERIFY, (0, 1, 4, 6)),
@@ -214,8 +214,8 @@ class ScriptedDrafter(Drafter):
     def build(cls, setup: DraftSetup) -> "ScriptedDrafter":
         raise NotImplementedError
 
-    def plan(self, requests: Sequence[Request], num_draft_tokens: int, *args: object) -> DraftPlan:
-        self.counts = [self.random.randint(0, num_draft_tokens) for _ in requests]
+    def plan(self, requests: Sequence[Request], gamma: int, *args: object) -> DraftPlan:
+        self.counts = [self.random.randint(0, gamma) for _ in requests]
         return DraftPlan(self.counts, self.counts)
 
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:

@@ -55,7 +55,7 @@ def variant(number: int = 0, **changed: Any) -> Record:
     places = {
         "B": ("config", "workload", "batch_size"),
         "prefix_len": ("config", "workload", "prefix_len"),
-        "gamma": ("config", "decoding", "num_draft_tokens"),
+        "gamma": ("config", "decoding", "gamma"),
         "budget": ("config", "kv", "budget"),
         "threads": ("environment", "threads"),
         "argv": ("environment", "argv"),

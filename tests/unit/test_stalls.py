@@ -46,7 +46,7 @@ def passed(*batches: Sequence[Step]) -> PassSamples:
         sequence_ms=[[sum(ms for ms, *_ in batch)] for batch in batches],
         step_ms=[[ms for ms, *_ in batch] for batch in batches],
         num_forwards=[[forwards for _, forwards, _, _ in batch] for batch in batches],
-        num_drafted=[[drafted for _, _, drafted, _ in batch] for batch in batches],
+        padded_gamma=[[drafted for _, _, drafted, _ in batch] for batch in batches],
         num_emitted=[[[1] * rows for *_, rows in batch] for batch in batches],
         sequence_tokens=[[sum(rows for *_, rows in batch)] for batch in batches],
     )

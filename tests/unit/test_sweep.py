@@ -65,7 +65,7 @@ def base(tiny_checkpoint: Path, text_file: Path) -> RunConfig:
 def variants(base: RunConfig) -> list[RunConfig]:
     """Cells that share their prompts: every policy and drafter, and several numbers of drafts."""
     policies = ("streaming_llm", "snapkv", "verified", "retrieval", "full")
-    longer = replace(base, decoding=replace(base.decoding, num_draft_tokens=5))
+    longer = replace(base, decoding=replace(base.decoding, gamma=5))
     wider = replace(base.kv, policy="snapkv", window_size=16)
     lookup = replace(base.decoding, drafter="ngram")
     draft = DraftSection(base.model.model)

@@ -333,7 +333,7 @@ def place_config(config: ResolvedConfig, grid: LatencyGrid, B: int, context: int
             config.decoding,
             strategy="speculative",
             drafter="self",
-            num_draft_tokens=max(grid.new_tokens) - 1,
+            gamma=max(grid.new_tokens) - 1,
         ),
         workload=replace(config.workload, batch_size=B, prefix_len=context, gen_len=1),
     )

@@ -50,7 +50,7 @@ def settings(record: RunRecord) -> dict[str, SettingValue]:
         "kv_policy": policy,
         "budget": None if policy in (None, FULL_KV_POLICY) else int(config["kv"]["budget"]),
         "reselect_every": (policy and config["kv"].get("reselect_every")) or None,
-        "gamma": decoding["num_draft_tokens"] if drafts else None,
+        "gamma": decoding["gamma"] if drafts else None,
         "pa": decoding.get("pa") if drafts else None,
         "B": workload["batch_size"],
         "prefix_len": workload["prefix_len"],

@@ -50,13 +50,13 @@ class WiderView:
 
 @torch.inference_mode()
 def measure_gaps(
-    runner: ModelRunner, requests: Sequence[Request], num_drafts: int, prefill_chunk: int
+    runner: ModelRunner, requests: Sequence[Request], gamma: int, prefill_chunk: int
 ) -> list[Gaps]:
     """The gaps of the outputs of `requests`, which `runner` decoded in this order, in batches of as
     many as it has rows.
 
     Costs a prefill of every prompt, a forward for each output token of a batch, and one more for
-    each `num_drafts` + 1 of them: about as much as the prefill and the baseline's pass of the run.
+    each `gamma` + 1 of them: about as much as the prefill and the baseline's pass of the run.
     Every rank of the group must call this with the same requests.
     """
     gaps = []
@@ -75,7 +75,7 @@ def measure_gaps(
         ids = upload([row + [0] * (longest - len(row)) for row in inputs], runner.device)
         pairs, decode = _replay(runner, ids, 1)
         runner.truncate(range(len(batch)), [len(r.prompt_ids) for r in batch])
-        _, verify = _replay(runner, ids, num_drafts + 1, pairs)
+        _, verify = _replay(runner, ids, gamma + 1, pairs)
         gaps += [
             Gaps(pairs[i, :n], decode[i, :n], verify[i, :n]) for i, n in enumerate(map(len, inputs))
         ]

@@ -181,10 +181,10 @@ class Run:
         if not self.is_compared:
             return None
         w = self.config.workload
-        most = self.config.decoding.most_draft_tokens
+        most = self.config.decoding.max_gamma
         seed = f"{w.seed} {len(self.measured[name])}"
-        num_drafts = 0 if name == BASELINE else most
-        return Witness.of(self.runner, w.batch_size, num_drafts, w.num_new_tokens, seed, most)
+        gamma = 0 if name == BASELINE else most
+        return Witness.of(self.runner, w.batch_size, gamma, w.num_new_tokens, seed, most)
 
     def make_strategy(
         self, name: str, timer: PhaseTimer, witness: Witness | None = None
@@ -402,7 +402,7 @@ class Run:
         replays = Replays(
             self.runner,
             self.make_reference,
-            self.config.decoding.most_draft_tokens,
+            self.config.decoding.max_gamma,
             self.config.attention.prefill_chunk,
         )
         correctness = check_outputs(BASELINE, measured.finished[BASELINE], requests, replays)

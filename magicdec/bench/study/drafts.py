@@ -53,9 +53,9 @@ class BaselineTimes:
     prefill_s: float
     step_s: float
 
-    def seconds(self, w: WorkloadSection, num_drafts: int) -> float:
+    def seconds(self, w: WorkloadSection, num_candidates: int) -> float:
         """What this workload is expected to take with so many drafts."""
-        passes_s = (1 + SLOWEST * num_drafts) * w.num_new_tokens * self.step_s
+        passes_s = (1 + SLOWEST * num_candidates) * w.num_new_tokens * self.step_s
         batch_s = w.batch_size * w.prefix_len * self.prefill_s + passes_s
         return w.most_batches * batch_s + w.warmup_batches * passes_s
 
@@ -186,14 +186,14 @@ def fitting(
     asked: WorkloadSection,
     fixed: frozenset[str],
     rates: BaselineTimes,
-    num_drafts: int,
+    num_candidates: int,
     seconds: float,
 ) -> WorkloadSection:
     """The largest workload, of at most what was asked for, that is expected to end in so many
     seconds; the smallest one if none is. The settings in `fixed` stay."""
     smallest = asked
     for smallest in smaller(asked, fixed):
-        if rates.seconds(smallest, num_drafts) <= SHARE * seconds:
+        if rates.seconds(smallest, num_candidates) <= SHARE * seconds:
             break
     return smallest
 

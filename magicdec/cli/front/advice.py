@@ -25,15 +25,15 @@ LONGEST = 16  # the plan looks at contexts of up to so many times the measured o
 @dataclass(frozen=True)
 class MeasuredDraft:
     """A short run with a draft: the flags that name it, and its net speedup over decoding without
-    one. `interval` is its interval, which holds with 95 % for all `num_drafts` that were tried, of
-    which this is the best; None if the run had too few batches. `predicted` is the plan's net
+    one. `interval` is its interval, which holds with 95 % for all `num_candidates` that were tried,
+    of which this is the best; None if the run had too few batches. `predicted` is the plan's net
     speedup at the same place, None where it has none."""
 
     draft: str
     speedup: float
     interval: Sequence[float] | None = None
     predicted: float | None = None
-    num_drafts: int = 1
+    num_candidates: int = 1
 
 
 def describe_advice(best: MeasuredDraft, place: str, expectation: str) -> str:
@@ -46,7 +46,9 @@ def describe_advice(best: MeasuredDraft, place: str, expectation: str) -> str:
         draft = f"the best draft, {draft},"
     between = ""
     if best.interval is not None:
-        of_all = f" for all {best.num_drafts} drafts together" if best.num_drafts > 1 else ""
+        of_all = (
+            f" for all {best.num_candidates} drafts together" if best.num_candidates > 1 else ""
+        )
         low, high = best.interval
         between = f" (95 % interval{of_all}: {low:.2f} to {high:.2f})"
         if best.interval[0] <= 1 <= best.interval[1]:
@@ -99,9 +101,9 @@ def find_advice(
         predicted = here.net_speedup(args.num_new_tokens)
     # The best of many drafts without a gain has a gain by chance: each has a share of the 5 %.
     ratios = record.metrics.net_speedup_per_batch or ()
-    num_drafts = len(records)
-    interval = ratio_interval(ratios, 1 - (1 - LEVEL) / num_drafts)
-    best = MeasuredDraft(flags, net_speedup(record), interval, predicted, num_drafts)
+    num_candidates = len(records)
+    interval = ratio_interval(ratios, 1 - (1 - LEVEL) / num_candidates)
+    best = MeasuredDraft(flags, net_speedup(record), interval, predicted, num_candidates)
     place = f"B {args.B} and {args.prefix_len} tokens of context"
     sentence = describe_advice(best, place, "" if plan is None else expectation_of(plan, args))
     drafts = shlex.split(flags) if best.speedup > 1 else ["--draft", NONE]

@@ -15,8 +15,7 @@ from magicdec.names import BASELINE, FULL_KV_POLICY
 
 # Fields, beside those of the KV section and the draft's, that only drafting uses.
 OF_DRAFTING = tuple(
-    f"decoding.{name}"
-    for name in ("num_draft_tokens", "pa", "draft_weights", "baseline", "lookup_corpus")
+    f"decoding.{name}" for name in ("gamma", "pa", "draft_weights", "baseline", "lookup_corpus")
 )
 # Fields of the KV section that are not a policy's settings.
 OF_EVERY_POLICY = ("policy", "budget")

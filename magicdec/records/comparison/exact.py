@@ -81,7 +81,7 @@ def why_not_exact(new: RunRecord, old: RunRecord) -> str | None:
     if any(each is not None and each.get("native_steps") != "on" for each in sections):
         return "not all layers are those of --native_steps, which sum in a fixed order"
     decoding = config["decoding"]
-    if decoding["num_draft_tokens"] == "auto" and decoding.get("step_cost") is None:
+    if decoding["gamma"] == "auto" and decoding.get("step_cost") is None:
         return "the draft length follows from measured times"
     if not is_logged(old):
         return f"the baseline holds no log of what was drafted and read; {RENEW}"
@@ -184,7 +184,7 @@ def step_of(samples: PassSamples, batch: int, step: int, row: int, emitted: int)
         step,
         samples.draft_hashes[batch][step][row],
         samples.draft_keys[batch][step][row],
-        samples.num_proposed[batch][step][row],
+        samples.num_drafted[batch][step][row],
         accepted[row],
         emitted,
     )

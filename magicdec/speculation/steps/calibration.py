@@ -13,7 +13,7 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 
-from magicdec.config.sections import MOST_DRAFT_TOKENS
+from magicdec.config.sections import MAX_AUTO_GAMMA
 from magicdec.runner.request import Batch
 from magicdec.runner.sampling.model_tokens import Proposal
 from magicdec.speculation.steps.steps import DecodeSteps
@@ -24,7 +24,7 @@ LONGER_DRAFT = 3  # tokens of the longer of the two drafts that are timed
 
 @torch.inference_mode()
 def measure_steps(
-    steps: DecodeSteps, batch: Batch, cached: Sequence[int], most_draft_tokens: int
+    steps: DecodeSteps, batch: Batch, cached: Sequence[int], max_gamma: int
 ) -> list[float]:
     """Seconds of a step of `batch` with 0, 1, ..., most draft tokens. `cached` are the cached
     lengths of its rows.
@@ -43,7 +43,7 @@ def measure_steps(
     try:
         if drafter is not None:
             drafter.pa = 0.0
-        seconds = _measure(steps, batch, cached, most_draft_tokens)
+        seconds = _measure(steps, batch, cached, max_gamma)
     finally:
         steps.phase = phase
         if drafter is not None:
@@ -51,12 +51,12 @@ def measure_steps(
     for tensor, value in zip(state, before, strict=True):
         tensor.copy_(value)
     draft_s, verify_s = (_line(seconds[kind]) for kind in ("draft", "verify"))
-    counts = range(1, most_draft_tokens + 1)
+    counts = range(1, max_gamma + 1)
     return [seconds["decode"][0], *(draft_s(count) + verify_s(count) for count in counts)]
 
 
 def _measure(
-    steps: DecodeSteps, batch: Batch, cached: Sequence[int], most_draft_tokens: int
+    steps: DecodeSteps, batch: Batch, cached: Sequence[int], max_gamma: int
 ) -> dict[str, dict[int, float]]:
     """The least seconds of each kind of work, by its number of draft tokens."""
     seconds: dict[str, dict[int, float]] = defaultdict(dict)
@@ -72,7 +72,7 @@ def _measure(
     for _ in range(REPEATS):
         with timed("decode", 0):
             steps.decode(batch)
-        few = min(MOST_DRAFT_TOKENS, most_draft_tokens)
+        few = min(MAX_AUTO_GAMMA, max_gamma)
         for count in sorted({1, steps.padded_length(min(LONGER_DRAFT, few))}):
             with timed("draft", count):
                 proposal = steps.draft(batch, count)

@@ -39,12 +39,12 @@ class SeenLogits:
 
     @classmethod
     def of(
-        cls, runner: ModelRunner, rows: Sequence[int], batch: DeviceBatch, most_drafts: int
+        cls, runner: ModelRunner, rows: Sequence[int], batch: DeviceBatch, max_gamma: int
     ) -> SeenLogits:
         numbers = batch.rows.numbers
         kept = tuple(row for row in numbers if row in rows)
         index = upload([numbers.index(row) for row in kept], runner.device)
-        shape = len(kept), 1 + most_drafts, runner.model.width_out
+        shape = len(kept), 1 + max_gamma, runner.model.width_out
         return cls(kept, index, runner.cache.k.new_zeros(shape))
 
     def take(self, verification: PendingVerification) -> None:
@@ -96,8 +96,8 @@ class CapturedSteps(DecodeSteps):
                 for pending in self.drafter.pendings(count):
                     self._work("draft", count, pending)
 
-    def padded_length(self, num_draft_tokens: int) -> int:
-        return min(count for count in self._lengths if count >= num_draft_tokens)
+    def padded_length(self, gamma: int) -> int:
+        return min(count for count in self._lengths if count >= gamma)
 
     def release(self, rows: Sequence[int]) -> None:
         """Unless others may join the batch, its rows keep their memory, because they are computed
@@ -105,19 +105,19 @@ class CapturedSteps(DecodeSteps):
         if self.is_in_flight:
             super().release(rows)
 
-    def _drafted(self, batch: Batch, num_draft_tokens: int) -> Proposal:
+    def _drafted(self, batch: Batch, gamma: int) -> Proposal:
         drafter = self.drafter
         assert drafter is not None, "only a strategy with a drafter drafts"
-        pending = drafter.prepare(batch.requests, num_draft_tokens)
+        pending = drafter.prepare(batch.requests, gamma)
         if not self._captures_drafts:
             uncaptured = DeviceBatch.of(batch, self._vocab_size, self.runner.device)
-            proposal = drafter.propose(uncaptured, DraftShape(num_draft_tokens, pending))
+            proposal = drafter.propose(uncaptured, DraftShape(gamma, pending))
             self._batch.sampling.take_flaws(uncaptured.sampling, self._place_index)
             return proposal
         # Indexing copies: the result of a replay lasts only until the next replay, but a proposal
         # must last until the next draft.
-        ids = self._work("draft", num_draft_tokens, pending)()[self._place_index]
-        probs = self._pending_proposal.first(num_draft_tokens).probabilities
+        ids = self._work("draft", gamma, pending)()[self._place_index]
+        probs = self._pending_proposal.first(gamma).probabilities
         return Proposal(ids, None if probs is None else probs[self._place_index])
 
     def _judged(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:

@@ -86,7 +86,7 @@ class Speculative:
         groups = [(_rows_with(batch, lengths, each), each) for each in sorted(set(lengths))]
         verdicts = dict[Request, list[int]]()
         proposed = dict[Request, int]()
-        num_drafted = 0
+        padded_gamma = 0
         for together in [groups] if self.steps.can_join else [[group] for group in groups]:
             started = time.perf_counter()
             is_alone = not self.runner.deferred
@@ -100,14 +100,14 @@ class Speculative:
             for draft in drafts:
                 self._observe(draft, verdicts, of_step, is_ragged)
                 proposed |= zip(draft.batch.requests, draft.counts, strict=True)
-                num_drafted = max(num_drafted, draft.count)
+                padded_gamma = max(padded_gamma, draft.count)
         accepted = [verdicts[request][0] for request in batch.requests]
         emitted = [verdicts[r][1 : 2 + n] for r, n in zip(batch.requests, accepted, strict=True)]
-        if num_drafted == 0:
+        if padded_gamma == 0:
             return StepOutput(emitted, digests=None if log is None else [])
         digests = None if log is None else log.digests(batch.rows)
         counts = [proposed[r] for r in batch.requests]
-        return StepOutput(emitted, num_drafted, accepted, counts, digests=digests)
+        return StepOutput(emitted, padded_gamma, accepted, counts, digests=digests)
 
     def _draft(self, batch: Batch, count: int) -> StepDraft:
         if self.drafter is None:

@@ -81,9 +81,9 @@ class DecodeSteps:
         else:
             self._load(batch)
 
-    def padded_length(self, num_draft_tokens: int) -> int:
+    def padded_length(self, gamma: int) -> int:
         """The number of draft tokens of a step that has so many at least."""
-        return num_draft_tokens
+        return gamma
 
     def release(self, rows: Sequence[int]) -> None:
         """The requests in `rows` have left the batch."""
@@ -95,11 +95,11 @@ class DecodeSteps:
         return [row[1:] for row in self.verify(batch, None)]
 
     @torch.inference_mode()
-    def draft(self, batch: Batch, num_draft_tokens: int) -> Proposal:
-        """A proposal of `num_draft_tokens` for the rows of `batch`, valid until the next draft."""
+    def draft(self, batch: Batch, gamma: int) -> Proposal:
+        """A proposal of `gamma` for the rows of `batch`, valid until the next draft."""
         with self.phase("draft"):
             self._show(batch)
-            return self._drafted(batch, num_draft_tokens)
+            return self._drafted(batch, gamma)
 
     @torch.inference_mode()
     def verify(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
@@ -140,10 +140,10 @@ class DecodeSteps:
             self._runners.append(draft_kv.runner)
         self._vocab_size = max(r.model.config.vocab_size for r in self._runners)
 
-    def _drafted(self, batch: Batch, num_draft_tokens: int) -> Proposal:
+    def _drafted(self, batch: Batch, gamma: int) -> Proposal:
         assert self.drafter is not None, "only a strategy with a drafter drafts"
-        pending = self.drafter.prepare(batch.requests, num_draft_tokens)
-        return self.drafter.propose(self._batch, DraftShape(num_draft_tokens, pending))
+        pending = self.drafter.prepare(batch.requests, gamma)
+        return self.drafter.propose(self._batch, DraftShape(gamma, pending))
 
     def _judged(self, batch: Batch, proposal: Proposal | None) -> list[list[int]]:
         """Verify, and read the result, which is the only read of a step."""

@@ -56,20 +56,20 @@ class Witness:
         cls,
         runner: ModelRunner,
         num_rows: int,
-        num_drafts: int,
+        gamma: int,
         num_steps: int,
         seed: str,
-        most_drafts: int,
+        max_gamma: int,
     ) -> Witness:
-        """Of at most `num_steps` steps of `num_rows` rows that draft at most `num_drafts` tokens.
-        Passes with the same seed and `most_drafts`, which is the largest `num_drafts` of them, keep
+        """Of at most `num_steps` steps of `num_rows` rows that draft at most `gamma` tokens.
+        Passes with the same seed and `max_gamma`, which is the largest `gamma` of them, keep
         the same rows."""
         chance = random.Random(seed)
         (first, last) = runner.model.head_rows
         token_bytes = (last - first) * runner.cache.k.element_size()
-        room = MOST_BYTES // (LEAST_STEPS * (1 + most_drafts) * token_bytes)
+        room = MOST_BYTES // (LEAST_STEPS * (1 + max_gamma) * token_bytes)
         rows = chance.sample(range(num_rows), max(1, min(num_rows, room)))
-        most_bytes = len(rows) * (1 + num_drafts) * token_bytes * max(1, num_steps)
+        most_bytes = len(rows) * (1 + gamma) * token_bytes * max(1, num_steps)
         return cls(tuple(sorted(rows)), min(1.0, MOST_BYTES / most_bytes), chance)
 
     def wants(self, rows: Sequence[int]) -> list[int]:

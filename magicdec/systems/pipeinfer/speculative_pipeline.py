@@ -84,10 +84,10 @@ class SpeculativePipeline(StagedSystem):
         self.run = replace(run, config=config.without_drafts())
         self.sampling = CoupledSampling(config.sampling)
         most = max(shape.output_len for shape in options.shapes) - 1
-        num_drafts = min(options.speculation.gamma, most) if self.has_drafts else 0
-        context = min(options.mean_context, model.max_length - 1 - num_drafts)
-        step = DecodeStep(1, context, num_drafts)
-        rows = "1 row" if num_drafts == 0 else f"{step.num_tokens} rows"
+        gamma = min(options.speculation.gamma, most) if self.has_drafts else 0
+        context = min(options.mean_context, model.max_length - 1 - gamma)
+        step = DecodeStep(1, context, gamma)
+        rows = "1 row" if gamma == 0 else f"{step.num_tokens} rows"
         timing = RunTiming(self.run, [layout.group_of(rank) for rank in layout.stages], step)
         layers = self.choose_layers(timing, f"runs of {rows} after {step.context} tokens")
         self.layout = layout.with_layers(layers)
@@ -105,8 +105,8 @@ class SpeculativePipeline(StagedSystem):
         run_config = with_own_model(run_config)
         workload = self.options.batch_of(run_config.workload, self.options.speculation.lanes)
         assert workload.gen_len is not None, "the batch has room for outputs"
-        num_drafts = workload.gen_len + self.past_end
-        decoding = replace(run_config.decoding, num_draft_tokens=num_drafts)
+        gamma = workload.gen_len + self.past_end
+        decoding = replace(run_config.decoding, gamma=gamma)
         grid = make_stage_grid(self.options.layer_split, self.launch.world_size)
         return self.find_part(
             replace(run_config, decoding=decoding), workload, cache, grid.tensor_parallel
@@ -133,7 +133,7 @@ class SpeculativePipeline(StagedSystem):
 
     def config_of(self, each: Pass) -> dict[str, Any]:
         config = super().config_of(each)
-        config["decoding"]["num_draft_tokens"] = self.options.speculation.gamma
+        config["decoding"]["gamma"] = self.options.speculation.gamma
         if each.is_drafting and self.drafting is not None:
             of_draft = self.drafting.config.to_dict()
             config |= {name: of_draft[name] for name in ("draft", "kv")}

@@ -65,18 +65,18 @@ class PendingDraft:
     tokens: Tensor
     proposal: Proposal
     sampling: SamplingMetadata
-    num_proposed: Sequence[int]  # of each row, without padding
+    num_drafted: Sequence[int]  # of each row, without padding
 
 
 class RingSpeculation:
-    """`drafter` drafts `num_draft_tokens` for each row of a message. `runner` is the stage's."""
+    """`drafter` drafts `gamma` for each row of a message. `runner` is the stage's."""
 
-    def __init__(self, runner: ModelRunner, drafter: Drafter, num_draft_tokens: int) -> None:
+    def __init__(self, runner: ModelRunner, drafter: Drafter, gamma: int) -> None:
         self.runner = runner
         self.drafter = drafter
-        self.num_draft_tokens = num_draft_tokens
+        self.gamma = gamma
         self.counts = DraftCounts()
-        self.draft_length = FixedLength(num_draft_tokens)
+        self.draft_length = FixedLength(gamma)
         self.is_padded = False  # whether each message has so many drafts, for a timing
         of_draft = () if drafter.draft_kv is None else (drafter.draft_kv.runner,)
         self._vocab_size = max(r.model.config.vocab_size for r in (runner, *of_draft))
@@ -93,7 +93,7 @@ class RingSpeculation:
     def draft(self, rows: Sequence[int]) -> PendingDraft:
         """Drafts for `rows`, whose committed tokens alone are in the cache."""
         batch = Batch(tuple(self._known[row] for row in rows))
-        count = self.num_draft_tokens
+        count = self.gamma
         with self._timed():
             on_device = DeviceBatch.of(batch, self._vocab_size, self.runner.device)
             plan = self.drafter.plan(batch.requests, count, self.draft_length)
@@ -116,7 +116,7 @@ class RingSpeculation:
             draft.sampling.check(request, line)
         counts = [line[1] for line in lines]
         emitted = [line[2:] for line in lines]
-        proposed = draft.num_proposed
+        proposed = draft.num_drafted
         self.counts.num_rounds += len(counts)
         tokens = [of_row[: n + 1] for of_row, n in zip(emitted, counts, strict=True)]
         return StepOutput(tokens, draft.proposal.ids.shape[1], counts, list(proposed))
@@ -389,9 +389,9 @@ def most_under_way(num_lanes: int, lane_size: int, limits: BatchLimits, chunk: i
     return num_lanes * (chunks + 2)
 
 
-def num_drafts_of(config: ResolvedConfig) -> int:
+def max_gamma_of(config: ResolvedConfig) -> int:
     """Draft tokens of each row of a message that decodes."""
-    return 0 if config.decoding.drafter is None else config.decoding.most_draft_tokens
+    return 0 if config.decoding.drafter is None else config.decoding.max_gamma
 
 
 def make_speculation(
@@ -405,4 +405,4 @@ def make_speculation(
     draft = make_draft(run, groups, models, runner.max_tokens)
     setup = DraftSetup(runner, config.decoding, config.kv, draft, run.corpus)
     drafter = make_drafter(config.decoding.drafter, setup)
-    return RingSpeculation(runner, drafter, config.decoding.num_draft_steps)
+    return RingSpeculation(runner, drafter, config.decoding.max_draft_forwards)

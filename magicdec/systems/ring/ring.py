@@ -31,8 +31,8 @@ from magicdec.systems.ring.recurrent import (
     RecurrentPipeline,
     RingSpeculation,
     make_speculation,
+    max_gamma_of,
     most_under_way,
-    num_drafts_of,
 )
 from magicdec.systems.stages.auto_split import DecodeStep, RingTiming
 from magicdec.systems.stages.clocks import gather_leaders
@@ -74,8 +74,8 @@ class Ring(StagedSystem):
         self.check_stages(models, grid.tensor_parallel, grid.world_size < launch.world_size)
         config = models.config.on_ranks(grid.ranks_of(self.stage_number))
         self.run = self.complete(replace(models, config=config), cache)
-        step = DecodeStep(options.batch_size, options.mean_context, num_drafts_of(config))
-        tokens = f" and {step.num_drafts} drafts" if step.num_drafts else ""
+        step = DecodeStep(options.batch_size, options.mean_context, max_gamma_of(config))
+        tokens = f" and {step.gamma} drafts" if step.gamma else ""
         stages = [grid.ranks_of(stage) for stage in range(grid.num_stages)]
         self.layers = self.choose_layers(
             RingTiming(self.run, stages, step),
@@ -138,16 +138,16 @@ class OpenRing:
         self.is_drafting = is_drafting = each.is_drafting
         options = ring.options
         chunk = ring.run.config.attention.prefill_chunk
-        self.num_drafts = num_drafts_of(ring.run.config) if is_drafting else 0
+        self.max_gamma = max_gamma_of(ring.run.config) if is_drafting else 0
         # Tokens of a message of a whole lane that decodes.
-        self.lane_tokens = options.batch_size * (1 + self.num_drafts)
-        self.max_tokens = max_tokens(ring.run.config.without_drafts()) + self.num_drafts
+        self.lane_tokens = options.batch_size * (1 + self.max_gamma)
+        self.max_tokens = max_tokens(ring.run.config.without_drafts()) + self.max_gamma
         self.stage = self._load_stage(each) if ring.computes else None
         limits = BatchLimits(
             self.max_tokens,
             # By default a chunk for each stage, so that the chunks of one prompt can keep all busy.
             prefill_tokens=options.prefill_tokens or ring.grid.num_stages * chunk,
-            step_tokens=1 + self.num_drafts,
+            step_tokens=1 + self.max_gamma,
         )
         self.num_lanes = ring.num_samples // options.batch_size
         depth = most_under_way(self.num_lanes, options.batch_size, limits, chunk)

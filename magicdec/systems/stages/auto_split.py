@@ -136,17 +136,17 @@ def explain(counts: Sequence[int], times: Sequence[StageTimes], source: str) -> 
 
 @dataclass(frozen=True)
 class DecodeStep:
-    """What is timed: steps of `rows` rows that hold `context` tokens each, with `num_drafts` drafts
+    """What is timed: steps of `rows` rows that hold `context` tokens each, with `gamma` drafts
     of each row."""
 
     rows: int
     context: int
-    num_drafts: int = 0
+    gamma: int = 0
 
     @property
     def num_tokens(self) -> int:
         """Tokens of a row in a message."""
-        return 1 + self.num_drafts
+        return 1 + self.gamma
 
 
 @dataclass(frozen=True)
@@ -279,7 +279,7 @@ class RingTiming(Timing):
         if not has_ends:
             return partial(time_passing, stage, self.step)
         speculation = None
-        if self.step.num_drafts:
+        if self.step.gamma:
             models = LoadedModels(runner.device, make_progress(False))
             run = replace(self.run, config=self.config)
             speculation = make_speculation(run, runner, groups, models)
@@ -315,7 +315,7 @@ def time_passing(stage: FilledStage, step: DecodeStep) -> float:
     payload = newest.expand(-1, step.num_tokens, -1).contiguous()
     steps = [
         Message(Kind.HIDDEN, 0, VERIFY, (*rows, *[length] * step.rows), payload)
-        if step.num_drafts
+        if step.gamma
         else Message(Kind.HIDDEN, 0, WANTED, rows, payload)
         for length in range(step.context, step.context + STEPS)
     ]
