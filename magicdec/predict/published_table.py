@@ -32,7 +32,7 @@ COLUMNS = (
 # The metric of the last pass of a run that a quantity is, and the digits that it is written with.
 QUANTITIES = {
     "speedup": ("speedup", 3),
-    "conditional_acceptance": ("acceptance_rate", 3),  # from which it is converted
+    "conditional_acceptance": ("draft_acceptance_rate", 3),  # from which it is converted
     "tpot_ms": ("mean_tpot_ms", 2),
     "tokens_per_s": ("decode_tokens_per_s", 1),
 }

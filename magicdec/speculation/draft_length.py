@@ -60,7 +60,7 @@ LOOKUP = DraftCost(0.2, 0.15)  # of drafts that a lookup makes, as long as nothi
 class DraftLength(ABC):
     """By default it measures nothing, and counts acceptance if it has something to count with."""
 
-    most: int
+    max_gamma: int
     """The largest number of tokens that a step drafts."""
     choices: Sequence[int]
     """The numbers of tokens that a step may draft."""
@@ -112,13 +112,13 @@ class DraftLength(ABC):
 
 
 class FixedLength(DraftLength):
-    def __init__(self, most: int, acceptance: Acceptance | None = None) -> None:
-        self.most = most
-        self.choices = (most,)
+    def __init__(self, max_gamma: int, acceptance: Acceptance | None = None) -> None:
+        self.max_gamma = max_gamma
+        self.choices = (max_gamma,)
         self.acceptance = acceptance
 
     def lengths(self, batch: Batch) -> list[int]:
-        return [self.most] * len(batch.requests)
+        return [self.max_gamma] * len(batch.requests)
 
 
 class AutoLength(DraftLength):
@@ -135,24 +135,24 @@ class AutoLength(DraftLength):
 
     def __init__(
         self,
-        most: int,
+        max_gamma: int,
         group: Group,
         device: torch.device,
         per_row: bool = False,
         given: DraftCost | None = None,
     ) -> None:
-        self.most = most
+        self.max_gamma = max_gamma
         self.group = group
         self.device = device
         self.per_row = per_row
         self.given = given
-        few = min(most, MAX_AUTO_GAMMA)
+        few = min(max_gamma, MAX_AUTO_GAMMA)
         # All that a model may draft, and few of the longer ones of a lookup: each takes time.
-        self.choices = sorted({*range(few + 1), *range(few, most, MAX_AUTO_GAMMA), most})
+        self.choices = sorted({*range(few + 1), *range(few, max_gamma, MAX_AUTO_GAMMA), max_gamma})
         # Acceptance of the tokens that were asked for, whether they were drafted or not: it does
         # not depend on the draft length, while that of drafted tokens would be of confident ones.
-        self.acceptance = Acceptance(most)
-        self.chains = ChainLengths(most)
+        self.acceptance = Acceptance(max_gamma)
+        self.chains = ChainLengths(max_gamma)
         self.calibration_s: float = 0.0
         # By the rows in powers of 2, and the context in powers of sqrt(2).
         self._times: dict[tuple[int, int], StepTimes] = {}
@@ -184,7 +184,7 @@ class AutoLength(DraftLength):
 
     def _given_seconds(self, batch: Batch) -> list[float]:
         assert self.given is not None
-        return [1.0, *map(self.given, range(1, self.most + 1))]
+        return [1.0, *map(self.given, range(1, self.max_gamma + 1))]
 
     def forget_times(self) -> None:
         self._times.clear()
@@ -231,7 +231,7 @@ class AutoLength(DraftLength):
         hope = max((k + 1) / self.times(rows, k) for k in self.choices)
         useful = best > 0 or hope * seconds[0] > MARGIN
         first = other if useful and self._since[other > 0] >= steps else best
-        few = min(self.most, MAX_AUTO_GAMMA)
+        few = min(self.max_gamma, MAX_AUTO_GAMMA)
         # A step of decoding that was disturbed takes longer than one with drafts.
         token = max(0.0, seconds[few] - seconds[1]) / max(1, few - 1)
         step = max(0.0, seconds[1] - token - seconds[0])
@@ -311,6 +311,6 @@ def make_draft_length(
     if decoding.gamma_or_default == "auto":
         given = None if decoding.step_cost is None else DraftCost(*decoding.step_cost)
         return AutoLength(decoding.max_draft_forwards, group, device, per_row, given)
-    most = decoding.max_draft_forwards
+    gamma = decoding.max_draft_forwards
     is_mixed = decoding.looks_up and bool(decoding.model_drafter)
-    return FixedLength(most, Acceptance(most) if is_mixed else None)
+    return FixedLength(gamma, Acceptance(gamma) if is_mixed else None)

@@ -50,10 +50,10 @@ class DraftPlan:
 
 @dataclass(frozen=True)
 class DraftShape:
-    """What `propose` drafts: at most `num_tokens` tokens. The first draft forward takes the
+    """What `propose` drafts: at most `gamma` tokens. The first draft forward takes the
     `pending` newest tokens of each row, as `prepare` has returned."""
 
-    num_tokens: int
+    gamma: int
     pending: int = 1
 
 

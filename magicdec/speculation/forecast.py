@@ -27,9 +27,9 @@ class Acceptance:
     """A running acceptance rate for each draft position, given that all positions before it were
     accepted, and for each request how far its acceptance differs from the mean."""
 
-    def __init__(self, most: int) -> None:
-        self.judged = [0.0] * most
-        self.accepted = [0.0] * most
+    def __init__(self, max_gamma: int) -> None:
+        self.judged = [0.0] * max_gamma
+        self.accepted = [0.0] * max_gamma
         self._rows: dict[int, tuple[float, float]] = {}  # request -> accepted, expected to be
 
     def keep_rows(self, requests: Collection[int]) -> None:
@@ -74,9 +74,9 @@ class Acceptance:
 class ChainLengths:
     """How often a chain of drafts goes on after 0, 1, 2, ... tokens, where more were asked for."""
 
-    def __init__(self, most: int) -> None:
-        self.wanted = [0.0] * most
-        self.longer = [0.0] * most
+    def __init__(self, max_gamma: int) -> None:
+        self.wanted = [0.0] * max_gamma
+        self.longer = [0.0] * max_gamma
 
     def observe(self, asked: int, gamma: int) -> None:
         for k in range(min(asked, gamma + 1)):

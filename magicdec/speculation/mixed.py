@@ -46,7 +46,7 @@ class MixedDrafter(Drafter):
         self._choices: Sequence[int] = ()  # numbers of tokens that the model may be asked for
         self._uses_model = True
         self._is_looked_up = dict[int, bool]()
-        self._model_tokens = lookup.most  # the model drafts no more
+        self._model_tokens = lookup.max_gamma  # the model drafts no more
         # For each row of the cache: whether its drafts are those of a lookup.
         self._looked_up = torch.zeros(target.num_rows, dtype=torch.bool, device=target.device)
 
@@ -63,7 +63,7 @@ class MixedDrafter(Drafter):
         self.model.admit(requests)
         self.draft_kv = self.model.draft_kv
         # In drafts that are timed before the next plan:
-        self._uses_model, self._model_tokens = True, self.lookup.most
+        self._uses_model, self._model_tokens = True, self.lookup.max_gamma
 
     def release(self, rows: Sequence[int]) -> None:
         self.lookup.release(rows)
@@ -86,7 +86,7 @@ class MixedDrafter(Drafter):
     ) -> DraftPlan:
         """Compares a step of lookups alone with one in which the model drafts `gamma`,
         by the tokens that they are expected to emit in their time."""
-        of_lookup = self.lookup.look_up(requests, self.lookup.most)
+        of_lookup = self.lookup.look_up(requests, self.lookup.max_gamma)
         cost = draft_length.cost or DraftCost(LOOKUP.step, LOOKUP.token + DRAFT_COST)
         lookup_cost = draft_length.lookup_cost or LOOKUP
         alone, worth = best_length(of_lookup, lookup_cost, can_join)
@@ -110,7 +110,7 @@ class MixedDrafter(Drafter):
         if alone and expected / (cost(gamma) + lookup_cost.token * more) < worth:
             return plan
         self._uses_model = True
-        self._model_tokens = gamma if can_join else self.lookup.most
+        self._model_tokens = gamma if can_join else self.lookup.max_gamma
         rows = [request.row for request in requests if request.row is not None]
         self._is_looked_up = dict(zip(rows, takes, strict=True))
         judged = [0 if take else gamma for take in takes]
@@ -134,7 +134,7 @@ class MixedDrafter(Drafter):
             one_hot = F.one_hot(ids, self.target.model.config.vocab_size).double()
         if shape.pending == LOOKUP_ALONE:
             return Proposal(ids, one_hot)
-        count = min(shape.num_tokens, self._model_tokens)
+        count = min(shape.gamma, self._model_tokens)
         drafts = self.model.propose(batch, replace(shape, num_tokens=count))
         is_ours = self._looked_up[batch.rows.index].unsqueeze(1)
         probs = drafts.probabilities
@@ -143,7 +143,7 @@ class MixedDrafter(Drafter):
             most = held.plus(count)
             kept = torch.where(is_ours[:, 0], held.tensor, most.tensor)
             self.draft_kv.rewind(batch.rows, Lengths(kept, most.bounds))
-        room = shape.num_tokens - count  # is not verified in the rows of the model
+        room = shape.gamma - count  # is not verified in the rows of the model
         if probs is not None and one_hot is not None:
             probs = torch.where(is_ours.unsqueeze(2), one_hot, F.pad(probs, (0, 0, 0, room)))
         return Proposal(torch.where(is_ours, ids, F.pad(drafts.ids, (0, room))), probs)

@@ -42,7 +42,7 @@ def draft(
     """Draft tokens with ids below `vocab_size`, after the newest tokens [B, T] of each
     row, which `kv` does not hold, and the `committed` tokens, which it does. All but the last
     drafts are appended, uncommitted."""
-    proposal = draft_chain(kv, batch.rows, committed, newest, batch.sampling, shape.num_tokens, pa)
+    proposal = draft_chain(kv, batch.rows, committed, newest, batch.sampling, shape.gamma, pa)
     if kv.runner.model.config.vocab_size == vocab_size:
         return proposal
     probs = proposal.probabilities
@@ -84,7 +84,7 @@ class SelfDrafter(Drafter):
 
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
         kv = self.draft_kv
-        kv.follow(batch.rows, shape.num_tokens + 1)
+        kv.follow(batch.rows, shape.gamma + 1)
         committed = kv.lengths(batch.rows)
         vocab_size = kv.runner.model.config.vocab_size
         newest = batch.newest[:, -1:]
@@ -184,7 +184,7 @@ class ModelDrafter(Drafter):
         ids = proposal.ids
         probs = proposal.probabilities
         if self.pa > 0:  # every rank learns from padding where the chain has stopped
-            padding = shape.num_tokens - ids.shape[1]
+            padding = shape.gamma - ids.shape[1]
             ids = torch.nn.functional.pad(ids, (0, padding), value=STOPPED)
         ids = group.broadcast(ids, source)
         if self.pa > 0:
@@ -195,7 +195,7 @@ class ModelDrafter(Drafter):
 
     def _room_for(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
         """Zeros, in whose place a rank without the draft receives the proposal."""
-        ids = batch.newest.new_zeros(len(batch.rows), shape.num_tokens)
+        ids = batch.newest.new_zeros(len(batch.rows), shape.gamma)
         probs = None
         if batch.sampling.draws is not None:
             probs = ids.new_zeros(*ids.shape, self.vocab_size, dtype=torch.float64)

@@ -171,10 +171,10 @@ CHOICES = (
 )  # fmt: skip
 CHAINS = (
     regression("row 0 drafts one token fewer", LENGTH,
-               "return [self.most] * len(batch.requests)",
-               "return [self.most - (i == 0) for i in range(len(batch.requests))]", PLAIN),
-    regression("gamma is one fewer", LENGTH, "return [self.most] * len(batch.requests)",
-               "return [self.most - 1] * len(batch.requests)", f"{SELF} 257 --gamma 2"),
+               "return [self.max_gamma] * len(batch.requests)",
+               "return [self.max_gamma - (i == 0) for i in range(len(batch.requests))]", PLAIN),
+    regression("gamma is one fewer", LENGTH, "return [self.max_gamma] * len(batch.requests)",
+               "return [self.max_gamma - 1] * len(batch.requests)", f"{SELF} 257 --gamma 2"),
     regression("--pa is not read", MODELS, "return cls(kv, setup.decoding.pa or 0.0)",
                "return cls(kv, 0.0)", "--pa"),
     regression("--pa is a tenth larger", "runner/native_steps/executor.py",

@@ -136,7 +136,7 @@ class ScriptedStrategy:
 
     def measure(self, batch: Batch) -> list[float]:
         self._advance(CALIBRATION_S)
-        return [0.01] * (1 + self.draft_length.most)
+        return [0.01] * (1 + self.draft_length.max_gamma)
 
     def step(self, batch: Batch) -> StepOutput:
         step = next(self.steps)

@@ -111,3 +111,38 @@ def test_a_type_name_is_defined_once() -> None:
 def test_classes_and_aliases_are_type_names() -> None:
     code = "class A:\n    class B:\n        pass\nRow = dict[str, str]\nT = TypeVar('T')\nROWS = 2"
     assert list(type_names(code)) == ["A", "B", "Row"]
+
+
+# Other names of the draft length (`gamma`), of its bound (`max_gamma`) and of the drafts of a step
+# (`num_drafted`).
+OTHER_GAMMAS = {
+    *("num_drafts", "draft_tokens", "most_drafts", "most_draft_tokens", "num_draft_steps"),
+    *("num_draft", "draft_len", "num_proposed", "num_speculative_tokens"),
+}
+
+
+def identifiers(source: str) -> set[str]:
+    """All names, attributes, parameters and fields of a module."""
+    nodes = list(ast.walk(ast.parse(source)))
+    found = {getattr(node, field, None) for node in nodes for field in ("id", "attr", "arg")}
+    return {name for name in found if isinstance(name, str)}
+
+
+def test_the_draft_length_has_one_name() -> None:
+    """vLLM calls the draft tokens of all steps `num_draft_tokens`: a key of a record's metrics."""
+    found = {
+        path.relative_to(PACKAGE).as_posix(): identifiers(path.read_text(encoding="utf-8"))
+        for path in PACKAGE.rglob("*.py")
+    }
+    assert {
+        file: names & OTHER_GAMMAS for file, names in found.items() if names & OTHER_GAMMAS
+    } == {}
+    assert [file for file, names in found.items() if "num_draft_tokens" in names] == [
+        "records/acceptance.py"
+    ]
+
+
+def test_identifiers_are_found_everywhere() -> None:
+    assert identifiers("def f(num_drafts): return a.most_drafts(draft_len=b)") == {
+        *("num_drafts", "a", "most_drafts", "draft_len", "b")
+    }

@@ -220,7 +220,7 @@ class ScriptedDrafter(Drafter):
 
     def propose(self, batch: DeviceBatch, shape: DraftShape) -> Proposal:
         num_right = [self.random.choice((0, n, self.random.randint(0, n))) for n in self.counts]
-        ids = torch.ones(len(self.counts), shape.num_tokens, dtype=torch.int64)
+        ids = torch.ones(len(self.counts), shape.gamma, dtype=torch.int64)
         for row, right, count in zip(ids, num_right, self.counts, strict=True):
             row[right:count] = 5
         self.expected.num_messages += 1

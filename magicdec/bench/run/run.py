@@ -324,14 +324,14 @@ class Run:
             sum(counts.draft_rows for _, counts in used),
             threads.of_rank(rank, self.config.parallel.threads),
         )
-        read, peak, draft_tokens, draft_rows, of_threads = zip(
+        read, peak, kv_tokens, draft_rows, of_threads = zip(
             *self.groups.target.all_gather_values(of_rank, RankCounts), strict=True
         )
         samples.bytes_read.append(list(read))
         samples.peak_memory_bytes.append(list(peak))
         samples.threads.append(check_threads(name, of_threads))
         # The same on all ranks that draft; 0 on others.
-        samples.draft_kv_tokens.append(max(draft_tokens))
+        samples.draft_kv_tokens.append(max(kv_tokens))
         samples.draft_rows.append(max(draft_rows))
 
     def gather_log(self, samples: PassSamples) -> None:

@@ -73,11 +73,11 @@ def _measure(
         with timed("decode", 0):
             steps.decode(batch)
         few = min(MAX_AUTO_GAMMA, max_gamma)
-        for count in sorted({1, steps.padded_length(min(LONGER_DRAFT, few))}):
+        for count in sorted({1, steps.padded_gamma(min(LONGER_DRAFT, few))}):
             with timed("draft", count):
                 proposal = steps.draft(batch, count)
                 proposal.ids.tolist()  # waits for the device
-        for count in sorted({1, steps.padded_length(few)}):
+        for count in sorted({1, steps.padded_gamma(few)}):
             verified = repeated(proposal, count)
             with timed("verify", count):
                 steps.verify(batch, verified)

@@ -96,7 +96,7 @@ class CapturedSteps(DecodeSteps):
                 for pending in self.drafter.pendings(count):
                     self._work("draft", count, pending)
 
-    def padded_length(self, gamma: int) -> int:
+    def padded_gamma(self, gamma: int) -> int:
         return min(count for count in self._lengths if count >= gamma)
 
     def release(self, rows: Sequence[int]) -> None:

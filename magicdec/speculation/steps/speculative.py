@@ -27,17 +27,18 @@ from magicdec.speculation.steps.strategy import Setup
 
 @dataclass(frozen=True)
 class StepDraft:
-    """What was drafted for a batch: nothing, or `count` tokens of each row, padding included."""
+    """What was drafted for a batch: nothing, or `padded_gamma` tokens of each row, padding
+    included."""
 
     batch: Batch
     plan: DraftPlan
     proposal: Proposal | None
-    count: int
+    padded_gamma: int
 
     @property
     def counts(self) -> list[int]:
         """The drafts of each row without padding."""
-        return [min(self.count, count) for count in self.plan.counts]
+        return [min(self.padded_gamma, count) for count in self.plan.counts]
 
 
 class Speculative:
@@ -100,7 +101,7 @@ class Speculative:
             for draft in drafts:
                 self._observe(draft, verdicts, of_step, is_ragged)
                 proposed |= zip(draft.batch.requests, draft.counts, strict=True)
-                padded_gamma = max(padded_gamma, draft.count)
+                padded_gamma = max(padded_gamma, draft.padded_gamma)
         accepted = [verdicts[request][0] for request in batch.requests]
         emitted = [verdicts[r][1 : 2 + n] for r, n in zip(batch.requests, accepted, strict=True)]
         if padded_gamma == 0:
@@ -117,7 +118,7 @@ class Speculative:
             plan = self.drafter.plan(batch.requests, count, self.draft_length, can_join)
         if not any(plan.counts):
             return StepDraft(batch, plan, None, 0)
-        count = self.steps.padded_length(max(plan.counts))
+        count = self.steps.padded_gamma(max(plan.counts))
         proposal = self.steps.draft(batch, count)
         draft = StepDraft(batch, plan, proposal, proposal.ids.shape[1])  # the draft may end before
         if self.log is not None:
@@ -141,19 +142,21 @@ class Speculative:
         seconds: float | None,
         is_ragged: bool,
     ) -> None:
-        accepted = [verdicts[r][0] for r in draft.batch.requests] if draft.count else ()
+        accepted = [verdicts[r][0] for r in draft.batch.requests] if draft.padded_gamma else ()
         judged = draft.plan.judged
-        verified = draft.count
+        verified = draft.padded_gamma
         if is_ragged:
             verified = round(sum(draft.counts) / len(draft.counts)) or 1
             if any(judged) and judged != draft.plan.counts:  # some are those of a model
                 seconds = None
-        self.draft_length.observe(draft.batch, draft.count, accepted, seconds, judged, verified)
+        self.draft_length.observe(
+            draft.batch, draft.padded_gamma, accepted, seconds, judged, verified
+        )
 
     def measure(self, batch: Batch) -> list[float]:
         """The seconds of a step of `batch` with 0, 1, 2, ... draft tokens. Changes nothing."""
         cached = [self.runner.cache.lengths[row] for row in batch.rows]
-        return measure_steps(self.steps, batch, cached, self.draft_length.most)
+        return measure_steps(self.steps, batch, cached, self.draft_length.max_gamma)
 
 
 def _rows_with(batch: Batch, counts: Sequence[int], count: int) -> Batch:

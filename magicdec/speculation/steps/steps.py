@@ -81,7 +81,7 @@ class DecodeSteps:
         else:
             self._load(batch)
 
-    def padded_length(self, gamma: int) -> int:
+    def padded_gamma(self, gamma: int) -> int:
         """The number of draft tokens of a step that has so many at least."""
         return gamma
 
