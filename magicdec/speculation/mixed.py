@@ -135,7 +135,7 @@ class MixedDrafter(Drafter):
         if shape.pending == LOOKUP_ALONE:
             return Proposal(ids, one_hot)
         count = min(shape.gamma, self._model_tokens)
-        drafts = self.model.propose(batch, replace(shape, num_tokens=count))
+        drafts = self.model.propose(batch, replace(shape, gamma=count))
         is_ours = self._looked_up[batch.rows.index].unsqueeze(1)
         probs = drafts.probabilities
         if self.draft_kv is not None:  # which holds other tokens than will be verified

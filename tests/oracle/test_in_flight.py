@@ -72,10 +72,10 @@ lone_outputs: dict[tuple[object, ...], list[int]] = {}
 
 
 class RandomLength(DraftLength):
-    """Draft lengths from 0 to `most` in any order, in some steps another for each row. Now and
+    """Draft lengths from 0 to `max_gamma` in any order, in some steps another for each row. Now and
     then, steps are measured when requests join, which changes nothing."""
 
-    most, choices = MOST_DRAFTS, range(MOST_DRAFTS + 1)
+    max_gamma, choices = MOST_DRAFTS, range(MOST_DRAFTS + 1)
 
     def __init__(self, random: Random, per_row: bool = True) -> None:
         self.random, self.per_row = random, per_row

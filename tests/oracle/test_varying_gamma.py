@@ -42,7 +42,7 @@ MOST, NEW = 5, [120, 9, 90, 61]
 class Scripted(DraftLength):
     """A draft length that follows a list."""
 
-    most, choices = MOST, range(MOST + 1)
+    max_gamma, choices = MOST, range(MOST + 1)
 
     def __init__(self, counts: Sequence[int]) -> None:
         self.counts, self.acceptance = cycle(counts), Acceptance(MOST)

@@ -200,6 +200,6 @@ def test_lengths_by_default_and_by_gamma() -> None:
     looked_up = DecodingSection("speculative", "ngram")
     assert (looked_up.max_gamma, looked_up.max_draft_forwards) == (31, 31)
     mixed = replace(looked_up, drafter="ngram+self")
-    assert (mixed.max_gamma, mixed.max_draft_forwards, mixed.gamma) == (31, 8, "auto")
+    assert (mixed.max_gamma, mixed.max_draft_forwards, mixed.gamma_or_default) == (31, 8, "auto")
     six = replace(mixed, gamma=6)
     assert (six.max_gamma, six.max_draft_forwards) == (6, 6)
